@@ -1,0 +1,55 @@
+# Needs Python 3.11 or 3.12 with pip, and make; everything else is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test unit lint format bench clean
+
+help: ## list what there is to make
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1	\2/' | expand -t 18
+
+install: $(VENV)/.installed ## make .venv and install elastic_ddp into it
+
+train: $(VENV)/.installed ## run the main job; its arguments go into ARGS="..."
+	$(VENV)/bin/python examples/train.py $(ARGS)
+
+test: lint ## lint, then run every test (the GPU's where there is one)
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+unit: $(VENV)/.installed-dev ## the tests that need no Ray, in seconds
+	$(VENV)/bin/python -m pytest tests/unit $(ARGS)
+
+lint: $(VENV)/.installed-dev ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.installed-dev ## let ruff fix what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.installed-dev ## measure what data and steps cost on this machine
+	$(VENV)/bin/python benchmarks/data.py
+	$(VENV)/bin/python benchmarks/steps.py
+
+clean: ## remove .venv and every cache
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps say what .venv holds; they are older than pyproject.toml or constraints.txt once either has changed.
+$(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "Installing elastic_ddp into $(VENV); the first time this takes a minute or two"
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "Installing elastic_ddp and its tests' tools into $(VENV); the first time this takes a minute or two"
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON); install Python 3.11 or 3.12, or name one: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 12) else "$(PYTHON) is Python %d.%d, and elastic_ddp needs 3.11 or 3.12; name one: make PYTHON=python3.12 ..." % v)'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@

@@ -1,0 +1,424 @@
+"""What whole steps cost next to plain DDP: `python benchmarks/steps.py` prints a table and writes its figures as JSON.
+
+The same GPT of 10 M parameters, Parquet rows, batches, clipping and AdamW on two workers of one thread each, over gloo:
+
+    plain        torchrun, DistributedDataParallel with no_sync, DataLoader with a DistributedSampler
+    native       ElasticTrainer with `reduction="native"`, the stock all-reduce
+    canonical    ElasticTrainer with `reduction="canonical"`, the same bits at every world size
+
+Other programs of a machine come and go within seconds, so all sides are started and warmed up, and then take turns: one
+runs for a few seconds while every process of the others, Ray's included, is stopped (SIGSTOP). A turn in which programs
+beside the benchmark took more than 5 % of the machine is taken again, for as long as patience lasts. A round gives each
+side a turn, in an order that moves on; a figure is the median over rounds, a ratio the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+EXAMPLES = str(Path(__file__).resolve().parents[1] / "examples")
+sys.path.insert(0, EXAMPLES)
+
+from gpt import GPT, next_byte_loss  # noqa: E402
+
+WORLD_SIZE = 2
+MODEL = {"context": 64, "width": 320, "layers": 8, "heads": 5, "dropout": 0.0}
+MICRO_BATCH_SIZE = 8
+ROWS = 65_536
+WARMUP_STEPS = 10
+MANY_STEPS = 1_000_000
+LOG_EVERY_STEPS = 10
+FOREIGN_SHARE = 0.05
+SIDES = ("plain", "native", "canonical")
+TARGETS = {"native": 0.95, "canonical": 0.85}
+
+
+def write_dataset(folder: Path) -> None:
+    """Windows of bytes, as `examples/text.py` cuts them out of text; what the bytes are does not change the time."""
+    length = MODEL["context"] + 1
+    values = np.random.default_rng(0).integers(0, 256, ROWS * length, dtype=np.uint8)
+    table = pa.table({"window": pa.FixedSizeListArray.from_arrays(pa.array(values), length)})
+    pq.write_table(table, folder / "part-0.parquet", row_group_size=1024)
+
+
+class StepLog:
+    """A rank's file: a line with its process id, then one with the time at the end of every step."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._file = open(f"{folder}/rank-{rank}", "w", buffering=1)  # noqa: SIM115 - open for as long as the rank lives
+        self._file.write(f"{os.getpid()}\n")
+
+    def step_ended(self) -> None:
+        self._file.write(f"{time.monotonic()}\n")
+
+
+# Ours.
+
+
+def run_ours(side: str, data: str, folder: str, accumulate: int) -> None:
+    import ray
+
+    import elastic_ddp as ed
+
+    def train(run: ed.Run) -> None:
+        model = run.prepare(GPT(**MODEL))
+        run.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        log = None
+        for step in run.steps():
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(next_byte_loss(model, batch))
+                step.optimize()
+            log = log or StepLog(folder, run.rank)
+            log.step_ended()
+
+    config = ed.RunConfig(
+        name="steps",
+        storage=folder,
+        steps=MANY_STEPS,
+        global_batch_size=MICRO_BATCH_SIZE * accumulate * WORLD_SIZE,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        min_workers=WORLD_SIZE,
+        max_workers=WORLD_SIZE,
+        reduction=side,
+        clip_grad_norm=1.0,
+        log_every_steps=LOG_EVERY_STEPS,
+        checkpoint=ed.CheckpointConfig(every_steps=MANY_STEPS),  # plain DDP makes none
+    )
+    ray.init("local", num_cpus=WORLD_SIZE, include_dashboard=False, logging_level="warning")
+    ed.ElasticTrainer(train, data, config).fit()
+
+
+# Plain DDP, as a careful user would write it.
+
+
+class Windows(Dataset):
+    """Rows of a Parquet folder, held in memory and fetched a batch at a time: as fast as a map-style data set gets."""
+
+    def __init__(self, data: str) -> None:
+        column = pq.read_table(data)["window"].combine_chunks()
+        self.windows = torch.from_numpy(column.flatten().to_numpy().reshape(len(column), -1).copy())
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitems__(self, places: list[int]) -> dict[str, torch.Tensor]:
+        return {"window": self.windows[places]}
+
+
+def endless(loader: DataLoader, sampler: DistributedSampler) -> Iterator[dict[str, torch.Tensor]]:
+    for epoch in range(MANY_STEPS):
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
+def run_plain(data: str, folder: str, accumulate: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(GPT(**MODEL), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows = Windows(data)
+    sampler = DistributedSampler(rows, drop_last=True)
+    loader = DataLoader(
+        rows,
+        batch_size=MICRO_BATCH_SIZE,
+        sampler=sampler,
+        num_workers=1,
+        persistent_workers=True,
+        collate_fn=lambda batch: batch,
+        drop_last=True,
+    )
+    batches = endless(loader, sampler)
+    log = StepLog(folder, dist.get_rank())
+    for step in range(MANY_STEPS):
+        for micro_batch in range(accumulate):
+            batch = next(batches)
+            with nullcontext() if micro_batch == accumulate - 1 else model.no_sync():
+                loss = next_byte_loss(model, batch) / accumulate
+                loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % LOG_EVERY_STEPS == 0 and dist.get_rank() == 0:
+            print(f"step {step}: loss {accumulate * loss.item():.4f}")
+        log.step_ended()
+
+
+# Turns.
+
+
+def processes_below(root: int) -> dict[int, float]:
+    """CPU seconds so far (with children that are gone) of a process and all below it, by process id. Needs Linux."""
+    parents, seconds = {}, {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):  # it is gone meanwhile
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                parents[int(folder.name)] = int(fields[1])
+                seconds[int(folder.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    below = {root}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    return {pid: seconds[pid] for pid in below if pid in seconds}
+
+
+def busy_seconds() -> float:
+    """CPU seconds so far that this machine has spent on anything, or lost to others on its host. Needs Linux."""
+    user, nice, system, _, _, *interrupts_and_steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
+    return (user + nice + system + sum(interrupts_and_steal)) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Turn:
+    steps_per_s: float
+    foreign_share: float
+    """Of the machine, taken by programs that are no part of the side whose turn it was."""
+
+
+class Side:
+    """One of the three ways to train, running in processes of its own."""
+
+    def __init__(self, name: str, data: Path, folder: Path, accumulate: int) -> None:
+        self.name, self._folder = name, folder
+        folder.mkdir()
+        launcher = [sys.executable]
+        if name == "plain":
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
+        arguments = [__file__, "--side", name, "--data", str(data), "--folder", str(folder)]
+        path = os.pathsep.join(filter(None, [EXAMPLES, os.environ.get("PYTHONPATH")]))
+        with (folder / "log").open("w") as log:
+            self._process = subprocess.Popen(
+                [*launcher, *arguments, "--accumulate", str(accumulate)],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            )
+
+    def warm_up(self) -> None:
+        while len(self.step_ends()) < WARMUP_STEPS:
+            self._check()
+            time.sleep(0.1)
+        self.signal(signal.SIGSTOP)
+        self._begin = self._cpu()
+
+    def take_turn(self, seconds: float) -> Turn:
+        """Runs for a while. Steps count from the first one's end to the last one's."""
+        self._check()
+        begin, own, busy = time.monotonic(), sum(self._cpu()[1:]), busy_seconds()
+        self.signal(signal.SIGCONT)
+        while sum(end > begin for end in self.step_ends()[-4:]) < 4 or time.monotonic() - begin < seconds:
+            self._check()
+            time.sleep(0.1)
+        self.signal(signal.SIGSTOP)
+        foreign = (busy_seconds() - busy) - (sum(self._cpu()[1:]) - own)
+        ends = [end for end in self.step_ends() if end > begin]
+        machine = (os.cpu_count() or 1) * (time.monotonic() - begin)
+        return Turn((len(ends) - 1) / (ends[-1] - ends[0]), foreign / machine)
+
+    def figures(self) -> dict[str, float]:
+        """CPU seconds of a step, and peak memory, since the warm-up."""
+        (steps, workers, others), end = self._begin, self._cpu()
+        status = Path(f"/proc/{self._workers()[0]}/status").read_text()
+        peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+        return {
+            "worker_cpu_s_per_step": (end[1] - workers) / (end[0] - steps) / WORLD_SIZE,
+            "other_cpu_s_per_step": (end[2] - others) / (end[0] - steps),
+            "worker_peak_mib": int(peak.split()[1]) / 1024,
+        }
+
+    def step_ends(self) -> list[float]:
+        path = self._folder / "rank-0"
+        return [float(line) for line in path.read_text().splitlines()[1:]] if path.exists() else []
+
+    def _workers(self) -> list[int]:
+        return [int((self._folder / f"rank-{rank}").read_text().split()[0]) for rank in range(WORLD_SIZE)]
+
+    def _cpu(self) -> tuple[int, float, float]:
+        """Steps so far, CPU seconds of the workers, and of all processes beside them."""
+        seconds = processes_below(self._process.pid)
+        workers = sum(seconds.pop(pid) for pid in self._workers())
+        return len(self.step_ends()), workers, sum(seconds.values())
+
+    def _check(self) -> None:
+        if self._process.poll() is not None:
+            raise SystemExit(f"the run of {self.name} ended:\n{(self._folder / 'log').read_text()[-4000:]}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """To every process of this side; again until none was started meanwhile."""
+        done: set[int] = set()
+        while new := set(processes_below(self._process.pid)) - done:
+            for pid in new:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            done |= new
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self.signal(signal.SIGSTOP)  # what is stopped starts no more processes
+            self.signal(signal.SIGKILL)
+            self._process.wait()
+
+
+def measure(
+    data: Path, scratch: Path, *, accumulate: int, rounds: int, turn_s: float, patience_s: float
+) -> dict[str, Any]:
+    sides: list[Side] = []
+    turns: dict[str, list[Turn]] = {name: [] for name in SIDES}
+    repeated = 0
+    try:
+        with Progress(transient=True) as progress:
+            title = f"{accumulate} micro-batches per worker and step"
+            task = progress.add_task(title, total=len(SIDES) * (1 + rounds))
+            for name in SIDES:
+                sides.append(Side(name, data, scratch / f"{name}-{accumulate}", accumulate))
+                sides[-1].warm_up()
+                progress.advance(task)
+            deadline = time.monotonic() + patience_s
+            for number in range(rounds):
+                first = number % len(sides)
+                for side in sides[first:] + sides[:first]:
+                    while (turn := side.take_turn(turn_s)).foreign_share > FOREIGN_SHARE:
+                        if time.monotonic() > deadline:
+                            break
+                        repeated += 1
+                    turns[side.name].append(turn)
+                    progress.advance(task)
+        figures = {side.name: side.figures() for side in sides}
+    finally:
+        for side in sides:
+            side.close()
+    global_batch_size = MICRO_BATCH_SIZE * accumulate * WORLD_SIZE
+    for name, each in turns.items():
+        rates = [global_batch_size * turn.steps_per_s for turn in each]
+        ratios = [ours.steps_per_s / plain.steps_per_s for ours, plain in zip(each, turns["plain"], strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        figures[name] |= {
+            "samples_per_s": statistics.median(rates),
+            "ratio": statistics.median(ratios),
+            "ratio_quartiles": [low, high],
+            "samples_per_s_by_round": rates,
+            "foreign_share_by_round": [turn.foreign_share for turn in each],
+        }
+    return {
+        "micro_batches_per_worker": accumulate,
+        "global_batch_size": global_batch_size,
+        "turns_repeated": repeated,
+        "turns_disturbed": sum(turn.foreign_share > FOREIGN_SHARE for each in turns.values() for turn in each),
+        "sides": figures,
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    versions = {name: version(name) for name in ("torch", "ray", "pyarrow")}
+    return {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version(), **versions}
+
+
+def print_table(results: dict[str, Any], output: Path) -> None:
+    console = Console()
+    console.print(f"{results['model']}; {WORLD_SIZE} workers, one thread each, gloo")
+    console.print(f"{results['machine']}")
+    for setting in results["settings"]:
+        title = f"M/W = {setting['micro_batches_per_worker']}, global batch {setting['global_batch_size']}"
+        table = Table("", title=title, title_justify="left", caption_justify="left")
+        table.caption = (
+            f"{setting['turns_disturbed']} of {3 * results['rounds']} turns were disturbed by other programs"
+        )
+        for heading in ("samples/s", "of plain", "quartiles", "target", "CPU ms", "beside", "MiB"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for side, figures in setting["sides"].items():
+            compared = [f"{figures['ratio']:.3f}", "{:.2f} to {:.2f}".format(*figures["ratio_quartiles"])]
+            table.add_row(
+                side,
+                f"{figures['samples_per_s']:.1f}",
+                *([*compared, f"{TARGETS[side]}"] if side in TARGETS else [""] * 3),
+                f"{1000 * figures['worker_cpu_s_per_step']:.0f}",
+                f"{1000 * figures['other_cpu_s_per_step']:.0f}",
+                f"{figures['worker_peak_mib']:.0f}",
+            )
+        console.print(table)
+    console.print("CPU: of one worker, in a step; beside: of all processes of that side but the two workers, in a step")
+    console.print("MiB: peak resident memory of rank 0")
+    console.print(f"written to {output}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/steps.json"))
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each side; medians are reported")
+    parser.add_argument("--turn-s", type=float, default=3.0, help="length of a turn; three whole steps at least")
+    parser.add_argument(
+        "--patience-s", type=float, default=600.0, help="how long to repeat turns that other programs disturbed"
+    )
+    parser.add_argument(
+        "--accumulate", type=int, nargs="+", default=[1, 4], help="micro-batches per worker and step, M/W"
+    )
+    for hidden in ("--side", "--data", "--folder"):  # how a side is started
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side == "plain":
+        run_plain(options.data, options.folder, options.accumulate[0])
+    elif options.side:
+        run_ours(options.side, options.data, options.folder, options.accumulate[0])
+    else:
+        compare(options)
+
+
+def compare(options: argparse.Namespace) -> None:
+    parameters = sum(parameter.numel() for parameter in GPT(**MODEL).parameters())
+    results: dict[str, Any] = {
+        "machine": describe_machine(),
+        "model": f"GPT of {parameters / 1e6:.1f} M parameters, context {MODEL['context']}",
+        "micro_batch_size": MICRO_BATCH_SIZE,
+        "rounds": options.rounds,
+        "turn_s": options.turn_s,
+        "settings": [],
+    }
+    with tempfile.TemporaryDirectory() as name:
+        data = Path(name) / "data"
+        data.mkdir()
+        write_dataset(data)
+        for accumulate in options.accumulate:
+            results["settings"].append(
+                measure(
+                    data,
+                    Path(name),
+                    accumulate=accumulate,
+                    rounds=options.rounds,
+                    turn_s=options.turn_s,
+                    patience_s=options.patience_s,
+                )
+            )
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(results, indent=2) + "\n")
+    print_table(results, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""Durable state: commits that are complete or do not exist."""
+
+from elastic_ddp.checkpoint.commits import Commit, StoredObject
+from elastic_ddp.checkpoint.store import CheckpointStore
+
+__all__ = ["CheckpointStore", "Commit", "StoredObject"]

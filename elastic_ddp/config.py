@@ -1,0 +1,269 @@
+"""The configuration of a run: plain data, validated when built."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from elastic_ddp.errors import ConfigError
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+
+IDENTITY = ("seed", "global_batch_size", "micro_batch_size", "reduction", "precision", "clip_grad_norm")
+"""Settings that a run cannot change when it is resumed: another value would make it another run."""
+
+DATA_IDENTITY = ("columns", "shuffle", "window_row_groups", "chunk_rows")
+"""The same for the settings under `data`."""
+
+
+class CheckpointConfig(BaseModel):
+    """When state is committed and how much of it is kept."""
+
+    model_config = _STRICT
+
+    every_steps: PositiveInt | None = None
+    """Commit whenever this many steps have passed since the last commit."""
+    every_seconds: PositiveFloat | None = None
+    """Commit at the first step boundary this many seconds after the last commit. Both may be given; with neither,
+    a run commits every 60 seconds. A run always commits when it ends or is stopped."""
+    keep: PositiveInt = 2
+    """Commits kept; older ones are deleted once a newer one is complete."""
+
+    @model_validator(mode="after")
+    def _default_interval(self) -> Self:
+        if self.every_steps is None and self.every_seconds is None:
+            object.__setattr__(self, "every_seconds", 60.0)
+        return self
+
+
+class DataConfig(BaseModel):
+    """How rows are read, ordered and fed. The data set itself is an argument of `ElasticTrainer`."""
+
+    model_config = _STRICT
+
+    columns: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """Columns to read; all of them by default."""
+    shuffle: bool = True
+    """A seeded permutation for every epoch; False reads the rows in their stored order."""
+    window_row_groups: PositiveInt = 4
+    """Row groups whose rows are shuffled together. The quality of the shuffle grows with it, and so does memory: a
+    worker holds one window, before the transform, for each of its micro-batches."""
+    chunk_rows: PositiveInt = 1024
+    """Rows that one call of the transform sees. Chunks are the same for every world size. A worker holds about one
+    chunk, after the transform, for each of its micro-batches: lower it where transformed rows are large."""
+    prefetch_micro_batches: PositiveInt = 4
+    """Micro-batches that are ready on the device before the step asks for them."""
+    concurrency: PositiveInt = 1
+    """Transforms that run at a time for one worker. With 1, one process reads and transforms; with more, one reads
+    and this many transform."""
+    num_cpus_per_task: Annotated[float, Field(ge=0)] = 0.0
+    """CPUs that Ray reserves for each such task. With 0, tasks run beside workers that hold every CPU; raise it
+    where a transform is heavy and CPUs are left over."""
+
+
+class DDPConfig(BaseModel):
+    """Options of `torch.nn.parallel.DistributedDataParallel`, under its own names."""
+
+    model_config = _STRICT
+
+    bucket_cap_mb: PositiveFloat = 25.0
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+
+
+class RunConfig(BaseModel):
+    """Everything that defines a run but its code and its data.
+
+    Raises:
+        ConfigError: a key is unknown, a value has the wrong type, or the values cannot work together.
+    """
+
+    model_config = _STRICT
+
+    name: RunName
+    """The run's name. Fitting the same name in the same storage again resumes it."""
+    storage: str
+    """Where runs live: any fsspec URI (`s3://bucket/runs`, `gs://…`) or a local path. On several nodes it has to
+    be reachable from all of them."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """The one seed: weights, order of the rows and randomness inside steps all follow from it."""
+    steps: PositiveInt | None = None
+    """Optimizer steps to run. Give this or `epochs`."""
+    epochs: PositiveInt | None = None
+    """Passes over the data set to run. Give this or `steps`."""
+    global_batch_size: PositiveInt
+    """Rows of one optimizer step, the same at every world size."""
+    micro_batch_size: PositiveInt
+    """Rows of one forward and backward."""
+    min_workers: PositiveInt = 1
+    """Training waits while there are fewer workers."""
+    max_workers: PositiveInt = 1
+    """Workers are never more than this, nor more than micro-batches in a step."""
+    resources_per_worker: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
+        default_factory=lambda: {"CPU": 1.0}
+    )
+    """What Ray reserves for one worker, for example `{CPU = 4, GPU = 1}`. With a GPU, training runs on it."""
+    reduction: Literal["canonical", "native"] = "canonical"
+    """`canonical`: gradients have the same bits at every world size. `native`: torch's all-reduce, a little faster."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """`bf16`: the model's forward runs under autocast; weights, gradients and optimizer stay fp32."""
+    clip_grad_norm: PositiveFloat | None = None
+    """The total 2-norm that gradients are clipped to."""
+    max_restarts: Annotated[int, Field(ge=-1)] = 100
+    """Lost workers or nodes that a run survives; -1 for no limit. Errors of the training function are never retried."""
+    log_every_steps: PositiveInt = 10
+    """How often logged values are written to the ledger."""
+    resize_interval_s: PositiveFloat = 60.0
+    """How often the cluster is asked for room for more workers, up to `max_workers`."""
+    collective_timeout_s: PositiveFloat = 1800.0
+    """How long a collective may wait for a slow worker."""
+    num_threads_per_worker: PositiveInt | None = None
+    """`torch.set_num_threads` in every worker; by default as many as the worker has CPUs."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    ddp: DDPConfig = Field(default_factory=DDPConfig)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_tables(cls, values: Any) -> Any:
+        """TOML and JSON have lists and ints where the fields have tuples and floats."""
+        if isinstance(values, dict) and isinstance(values.get("data"), dict):
+            data = dict(values["data"])
+            if isinstance(data.get("columns"), list):
+                data["columns"] = tuple(data["columns"])
+            values = {**values, "data": data}
+        return values
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            both = f"steps={self.steps} and epochs={self.epochs}: give exactly one of the two"
+            raise ValueError(f"{both}; steps counts optimizer steps, epochs passes over the data set")
+        if self.global_batch_size % self.micro_batch_size:
+            below = self.global_batch_size // self.micro_batch_size * self.micro_batch_size
+            choices = [str(size) for size in (below, below + self.micro_batch_size) if size]
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} is not a multiple of "
+                f"micro_batch_size={self.micro_batch_size}; use global_batch_size={' or '.join(choices)}"
+            )
+        if self.min_workers > self.max_workers:
+            raise ValueError(
+                f"min_workers={self.min_workers} is above max_workers={self.max_workers}; "
+                f"raise max_workers or use min_workers={self.max_workers}"
+            )
+        if self.max_workers > self.num_micro_batches:
+            raise ValueError(
+                f"max_workers={self.max_workers} is above the {self.num_micro_batches} micro-batches of a step "
+                f"(global_batch_size={self.global_batch_size} / micro_batch_size={self.micro_batch_size}), and a "
+                f"worker needs one; use max_workers={self.num_micro_batches} or a smaller micro_batch_size"
+            )
+        gpus = self.resources_per_worker.get("GPU", 0.0)
+        if gpus not in (0.0, 1.0):
+            raise ValueError(f"resources_per_worker GPU={gpus:g}: a worker trains on one GPU or none; use 0 or 1")
+        if not any(self.resources_per_worker.values()):
+            raise ValueError(
+                f"resources_per_worker={self.resources_per_worker} reserves nothing, so Ray could not count how many "
+                'workers fit; give at least CPU or GPU, for example {"CPU": 1}'
+            )
+        return self
+
+    @property
+    def num_micro_batches(self) -> int:
+        """M: the micro-batches of one step, at every world size."""
+        return self.global_batch_size // self.micro_batch_size
+
+    @property
+    def use_gpu(self) -> bool:
+        return self.resources_per_worker.get("GPU", 0.0) > 0
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of an operation in every worker: the setting, or as many as the worker has CPUs."""
+        return self.num_threads_per_worker or max(1, int(self.resources_per_worker.get("CPU", 1)))
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide the run's bits; a resumed run must have the same."""
+        settings: dict[str, Any] = {key: getattr(self, key) for key in IDENTITY}
+        settings["device"] = "cuda" if self.use_gpu else "cpu"
+        if not self.use_gpu:
+            # How many threads share an operation decides how its sums are split.
+            settings["num_threads_per_worker"] = self.num_threads
+        for key in DATA_IDENTITY:
+            value = getattr(self.data, key)
+            settings[f"data.{key}"] = list(value) if isinstance(value, tuple) else value
+        return settings
+
+    @classmethod
+    def load(cls, config: RunConfig | Mapping[str, Any] | str | os.PathLike[str]) -> RunConfig:
+        """From what `ElasticTrainer` takes: a RunConfig, a dict, or the path of a TOML file.
+
+        A `[job]` table in the file belongs to `elastic-ddp run` and is left out here.
+        """
+        if isinstance(config, RunConfig):
+            return config
+        if isinstance(config, Mapping):
+            return cls(**config)
+        if isinstance(config, str | os.PathLike):
+            return cls(**{key: value for key, value in read_toml(config).items() if key != "job"})
+        raise ConfigError(
+            f"config is a {type(config).__name__}; it has to be a RunConfig, a dict or the path of a TOML file"
+        )
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a TOML file, or a ConfigError that says what is wrong with it."""
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"config={os.fspath(path)!r}: there is no such file; give the path of a TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"config={os.fspath(path)!r} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config={os.fspath(path)!r} is not TOML: {error}") from None
+
+
+def _explain(error: ValidationError) -> str:
+    """One line for each mistake: the setting, the value, the rule and what may be given instead."""
+    lines = []
+    for mistake in error.errors(include_url=False):
+        where = ".".join(str(part) for part in mistake["loc"])
+        value = mistake["input"]
+        if mistake["type"] == "extra_forbidden":
+            lines.append(f"{where}={value!r}: there is no such setting; {_known(mistake['loc'])}")
+        elif mistake["type"] == "missing":
+            lines.append(f"{where} is missing: it has no default; give it a value")
+        elif mistake["type"] == "value_error":
+            lines.append(str(mistake["ctx"]["error"]))
+        else:
+            lines.append(f"{where}={value!r}: {mistake['msg'][0].lower()}{mistake['msg'][1:]}")
+    return "invalid configuration: " + "; ".join(lines)
+
+
+def _known(location: tuple[int | str, ...]) -> str:
+    """The settings that exist where an unknown one was given, the likeliest first."""
+    import difflib
+
+    model: type[BaseModel] = RunConfig
+    for part in location[:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+    names = list(model.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), names, n=1)
+    return f"did you mean {close[0]}?" if close else f"the settings here are {', '.join(sorted(names))}"

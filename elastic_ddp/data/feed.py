@@ -1,0 +1,281 @@
+"""A worker's rows: from its pipeline into micro-batches on its device, ahead of the step that asks for them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import ray
+import torch
+
+from elastic_ddp.config import DataConfig
+from elastic_ddp.data.index import DatasetIndex
+from elastic_ddp.data.order import Chunk, EpochShape, FeedPlan, Int64Array
+from elastic_ddp.data.pipeline import ChunkPipeline
+from elastic_ddp.data.source import PreparedChunk, Transform
+from elastic_ddp.errors import DataError
+
+_CHUNKS_PER_PIPELINE = 100_000
+"""A pipeline ends after about as many chunks and another goes on: Ray Data keeps 1.2 KB for each block it has seen."""
+_LOSSES_IN_A_ROW = 3
+"""Pipelines that may be lost without a micro-batch in between."""
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """The rows of one micro-batch on the device."""
+
+    index: int
+    """Its number, 0 to M-1."""
+    rows: dict[str, torch.Tensor]
+    """One tensor of shape `(rows, ...)` for each column. An empty micro-batch has one row here, the padding, so that a
+    forward can still run on it."""
+    row_ids: Int64Array
+    """The rows' places in the data set's stored order, `(num_rows,)`, as they came through the pipeline."""
+    ready: torch.cuda.Event | None = field(default=None, repr=False)
+    """When the copy to the device is done."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that count: 0 in an empty micro-batch."""
+        return len(self.row_ids)
+
+
+class MicroBatchFeed:
+    """Micro-batches of steps [first_step, last_step), over as many epochs as that takes.
+
+    Reading starts at once, in the background. Steps are taken strictly one after the other.
+
+    Args:
+        micro_batches: the numbers this worker owns, in the order in which it takes them inside a step.
+        device: where the tensors are to be; on CUDA they are copied from pinned memory on a stream of their own.
+    """
+
+    def __init__(
+        self,
+        index: DatasetIndex,
+        *,
+        seed: int,
+        num_micro_batches: int,
+        micro_batch_size: int,
+        micro_batches: Sequence[int],
+        first_step: int,
+        last_step: int,
+        options: DataConfig,
+        transform: Transform | None = None,
+        device: torch.device,
+    ) -> None:
+        self._index = index
+        self._transform = transform
+        self._plan = FeedPlan(
+            rows_per_group=index.group_rows,
+            shape=EpochShape(index.num_rows, num_micro_batches, micro_batch_size),
+            seed=seed,
+            options=options,
+            micro_batches=tuple(micro_batches),
+            first_step=first_step,
+            last_step=last_step,
+        )
+        self._device = device
+        self._next_step = first_step
+        self._changed = threading.Condition()
+        self._ready: deque[MicroBatch] = deque()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._pipeline: ChunkPipeline | None = None
+        self._thread = threading.Thread(target=self._produce, name="micro-batch-feed", daemon=True)
+        self._thread.start()
+
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        """This worker's micro-batches of a step, in its order; `step` is the one after that of the call before.
+
+        Raises:
+            DataError: a file cannot be read, or the transform raised or returned something that cannot be used.
+            ValueError: the steps are not taken one after the other.
+        """
+        if step != self._next_step or step >= self._plan.last_step:
+            raise ValueError(
+                f"step {step} asked of a feed that stands at step {self._next_step} and ends before step "
+                f"{self._plan.last_step}: steps are taken one after the other; build a feed to start elsewhere"
+            )
+        self._next_step += 1
+        for _ in self._plan.micro_batches:
+            yield self._take()
+
+    def close(self) -> None:
+        """Stop reading and free everything, also in the middle of an epoch. May be called more than once."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            pipeline = self._pipeline
+            self._changed.notify_all()
+        if pipeline is not None:
+            pipeline.close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take(self) -> MicroBatch:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error or self._closed)
+            if self._closed:
+                raise ValueError("the feed is closed")
+            if not self._ready:
+                assert self._error is not None
+                raise self._error
+            batch = self._ready.popleft()
+            self._changed.notify_all()
+        if batch.ready is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(batch.ready)
+            for tensor in batch.rows.values():
+                tensor.record_stream(stream)  # its memory came from the copy stream's pool
+        return batch
+
+    def _produce(self) -> None:
+        """The background thread."""
+        try:
+            place = _Placer(self._device)
+            done = self._plan.first_step * len(self._plan.micro_batches)  # micro-batches, counted from step 0
+            losses = 0
+            while done < self._plan.last_step * len(self._plan.micro_batches):
+                before = done
+                try:
+                    with closing(self._run_pipeline(done)) as batches:
+                        for batch in batches:
+                            self._put(place(batch))
+                            done += 1
+                except ray.exceptions.RayError:  # a task's process is gone, for lack of memory perhaps
+                    losses = losses + 1 if done == before else 1
+                    if losses >= _LOSSES_IN_A_ROW:
+                        raise
+        except BaseException as error:  # also what closing does to a pipeline; nobody is there to see that
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _run_pipeline(self, done: int) -> Generator[_HostBatch]:
+        """Micro-batches from the `done`-th on, until the pipeline has done its share."""
+        owned = len(self._plan.micro_batches)
+        first_step, skipped = divmod(done, owned)
+        rows_per_step = owned * self._plan.shape.micro_batch_size
+        steps = max(1, _CHUNKS_PER_PIPELINE * self._plan.options.chunk_rows // rows_per_step)
+        plan = replace(self._plan, first_step=first_step, last_step=min(first_step + steps, self._plan.last_step))
+        pipeline = ChunkPipeline(self._index, plan, self._transform)
+        try:
+            with self._changed:
+                if self._closed:
+                    raise _Closed
+                self._pipeline = pipeline
+            for position, batch in enumerate(_cut(plan, iter(pipeline))):
+                if position >= skipped:
+                    yield batch
+        finally:
+            pipeline.close()
+
+    def _put(self, batch: MicroBatch) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._plan.options.prefetch_micro_batches)
+            if self._closed:
+                raise _Closed
+            self._ready.append(batch)
+            self._changed.notify_all()
+
+
+class _Closed(Exception):
+    """The feed, and with it its pipeline, was closed while its thread worked."""
+
+
+@dataclass(frozen=True, eq=False)
+class _HostBatch:
+    """A micro-batch as pieces of chunks, still in the object store's memory."""
+
+    index: int
+    pieces: list[dict[str, np.ndarray]]
+    row_ids: Int64Array
+
+
+def _cut(plan: FeedPlan, prepared: Iterator[PreparedChunk]) -> Iterator[_HostBatch]:
+    """Cut the chunks of a plan, which come in its order, into its micro-batches."""
+    chunks = plan.chunks()
+    epoch = -1
+    lanes: dict[int, deque[tuple[Chunk, PreparedChunk]]] = {}
+    for step in range(plan.first_step, plan.last_step):
+        if plan.shape.epoch_of(step) != epoch:
+            epoch = plan.shape.epoch_of(step)
+            lanes = {}
+        for micro_batch in plan.micro_batches:
+            lane, start, stop = plan.source(step, micro_batch)
+            held = lanes.setdefault(lane, deque())
+            while held and held[0][0].stop <= start:
+                held.popleft()
+            while not held or held[-1][0].stop < stop:
+                chunk = next(chunks)  # in the order of need, so it is one of this very lane
+                held.append((chunk, _expect(chunk, next(prepared, None))))
+            pieces, row_ids = [], []
+            for chunk, content in held:
+                inside = slice(max(start - chunk.start, 0), min(stop, chunk.stop) - chunk.start)
+                if inside.start < inside.stop:
+                    pieces.append({name: values[inside] for name, values in content.columns.items()})
+                    row_ids.append(content.row_ids[inside])
+            counted = np.concatenate(row_ids)[: plan.shape.rows_in_micro_batch(step, micro_batch)]
+            yield _HostBatch(micro_batch, pieces, counted)
+
+
+def _expect(chunk: Chunk, found: PreparedChunk | None) -> PreparedChunk:
+    if found is None:
+        raise _Closed("the pipeline ended early")
+    wanted = (chunk.lane.epoch, chunk.lane.number, chunk.number, chunk.stop - chunk.start)
+    came = (found.epoch, found.lane, found.number, len(found.row_ids))
+    if came != wanted:
+        raise RuntimeError(f"the pipeline gave (epoch, lane, chunk, rows) {came} where {wanted} is due")
+    return found
+
+
+class _Placer:
+    """Puts a micro-batch together and onto the device. Used by one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batch: _HostBatch) -> MicroBatch:
+        rows = {name: self._join(name, batch.pieces) for name in batch.pieces[0]}
+        if self._stream is None:
+            return MicroBatch(batch.index, rows, batch.row_ids)
+        with torch.cuda.stream(self._stream):
+            rows = {name: tensor.to(self._device, non_blocking=True) for name, tensor in rows.items()}
+            return MicroBatch(batch.index, rows, batch.row_ids, self._stream.record_event())
+
+    def _join(self, name: str, pieces: list[dict[str, np.ndarray]]) -> torch.Tensor:
+        """One copy: out of the read-only memory of the object store, and into pinned memory where that is of use."""
+        first = pieces[0][name]
+        for piece in pieces[1:]:
+            if piece.keys() != pieces[0].keys():
+                raise DataError(
+                    f"the transform returned the columns {sorted(pieces[0])} for one chunk and {sorted(piece)} for "
+                    "another; it has to return the same columns always"
+                )
+            if (piece[name].dtype, piece[name].shape[1:]) != (first.dtype, first.shape[1:]):
+                raise DataError(
+                    f"rows of {name!r} that belong to one micro-batch are {first.dtype} of shape {first.shape[1:]} in "
+                    f"one chunk and {piece[name].dtype} of shape {piece[name].shape[1:]} in another; let the "
+                    "transform return (pad, crop) rows of one shape and type always"
+                )
+        shape = (sum(len(piece[name]) for piece in pieces), *first.shape[1:])
+        kind = torch.from_numpy(np.empty(0, first.dtype)).dtype
+        tensor = torch.empty(shape, dtype=kind, pin_memory=self._stream is not None)
+        np.concatenate([piece[name] for piece in pieces], out=tensor.numpy())
+        return tensor

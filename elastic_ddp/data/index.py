@@ -1,0 +1,228 @@
+"""The index of a data set: which files and row groups it has, and how to tell that they are still the same.
+
+It is built once from the files' footers and kept in the run's storage. Row groups are numbered in stored order: file by
+file as listed, and rows are numbered the same way, which gives every row of the data set its row id.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic_ddp.data.files import DataFile, filesystem_of, list_files, read_footer
+from elastic_ddp.data.order import Int64Array
+from elastic_ddp.errors import DataError
+
+
+class Storage(Protocol):
+    """What this module needs of the run's storage."""
+
+    def read(self, key: str) -> bytes:
+        """The object; FileNotFoundError where there is none."""
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write a new object; FileExistsError where there is one."""
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetIndex:
+    """A data set's files, and its row groups in stored order. Memory: a few bytes for each row group."""
+
+    files: tuple[DataFile, ...]
+    footer_bytes: Int64Array
+    """Bytes of each file's footer, `(files,)`."""
+    group_file: Int64Array
+    """The file that each row group is in, `(row groups,)`."""
+    group_number: Int64Array
+    """Its number in that file, `(row groups,)`."""
+    group_rows: Int64Array
+    """Its rows, `(row groups,)`."""
+    schema: pa.Schema
+    """The columns that are read, in the order in which they were asked for."""
+
+    @cached_property
+    def num_rows(self) -> int:
+        return int(self.group_rows.sum())
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.schema.names)
+
+    @cached_property
+    def first_row_ids(self) -> Int64Array:
+        """Row id of each row group's first row, `(row groups,)`."""
+        return np.r_[0, np.cumsum(self.group_rows)[:-1]].astype(np.int64)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over every file's path, size and version: another value, another data set."""
+        lines = [json.dumps([file.path, file.size, file.version]) for file in self.files]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """An Arrow stream of the row groups; files and schema are JSON in its metadata."""
+        header = {
+            "files": [[file.path, file.size, file.version] for file in self.files],
+            "footer_bytes": self.footer_bytes.tolist(),
+            "schema": base64.b64encode(self.schema.serialize().to_pybytes()).decode(),
+        }
+        groups = pa.table({"file": self.group_file, "number": self.group_number, "rows": self.group_rows})
+        groups = groups.replace_schema_metadata({"elastic_ddp": json.dumps(header)})
+        sink = io.BytesIO()
+        with pa.ipc.new_stream(sink, groups.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(groups)
+        return sink.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> DatasetIndex:
+        groups = pa.ipc.open_stream(data).read_all()
+        header = json.loads(groups.schema.metadata[b"elastic_ddp"])
+        return cls(
+            files=tuple(DataFile(*file) for file in header["files"]),
+            footer_bytes=np.array(header["footer_bytes"], dtype=np.int64),
+            group_file=groups["file"].to_numpy(),
+            group_number=groups["number"].to_numpy(),
+            group_rows=groups["rows"].to_numpy(),
+            schema=pa.ipc.read_schema(pa.py_buffer(base64.b64decode(header["schema"]))),
+        )
+
+
+def build_index(source: str | Sequence[str], columns: Sequence[str] | None = None, threads: int = 16) -> DatasetIndex:
+    """Index a Parquet file, folder, glob or list of these, reading `threads` footers at a time.
+
+    Raises:
+        DataError: no files, no rows, a file that is not Parquet, a column that is missing, schemas that differ.
+    """
+    return _index_files(source, list_files(source), columns, threads)
+
+
+def open_index(source: str | Sequence[str], storage: Storage, columns: Sequence[str] | None = None) -> DatasetIndex:
+    """The index that the run already has for this source, or a new one that the run then keeps.
+
+    Raises:
+        DataError: files changed, went or came since the run's index was built; what `build_index` raises.
+    """
+    files = list_files(source)
+    key = f"data/index-{_source_hash(source, columns)}"
+    try:
+        index = DatasetIndex.from_bytes(storage.read(key))
+    except FileNotFoundError:
+        index = _index_files(source, files, columns, threads=16)
+        try:
+            storage.create(key, index.to_bytes())
+        except FileExistsError:  # another driver of this run came first: its index counts
+            index = DatasetIndex.from_bytes(storage.read(key))
+    check_unchanged(index.files, files)
+    return index
+
+
+def check_unchanged(indexed: Sequence[DataFile], listed: Sequence[DataFile]) -> None:
+    """Refuse a data set that is not the one that was indexed.
+
+    Raises:
+        DataError: names the files that differ, and how.
+    """
+    if tuple(indexed) == tuple(listed):
+        return
+    before, now = {file.path: file for file in indexed}, {file.path: file for file in listed}
+    differences = [f"{path} is missing" for path in before if path not in now]
+    differences += [f"{path} is new" for path in now if path not in before]
+    for path, file in before.items():
+        if path in now and now[path] != file:
+            size = f"size {file.size} -> {now[path].size}, " if file.size != now[path].size else ""
+            differences.append(f"{path} changed ({size}version {file.version} -> {now[path].version})")
+    if not differences:
+        differences = ["the files are listed in another order"]
+    more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+    raise DataError(
+        f"the data set changed since this run began: {'; '.join(differences[:3])}{more}. A run uses one data set from "
+        "its first step to its last: put the files back, or start a run with another name"
+    )
+
+
+def _source_hash(source: str | Sequence[str], columns: Sequence[str] | None) -> str:
+    sources = [source] if isinstance(source, str) else list(source)
+    absolute = []
+    for entry in sources:
+        fs, path = filesystem_of(entry)
+        absolute.append(fs.unstrip_protocol(path))
+    text = json.dumps([absolute, None if columns is None else list(columns)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _index_files(
+    source: str | Sequence[str], files: list[DataFile], columns: Sequence[str] | None, threads: int
+) -> DatasetIndex:
+    with ThreadPoolExecutor(threads, thread_name_prefix="footers") as pool:
+        footers = list(pool.map(lambda file: _read_footer(file), files))
+    first = footers[0].schema
+    schema = first if columns is None else _select(first, columns, files[0].path)
+    for file, footer in zip(files[1:], footers[1:], strict=True):
+        _check_schema(schema, footer.schema, files[0].path, file.path, every_column=columns is None)
+    rows = [footer.group_rows for footer in footers]
+    index = DatasetIndex(
+        files=tuple(files),
+        footer_bytes=np.array([footer.num_bytes for footer in footers], dtype=np.int64),
+        group_file=np.repeat(np.arange(len(files)), [len(groups) for groups in rows]).astype(np.int64),
+        group_number=np.concatenate([np.arange(len(groups)) for groups in rows]).astype(np.int64),
+        group_rows=np.concatenate(rows).astype(np.int64),
+        schema=schema.remove_metadata(),
+    )
+    if index.num_rows == 0:
+        raise DataError(
+            f"data={source!r}: {len(files)} Parquet file(s) without a single row; check how the data set was written"
+        )
+    return index
+
+
+@dataclass(frozen=True)
+class _Footer:
+    schema: pa.Schema
+    num_bytes: int
+    group_rows: list[int]
+
+
+def _read_footer(file: DataFile) -> _Footer:
+    metadata, num_bytes = read_footer(file.path, file.size)
+    rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    return _Footer(pq.ParquetSchema.to_arrow_schema(metadata.schema), num_bytes, rows)
+
+
+def _select(schema: pa.Schema, columns: Sequence[str], path: str) -> pa.Schema:
+    missing = [name for name in columns if name not in schema.names]
+    if missing:
+        raise DataError(
+            f"data.columns names {', '.join(map(repr, missing))}, which {path} does not have; "
+            f"its columns are {', '.join(schema.names)}"
+        )
+    if not columns:
+        raise DataError(f"data.columns is empty; name at least one of {', '.join(schema.names)}")
+    return pa.schema([schema.field(name) for name in columns])
+
+
+def _check_schema(expected: pa.Schema, found: pa.Schema, first: str, path: str, *, every_column: bool) -> None:
+    """The order of the columns may differ between files, and so may nullability; names and types may not."""
+    problems = []
+    for field in expected:
+        if field.name not in found.names:
+            problems.append(f"column {field.name!r} ({field.type}) is missing")
+        elif found.field(field.name).type != field.type:
+            problems.append(f"column {field.name!r} is {found.field(field.name).type} instead of {field.type}")
+    if every_column:
+        problems += [f"column {name!r} is extra" for name in found.names if name not in expected.names]
+    if problems:
+        raise DataError(
+            f"{path} does not have the schema of {first}: {'; '.join(problems)}. Write the files with one schema, or "
+            "choose columns that all files share with data.columns"
+        )

@@ -1,0 +1,1 @@
+"""Membership: who trains together, and how they find out."""

@@ -1,0 +1,29 @@
+"""The errors a user can meet. Each message names the value, the rule it broke and the setting to change."""
+
+
+class ElasticDDPError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(ElasticDDPError, ValueError):
+    """A configuration, or a call of the API, that cannot work. Raised before anything is started or lost."""
+
+
+class DataError(ElasticDDPError):
+    """The data set cannot be read as asked: missing, empty, inconsistent, changed, or broken by a transform."""
+
+
+class StorageError(ElasticDDPError):
+    """The run's storage refused an operation or holds something that cannot be right."""
+
+
+class CheckpointError(StorageError):
+    """State that cannot be written to, or read from, a checkpoint."""
+
+
+class TrainFunctionError(ElasticDDPError):
+    """The user's training function raised. Carries the worker's traceback; never retried."""
+
+
+class WorkersLostError(ElasticDDPError):
+    """Workers were lost more often than `max_restarts` allows, or could not be started."""

@@ -1,0 +1,120 @@
+"""A stretch of training with fixed membership: its process group, its gradient strategy and its feed of data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from elastic_ddp.data.feed import MicroBatchFeed
+from elastic_ddp.parallel.buffers import StepBuffers
+from elastic_ddp.parallel.ddp import DDPStrategy
+from elastic_ddp.parallel.handover import broadcast_state, check_same_model
+from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
+from elastic_ddp.step import Step
+from elastic_ddp.train_state import TrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_ddp.job import Job
+
+
+@dataclass
+class Generation:
+    """Opened by `open` when every member has its assignment, closed by `close` when that ends."""
+
+    group: ProcessGroup
+    state: TrainState
+    strategy: DDPStrategy
+    buffers: StepBuffers
+    feed: MicroBatchFeed
+    seed: int
+    clip_grad_norm: float | None
+
+    @classmethod
+    def open(
+        cls,
+        assignment: Assignment,
+        *,
+        job: Job,
+        state: TrainState,
+        device: torch.device,
+        load_state: Callable[[], dict[str, Any] | None],
+        on_group: Callable[[ProcessGroup], None],
+    ) -> Generation:
+        """Forms the process group and brings every rank to the same state. Every member calls it.
+
+        Args:
+            assignment: this member's place.
+            job: what the run is.
+            state: this rank's objects; overwritten by those of rank 0.
+            device: where the model is.
+            load_state: called on rank 0 alone: the state to start from, or None for the one at hand.
+            on_group: told of the process group as soon as it exists.
+        """
+        group = ProcessGroup.form(assignment, device=device, timeout_s=job.config.collective_timeout_s)
+        on_group(group)
+        try:
+            return cls._on(group, job=job, state=state, load_state=load_state)
+        except BaseException:
+            group.close(intact=False)
+            raise
+
+    @classmethod
+    def _on(
+        cls, group: ProcessGroup, *, job: Job, state: TrainState, load_state: Callable[[], dict[str, Any] | None]
+    ) -> Generation:
+        config = job.config
+        assert state.model is not None
+        check_same_model(state.module, group)
+        source: dict[str, Any] | None = None
+        if group.rank == 0:
+            loaded = load_state()
+            if loaded is not None:
+                state.load_state_dict(loaded)
+            source = state.state_dict()
+        # Rank 0 speaks for all of them even at the very start: what a model draws its first weights from is the
+        # user's business, that all ranks have the same ones is ours.
+        received = broadcast_state(source, group)
+        if group.rank != 0:
+            state.load_state_dict(received)
+        strategy = DDPStrategy(state.model, config, group)
+        feed = MicroBatchFeed(
+            job.index,
+            seed=config.seed,
+            num_micro_batches=config.num_micro_batches,
+            micro_batch_size=config.micro_batch_size,
+            micro_batches=strategy.micro_batches,
+            first_step=state.position.step,
+            last_step=job.total_steps,
+            options=config.data,
+            transform=job.transform,
+            device=group.device,
+        )
+        return cls(group, state, strategy, StepBuffers(state.module), feed, config.seed, config.clip_grad_norm)
+
+    def gather_metrics(self, step: Step, rows: np.ndarray) -> dict[str, float]:
+        """What was logged in a step, averaged over the rows of its global batch. Every rank calls it."""
+        everyone = [json.loads(part) for part in self.group.all_gather_bytes(json.dumps(step.metrics()).encode())]
+        merged: dict[str, dict[str, float]] = {}
+        for metrics in reversed(everyone):  # rank 0 has the last word on what was logged outside micro-batches
+            for name, places in metrics.items():
+                merged.setdefault(name, {}).update(places)
+        means = {}
+        for name, places in merged.items():
+            if "None" in places:
+                means[name] = places["None"]
+                continue
+            weights = {m: int(rows[int(m)]) for m in sorted(places, key=int)}
+            means[name] = sum(places[m] * weights[m] for m in weights) / max(1, sum(weights.values()))
+        return means
+
+    def close(self, *, intact: bool) -> None:
+        """Ends the generation. See `ProcessGroup.close` for `intact`."""
+        self.feed.close()
+        self.strategy.close()
+        self.group.close(intact=intact)

@@ -1,0 +1,44 @@
+"""What the driver hands to every worker: the run's definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elastic_ddp.config import RunConfig
+from elastic_ddp.data.index import DatasetIndex
+from elastic_ddp.data.order import EpochShape
+from elastic_ddp.storage import Storage
+
+if TYPE_CHECKING:
+    from elastic_ddp.data.source import Transform
+    from elastic_ddp.run import Run
+
+
+COMMITS = "checkpoints"
+"""The folder of a run's commits, in the run's storage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run, as its workers need to know it."""
+
+    config: RunConfig
+    train: Callable[[Run], Any]
+    """The user's function."""
+    index: DatasetIndex
+    transform: Transform | None
+    storage: Storage
+    """The run's own folder, `<storage>/<name>`."""
+
+    @property
+    def shape(self) -> EpochShape:
+        return EpochShape(self.index.num_rows, self.config.num_micro_batches, self.config.micro_batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        if self.config.steps is not None:
+            return self.config.steps
+        assert self.config.epochs is not None
+        return self.config.epochs * self.shape.steps_per_epoch

@@ -1,0 +1,59 @@
+"""State from one rank to the others over the process group, and the check that all ranks built the same model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.state import flatten, unflatten
+
+
+def broadcast_state(state: Any, group: ProcessGroup) -> Any:
+    """The state of rank 0 on every rank; what other ranks pass is ignored. Tensors travel as they are, without pickle.
+
+    Every rank calls it. Receiving ranks get tensors on the CPU.
+    """
+    if group.world_size == 1:
+        return state
+    tensors: dict[str, torch.Tensor] = {}
+    header = None
+    if group.rank == 0:
+        skeleton, tensors = flatten(state)
+        layout = {key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in tensors.items()}
+        header = json.dumps({"skeleton": skeleton, "layout": layout}).encode()
+    received = json.loads(group.broadcast_bytes(header))
+    for key, (dtype, shape) in received["layout"].items():
+        if group.rank == 0:
+            value = tensors[key].detach().cpu().contiguous()
+        else:
+            value = torch.empty(shape, dtype=getattr(torch, dtype))
+        if value.numel():
+            # As bytes: gloo does not know every dtype.
+            dist.broadcast(value.reshape(-1).view(torch.uint8), 0)
+        tensors[key] = value
+    return state if group.rank == 0 else unflatten(received["skeleton"], tensors)
+
+
+def check_same_model(module: torch.nn.Module, group: ProcessGroup) -> None:
+    """Raises a ConfigError that names the parameter and the rank where models differ. Every rank calls it."""
+    mine = [
+        f"{name} {tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')} "
+        f"requires_grad={parameter.requires_grad}"
+        for name, parameter in module.named_parameters()
+    ]
+    everyone = [part.decode().split("\n") for part in group.all_gather_bytes("\n".join(mine).encode())]
+    for rank, theirs in enumerate(everyone[1:], start=1):
+        for place in range(max(len(theirs), len(everyone[0]))):
+            here = everyone[0][place] if place < len(everyone[0]) else "no such parameter"
+            there = theirs[place] if place < len(theirs) else "no such parameter"
+            if here != there:
+                raise ConfigError(
+                    f"the models differ: parameter {place} is '{there}' on rank {rank} and '{here}' on rank 0; build "
+                    "the same model, with the same frozen parameters, on every rank (nothing in it may depend on the "
+                    "rank, the host or the time)"
+                )

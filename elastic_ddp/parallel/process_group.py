@@ -1,0 +1,164 @@
+"""torch.distributed's default process group, for the length of one generation."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import socket
+import stat
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 renamed it; 2.11 knows only the old name."""
+
+_LOST_PEER_SIGNS = (
+    "gloo/transport",
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "application timeout caused pair closure",
+    "timed out waiting",
+    "nccl",
+    "connection was likely closed",
+    "failed to recv",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """A member's place in a generation, as handed out by the rendezvous."""
+
+    generation: int
+    rank: int
+    world_size: int
+    store_host: str
+    store_port: int
+    reason: str
+    """Why this generation was formed, for the record."""
+
+
+@dataclass
+class ProcessGroup:
+    """The open process group of a generation. Form it with `form`; every rank has to call it."""
+
+    assignment: Assignment
+    device: torch.device
+    _sockets: set[int] = field(default_factory=set, repr=False)
+
+    @property
+    def rank(self) -> int:
+        return self.assignment.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.assignment.world_size
+
+    @classmethod
+    def form(cls, assignment: Assignment, *, device: torch.device, timeout_s: float) -> ProcessGroup:
+        """Joins the generation's group: gloo for CPU tensors and, with a GPU, NCCL for CUDA tensors.
+
+        The store is a long-lived one in the rendezvous; a prefix for each generation makes forming a group take
+        milliseconds, and keeps a stale member of an older generation out of it.
+        """
+        store = dist.TCPStore(assignment.store_host, assignment.store_port, is_master=False, wait_for_workers=False)
+        before = _connections()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(f"generation{assignment.generation}", store),
+            rank=assignment.rank,
+            world_size=assignment.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        dist.barrier()
+        return cls(assignment, device, _connections() - before)
+
+    def close(self, *, intact: bool) -> None:
+        """Leaves the group. Callers drop what holds on to it (DDP, tracebacks) first.
+
+        Args:
+            intact: every rank is here and closes too. Otherwise the connections are cut, so that a peer that is
+                blocked in a collective with this rank fails at once instead of at its timeout.
+        """
+        if not dist.is_initialized():
+            return
+        if intact:
+            # A gloo group that is torn down right after its last collective now and then aborts a peer.
+            dist.barrier()
+        else:
+            self.cut()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
+    def cut(self) -> None:
+        """Breaks every collective in flight, on this rank and on its peers. From any thread."""
+        _shut_down(self._sockets)
+        if self.device.type == "cuda":
+            dist.distributed_c10d._abort_process_group()
+
+    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        """The bytes of rank `source`, on every rank."""
+        if self.world_size == 1:
+            assert data is not None
+            return data
+        size = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
+        dist.broadcast(size, source)
+        payload = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+        )
+        if payload.numel():
+            dist.broadcast(payload, source)
+        return payload.numpy().tobytes()
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [data]
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(data)
+        dist.all_reduce(sizes)
+        longest = int(sizes.max())
+        if longest == 0:
+            return [b""] * self.world_size
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        everyone = torch.empty(self.world_size * longest, dtype=torch.uint8)
+        all_gather_single(everyone, mine)
+        rows = everyone.view(self.world_size, longest).numpy()
+        return [rows[rank, : int(sizes[rank])].tobytes() for rank in range(self.world_size)]
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error says that a collective broke because a peer is gone, rather than that user code is wrong."""
+    if isinstance(error, dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER_SIGNS)
+
+
+def _connections() -> set[int]:
+    """Descriptors of this process's connected sockets. Not listeners: gloo ends the process when its own is shut."""
+    found = set()
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.getpeername()
+                        found.add(descriptor)
+        except OSError:
+            continue
+    return found
+
+
+def _shut_down(descriptors: set[int]) -> None:
+    for descriptor in descriptors:
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # closed already

@@ -1,0 +1,115 @@
+"""How a run meets Ray Train: how a run's workers are started, and what a worker learns of its place."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig
+
+from elastic_ddp.config import RunConfig
+from elastic_ddp.elastic.membership import Member
+from elastic_ddp.elastic.rendezvous import RendezvousHandle
+from elastic_ddp.ray_internals import ElasticTorchTrainer
+from elastic_ddp.storage import Storage
+
+_RAY_TRAIN_SETTINGS = {
+    # How often the controller looks after its workers; by default every 2 s.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # The controller's own log would run through our progress display; what it decides shows in the ledger.
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
+    # It reports preemptions to training functions that ask Ray Train for them, which ours do not.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # Workers stay where the driver is, so that relative paths mean the same in both.
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+}
+"""Ray Train reads these from the driver's environment; what a person has set there counts."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker runs and who it is."""
+
+    member: Member
+    device: torch.device
+
+
+class _NoProcessGroup(TorchConfig):
+    """Ray Train would form a process group for the whole group's life; each generation forms its own."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return Backend
+
+
+def run_workers(
+    work: Callable[[Any, RendezvousHandle, Place], None],
+    job: Any,
+    rendezvous: RendezvousHandle,
+    *,
+    config: RunConfig,
+    storage: Storage,
+) -> None:
+    """Runs `work(job, rendezvous, place)` on Ray Train workers until all of them return.
+
+    It blocks meanwhile. When a worker is lost, or there is room for more, the whole group is started again.
+
+    Args:
+        work: importable by the workers.
+        job, rendezvous: handed to every worker.
+        config: for the number of workers, their resources and how often they may be lost.
+        storage: the run's folder; Ray Train's own files go to a folder in it.
+
+    Raises:
+        ray.train.TrainingFailedError: workers were lost more often than `max_restarts`, or could not be started.
+    """
+    filesystem, path = storage.at("ray_train").filesystem_and_path()
+    scaling: dict[str, Any] = {"num_workers": config.max_workers}
+    if config.min_workers != config.max_workers:
+        scaling = {
+            "num_workers": (config.min_workers, config.max_workers),
+            "elastic_resize_monitor_interval_s": config.resize_interval_s,
+        }
+    for name, value in _RAY_TRAIN_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    trainer = ElasticTorchTrainer(
+        _run_worker,
+        train_loop_config={"work": work, "job": job, "rendezvous": rendezvous},
+        torch_config=_NoProcessGroup(),
+        scaling_config=ray.train.ScalingConfig(
+            use_gpu=config.use_gpu,
+            resources_per_worker=dict(config.resources_per_worker),
+            **scaling,
+        ),
+        run_config=ray.train.RunConfig(
+            # A name of its own for each session: what Ray Train would resume from is not ours.
+            name=f"session-{uuid.uuid4().hex[:8]}",
+            storage_path=path,
+            storage_filesystem=filesystem,
+            failure_config=ray.train.FailureConfig(max_failures=config.max_restarts),
+        ),
+    )
+    trainer.fit()
+
+
+def _run_worker(arguments: dict[str, Any]) -> None:
+    """Ray Train's train function, in every worker."""
+    context = ray.train.get_context()
+    runtime = ray.get_runtime_context()
+    member = Member(
+        id=runtime.get_worker_id()[:12],
+        # Every start of a worker group reserves a placement group of its own.
+        group=runtime.get_placement_group_id() or runtime.get_job_id(),
+        rank_in_group=context.get_world_rank(),
+        group_size=context.get_world_size(),
+        node=ray.util.get_node_ip_address(),
+        pid=os.getpid(),
+    )
+    arguments["work"](arguments["job"], arguments["rendezvous"], Place(member, ray.train.torch.get_device()))

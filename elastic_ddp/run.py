@@ -1,0 +1,320 @@
+"""What a user's training function is given: the run, as one worker sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.config import RunConfig
+from elastic_ddp.elastic.link import RendezvousLink, RunStopped
+from elastic_ddp.errors import CheckpointError, ConfigError, ElasticDDPError, WorkersLostError
+from elastic_ddp.evaluation import evaluate
+from elastic_ddp.generation import Generation
+from elastic_ddp.job import COMMITS, Job
+from elastic_ddp.parallel.ddp import PreparedModel
+from elastic_ddp.step import Step
+from elastic_ddp.train_state import Position, Stateful, TrainState
+
+if TYPE_CHECKING:
+    from elastic_ddp.data.source import Transform
+
+Prepared = TypeVar("Prepared")
+
+LOSSES_IN_A_ROW = 3
+"""Times that the same processes lose the same step before it is taken for a fault in it rather than in a connection."""
+
+
+class Run:
+    """A run inside a worker. `prepare` what trains, then loop over `steps()`.
+
+    Attributes:
+        config: the run's configuration.
+        device: where this worker trains.
+    """
+
+    def __init__(self, job: Job, link: RendezvousLink, device: torch.device) -> None:
+        self.config: RunConfig = job.config
+        self.device = device
+        self._job = job
+        self._link = link
+        self._state = TrainState()
+        self._generation: Generation | None = None
+        self._checkpoints = CheckpointStore(job.storage.at(COMMITS), keep=job.config.checkpoint.keep)
+        self._committed_step: int | None = None
+        self._committed_at = time.monotonic()
+
+    # What the user calls.
+
+    def prepare(self, thing: Prepared) -> Prepared:
+        """Makes a model, an optimizer or a scheduler part of the run; every rank calls it in the same order.
+
+        A model is moved to the device and comes back wrapped (`PreparedModel`): replicated by DDP, with bf16 autocast
+        where the configuration says so. Optimizers and schedulers come back as they are, and are stepped, saved and
+        restored by the run. State of an interrupted run is restored when `steps()` starts.
+
+        Raises:
+            ConfigError: a second model, an optimizer of other parameters, a scheduler of another optimizer, or
+                anything else; `register` is for other things with state.
+        """
+        if self._generation is not None:
+            raise ConfigError("run.prepare was called inside run.steps(); prepare everything before the loop")
+        if isinstance(thing, torch.nn.Module):
+            return self._prepare_model(thing)  # type: ignore[return-value]
+        if isinstance(thing, torch.optim.Optimizer):
+            self._state.add_optimizer(thing)
+        elif isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
+            self._state.add_scheduler(thing)
+        else:
+            raise ConfigError(
+                f"run.prepare got a {type(thing).__name__}; it takes a model, an optimizer or a scheduler. "
+                "Use run.register(name, thing) for other things with state"
+            )
+        return thing
+
+    def _prepare_model(self, module: torch.nn.Module) -> PreparedModel:
+        if self._state.model is not None:
+            raise ConfigError(
+                "run.prepare got a second model; put the parts into one torch.nn.ModuleDict and prepare that"
+            )
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise ConfigError("run.prepare got a DistributedDataParallel; give it the plain model, it wraps it itself")
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ConfigError(
+                "run.prepare got a model without a parameter that requires a gradient; there is nothing to train"
+            )
+        if any(getattr(part, "sparse", False) and isinstance(part, torch.nn.Embedding) for part in module.modules()):
+            raise ConfigError(
+                "run.prepare got an Embedding(sparse=True); sparse gradients cannot be reduced, use sparse=False"
+            )
+        bf16 = self.config.precision == "bf16"
+        self._state.model = PreparedModel(module.to(self.device), device=self.device, bf16=bf16)
+        return self._state.model
+
+    def register(self, name: str, thing: Stateful) -> None:
+        """Adds user state to every commit: anything with `state_dict()` of plain values and tensors, and
+        `load_state_dict()`. It has to be updated in the same way on every rank."""
+        if not isinstance(thing, Stateful):
+            raise ConfigError(
+                f"run.register got {name}, a {type(thing).__name__}, without state_dict and load_state_dict"
+            )
+        if name in self._state.registered:
+            raise ConfigError(f"run.register got {name} twice; give each thing a name of its own")
+        self._state.registered[name] = thing
+
+    def steps(self) -> Iterator[Step]:
+        """The steps of the run from where it stands: from the first, or from the newest commit.
+
+        A step that loses a peer comes again, with the same samples, in the next generation.
+        """
+        if self._state.model is None or not self._state.optimizers:
+            raise ConfigError(
+                "run.steps() came before a model and an optimizer were prepared; call run.prepare for both"
+            )
+        lost: str | None = None
+        losses = 0
+        while True:
+            if self._generation is None:
+                self._generation = self._next_generation(lost)
+            if self.position.step >= self._job.total_steps:
+                return
+            step = self._next_step()
+            yield step
+            if step.agreed is None and step.lost is None:
+                raise ConfigError(f"step {step.index} was skipped; every step has to run, in `with step`")
+            if step.lost is None:
+                losses = 0
+                self._end_step(step)
+                continue
+            lost, losses = step.lost, losses + 1
+            self.close(intact=False)
+            if losses == LOSSES_IN_A_ROW:
+                raise WorkersLostError(f"step {step.index} was lost {losses} times in a row, the last time by: {lost}")
+
+    def evaluate(
+        self,
+        loss_fn: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor],
+        data: str | list[str],
+        *,
+        transform: Transform | None = None,
+        name: str = "validation",
+    ) -> float:
+        """The exact mean of a loss over a held-out data set: each row once, spread over the workers.
+
+        Every rank calls it at the same place, inside or after the loop over `steps()`; the result is the same on every
+        rank and at every world size. The model is in eval mode and without gradients meanwhile.
+
+        Args:
+            loss_fn: from the model and a batch to the mean loss over the batch's rows.
+            data: Parquet, as for `ElasticTrainer`.
+            transform: as for `ElasticTrainer`.
+            name: of the result, in the record.
+        """
+        if self._generation is None:
+            raise ConfigError("run.evaluate was called before run.steps(); call it inside the loop or after it")
+        if self.rank == 0:
+            self._link.say("evaluating", name=name)
+        value = evaluate(self._generation, self._job, loss_fn, data, transform, self.device)
+        if self.rank == 0:
+            self._link.say("evaluation", step=self.position.step, name=name, loss=value)
+        return value
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the current generation; 0 before the first. For logging: nothing that changes
+        weights may depend on it."""
+        return self._generation.group.rank if self._generation else 0
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the current generation; 0 before the first."""
+        return self._generation.group.world_size if self._generation else 0
+
+    @property
+    def position(self) -> Position:
+        """Steps done and rows consumed."""
+        return self._state.position
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        return self._job.total_steps
+
+    # Generations and steps.
+
+    def _next_generation(self, lost: str | None) -> Generation:
+        assignment = self._link.join(lost)
+        generation = Generation.open(
+            assignment,
+            job=self._job,
+            state=self._state,
+            device=self.device,
+            # A group that comes back whole after a broken connection still has its state in memory.
+            load_state=self._load_newest_commit if lost is None else lambda: None,
+            on_group=lambda group: self._link.cut_when_over(group.cut),
+        )
+        if assignment.rank == 0:
+            self._link.say(
+                "generation",
+                generation=assignment.generation,
+                world_size=assignment.world_size,
+                first_step=self.position.step,
+                reason="resume" if assignment.reason == "start" and self.position.step else assignment.reason,
+            )
+        if lost is None:  # otherwise the state at hand goes on, and what was committed of it stays what it was
+            self._committed_step = self.position.step if self.position.step else None
+            self._committed_at = time.monotonic()
+        return generation
+
+    def _next_step(self) -> Step:
+        assert self._generation is not None
+        step, shape = self.position.step, self._job.shape
+        return Step(self._generation, shape.rows(step), shape.epoch_of(step), self._votes(step + 1))
+
+    def _votes(self, steps_done: int) -> dict[str, bool]:
+        """What this rank wants to happen after the step to come. Rank 0's clock counts, and its ear."""
+        if self.rank != 0:
+            return {}
+        every, seconds = self.config.checkpoint.every_steps, self.config.checkpoint.every_seconds
+        due = every is not None and steps_done - (self._committed_step or 0) >= every
+        overdue = seconds is not None and time.monotonic() - self._committed_at >= seconds
+        return {"commit": due or overdue, "stop": self._link.stop_requested}
+
+    def _end_step(self, step: Step) -> None:
+        """Does what the ranks agreed on at the end of a step, when the user's loop is through with it."""
+        assert self._generation is not None and step.agreed is not None
+        last = self.position.step == self._job.total_steps
+        if self.rank == 0:
+            self._link.progress(**self._newest(step))
+        if step.index % self.config.log_every_steps == 0 or last:
+            metrics = self._generation.gather_metrics(step, self._job.shape.rows(step.index))
+            if self.rank == 0:
+                self._link.say("steps", **self._newest(step), metrics=metrics)
+        if step.agreed.votes["commit"] or step.agreed.votes["stop"]:
+            self._commit()
+        if step.agreed.votes["stop"]:
+            raise RunStopped("stop was requested")
+
+    def _newest(self, step: Step) -> dict[str, Any]:
+        return {
+            "step": self.position.step,
+            "epoch": step.epoch,
+            "loss": step.loss,
+            "samples": self.position.samples,
+            "world_size": self.world_size,
+        }
+
+    # Commits.
+
+    def _load_newest_commit(self) -> dict[str, Any] | None:
+        newest = self._checkpoints.load_latest()
+        for key, reason in self._checkpoints.rejected:
+            self._link.say("commit_rejected", key=key, reason=reason)
+        if newest is None:
+            if self._checkpoints.rejected:
+                raise CheckpointError(
+                    f"no commit of run {self.config.name!r} can be used: {dict(self._checkpoints.rejected)}. Repair or "
+                    "delete them, or use another name; the run does not silently start over"
+                )
+            return None
+        commit, state = newest
+        self._link.say("resumed", step=commit.step)
+        return state
+
+    def _commit(self) -> None:
+        """Makes the state durable. Rank 0 writes, the others go on."""
+        self._committed_step, self._committed_at = self.position.step, time.monotonic()
+        if self.rank != 0:
+            return
+        assert self._generation is not None
+        record = {
+            "samples": self.position.samples,
+            "samples_sha256": self.position.samples_sha256,
+            "epoch": self._job.shape.epoch_of(self.position.step),
+            "generation": self._generation.group.assignment.generation,
+            "data": self._job.index.fingerprint,
+            "identity": self.config.identity(),
+        }
+        self._checkpoints.save(self._state.state_dict(), step=self.position.step, record=record)
+        self._link.say("commit", step=self.position.step, seconds=time.monotonic() - self._committed_at)
+
+    def finish(self) -> dict[str, Any]:
+        """After the user's function: the last commit, and what the summary says of the run. Every rank calls it."""
+        if self._generation is None:
+            raise ConfigError("the training function returned without looping over run.steps(); nothing was trained")
+        if self._committed_step != self.position.step:
+            self._commit()
+        weights = self._state.weights_sha256()
+        everyone = [digest.decode() for digest in self._generation.group.all_gather_bytes(weights.encode())]
+        if len(set(everyone)) > 1:
+            raise ElasticDDPError(
+                f"ranks ended with different weights: {dict(enumerate(everyone))}; something in the training function "
+                "depends on the rank, the host or the time, or uses a nondeterministic operation"
+            )
+        return {"weights_sha256": weights, **self.progress()}
+
+    def progress(self) -> dict[str, Any]:
+        """How far the run is, as the summary says it."""
+        return {
+            "steps": self.position.step,
+            "epochs": self.position.step / self._job.shape.steps_per_epoch,
+            "samples": self.position.samples,
+            "samples_sha256": self.position.samples_sha256,
+        }
+
+    def close(self, *, intact: bool) -> None:
+        """Leaves the generation, if there is one; `intact` when all its members do."""
+        generation, self._generation = self._generation, None
+        if generation is not None:
+            self._link.cut_when_over(None)
+            if generation.group.rank == 0:
+                self._link.say(
+                    "generation_ended",
+                    generation=generation.group.assignment.generation,
+                    last_step=self.position.step,
+                    reason="the run ended" if intact else "a peer was lost",
+                )
+            generation.close(intact=intact)

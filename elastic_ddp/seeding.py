@@ -1,0 +1,28 @@
+"""Random states that follow from the run's seed and a place in the run, never from who computes it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import numpy as np
+import torch
+
+
+def derive_seed(seed: int, *place: int | str) -> int:
+    """63 bits that depend on the run's seed and on every part of `place`, through SHA-256."""
+    digest = hashlib.sha256(repr((seed, *place)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_all(seed: int, *place: int | str) -> None:
+    """Seeds torch (CPU and every device), NumPy's global generator and Python's, for one place in the run.
+
+    Places in use: `("init",)` before the user's function runs, `(step, m)` before micro-batch m of a step,
+    `(step, "optimize")` before the optimizer, `("evaluate", step, m)` before micro-batch m of
+    a step of an evaluation.
+    """
+    value = derive_seed(seed, *place)
+    torch.manual_seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    random.seed(value)

@@ -1,0 +1,315 @@
+"""A tree of state as JSON and tensors, without pickle: what checkpoints store and ranks send to each other."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import math
+import struct
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic_ddp.errors import CheckpointError
+
+_NUMPY_SCALARS = "biufcmM"
+_NUMPY_ARRAYS = "biufcmMSU"
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    factory.__name__: factory for factory in (bool, bytes, dict, float, int, list, str, tuple)
+}
+_MAX_DEPTH = 200
+
+
+def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Split a tree of plain values and tensors into a skeleton and its tensors.
+
+    The tree may hold dicts (with str, int, float, bool, None, bytes or tuple keys), lists, tuples, OrderedDicts,
+    Counters, deques, defaultdicts of builtin types, None, bool, int, float, str, bytes, tensors, numpy arrays and
+    scalars, `torch.dtype`, `torch.Size` and `torch.device`; values of other types are refused rather than guessed
+    at.
+
+    Returns:
+        The skeleton, made only of what `json.dumps` takes, and the tensors by their place in the tree, such as
+        `layers.0.weight`. Tensors are detached and contiguous, on the device where they were; those that were
+        contiguous share memory with the state. A tensor that is in the tree twice is returned once.
+
+    Raises:
+        CheckpointError: names the place of a value that cannot be kept without pickle.
+    """
+    flattener = _Flattener()
+    return flattener.encode(state, ()), flattener.tensors
+
+
+def unflatten(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The state that `flatten` took apart, with these tensors in it; numpy arrays are new copies.
+
+    Tensors may come as raw bytes (uint8) or from another device. Nothing but plain values is built, whatever the
+    skeleton holds.
+
+    Raises:
+        CheckpointError: the skeleton is not one that `flatten` makes, or does not fit the tensors.
+    """
+    try:
+        return _decode(skeleton, tensors, 0)
+    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError, struct.error) as error:
+        raise CheckpointError(f"this skeleton of a state cannot be read: {type(error).__name__}: {error}") from error
+
+
+def weights_sha256(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A hash of names, dtypes, shapes and bits, in the order given; the same on every device and machine.
+
+    Each tensor is framed as the lengths and the text of name and dtype, the number of dimensions, the dimensions,
+    and the little-endian bytes in row-major order; all numbers are 8 bytes, little-endian.
+    """
+    digest = hashlib.sha256(b"elastic_ddp weights 1\n")
+    for name, tensor in named_tensors:
+        for text in (name.encode(), _dtype_name(tensor.dtype).encode()):
+            digest.update(struct.pack("<Q", len(text)) + text)
+        digest.update(struct.pack(f"<Q{tensor.dim()}Q", tensor.dim(), *tensor.shape))
+        digest.update(_little_endian(tensor))
+    return digest.hexdigest()
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._open: set[int] = set()
+
+    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            # JSON has no infinities, and NaNs differ in their bits.
+            return value if math.isfinite(value) else {"kind": "float", "value": struct.pack("<d", value).hex()}
+        if kind is bytes:
+            return {"kind": "bytes", "value": _base64(value)}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, torch.dtype):
+            return {"kind": "torch_dtype", "value": _dtype_name(value)}
+        if isinstance(value, torch.device):
+            return {"kind": "torch_device", "value": str(value)}
+        if isinstance(value, torch.Size):
+            return {"kind": "torch_size", "value": [int(length) for length in value]}
+        if isinstance(value, np.ndarray | np.generic):
+            return self._numpy(value, path)
+        return self._container(value, path)
+
+    def _container(self, value: Any, path: tuple[Any, ...]) -> Any:
+        kind = type(value)
+        if kind not in (list, tuple, dict, OrderedDict, Counter, defaultdict, deque):
+            raise _refusal(value, path)
+        if id(value) in self._open:
+            raise CheckpointError(f"{_place(path)} contains itself; a state is a tree, take the loop out of it")
+        if len(path) >= _MAX_DEPTH:
+            raise CheckpointError(f"{_place(path)} is nested deeper than {_MAX_DEPTH} levels; flatten the state")
+        self._open.add(id(value))
+        try:
+            if kind is list:
+                return self._items(value, path)
+            if kind is tuple:
+                return {"kind": "tuple", "value": self._items(value, path)}
+            if kind is deque:
+                return {"kind": "deque", "value": self._items(value, path), "maxlen": value.maxlen}
+            pairs = [[self._key(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
+            if kind is dict:
+                return {"kind": "dict", "value": pairs}
+            if kind is Counter:
+                return {"kind": "counter", "value": pairs}
+            if kind is defaultdict:
+                return {"kind": "defaultdict", "value": pairs, "factory": self._factory(value, path)}
+            # A module's state_dict carries the versions of its layers in this attribute.
+            metadata = self.encode(getattr(value, "_metadata", None), (*path, "_metadata"))
+            return {"kind": "ordered_dict", "value": pairs, "metadata": metadata}
+        finally:
+            self._open.discard(id(value))
+
+    def _items(self, values: Iterable[Any], path: tuple[Any, ...]) -> list[Any]:
+        return [self.encode(item, (*path, index)) for index, item in enumerate(values)]
+
+    def _key(self, key: Any, path: tuple[Any, ...]) -> Any:
+        if type(key) is tuple:
+            return {"kind": "tuple", "value": [self._key(part, path) for part in key]}
+        if key is None or type(key) in (bool, int, float, str, bytes):
+            return self.encode(key, path)
+        raise CheckpointError(
+            f"{_place(path)} has a key of type {type(key).__name__}: {key!r:.80}; keys can be str, int, float, bool, "
+            "None, bytes or tuples of these"
+        )
+
+    def _factory(self, value: defaultdict[Any, Any], path: tuple[Any, ...]) -> str | None:
+        factory = value.default_factory
+        for name, known in _FACTORIES.items():
+            if factory is known:
+                return name
+        if factory is None:
+            return None
+        raise CheckpointError(
+            f"{_place(path)}: a defaultdict of {factory!r} cannot be saved without pickle; give a dict, or one of "
+            f"{', '.join(_FACTORIES)}"
+        )
+
+    def _numpy(self, value: np.ndarray[Any, Any] | np.generic, path: tuple[Any, ...]) -> Any:
+        allowed = _NUMPY_SCALARS if isinstance(value, np.generic) else _NUMPY_ARRAYS
+        if value.dtype.kind not in allowed or not (isinstance(value, np.generic) or type(value) is np.ndarray):
+            raise _refusal(value, path, f" of dtype {value.dtype}")
+        if isinstance(value, np.generic):
+            return {"kind": "numpy_scalar", "value": _base64(value.tobytes()), "dtype": value.dtype.str}
+        raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else _no_bytes()
+        return {"kind": "ndarray", "value": self._keep(raw, path), "dtype": value.dtype.str, "shape": list(value.shape)}
+
+    def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        if not plain or value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
+            what = "has no data yet" if value.device.type == "meta" else "is not a plain dense tensor"
+            raise CheckpointError(
+                f"{_place(path)}: this {type(value).__name__} ({value.layout}, {value.dtype}, on {value.device}) "
+                f"{what}; give its values as a dense tensor"
+            )
+        # Aliases (tied weights) are stored once; where a tensor starts and ends says whether it is one.
+        bits = (value.dtype, value.is_conj(), value.is_neg())
+        alias = (value.device, value.data_ptr(), value.shape, value.stride(), *bits)
+        name = self._names.get(alias) if value.numel() else None
+        if name is None:
+            name = self._keep(value.detach().resolve_conj().resolve_neg().contiguous(), path)
+            self._names[alias] = name
+        return {"kind": "tensor", "value": name, "dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
+
+    def _keep(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+        name = ".".join(key if type(key) is str and key.isprintable() else ascii(key) for key in path) or "value"
+        # `__metadata__` belongs to the safetensors format.
+        while name in self.tensors or name == "__metadata__":
+            name += "~"
+        self.tensors[name] = tensor
+        return name
+
+
+def _decode(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    if depth > 2 * _MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    if isinstance(node, list):
+        return [_decode(item, tensors, depth + 1) for item in node]
+    kind, body = node["kind"], node["value"]
+    match kind:
+        case "dict":
+            return dict(_pairs(body, tensors, depth))
+        case "tuple":
+            return tuple(_decode(body, tensors, depth))
+        case "tensor":
+            return _restored(tensors[body], _dtype(node["dtype"]), node["shape"])
+        case "float":
+            return struct.unpack("<d", bytes.fromhex(body))[0]
+        case "bytes":
+            return _bytes(body)
+        case "ordered_dict":
+            ordered = OrderedDict(_pairs(body, tensors, depth))
+            if node["metadata"] is not None:
+                ordered._metadata = _decode(node["metadata"], tensors, depth + 1)  # type: ignore[attr-defined]
+            return ordered
+        case "counter":
+            return Counter(dict(_pairs(body, tensors, depth)))
+        case "defaultdict":
+            factory = node["factory"]
+            return defaultdict(None if factory is None else _FACTORIES[factory], _pairs(body, tensors, depth))
+        case "deque":
+            return deque(_decode(body, tensors, depth), node["maxlen"])
+        case "ndarray":
+            raw = tensors[body].detach().cpu().contiguous().numpy().tobytes()
+            return np.frombuffer(raw, _numpy_dtype(node["dtype"])).reshape(node["shape"]).copy()
+        case "numpy_scalar":
+            return np.frombuffer(_bytes(body), _numpy_dtype(node["dtype"]))[0]
+        case "torch_dtype":
+            return _dtype(body)
+        case "torch_device":
+            return torch.device(body)
+        case "torch_size":
+            return torch.Size(body)
+        case _:
+            raise ValueError(f"there is no kind of value called {kind!r:.80}")
+
+
+def _pairs(body: Any, tensors: dict[str, torch.Tensor], depth: int) -> list[tuple[Any, Any]]:
+    return [(_decode(key, tensors, depth + 1), _decode(item, tensors, depth + 1)) for key, item in body]
+
+
+def _restored(tensor: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    if tensor.dtype != dtype:
+        if tensor.dtype != torch.uint8:
+            raise ValueError(f"a tensor of {tensor.dtype} came where {dtype} was saved")
+        tensor = tensor.reshape(-1).view(dtype) if tensor.numel() else torch.empty(0, dtype=dtype)
+    if list(tensor.shape) != shape and tensor.dim() != 1:
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} came where {shape} was saved")
+    return tensor.reshape(shape)
+
+
+def _refusal(value: Any, path: tuple[Any, ...], detail: str = "") -> CheckpointError:
+    kind = type(value).__name__
+    article = "an" if kind[:1].lower() in tuple("aeiou") else "a"
+    if isinstance(value, set | frozenset):
+        hint = "give it as a sorted list"
+    elif isinstance(value, torch.Generator):
+        hint = "give its get_state(), a tensor"
+    elif isinstance(value, np.ndarray | np.generic):
+        hint = "give an array of numbers, strings or dates"
+    elif callable(value):
+        hint = "leave it out and build it again when the run resumes"
+    else:
+        hint = "give it state_dict() of plain values, tensors and arrays, or leave it out"
+    return CheckpointError(f"{_place(path)}: {article} {kind}{detail} cannot be saved without pickle; {hint}")
+
+
+def _place(path: tuple[Any, ...]) -> str:
+    return ".".join(key if type(key) is str else repr(key) for key in path) or "the state"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r:.80} is not a dtype")
+    return dtype
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.kind not in _NUMPY_ARRAYS:
+        raise ValueError(f"{name!r:.80} is not a dtype that is kept")
+    return dtype
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from error
+
+
+def _no_bytes() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _little_endian(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    if not flat.numel():
+        return memoryview(b"")
+    raw: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
+    if sys.byteorder == "big":
+        width = flat.element_size() // (2 if flat.is_complex() else 1)
+        raw = raw.reshape(-1, width)[:, ::-1].copy().reshape(-1)
+    return raw.data

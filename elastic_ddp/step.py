@@ -1,0 +1,176 @@
+"""One optimizer step, as the user's loop sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.parallel.control import Agreed, ControlExchange, MicroBatchRecord, digest_rows, to_host
+from elastic_ddp.parallel.process_group import is_lost_peer
+from elastic_ddp.seeding import seed_all
+
+if TYPE_CHECKING:
+    from elastic_ddp.generation import Generation
+
+
+class Step:
+    """A step of a run, from `run.steps()`. Every rank runs it the same way::
+
+        with step:
+            for batch in step.micro_batches():
+                step.backward(loss_fn(model, batch))
+            step.optimize()
+
+    When a peer is lost, the block ends where it is, and what comes after the block runs although the step was not made.
+    So everything that belongs to a step, such as an update of registered state, goes into the block, after `optimize`.
+    """
+
+    def __init__(self, generation: Generation, rows: np.ndarray, epoch: int, votes: dict[str, bool]) -> None:
+        self._generation = generation
+        self._state = generation.state
+        self._control = ControlExchange(rows, votes)
+        self._records: dict[int, MicroBatchRecord] = {}
+        self._logged: dict[str, dict[int | None, float]] = {}
+        self._current: int | None = None
+        self.index = generation.state.position.step
+        """The step's number, from 0."""
+        self.epoch = epoch
+        """The pass over the data set that the step belongs to, from 0."""
+        self.loss: float | None = None
+        """After `optimize`: the mean over the global batch of what `backward` was given, the same on every rank."""
+        self.agreed: Agreed | None = None
+        """What the ranks agreed on; set once the step is made."""
+        self.lost: str | None = None
+        """How a peer was lost in the step. If `agreed` is None too, the step was not made and comes again."""
+
+    def __enter__(self) -> Step:
+        self._state.module.zero_grad(set_to_none=True)
+        self._generation.strategy.begin_step(self._control.rows)
+        self._generation.buffers.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        self._current = None
+        if error is not None and is_lost_peer(error):
+            self.lost = f"{type(error).__name__}: {error}"
+            if self.agreed is None:
+                self._generation.buffers.put_back()
+                self._state.module.zero_grad(set_to_none=True)
+            return True
+        if error is None and self.agreed is None:
+            raise ConfigError(
+                f"step {self.index} ended without step.optimize(); call it as the last line of `with step`"
+            )
+        return False
+
+    def micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        """This rank's micro-batches: dicts of tensors on the run's device, of shape `(rows, ...)`.
+
+        Every micro-batch has `micro_batch_size` rows, but in the last step of an epoch, where it may be shorter. Random
+        generators (torch's, NumPy's, Python's) are seeded for each, so dropout is the same at every world size.
+        """
+        strategy = self._generation.strategy
+        to_compute = set(strategy.to_compute)
+        for batch in self._generation.feed.step(self.index):
+            if batch.index not in to_compute:
+                continue
+            self._current = batch.index
+            self._records[batch.index] = MicroBatchRecord(batch.num_rows, digest_rows(batch.row_ids), _NOT_YET)
+            strategy.prepare_forward(batch.index)
+            seed_all(self._generation.seed, self.index, batch.index)
+            yield batch.rows if batch.num_rows else self._padded(batch.rows)
+            if self._records[batch.index].loss is _NOT_YET:
+                raise ConfigError(
+                    f"step {self.index}: micro-batch {batch.index} was left without step.backward(loss); call it "
+                    "exactly once for each batch"
+                )
+        self._current = None
+
+    def _padded(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Padding in the size of a full micro-batch: a layer like BatchNorm refuses a single row."""
+        size = self._generation.strategy.micro_batch_size
+        return {name: column[:1].expand(size, *column.shape[1:]).clone() for name, column in rows.items()}
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of a micro-batch's loss: a scalar, the mean over the rows of the micro-batch.
+
+        Call it once for each batch of `micro_batches()`. The last call of a step reduces the gradients over all ranks.
+        """
+        if self._current is None or self._records[self._current].loss is not _NOT_YET:
+            raise ConfigError("step.backward is for the batch at hand: call it once for each batch of micro_batches()")
+        if loss.numel() != 1:
+            raise ConfigError(
+                f"step.backward got a loss of shape {tuple(loss.shape)}; give the mean over the batch's rows"
+            )
+        generation, micro_batch = self._generation, self._current
+        record = self._records[micro_batch]
+        record.loss = to_host(loss.detach())
+        generation.strategy.backward(loss, micro_batch)
+        generation.buffers.end_micro_batch(
+            micro_batch, generation.strategy.weight(micro_batch) if record.num_rows else None
+        )
+        if micro_batch == generation.strategy.to_compute[-1]:
+            self._control.votes["buffers_changed"] = generation.buffers.changed
+            real = {m: each for m, each in self._records.items() if each.num_rows}
+            self._control.start(real, generation.group.world_size)
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Logs scalars under their names. Within `micro_batches()` they are averaged over the rows of the global batch;
+        after it they have to be the same on every rank. Written to the ledger every `log_every_steps` steps."""
+        for name, value in values.items():
+            number = value.detach() if isinstance(value, torch.Tensor) else value
+            self._logged.setdefault(name, {})[self._current] = number  # type: ignore[assignment]
+
+    def optimize(self) -> None:
+        """Clips, steps the optimizers, clears the gradients and steps the schedulers. The last line of a step.
+
+        The mean gradient of the global batch is in the parameters from the last `backward` on.
+        """
+        generation, state = self._generation, self._state
+        strategy = generation.strategy
+        missing = [m for m in strategy.to_compute if m not in self._records or self._records[m].loss is _NOT_YET]
+        if missing:
+            raise ConfigError(
+                f"step.optimize of step {self.index} came before micro-batches {missing} were computed; loop over "
+                "all of step.micro_batches() first"
+            )
+        if self.agreed is not None:
+            raise ConfigError(f"step.optimize was called twice in step {self.index}")
+        if generation.clip_grad_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(state.module.parameters(), generation.clip_grad_norm)
+            self.log(grad_norm=norm)
+        # All communication of a step comes before anything changes: a peer that is lost in it leaves a step undone,
+        # never half done.
+        agreed = self._control.wait()
+        if agreed.votes["buffers_changed"]:
+            generation.buffers.combine(
+                ranges=strategy.ranges,
+                num_leaves=strategy.num_leaves,
+                divisor=strategy.divisor,
+                group=generation.group,
+            )
+        seed_all(generation.seed, self.index, "optimize")
+        for optimizer in state.optimizers:
+            optimizer.step()
+        # All of the model's, also those in no optimizer: a gradient that stayed would be clipped with the next.
+        state.module.zero_grad(set_to_none=True)
+        for scheduler in state.schedulers:
+            scheduler.step()
+        self.loss = agreed.loss
+        state.position = state.position.after(int(self._control.rows.sum()), agreed.row_digests)
+        self.agreed = agreed
+
+    def metrics(self) -> dict[str, Any]:
+        """What was logged, as plain numbers by name and micro-batch. Waits for the device."""
+        return {name: {str(m): float(value) for m, value in places.items()} for name, places in self._logged.items()}
+
+
+_NOT_YET = torch.tensor(float("nan"))
+"""Stands where a micro-batch's loss will be."""

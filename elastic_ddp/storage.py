@@ -1,0 +1,422 @@
+"""A folder in any storage that fsspec knows: read, replace, create once, list, delete."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from elastic_ddp.errors import ConfigError, StorageError
+
+_PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
+_TEMPORARY = ".tmp-"
+_CREATE_TRIES = 4
+
+# Folders need not be made there, and a PUT replaces an object as a whole.
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})
+
+
+class Storage:
+    """A folder at any fsspec URI or local path; objects in it are named by keys such as `commits/12.json`.
+
+    Reads and listings are never cached. An instance holds nothing but its address, so it can be pickled, sent to
+    Ray actors and used after a fork; it may be used from several threads. Every failure of the storage itself is a
+    StorageError that names the key and carries the cause.
+
+    Keys are relative, of letters, digits and `._=@+,~:-`; `.` and `..` are refused.
+
+    Raises:
+        ConfigError: the URI is empty, or names a protocol whose package is not installed.
+    """
+
+    def __init__(self, uri: str | os.PathLike[str]) -> None:
+        self._folder: _Folder = _open(os.fspath(uri))
+
+    @property
+    def uri(self) -> str:
+        """The address: an absolute path for a local folder, else `protocol://…`, without a slash at the end."""
+        return self._folder.uri
+
+    def read(self, key: str) -> bytes:
+        """The whole object; FileNotFoundError if there is none."""
+        with self._errors("read", key, FileNotFoundError):
+            return self._folder.read(_checked(key))
+
+    def write(self, key: str, data: bytes) -> None:
+        """Store or replace an object. Readers see the old bytes or the new ones, on local disks and object stores
+        also if this process dies meanwhile; local bytes are on the disk when this returns."""
+        with self._errors("write", key):
+            self._folder.write(_checked(key), data)
+
+    def create(self, key: str, data: bytes) -> None:
+        """Store an object that does not exist yet; FileExistsError if it does. Of several writers one wins.
+
+        On S3 `data` has to be small: only a single PUT is conditional. Other remote protocols are as exclusive as
+        their fsspec package makes them; without support for it, two writers at the same instant may both succeed.
+        """
+        with self._errors("create", key, FileExistsError):
+            self._folder.create(_checked(key), data)
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Size in bytes of every object below the folder `prefix`, at any depth, by key in sorted order."""
+        folder = prefix.rstrip("/")
+        with self._errors("list", prefix):
+            found = self._folder.sizes(_checked(folder) if folder else "")
+        return {key: found[key] for key in sorted(found) if _is_key(key)}
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Keys of the objects below the folder `prefix`, at any depth, sorted. Empty if there is no such folder."""
+        return [*self.sizes(prefix)]
+
+    def delete(self, key: str) -> None:
+        """Remove one object; it may be missing."""
+        with self._errors("delete", key):
+            self._folder.delete(_checked(key))
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove everything below the folder `prefix`; it may be missing."""
+        with self._errors("delete", prefix):
+            self._folder.delete_tree(_checked(prefix.rstrip("/")))
+
+    def at(self, name: str) -> Storage:
+        """The folder `name` inside this one."""
+        inner = Storage.__new__(Storage)
+        inner._folder = self._folder.at(_checked(name.rstrip("/")))
+        return inner
+
+    def check_writable(self) -> None:
+        """Write, read and remove a small object.
+
+        Raises:
+            ConfigError: one of them failed; says which, why, and what to change.
+        """
+        key, data = f".writable-{uuid.uuid4().hex}", b"elastic_ddp"
+        verb = "written"
+        try:
+            self._folder.write(key, data)
+            verb = "read back"
+            if self._folder.read(key) != data:
+                raise OSError(errno.EIO, "other bytes came back than were written")
+            verb = "deleted from"
+            self._folder.delete(key)
+        except Exception as error:  # backends raise whatever their client library does
+            raise ConfigError(
+                f"storage={self.uri!r} cannot be {verb}: {type(error).__name__}: {error}; {_remedy(error)}"
+            ) from error
+
+    def filesystem_and_path(self) -> tuple[Any, str]:
+        """A `pyarrow.fs.FileSystem` and the path of this folder in it, for Ray's `storage_filesystem`."""
+        return self._folder.filesystem_and_path()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Storage) and other.uri == self.uri
+
+    def __hash__(self) -> int:
+        return hash(self.uri)
+
+    def __repr__(self) -> str:
+        return f"Storage({self.uri!r})"
+
+    def __reduce__(self) -> tuple[type[Storage], tuple[str]]:
+        return Storage, (self.uri,)
+
+    @contextmanager
+    def _errors(self, verb: str, key: str, *passing: type[OSError]) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except Exception as error:  # backends raise whatever their client library does
+            for expected in passing:
+                if isinstance(error, expected):
+                    why = "there is no such object" if expected is FileNotFoundError else "the object exists already"
+                    raise expected(error.errno, why, f"{self.uri}/{key}") from error
+            raise StorageError(f"cannot {verb} {key!r} in {self.uri}: {type(error).__name__}: {error}") from error
+
+
+class _Folder(Protocol):
+    """What a kind of storage has to do. Keys have been checked; any exception may be raised."""
+
+    uri: str
+
+    def read(self, key: str) -> bytes: ...
+    def write(self, key: str, data: bytes) -> None: ...
+    def create(self, key: str, data: bytes) -> None: ...
+    def sizes(self, prefix: str) -> dict[str, int]: ...
+    def delete(self, key: str) -> None: ...
+    def delete_tree(self, prefix: str) -> None: ...
+    def at(self, name: str) -> _Folder: ...
+    def filesystem_and_path(self) -> tuple[Any, str]: ...
+
+
+class _LocalFolder:
+    """A directory, without fsspec: it neither syncs nor creates exclusively."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.uri = str(path)
+
+    def read(self, key: str) -> bytes:
+        return (self._path / key).read_bytes()
+
+    def write(self, key: str, data: bytes) -> None:
+        target = self._path / key
+        with self._temporary(target, data) as temporary:
+            os.replace(temporary, target)
+        _sync_directory(target.parent)
+
+    def create(self, key: str, data: bytes) -> None:
+        target = self._path / key
+        with self._temporary(target, data) as temporary:
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                # NFS may lose the answer to a link that was made.
+                if not os.path.samefile(temporary, target):
+                    raise
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                # No hard links here: still exclusive, but a crash can leave a part, which checksums tell.
+                with target.open("xb") as file:
+                    _write_through(file, data)
+        _sync_directory(target.parent)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        found = {}
+        for folder, _, names in os.walk(self._path / prefix):
+            for name in names:
+                path = Path(folder, name)
+                if not name.startswith(_TEMPORARY):
+                    with suppress(FileNotFoundError):  # deleted since it was listed
+                        found[path.relative_to(self._path).as_posix()] = path.stat().st_size
+        return found
+
+    def delete(self, key: str) -> None:
+        (self._path / key).unlink(missing_ok=True)
+
+    def delete_tree(self, prefix: str) -> None:
+        import shutil
+
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self._path / prefix)
+        if "/" in prefix:
+            with suppress(OSError):  # the last folder in another takes that along
+                (self._path / prefix).parent.rmdir()
+
+    def at(self, name: str) -> _LocalFolder:
+        return _LocalFolder(self._path / name)
+
+    def filesystem_and_path(self) -> tuple[Any, str]:
+        import pyarrow.fs
+
+        return pyarrow.fs.LocalFileSystem(), self.uri
+
+    @contextmanager
+    def _temporary(self, target: Path, data: bytes) -> Iterator[Path]:
+        """A synced file with the data beside the target; removed afterwards if it is still there."""
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            # Not to be taken for an object that exists already.
+            raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of this folder", str(target.parent)) from None
+        temporary = target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with temporary.open("xb") as file:
+                _write_through(file, data)
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class _RemoteFolder:
+    """A folder in a file system of fsspec, which is opened when first needed, once in each process."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri.rstrip("/")
+        self._protocol = uri.partition("://")[0]
+        self._opened: tuple[int, Any, str] | None = None
+
+    def read(self, key: str) -> bytes:
+        fs, base = self._open()
+        data: bytes = fs.cat_file(f"{base}/{key}")
+        return data
+
+    def write(self, key: str, data: bytes) -> None:
+        fs, base = self._open()
+        self._make_parent(fs, f"{base}/{key}")
+        fs.pipe_file(f"{base}/{key}", data)
+
+    def create(self, key: str, data: bytes) -> None:
+        fs, base = self._open()
+        path = f"{base}/{key}"
+        if self._protocol in ("s3", "s3a"):
+            _create_on_s3(fs, path, data)
+            return
+        if fs.exists(path):
+            raise FileExistsError(errno.EEXIST, "the object exists already", path)
+        self._make_parent(fs, path)
+        try:
+            fs.pipe_file(path, data, mode="create")
+        except (NotImplementedError, TypeError, ValueError):  # how fsspec packages say that they cannot
+            fs.pipe_file(path, data)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        fs, base = self._open()
+        return {name[len(base) + 1 :]: size for name, size in self._find(fs, f"{base}/{prefix}").items()}
+
+    def delete(self, key: str) -> None:
+        fs, base = self._open()
+        with suppress(FileNotFoundError):
+            fs.rm_file(f"{base}/{key}")
+
+    def delete_tree(self, prefix: str) -> None:
+        fs, base = self._open()
+        # One by one: bulk deletion in s3fs does not report the objects it could not delete.
+        for name in self._find(fs, f"{base}/{prefix}"):
+            with suppress(FileNotFoundError):
+                fs.rm_file(name)
+
+    def at(self, name: str) -> _RemoteFolder:
+        inner = _RemoteFolder(f"{self.uri}/{name}")
+        fs, base = self._open()
+        inner._opened = (os.getpid(), fs, f"{base}/{name}")  # one client, so one pool of connections
+        return inner
+
+    def filesystem_and_path(self) -> tuple[Any, str]:
+        import pyarrow.fs
+
+        fs, base = self._open()
+        return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fs)), base
+
+    def _open(self) -> tuple[Any, str]:
+        # An async file system belongs to the event loop of the process that made it: a fork makes its own.
+        if self._opened is None or self._opened[0] != os.getpid():
+            from fsspec.core import url_to_fs
+
+            fs, base = url_to_fs(self.uri, use_listings_cache=False)
+            self._opened = (os.getpid(), fs, str(base).rstrip("/"))
+        return self._opened[1:]
+
+    def _make_parent(self, fs: Any, path: str) -> None:
+        if self._protocol not in _OBJECT_STORES:
+            fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    def _find(self, fs: Any, folder: str) -> dict[str, int]:
+        """Size of each object below a folder by its path in the file system."""
+        inside = folder.rstrip("/") + "/"
+        fs.invalidate_cache()
+        try:
+            found = fs.find(inside, detail=True)
+        except FileNotFoundError:
+            if self._protocol in ("s3", "s3a"):  # the bucket is missing: that is not an empty folder
+                raise
+            return {}
+        return {
+            name: int(info["size"])
+            for name, info in found.items()
+            if info["type"] == "file" and name.startswith(inside) and name != inside
+        }
+
+
+def _create_on_s3(fs: Any, path: str, data: bytes) -> None:
+    """One conditional PUT, marked so that our own success is known even if its answer was lost.
+
+    s3fs repeats a request whose connection broke, so the refusal that comes back may have been caused by our own
+    first try. RGW refuses with EINVAL rather than "exists" (seen with version 16), AWS with a conflict (409) while
+    another create is under way. After each of these the object itself tells who won.
+    """
+    mark = uuid.uuid4().hex
+    for remaining in reversed(range(_CREATE_TRIES)):
+        try:
+            # A chunk larger than the data keeps it one PUT: multipart uploads are not refused everywhere.
+            fs.pipe_file(path, data, mode="create", chunksize=len(data) + 1, Metadata={"created-by": mark})
+            return
+        except PermissionError:
+            raise
+        except Exception as error:
+            try:
+                winner = fs.metadata(path).get("created-by")
+            except FileNotFoundError:
+                if isinstance(error, FileNotFoundError) or not remaining:  # no bucket, or no luck
+                    raise error from None
+                time.sleep(0.1 * 2 ** (_CREATE_TRIES - remaining))
+                continue
+            if winner == mark:
+                return
+            raise FileExistsError(errno.EEXIST, "the object exists already", path) from error
+
+
+def _open(uri: str) -> _Folder:
+    if not uri.strip():
+        raise ConfigError("storage is empty; give a local path or a URI such as s3://bucket/runs")
+    protocol, separator, rest = uri.partition("://")
+    if not separator or protocol in ("file", "local"):
+        path = Path(rest if separator else uri).expanduser()
+        return _LocalFolder(Path(os.path.abspath(path)))
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"storage={uri!r} cannot be opened: {error}; install the fsspec package of this protocol, "
+            "or use a local path or s3://bucket/folder"
+        ) from error
+    if protocol != "memory" and not rest.strip("/"):
+        raise ConfigError(f"storage={uri!r} names no bucket or host; use {protocol}://bucket/folder")
+    return _RemoteFolder(uri)
+
+
+def _is_key(key: str) -> bool:
+    return all(_PART.fullmatch(part) and part not in (".", "..") for part in key.split("/"))
+
+
+def _checked(key: str) -> str:
+    if not _is_key(key) or key.rpartition("/")[2].startswith(_TEMPORARY):
+        raise StorageError(
+            f"{key!r} is not a key: keys are relative, made of letters, digits and ._=@+,~:- between slashes, "
+            f"without . or .. parts, and do not start with {_TEMPORARY}"
+        )
+    return key
+
+
+def _write_through(file: Any, data: bytes) -> None:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    """Make names durable; file systems that cannot sync a directory (some network mounts) are left to their ways."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remedy(error: Exception) -> str:
+    """What to change, by the class of a backend's exception; names are compared as backends are optional."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if names & {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"}:
+        return (
+            "give credentials, for S3 with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role of "
+            "the machine"
+        )
+    if isinstance(error, FileNotFoundError):
+        return "create the bucket or the file system first, or correct its name"
+    if isinstance(error, PermissionError):
+        return "grant this user or role reading, writing, listing and deleting there, or use another storage"
+    if isinstance(error, NotADirectoryError):
+        return "remove that file or use another folder"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return "free space there or use another storage"
+    return "check the address (AWS_ENDPOINT_URL for S3 servers other than AWS), the network and the permissions"

@@ -1,0 +1,142 @@
+"""The run's append-only event log: JSON lines in the run's storage."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from elastic_ddp.errors import StorageError
+from elastic_ddp.storage import Storage
+
+_log = logging.getLogger(__name__)
+_SEGMENT_BYTES = 64 * 1024
+_SEGMENT = re.compile(r"ledger/(?P<session>[^/]+)-[0-9]{6}\.jsonl")
+
+
+def new_session(clock: Callable[[], float] = time.time) -> str:
+    """A name for one life of the driver that sorts by time, such as `20261120T101500Z-3f9a1c`."""
+    return f"{datetime.fromtimestamp(clock(), UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
+
+
+class Ledger:
+    """Appends one session's events. Only the driver writes, from one thread.
+
+    Objects cannot be appended to, so events are kept in numbered segments of about 64 KiB, and a flush writes the
+    newest segment again as a whole: what was flushed once stays readable, whatever happens to the writer.
+    """
+
+    def __init__(self, storage: Storage, session: str, clock: Callable[[], float] = time.time) -> None:
+        self.session = session
+        self._storage = storage
+        self._clock = clock
+        self._seq = 0
+        self._number = 0
+        self._lines: list[bytes] = []
+        self._size = 0
+        self._unwritten: dict[str, bytes] = {}
+        """Full segments that are not in the storage yet, oldest first."""
+        self._dirty = False
+        self._failure: StorageError | None = None
+
+    def append(self, event: str, **fields: Any) -> None:
+        """Add an event, with the time and its number in the session; in memory until the next flush.
+
+        Values become plain JSON: infinities and NaN the strings "Infinity", "-Infinity" and "NaN", other types
+        their text. `time`, `seq` and `event` are the ledger's own and cannot be fields.
+        """
+        if reserved := {"time", "seq"} & fields.keys():
+            raise ValueError(f"{sorted(reserved)} cannot be fields of an event: the ledger sets them")
+        entry = {"time": round(self._clock(), 6), "seq": self._seq, "event": event, **fields, "session": self.session}
+        line = json.dumps(_plain(entry), separators=(",", ":")).encode() + b"\n"
+        if self._lines and self._size + len(line) > _SEGMENT_BYTES:
+            self._unwritten[self._key()] = b"".join(self._lines)
+            self._number, self._lines, self._size = self._number + 1, [], 0
+        self._seq += 1
+        self._lines.append(line)
+        self._size += len(line)
+        self._dirty = True
+
+    def flush(self) -> None:
+        """Store what was appended. A failing storage is logged, and the events are stored by a later flush."""
+        try:
+            for key, data in list(self._unwritten.items()):
+                self._storage.write(key, data)
+                del self._unwritten[key]
+            if self._dirty:
+                self._storage.write(self._key(), b"".join(self._lines))
+                self._dirty = False
+        except StorageError as error:
+            if self._failure is None:  # one line for an outage, not one for every flush in it
+                _log.warning("events are kept in memory until the storage takes them: %s", error)
+            self._failure = error
+        else:
+            self._failure = None
+
+    def close(self) -> None:
+        """Flush for the last time.
+
+        Raises:
+            StorageError: events are lost, as the storage still refuses them.
+        """
+        self.flush()
+        if self._failure is not None:
+            raise self._failure
+
+    def _key(self) -> str:
+        return f"ledger/{self.session}-{self._number:06d}.jsonl"
+
+
+def read_ledger(storage: Storage) -> list[dict[str, Any]]:
+    """The events of all sessions: sessions in the order they began, events as they were appended.
+
+    Lines that are not JSON (the last one of a segment may be torn) are left out; others than the last with a warning.
+    """
+    sessions: dict[str, list[dict[str, Any]]] = {}
+    for key in storage.list("ledger"):
+        if match := _SEGMENT.fullmatch(key):
+            sessions.setdefault(match["session"], []).extend(_parse(key, storage.read(key)))
+    for events in sessions.values():
+        # By number: a clock that is set back must not reorder what happened.
+        events.sort(key=lambda event: event["seq"])
+    begun = sorted((events[0]["time"], session) for session, events in sessions.items() if events)
+    return [event for _, session in begun for event in sessions[session]]
+
+
+def _parse(key: str, data: bytes) -> list[dict[str, Any]]:
+    events = []
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            event = json.loads(line)
+            if not isinstance(event["seq"], int) or not isinstance(event["time"], int | float):
+                raise ValueError("it has no number and time")
+        except (KeyError, TypeError, ValueError) as error:
+            if number < len(lines):
+                _log.warning("line %d of %s is left out: %s", number, key, error)
+            continue
+        events.append(event)
+    return events
+
+
+def _plain(value: Any) -> Any:
+    """The value in strict JSON, which has no NaN; an event is worth more than the exact type of its fields."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
+        return _plain(item())  # a scalar of numpy or torch
+    return str(value)

@@ -1,0 +1,175 @@
+"""How far the run is, live on a terminal and as plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_WINDOW_S = 30.0
+_REDRAW_S = 0.1
+_LINE_S = 5.0
+
+
+class Progress:
+    """Shows a run's progress while its context is open: one live line on a terminal, else a line now and then.
+
+    Args:
+        total_steps: Steps of the whole run, if known yet.
+        console: Where to show it; standard error by default, so that a program's output stays its own.
+        clock: Seconds that only go forward.
+        line_every_s: Seconds between plain lines. Changes of the state and the last step are always shown.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        console: Console | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        line_every_s: float = _LINE_S,
+    ) -> None:
+        self._console = console or Console(stderr=True)
+        self._clock = clock
+        self._interval_s = _REDRAW_S if self._console.is_terminal else line_every_s
+        self._step = 0
+        self._total = total_steps
+        self._loss: float | None = None
+        self._world_size = 0
+        self._state = ""
+        self._rate = MovingRate()
+        self._shown_at = -math.inf
+        self._shown_state = ""
+        self._shown_step: int | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            # No refresh thread: updates come often enough, and a forked worker must not inherit one.
+            self._live = Live(self._line(), console=self._console, auto_refresh=False)
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """The last numbers stay on the screen."""
+        if self._live is not None:
+            self._live.update(self._line(), refresh=True)
+            self._live.stop()
+            self._live = None
+        elif self._shown_step not in (None, self._step):
+            self._print()
+
+    def update(
+        self,
+        step: int,
+        total: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        samples: int = 0,
+        world_size: int = 0,
+        state: str = "training",
+    ) -> None:
+        """Take the newest numbers, and show them if it is time.
+
+        Args:
+            step: Steps behind the run.
+            total: Steps of the whole run; None leaves what is known.
+            metrics: Logged values; `loss` is shown.
+            samples: Samples behind the run. Going back, as a resumed run does, starts the rate anew.
+            world_size: Workers that train now.
+            state: What the run is doing; shown unless it is "training".
+        """
+        now = self._clock()
+        if state != "training" or state != self._state:
+            self._rate.clear()  # time without training is no measure of it
+        self._step = step
+        self._total = self._total if total is None else total
+        self._loss = (metrics or {}).get("loss", self._loss)
+        self._world_size = world_size
+        self._state = state
+        self._rate.add(now, step, samples)
+        finished = self._total is not None and step >= self._total and step != self._shown_step
+        if now - self._shown_at >= self._interval_s or state != self._shown_state or finished:
+            self._shown_at, self._shown_state, self._shown_step = now, state, step
+            if self._live is not None:
+                self._live.update(self._line(), refresh=True)
+            else:
+                self._print()
+
+    def note(self, text: str) -> None:
+        """One line about a decision, such as a generation that formed; it stays above the live line."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def _print(self) -> None:
+        self._shown_step = self._step
+        self._console.print(Text("  ".join(self._facts())), soft_wrap=True)
+
+    def _facts(self) -> list[str]:
+        facts = [f"step {self._step:,}" + ("" if self._total is None else f"/{self._total:,}")]
+        if self._loss is not None:
+            facts.append(f"loss {float(self._loss):.4g}")
+        if (samples_per_s := self._rate.samples_per_s) is not None:
+            facts.append(f"{samples_per_s:,.0f} samples/s")
+        facts.append("1 worker" if self._world_size == 1 else f"{self._world_size} workers")
+        if self._state not in ("", "training"):
+            facts.append(self._state)
+        if self._total is not None and (steps_per_s := self._rate.steps_per_s):
+            facts.append(f"{_clock_face((self._total - self._step) / steps_per_s)} left")
+        return facts
+
+    def _line(self) -> Table:
+        line = Table.grid(padding=(0, 1))
+        cells: list[Any] = [Text("  ".join(self._facts()))]
+        if self._total:
+            cells.insert(0, ProgressBar(total=self._total, completed=min(self._step, self._total), width=24))
+        line.add_row(*cells)
+        return line
+
+
+class MovingRate:
+    """Steps and samples per second over the last half minute."""
+
+    def __init__(self, window_s: float = _WINDOW_S) -> None:
+        self._window_s = window_s
+        self._points: deque[tuple[float, int, int]] = deque()
+
+    def clear(self) -> None:
+        self._points.clear()
+
+    def add(self, now: float, step: int, samples: int) -> None:
+        """Totals at a time. Totals that went back start the window anew."""
+        if self._points and (step < self._points[-1][1] or samples < self._points[-1][2]):
+            self._points.clear()
+        self._points.append((now, step, samples))
+        while len(self._points) > 2 and now - self._points[1][0] >= self._window_s:
+            self._points.popleft()
+
+    @property
+    def steps_per_s(self) -> float | None:
+        return self._slope(1)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        return self._slope(2)
+
+    def _slope(self, column: int) -> float | None:
+        if len(self._points) < 2:
+            return None
+        first, last = self._points[0], self._points[-1]
+        return (last[column] - first[column]) / (last[0] - first[0]) if last[0] > first[0] else None
+
+
+def _clock_face(seconds: float) -> str:
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,217 @@
+"""A run in one table, from the events of its ledger: pure functions of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Event = Mapping[str, Any]
+
+WORKER_LOST = "worker lost"
+"""The reason of a generation that replaces one which broke."""
+
+_STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red", "unfinished": "bold yellow"}
+
+
+def summarize(
+    events: Iterable[Event],
+    *,
+    name: str | None = None,
+    storage: str | None = None,
+    versions: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What `summary.json` holds: the whole run, over all its sessions.
+
+    `step` and `last_step` count the steps behind the run, `samples` the samples behind it, both from the run's
+    beginning. Facts that no event tells are None.
+
+    Args:
+        events: In the order of `read_ledger`.
+        name, storage: By default those of the configuration in the newest `session_started`.
+        versions: By default those in the newest `session_started`, if it has any.
+
+    Returns:
+        name, status ("finished", "stopped", "failed", or "unfinished" for a run that is running or was killed),
+        error, steps, epochs, samples, wall_seconds (from the first to the last event, summed over the sessions),
+        samples_per_second (of that time), sessions and commits (how many), restarts (generations that
+        followed a lost worker), generations, weights_sha256, samples_sha256, loss (first and last), metrics (last
+        values), storage, versions.
+    """
+    events = list(events)
+    started = _last(events, "session_started")
+    config = started.get("config") or {}
+    end = _end(events)
+    progress = [event for event in events if event["event"] == "steps"]
+    wall_seconds = _wall_seconds(events)
+    samples = end.get("samples")
+    if samples is None and progress:
+        samples = progress[-1].get("samples")
+    steps = end.get("steps")
+    losses = [event["loss"] for event in progress if event.get("loss") is not None]
+    metrics: dict[str, Any] = {}
+    for event in events:
+        if event["event"] == "evaluation":
+            metrics[f"{event['name']}_loss"] = event["loss"]
+        metrics.update(event.get("metrics") or {})
+    metrics.update(end.get("metrics") or {})
+    generations = _generations(events)
+    return {
+        "name": name if name is not None else config.get("name"),
+        "status": "failed" if end.get("event") == "failed" else end.get("status", "unfinished"),
+        "error": end.get("error"),
+        "steps": _last_step(events) if steps is None else steps,
+        "epochs": end.get("epochs"),
+        "samples": samples,
+        "wall_seconds": round(wall_seconds, 3),
+        "samples_per_second": round(samples / wall_seconds, 3) if samples and wall_seconds else None,
+        "sessions": len({event["session"] for event in events}),
+        "restarts": sum(row["reason"] == WORKER_LOST for row in generations),
+        "commits": len({event["step"] for event in events if event["event"] == "commit"}),
+        "generations": generations,
+        "weights_sha256": end.get("weights_sha256"),
+        "samples_sha256": end.get("samples_sha256"),
+        "loss": {"first": losses[0] if losses else None, "last": losses[-1] if losses else None},
+        "metrics": metrics,
+        "storage": storage if storage is not None else config.get("storage"),
+        "versions": dict(versions if versions is not None else started.get("versions") or {}),
+    }
+
+
+def render(summary: Mapping[str, Any]) -> RenderableType:
+    """The summary as rich shows it: the facts, then one line for each generation."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    status = str(summary["status"])
+    facts.add_row("status", Text(status, style=_STYLES.get(status, "bold")))
+    loss = summary["loss"]
+    rows = {
+        "error": summary["error"],
+        "steps": _count(summary["steps"]),
+        "epochs": _count(summary["epochs"]),
+        "samples": _samples(summary),
+        "time": _duration(summary["wall_seconds"]),
+        "loss": None if loss["first"] is None else f"{_number(loss['first'])} → {_number(loss['last'])}",
+        "metrics": "  ".join(f"{key} {_number(value)}" for key, value in summary["metrics"].items()),
+        "workers lost": summary["restarts"] or None,
+        "sessions": summary["sessions"],
+        "commits": summary["commits"],
+        "weights": summary["weights_sha256"],
+        "samples hash": summary["samples_sha256"],
+        "storage": summary["storage"],
+        "versions": "  ".join(f"{key} {value}" for key, value in summary["versions"].items()),
+    }
+    for label, value in rows.items():
+        if value not in (None, ""):
+            facts.add_row(label, Text(str(value)))
+    title = Text(str(summary["name"] or "run"), style="bold")
+    if not summary["generations"]:
+        return Group(title, facts)
+    table = Table(title="generations", title_justify="left", title_style="dim", box=None, padding=(0, 2))
+    for column in ("generation", "workers", "first step", "last step"):
+        table.add_column(column, justify="right", style="cyan" if column == "generation" else None)
+    table.add_column("formed for", overflow="fold")
+    table.add_column("ended by", overflow="fold")
+    for row in summary["generations"]:
+        table.add_row(
+            str(row["generation"]),
+            str(row["world_size"]),
+            _count(row["first_step"]),
+            _count(row["last_step"]),
+            Text(str(row["reason"])),
+            Text(str(row["ended_by"] or "nothing that was logged")),
+        )
+    return Group(title, facts, Text(), table)
+
+
+def _end(events: list[Event]) -> Event:
+    """The event that ended the newest session, if one did: a run that was resumed since is not over."""
+    end: Event = {}
+    for event in events:
+        if event["event"] == "session_started":
+            end = {}
+        elif event["event"] in ("finished", "failed"):
+            # A failed run logs both; the error and the totals are wanted together.
+            end = {**end, **event}
+    return end
+
+
+def _last(events: list[Event], kind: str) -> Event:
+    return next((event for event in reversed(events) if event["event"] == kind), {})
+
+
+def _last_step(events: list[Event]) -> int | None:
+    """Steps behind the run after these events: the last word counts, as a session may resume further back."""
+    step = None
+    for event in events:
+        if (value := _step_of(event)) is not None:
+            step = value
+    return step
+
+
+def _step_of(event: Event) -> int | None:
+    """Steps behind the run, where an event tells."""
+    field = {
+        "session_started": "resumed_from_step",
+        "generation": "first_step",
+        "steps": "step",
+        "commit": "step",
+        "generation_ended": "last_step",
+        "finished": "steps",
+    }.get(event["event"])
+    return None if field is None else event.get(field)
+
+
+def _wall_seconds(events: list[Event]) -> float:
+    spans: dict[str, tuple[float, float]] = {}
+    for event in events:
+        first, last = spans.get(event["session"], (event["time"], event["time"]))
+        spans[event["session"]] = (min(first, event["time"]), max(last, event["time"]))
+    return float(sum(last - first for first, last in spans.values()))
+
+
+def _generations(events: list[Event]) -> list[dict[str, Any]]:
+    """One row for each generation of each session. One that was killed ends at the last step heard of in it."""
+    rows: list[dict[str, Any]] = []
+    current: dict[str, Any] | None = None
+    for event in events:
+        if event["event"] == "generation":
+            current = {key: event.get(key) for key in ("generation", "world_size", "first_step", "reason", "session")}
+            current |= {"last_step": current["first_step"], "ended_by": None}
+            rows.append(current)
+        elif current is None or event["event"] == "session_started":
+            current = None  # events of a session before its first generation belong to none
+        elif event["session"] == current["session"]:
+            if (step := _step_of(event)) is not None:
+                current["last_step"] = step
+            if event["event"] == "generation_ended":
+                current["ended_by"] = event.get("reason")
+                current = None
+            elif event["event"] in ("finished", "failed"):
+                current["ended_by"] = event.get("status", "failed")
+    return rows
+
+
+def _samples(summary: Mapping[str, Any]) -> str | None:
+    if summary["samples"] is None:
+        return None
+    rate = summary["samples_per_second"]
+    return _count(summary["samples"]) + (f"  ({rate:,.0f} samples/s)" if rate else "")
+
+
+def _count(value: Any) -> str:
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

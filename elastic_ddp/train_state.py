@@ -1,0 +1,140 @@
+"""Everything of a run that changes while it trains, as one tree: what a commit holds and what a newcomer is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from elastic_ddp.errors import CheckpointError, ConfigError
+from elastic_ddp.parallel.control import EMPTY_CHAIN, chain
+from elastic_ddp.parallel.ddp import PreparedModel
+from elastic_ddp.state import weights_sha256
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What `run.register` takes."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the run stands. It moves when the optimizer has stepped, never when data is read ahead."""
+
+    step: int = 0
+    """Steps done, and so the number of the next one."""
+    samples: int = 0
+    """Rows consumed by those steps."""
+    samples_sha256: str = EMPTY_CHAIN
+    """The chain over the row ids of every micro-batch consumed so far, in order."""
+
+    def after(self, samples: int, row_digests: Any) -> Position:
+        return replace(
+            self,
+            step=self.step + 1,
+            samples=self.samples + samples,
+            samples_sha256=chain(self.samples_sha256, row_digests),
+        )
+
+
+@dataclass
+class TrainState:
+    """The objects that the user's function prepared or registered, and the position."""
+
+    model: PreparedModel | None = None
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    schedulers: list[torch.optim.lr_scheduler.LRScheduler] = field(default_factory=list)
+    registered: dict[str, Stateful] = field(default_factory=dict)
+    position: Position = field(default_factory=Position)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's model."""
+        assert self.model is not None
+        return self.model.module
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.model is None:
+            raise ConfigError(
+                "run.prepare got an optimizer before the model; prepare the model first, then build the "
+                "optimizer from its parameters"
+            )
+        known = {id(parameter) for parameter in self.module.parameters()}
+        strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+        if strangers:
+            raise ConfigError(
+                f"{strangers} parameters of the {type(optimizer).__name__} are not parameters of the prepared model; "
+                "build the optimizer from model.parameters() of the model that run.prepare returned"
+            )
+        self.optimizers.append(optimizer)
+
+    def add_scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ConfigError(
+                "run.prepare got a ReduceLROnPlateau, which needs a metric to step; keep it out of run.prepare, give "
+                "it to run.register, and step it yourself with what run.evaluate returned"
+            )
+        if not any(scheduler.optimizer is optimizer for optimizer in self.optimizers):
+            raise ConfigError(
+                "run.prepare got a scheduler of an optimizer it does not know; prepare its optimizer first"
+            )
+        self.schedulers.append(scheduler)
+
+    def state_dict(self) -> dict[str, Any]:
+        model = self.module.state_dict()
+        return {
+            "model": model,
+            # Those that are not persistent: state of a run all the same, as a step starts from them.
+            "buffers": {name: buffer for name, buffer in self.module.named_buffers() if name not in model},
+            "optimizer": {str(k): optimizer.state_dict() for k, optimizer in enumerate(self.optimizers)},
+            "scheduler": {str(k): scheduler.state_dict() for k, scheduler in enumerate(self.schedulers)},
+            "user": {name: thing.state_dict() for name, thing in self.registered.items()},
+            "position": asdict(self.position),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises a CheckpointError where the state is of another model, optimizer or set of registered objects."""
+        expected: dict[str, Mapping[str, Any]] = {
+            "optimizer": {str(k): optimizer for k, optimizer in enumerate(self.optimizers)},
+            "scheduler": {str(k): scheduler for k, scheduler in enumerate(self.schedulers)},
+            "user": self.registered,
+        }
+        for kind, things in expected.items():
+            if set(state[kind]) != set(things):
+                raise CheckpointError(
+                    f"the commit holds {kind} state for {sorted(state[kind])}, the training function has "
+                    f"{sorted(things)}; prepare and register the same things in the same order, or use another name"
+                )
+        for place, optimizer in enumerate(self.optimizers):
+            for saved, group in zip(
+                state["optimizer"][str(place)]["param_groups"], optimizer.param_groups, strict=False
+            ):
+                if unknown := sorted(set(saved) - set(group)):  # torch would take them, and fail in the first step
+                    raise CheckpointError(
+                        f"the commit holds the state of another kind of optimizer: {type(optimizer).__name__} knows no "
+                        f"{', '.join(unknown)}; prepare the optimizer that the run began with, or use another name"
+                    )
+        try:
+            self.module.load_state_dict(state["model"])
+            buffers = dict(self.module.named_buffers())
+            for name, value in state["buffers"].items():
+                buffers[name].copy_(value)
+            for kind, things in expected.items():
+                for key, thing in things.items():
+                    thing.load_state_dict(state[kind][key])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the commit does not fit the model or optimizer that the training function built: {error}; a changed "
+                "model is another run: use another name"
+            ) from error
+        self.position = Position(**state["position"])
+
+    def weights_sha256(self) -> str:
+        """Over names, dtypes, shapes and bytes of parameters, then buffers, in the model's order."""
+        return weights_sha256([*self.module.named_parameters(), *self.module.named_buffers()])

@@ -1,0 +1,84 @@
+"""A worker of a run: from the process that Ray Train started to the user's function and back."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+import torch
+
+from elastic_ddp.config import RunConfig
+from elastic_ddp.elastic.link import RendezvousLink, RunStopped
+from elastic_ddp.elastic.rendezvous import RendezvousHandle
+from elastic_ddp.errors import ElasticDDPError, TrainFunctionError
+from elastic_ddp.job import Job
+from elastic_ddp.parallel.process_group import is_lost_peer
+from elastic_ddp.ray_train import Place
+from elastic_ddp.run import Run
+from elastic_ddp.seeding import seed_all
+
+
+def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
+    """What every Ray Train worker runs. It returns when the run is over for this worker, however it ended.
+
+    An error of the user's function is told to the rendezvous and ends the run, rather than raised: Ray Train retries
+    what is raised, and a wrong program does not get better by being tried again. A lost peer leads back to the
+    rendezvous, as does everything that follows from one.
+
+    Raises:
+        WorkersLostError: a peer was lost, but Ray Train has not noticed and starts no new group: now it will.
+    """
+
+    _make_deterministic(job.config)
+    link = RendezvousLink(rendezvous, place.member)
+    run = Run(job, link, place.device)
+    outcome: dict[str, Any] = {}
+    lost: str | None = None
+    try:
+        seed_all(job.config.seed, "init")
+        job.train(run)
+        outcome = {"status": "finished", **run.finish()}
+    except RunStopped:
+        # Outside a generation this worker has no say: it came too late, or the run stopped while it waited.
+        outcome = {"status": "stopped", **run.progress()} if run.world_size else {}
+    except BaseException as error:
+        if run.world_size != 1 and is_lost_peer(error):
+            lost = f"{type(error).__name__}: {error}"
+        else:
+            outcome = _failure(error)
+    # From here on outside the except block: a traceback would keep the process group, and its connections, alive.
+    if not outcome and lost is None:
+        link.close()
+        return
+    if lost is not None:
+        run.close(intact=False)
+        link.wait_to_be_replaced(lost)
+    elif outcome["status"] == "failed":
+        link.end(**outcome)  # first, so that peers whose collectives break now know why
+        run.close(intact=False)
+    else:
+        was_first = run.rank == 0
+        run.close(intact=True)
+        if was_first:
+            link.end(**outcome)
+    link.close()
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """Ours say all there is to say; the user's come with their traceback."""
+    if isinstance(error, ElasticDDPError):
+        return {"status": "failed", "kind": type(error).__name__, "error": str(error)}
+    text = "".join(traceback.format_exception(error))
+    return {"status": "failed", "kind": TrainFunctionError.__name__, "error": text}
+
+
+def _make_deterministic(config: RunConfig) -> None:
+    """Fixes what would make the bits depend on the machine's load or on the world size."""
+    # The number of threads decides how sums inside an operation are split: it may not follow the world size.
+    torch.set_num_threads(config.num_threads)
+    if config.reduction == "canonical":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,93 @@
+"""Trains a small GPT on text, on however many workers there are: `python examples/train.py`.
+
+Without a Ray cluster it starts one on this machine; on a cluster (`RAY_ADDRESS`, or a node of it) it uses that. The
+text is by default the source of Python's standard library. Run it again with the same --name to resume.
+"""
+
+import argparse
+import math
+
+import torch
+from gpt import GPT, next_byte_loss
+from text import is_text, text_windows
+
+import elastic_ddp as ed
+
+
+def main() -> None:
+    options = parse()
+    data, held_out = options.data, options.held_out
+    if is_text(data):
+        data, held_out = text_windows(data, options.context)
+
+    def train(run: ed.Run) -> None:
+        model = run.prepare(GPT(context=options.context, width=128, layers=4, heads=4))
+        optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05))
+        run.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step / run.total_steps)))
+        for step in run.steps():
+            if step.index == 0 and held_out:
+                run.evaluate(next_byte_loss, held_out)
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(next_byte_loss(model, batch))
+                step.optimize()
+        if held_out:
+            run.evaluate(next_byte_loss, held_out)
+
+    low, _, high = options.workers.partition(":")
+    config = ed.RunConfig(
+        name=options.name,
+        storage=options.storage,
+        seed=options.seed,
+        steps=options.steps,
+        global_batch_size=options.global_batch_size,
+        micro_batch_size=options.micro_batch_size,
+        min_workers=int(low),
+        max_workers=int(high or low),
+        resources_per_worker={"CPU": 1.0, "GPU": 1.0} if options.gpu else {"CPU": 1.0},
+        precision=options.precision,
+        reduction=options.reduction,
+        clip_grad_norm=1.0,
+        checkpoint=ed.CheckpointConfig(every_steps=options.commit_every),
+    )
+    result = ed.ElasticTrainer(train, data=data, config=config).fit()
+    end = f"weights {result.weights_sha256}" if result.weights_sha256 else "run the same command again to resume it"
+    print(f"\n{options.name} is {result.status} after {result.steps} steps; {end}")
+    print(f"summary, ledger and commits are in {result.uri}\nlook at them with: elastic-ddp show {result.uri}")
+
+
+def warm_cosine(done: float) -> float:
+    """The learning rate's factor when this part of the run is done: a tenth of it to warm up, then a cosine to zero."""
+    return min(1.0, done / 0.1 + 0.01) * (0.5 + 0.5 * math.cos(math.pi * min(done, 1.0)))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="gpt", help="of the run; the same name resumes it")
+    parser.add_argument(
+        "--storage", default="runs", help="where runs are kept: a path or a URI such as s3://bucket/runs"
+    )
+    parser.add_argument(
+        "--data", help="a folder of text or of Parquet with a `window` column; default: Python's library"
+    )
+    parser.add_argument("--held-out", help="Parquet to evaluate on, when --data is Parquet")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--workers", default="2", metavar="MIN:MAX", help="how many workers, or from how many to how many"
+    )
+    parser.add_argument("--global-batch-size", type=int, default=32)
+    parser.add_argument("--micro-batch-size", type=int, default=8)
+    parser.add_argument("--context", type=int, default=128, help="bytes that the model sees")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--reduction", choices=("canonical", "native"), default="canonical")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--commit-every", type=int, default=50, help="steps between commits")
+    parser.add_argument("--gpu", action="store_true", help="one GPU for each worker")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ed.ElasticDDPError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -1,0 +1,197 @@
+"""The job of the integration tests: small, with everything in it that could tell one world size from another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
+import torch
+
+import elastic_ddp as ed
+
+FEATURES, CLASSES, ROWS = 12, 4, 1003
+
+
+def write_rows(
+    folder: str, *, rows: int = ROWS, seed: int = 0, filesystem: pyarrow.fs.FileSystem | None = None
+) -> None:
+    """Three files of unequal row groups."""
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(rows, FEATURES)).astype(np.float32)
+    y = (x @ random.normal(size=(FEATURES, CLASSES))).argmax(1)
+    bounds = [0, rows // 2, rows // 2 + 100, rows]
+    for number, (low, high) in enumerate(pairwise(bounds)):
+        table = pa.table(
+            {
+                "x": pa.FixedSizeListArray.from_arrays(pa.array(x[low:high].reshape(-1)), FEATURES),
+                "y": pa.array(y[low:high]),
+            }
+        )
+        pq.write_table(table, f"{folder}/part-{number}.parquet", row_group_size=37 + number, filesystem=filesystem)
+
+
+class Model(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            torch.nn.Linear(FEATURES, 32),
+            torch.nn.BatchNorm1d(32),
+            torch.nn.Tanh(),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(32, CLASSES),
+        )
+
+
+def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def jitter(rows: dict[str, np.ndarray], random: np.random.Generator) -> dict[str, np.ndarray]:
+    """A random transform."""
+    return {**rows, "x": rows["x"] + random.normal(scale=0.01, size=rows["x"].shape).astype(np.float32)}
+
+
+class Counter:
+    """User state: counts the steps that this run has really made."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def make_train(fault: Callable[[ed.Run, int], None] | None = None, held_out: str | None = None) -> Callable[..., None]:
+    """A training function; `fault(run, step)` is called in every worker in the middle of every step."""
+
+    def train(run: ed.Run) -> None:
+        model = run.prepare(Model())
+        optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.02))
+        run.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100))
+        counter = Counter()
+        run.register("counter", counter)
+        for step in run.steps():
+            with step:
+                for batch in step.micro_batches():
+                    loss = loss_fn(model, batch)
+                    step.log(twice=2 * loss)
+                    step.backward(loss)
+                    if fault is not None:
+                        fault(run, step.index)
+                step.optimize()
+                counter.steps += 1
+                assert counter.steps == run.position.step
+        if held_out is not None:
+            run.evaluate(loss_fn, held_out)
+
+    return train
+
+
+def kill_once(
+    marker: str, *, rank: int, step: int, pid: int | None = None, how: int = signal.SIGKILL
+) -> Callable[..., None]:
+    """A fault: the worker of `rank` kills itself, or `pid`, in `step`; once, as `marker` then exists."""
+
+    def fault(run: ed.Run, at: int) -> None:
+        if run.rank == rank and at == step and not Path(marker).exists():
+            Path(marker).touch()
+            os.kill(os.getpid() if pid is None else pid, how)
+
+    return fault
+
+
+def hold(marker: str, *, step: int) -> Callable[..., None]:
+    """A fault: the worker of rank 0 goes no further than `step` until `marker` exists."""
+
+    def fault(run: ed.Run, at: int) -> None:
+        while run.rank == 0 and at == step and not Path(marker).exists():
+            time.sleep(0.05)
+
+    return fault
+
+
+def settings(storage: str, name: str, workers: int, **changes: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "name": name,
+        "storage": storage,
+        "steps": 44,
+        "global_batch_size": 48,
+        "micro_batch_size": 8,
+        "min_workers": workers,
+        "max_workers": workers,
+        "clip_grad_norm": 1.0,
+        "log_every_steps": 1,
+        "checkpoint": {"every_steps": 10},
+    }
+    return {**defaults, **changes}
+
+
+@contextmanager
+def driver(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """`main` in a process of its own, which does not outlive the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.jobs", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def drive(*arguments: str, timeout_s: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`main` in a process of its own, to its end."""
+    with driver(*arguments, **environment) as process:
+        output, errors = process.communicate(timeout=timeout_s)
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def main() -> None:
+    """A driver of its own: `jobs.py DATA STORAGE NAME MIN:MAX [ACTION MARKER STEP]`.
+
+    ACTION is what happens in STEP: `kill-driver` kills this process, `interrupt` is Ctrl-C in its terminal (a signal to
+    the whole process group), `wait` holds the step until MARKER exists.
+    """
+    import ray
+
+    data, storage, name, workers, *how = sys.argv[1:]
+    fault = None
+    if how and how[0] == "wait":
+        fault = hold(how[1], step=int(how[2]))
+    elif how:
+        # A negative pid is a process group.
+        pid, number = {"kill-driver": (os.getpid(), signal.SIGKILL), "interrupt": (-os.getpgrp(), signal.SIGINT)}[
+            how[0]
+        ]
+        fault = kill_once(how[1], rank=0, step=int(how[2]), pid=pid, how=number)
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(logging_level="WARNING")
+    else:
+        ray.init(num_cpus=4, include_dashboard=False, logging_level="WARNING")
+    low, _, high = workers.partition(":")
+    config = settings(storage, name, int(high or low), min_workers=int(low), resize_interval_s=1.0)
+    print(ed.ElasticTrainer(make_train(fault), data, config, transform=jitter).fit())
+
+
+if __name__ == "__main__":
+    main()

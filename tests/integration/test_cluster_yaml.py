@@ -1,0 +1,96 @@
+"""Ray itself accepts the configurations under cluster/, and they say what the README promises of them."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+ROOT = Path(__file__).parents[2]
+FILES = ["cluster.yaml", "onprem.yaml"]
+TOKEN = "~/.ray/auth_token"
+
+
+def load(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load((ROOT / "cluster" / name).read_text())
+    return config
+
+
+@pytest.fixture(params=FILES)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return load(request.param)
+
+
+def test_ray_accepts_the_configuration(config: dict[str, Any]) -> None:
+    # What `ray up` does before it looks at the account: fill in the provider's defaults, then check the schema.
+    validate_config(prepare_config(copy.deepcopy(config)))
+
+
+def test_ray_refuses_a_misspelt_setting(config: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match="max_wrokers"):
+        validate_config(prepare_config({**copy.deepcopy(config), "max_wrokers": 3}))
+
+
+def test_no_training_worker_lands_on_the_head(config: dict[str, Any]) -> None:
+    start = config["head_start_ray_commands"][-1]
+    assert "--num-cpus=0 --num-gpus=0" in start
+    if head := config.get("head_node_type"):
+        assert config["available_node_types"][head]["resources"] == {"CPU": 0, "GPU": 0}
+        # Ray takes head nodes from `max_workers` too unless the type has none.
+        assert prepare_config(copy.deepcopy(config))["available_node_types"][head]["max_workers"] == 0
+
+
+def test_every_node_has_the_same_token_and_asks_for_it(config: dict[str, Any]) -> None:
+    assert config["file_mounts"][TOKEN] == TOKEN
+    for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
+        starts = [command for command in commands if "ray start" in command]
+        assert len(starts) == 1
+        assert re.search(r"RAY_AUTH_MODE=token (\w+=\S+ )*ray start", starts[0])
+
+
+def test_the_dashboard_is_reached_through_ssh_only(config: dict[str, Any]) -> None:
+    assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][-1]
+
+
+def test_the_project_is_installed_on_every_node_with_the_tested_versions(config: dict[str, Any]) -> None:
+    mounted = {local for local in config["file_mounts"].values() if not local.startswith("~")}
+    assert all((ROOT / local).exists() for local in mounted)
+    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "elastic_ddp", "examples"} <= mounted
+    prepared = prepare_config(copy.deepcopy(config))
+    for commands in (prepared["head_setup_commands"], prepared["worker_setup_commands"]):
+        [install] = [command for command in commands if "pip install" in command]
+        assert "--constraint constraints.txt '.[cluster]'" in install
+
+
+def test_every_command_is_whole(config: dict[str, Any]) -> None:
+    # YAML takes " #" for a comment, also inside quotes of the shell: what is left does not parse.
+    for key in ("setup_commands", "head_start_ray_commands", "worker_start_ray_commands"):
+        for command in config[key]:
+            subprocess.run(["bash", "-n", "-c", command], check=True)
+
+
+def test_aws_workers_are_spot_and_the_head_is_not() -> None:
+    types = load("cluster.yaml")["available_node_types"]
+    assert types["gpu-spot"]["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
+    assert types["gpu-spot"]["resources"]["GPU"] >= 1
+    assert 0 <= types["gpu-spot"]["min_workers"] < types["gpu-spot"]["max_workers"]
+    assert "InstanceMarketOptions" not in types["head"]["node_config"]
+
+
+def test_aws_opens_no_port_of_its_own() -> None:
+    # Where SecurityGroupIds is missing Ray creates a group that lets the whole internet try ssh, whatever its rules.
+    config = load("cluster.yaml")
+    assert "security_group" not in config["provider"]
+    for node_type in config["available_node_types"].values():
+        assert node_type["node_config"]["SecurityGroupIds"]
+
+
+def test_aws_workers_may_reach_the_bucket() -> None:
+    for node_type in load("cluster.yaml")["available_node_types"].values():
+        assert node_type["node_config"]["IamInstanceProfile"]["Name"]

@@ -1,0 +1,137 @@
+"""The README's two commands work on a clean checkout, in an environment with nothing but Python, pip and make."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_ddp.config import CheckpointConfig, DataConfig, DDPConfig, RunConfig
+
+ROOT = Path(__file__).parents[2]
+BUDGET_S = 240
+PASSED_ON = re.compile(r"PIP_.*|.*_CA_BUNDLE|SSL_CERT_.*|(https?|no)_proxy", re.IGNORECASE)
+"""How a machine reaches its package registry, which may be a mirror."""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What a clone would have: every file of the working tree that git does not ignore."""
+    try:
+        listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    target = tmp_path / "checkout"
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():  # not one that is deleted and still in the index
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+    return target
+
+
+@pytest.fixture
+def clean_environment() -> Iterator[dict[str, str]]:
+    # A short path: Ray keeps sockets in it, whose names have at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="ed-", ignore_cleanup_errors=True) as home:
+        yield {
+            **{name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)},
+            **_pip_of_this_user(),
+            "HOME": home,
+            "PATH": os.environ["PATH"],
+            # The interpreter that runs the tests, where python3 is another one.
+            "PYTHON": getattr(sys, "_base_executable", sys.executable),
+            # A Ray of its own, not the one that another test has running.
+            "RAY_TMPDIR": home,
+        }
+
+
+def _pip_of_this_user() -> dict[str, str]:
+    """pip's settings and cache that lie in the real home."""
+    home = Path.home()
+    settings = {}
+    for file in (home / ".config/pip/pip.conf", home / ".pip/pip.conf"):
+        if file.is_file() and "PIP_CONFIG_FILE" not in os.environ:
+            settings["PIP_CONFIG_FILE"] = str(file)
+            break
+    if "PIP_CACHE_DIR" not in os.environ:
+        settings["PIP_CACHE_DIR"] = str(home / ".cache/pip")
+    return settings
+
+
+def run(command: list[str], cwd: Path, env: dict[str, str]) -> str:
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=BUDGET_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUDGET_S + 60)
+def test_make_train_on_a_clean_checkout(checkout: Path, clean_environment: dict[str, str]) -> None:
+    output = run(["make", "train", "ARGS=--steps 6"], checkout, clean_environment)
+    closing = output[-3000:]
+    assert "finished" in closing, output
+    assert re.search(r"\b[0-9a-f]{64}\b", closing), output  # the weights' hash
+    again = run(["make", "--dry-run", "install"], checkout, clean_environment)
+    assert "pip install" not in again
+
+
+def test_make_test_installs_lints_and_runs_every_test(checkout: Path, clean_environment: dict[str, str]) -> None:
+    # The command itself is what runs this test.
+    plan = run(["make", "--dry-run", "test"], checkout, clean_environment)
+    order = ["-m venv .venv", "pip install", "ruff check", "mypy", "-m pytest"]
+    places = [plan.index(part) for part in order]
+    assert places == sorted(places)
+
+
+def test_ci_runs_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()
+
+
+def test_the_readme_starts_with_the_two_commands() -> None:
+    first = re.search(r"```(?:sh|bash)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert first is not None
+    commands = [line.split("#")[0].strip() for line in first[1].splitlines()]
+    assert commands == ["make train", "make test"]
+
+
+def test_the_readme_names_every_setting_and_its_default() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]*?) \|", text, re.MULTILINE))
+    models = {"": RunConfig, "checkpoint.": CheckpointConfig, "data.": DataConfig, "ddp.": DDPConfig}
+    wanted = {
+        prefix + name: "required" if field.is_required() else field.get_default(call_default_factory=True)
+        for prefix, model in models.items()
+        for name, field in model.model_fields.items()
+        if f"{name}." not in models
+    }
+    assert set(rows) == set(wanted)
+    for name, default in wanted.items():
+        if default is not None and not isinstance(default, dict):
+            shown = str(default).lower() if isinstance(default, bool) else str(default)
+            assert rows[name].strip("`") == shown, name

@@ -1,0 +1,205 @@
+"""Whole runs on Ray: the same weights and the same samples, at any world size and through deaths."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import elastic_ddp as ed
+from elastic_ddp.errors import ConfigError, DataError, TrainFunctionError, WorkersLostError
+from elastic_ddp.storage import Storage
+from elastic_ddp.telemetry import read_ledger
+from tests.integration import jobs
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="WARNING")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    for name, seed in (("data", 0), ("held-out", 1)):
+        (folder / name).mkdir()
+        jobs.write_rows(str(folder / name), rows=jobs.ROWS if name == "data" else 131, seed=seed)
+    return folder
+
+
+def fit(folder: Path, name: str, workers: int, *, train: Any = None, **changes: Any) -> ed.RunResult:
+    train = train or jobs.make_train(held_out=str(folder / "held-out"))
+    config = jobs.settings(str(folder / "runs"), name, workers, **changes)
+    return ed.ElasticTrainer(train, str(folder / "data"), config, transform=jobs.jitter).fit()
+
+
+@pytest.fixture(scope="module")
+def calm(cluster: None, folder: Path) -> ed.RunResult:
+    """The undisturbed run, on one worker."""
+    return fit(folder, "calm", 1)
+
+
+def assert_same(result: ed.RunResult, calm: ed.RunResult) -> None:
+    assert result.status == "finished"
+    assert result.steps == calm.steps
+    assert result.samples == calm.samples
+    assert result.samples_sha256 == calm.samples_sha256
+    assert result.weights_sha256 == calm.weights_sha256
+
+
+def losses(uri: str) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in read_ledger(Storage(uri)) if event["event"] == "steps"}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_weights_samples_and_losses_do_not_depend_on_the_number_of_workers(
+    folder: Path, calm: ed.RunResult, workers: int
+) -> None:
+    result = fit(folder, f"workers-{workers}", workers)
+    assert_same(result, calm)
+    assert losses(result.uri) == losses(calm.uri)
+    assert result.metrics == calm.metrics
+    assert set(result.metrics) == {"validation_loss", "twice", "grad_norm"}
+
+
+def test_the_summary_tells_the_run(calm: ed.RunResult) -> None:
+    summary = json.loads(Storage(calm.uri).read("summary.json"))
+    epochs = 44 / 21  # 21 steps of 48 rows make an epoch of 1003
+    assert summary["status"] == "finished"
+    assert (summary["steps"], summary["epochs"]) == (44, epochs)
+    assert summary["samples"] == 2 * jobs.ROWS + 2 * 48
+    assert summary["weights_sha256"] == calm.weights_sha256
+    assert [(g["world_size"], g["first_step"], g["last_step"], g["reason"]) for g in summary["generations"]] == [
+        (1, 0, 44, "start")
+    ]
+    assert summary["wall_seconds"] > 0 and summary["samples_per_second"] > 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_whose_worker_is_killed_ends_with_the_same_bits(folder: Path, calm: ed.RunResult, rank: int) -> None:
+    marker = folder / f"killed-{rank}"
+    fault = jobs.kill_once(str(marker), rank=rank, step=27)
+    train = jobs.make_train(fault, str(folder / "held-out"))
+    result = fit(folder, f"killed-{rank}", 2, train=train)
+    assert marker.exists()
+    assert_same(result, calm)
+    first, second = result.summary["generations"]
+    assert (first["reason"], second["reason"]) == ("start", "worker lost")
+    assert second["first_step"] == 20  # the newest commit
+    assert result.summary["restarts"] == 1
+
+
+def drive(folder: Path, name: str, *how: str, workers: int = 2) -> subprocess.CompletedProcess[str]:
+    """A run with a driver of its own."""
+    return jobs.drive(str(folder / "data"), str(folder / "runs"), name, str(workers), *how)
+
+
+@pytest.mark.parametrize("how", ["kill-driver", "interrupt"])
+def test_the_same_command_resumes_a_run_whose_driver_is_gone(folder: Path, calm: ed.RunResult, how: str) -> None:
+    marker = folder / how
+    first = drive(folder, how, how, str(marker), "25")
+    assert marker.exists(), first.stderr
+    events = read_ledger(Storage(str(folder / "runs" / how)))
+    commits = [event["step"] for event in events if event["event"] == "commit"]
+    if how == "kill-driver":
+        assert first.returncode == -9
+    else:
+        assert first.returncode == 0, first.stderr
+        assert "status='stopped'" in first.stdout
+        assert commits[-1] not in (10, 20, 30, 40), "Ctrl-C commits where it stops"
+    second = drive(folder, how, how, str(marker), "25", workers=3)
+    assert second.returncode == 0, second.stderr
+    events = read_ledger(Storage(str(folder / "runs" / how)))
+    resumed = [event["resumed_from_step"] for event in events if event["event"] == "session_started"]
+    assert resumed[0] is None and resumed[1] >= 20
+    summary = json.loads((folder / "runs" / how / "summary.json").read_text())
+    assert summary["weights_sha256"] == calm.weights_sha256
+    assert summary["samples_sha256"] == calm.samples_sha256
+    assert summary["sessions"] == 2
+
+
+def test_a_finished_run_is_left_alone(folder: Path, calm: ed.RunResult) -> None:
+    events = read_ledger(Storage(calm.uri))
+    assert fit(folder, "calm", 2) == calm
+    assert read_ledger(Storage(calm.uri)) == events
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_steps(folder: Path, calm: ed.RunResult) -> None:
+    fit(folder, "longer", 1, steps=15, train=jobs.make_train())
+    result = fit(folder, "longer", 2, train=jobs.make_train())
+    assert_same(result, calm)
+
+
+def test_an_error_of_the_training_function_ends_the_run_once_with_its_traceback(folder: Path, cluster: None) -> None:
+    def fault(run: ed.Run, step: int) -> None:
+        if step == 3 and run.rank == 1:
+            raise KeyError("a mistake of the user's")
+
+    with pytest.raises(TrainFunctionError) as caught:
+        fit(folder, "user-error", 2, train=jobs.make_train(fault))
+    text = str(caught.value)
+    assert text.count("a mistake of the user's") == 2  # the line of source and the error
+    assert "in fault" in text
+    events = read_ledger(Storage(str(folder / "runs" / "user-error")))
+    assert sum(event["event"] == "generation" for event in events) == 1, "a user's error is not retried"
+    assert sum(event["event"] == "failed" for event in events) == 1
+    assert not any(event["event"] == "worker_lost" for event in events)
+
+
+def test_workers_that_are_lost_too_often_end_the_run(folder: Path, cluster: None) -> None:
+    def fault(run: ed.Run, step: int) -> None:
+        if step == 2:
+            os._exit(1)
+
+    with pytest.raises(WorkersLostError, match="max_restarts=1 allows"):
+        fit(folder, "lost", 1, train=jobs.make_train(fault), max_restarts=1)
+
+
+def test_models_that_differ_between_ranks_are_refused_by_name(folder: Path, cluster: None) -> None:
+    def train(run: ed.Run) -> None:
+        model = jobs.Model()
+        if ray.train.get_context().get_world_rank() == 1:
+            model[4].bias.requires_grad_(False)
+        model = run.prepare(model)
+        run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        next(run.steps())
+
+    with pytest.raises(ConfigError, match=r"'4.bias \(4,\) float32 requires_grad=False' on rank 1"):
+        fit(folder, "differ", 2, train=train)
+
+
+def test_a_finished_run_with_other_settings_is_refused_rather_than_returned(folder: Path, calm: ed.RunResult) -> None:
+    with pytest.raises(ConfigError, match="seed was 0 and is 1"):
+        fit(folder, "calm", 1, seed=1)
+
+
+def test_a_run_cannot_change_its_settings_or_its_data(folder: Path, calm: ed.RunResult) -> None:
+    with pytest.raises(ConfigError, match=r"seed was 0 and is 1.*use another name"):
+        fit(folder, "longer", 1, seed=1, steps=50)
+    other = folder / "other"
+    other.mkdir()
+    jobs.write_rows(str(other), rows=50, seed=3)
+    config = jobs.settings(str(folder / "runs"), "longer", 1, steps=50)
+    with pytest.raises(ConfigError, match="data was"):
+        ed.ElasticTrainer(jobs.make_train(), str(other), config).fit()
+
+
+def test_a_transform_that_drops_rows_ends_the_run_with_its_numbers(folder: Path, cluster: None) -> None:
+    config = jobs.settings(str(folder / "runs"), "drops", 2)
+
+    def drop(rows: dict[str, Any], random: Any) -> dict[str, Any]:
+        return {name: column[1:] for name, column in rows.items()}
+
+    with pytest.raises(DataError, match="rows"):
+        ed.ElasticTrainer(jobs.make_train(), str(folder / "data"), config, transform=drop).fit()

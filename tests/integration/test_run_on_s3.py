@@ -1,0 +1,43 @@
+"""A whole run with nothing but an S3 server to keep things in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+import s3fs
+
+from elastic_ddp.storage import Storage
+from elastic_ddp.telemetry import read_ledger
+from tests.integration import jobs
+
+pytestmark = pytest.mark.slow
+
+
+def test_data_commits_and_ledger_on_s3_give_the_bits_of_a_local_run(s3: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    jobs.write_rows(str(tmp_path / "data"))
+    bucket = s3.removeprefix("s3://")
+    filesystem = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(s3fs.S3FileSystem()))
+    jobs.write_rows(f"{bucket}/data", filesystem=filesystem)
+
+    local = jobs.drive(str(tmp_path / "data"), str(tmp_path / "runs"), "run", "1")
+    assert local.returncode == 0, local.stderr
+    interrupted = ("interrupt", str(tmp_path / "interrupted"), "25")
+    for status in ("stopped", "finished"):
+        remote = jobs.drive(f"{s3}/data", f"{s3}/runs", "run", "2", *interrupted)
+        assert remote.returncode == 0, remote.stderr
+        assert f"status='{status}'" in remote.stdout
+
+    summary = json.loads(Storage(f"{s3}/runs/run").read("summary.json"))
+    expected = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+    for key in ("weights_sha256", "samples_sha256", "samples"):
+        assert summary[key] == expected[key]
+    resumed = [
+        event["resumed_from_step"]
+        for event in read_ledger(Storage(f"{s3}/runs/run"))
+        if event["event"] == "session_started"
+    ]
+    assert resumed[0] is None and resumed[1] >= 20

@@ -1,0 +1,60 @@
+"""Runs a function on several ranks: real processes, a real gloo group, no Ray."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+# DDP imports torch._dynamo when it is first built: a second or more in every process.
+_PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "elastic_ddp.generation"])
+
+
+def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, generation: int = 1) -> list[Any]:
+    """`body(group, *args)` on every rank; its results in rank order. A rank that raises fails the call."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = _PROCESSES.SimpleQueue()
+    processes = []
+    for rank in range(world_size):
+        assignment = Assignment(
+            generation=generation,
+            rank=rank,
+            world_size=world_size,
+            store_host="127.0.0.1",
+            store_port=store.port,
+            reason="start",
+        )
+        processes.append(_PROCESSES.Process(target=_rank, args=(assignment, body, args, results)))
+    for process in processes:
+        process.start()
+    by_rank: dict[int, Any] = {}
+    errors = []
+    for _ in processes:
+        rank, value, error = results.get()
+        by_rank[rank] = value
+        if error:
+            errors.append(f"rank {rank}: {error}")
+    for process in processes:
+        process.join()
+    assert not errors, "\n".join(errors)
+    return [by_rank[rank] for rank in range(world_size)]
+
+
+def _rank(assignment: Assignment, body: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
+    gc.freeze()  # closing a group collects garbage: not among the modules that were loaded before, a second or more
+    torch.set_num_threads(1)
+    try:
+        group = ProcessGroup.form(assignment, device=torch.device("cpu"), timeout_s=60)
+        value = body(group, *args)
+        group.close(intact=True)
+        results.put((assignment.rank, value, None))
+    except BaseException:
+        results.put((assignment.rank, None, traceback.format_exc()))

@@ -1,0 +1,148 @@
+"""The shape of the package: which module may know which, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import elastic_ddp
+
+PACKAGE = "elastic_ddp"
+SOURCE = Path(elastic_ddp.__file__).parent
+
+LAYERS = (
+    ("cli",),
+    ("trainer",),
+    ("worker",),
+    ("ray_train", "run"),
+    ("generation", "evaluation"),
+    ("step", "train_state", "job"),
+    ("elastic",),
+    ("parallel", "checkpoint", "data"),
+    ("telemetry", "ray_internals"),
+    ("state", "storage", "seeding"),
+    ("batching", "config"),
+    ("errors",),
+)
+"""Top to bottom. A module imports from its own part and from the layers below; parts of one layer do not know each
+other. What only a type checker follows is free."""
+
+MAY_IMPORT_RAY = {"trainer", "ray_train", "ray_internals", "worker", "elastic", "data", "cli"}
+
+KNOWS_RAYS_INTERNALS = "elastic_ddp.ray_internals"
+"""They change with every release of Ray, so one module has them all, and refuses a Ray that it was not written for."""
+
+RUNS_CODE_WHEN_IT_READS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "cPickle", "_pickle"}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its full name."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = (PACKAGE, *path.relative_to(SOURCE).with_suffix("").parts)
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Full names of what a module imports at run time, functions included; `if TYPE_CHECKING` is not run."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in node.orelse:
+                yield from imports(ast.Module([other], []))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            assert node.module is not None
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in modules() else f"{node.module}:{alias.name}"
+        else:
+            yield from imports(node)
+
+
+def roots(tree: ast.AST) -> set[str]:
+    """The top packages that a module imports from."""
+    return {each.partition(":")[0].partition(".")[0] for each in imports(tree)}
+
+
+def imported_modules(name: str) -> set[str]:
+    """Modules of the package that this one imports."""
+    found = {each.partition(":")[0] for each in imports(modules()[name])}
+    return {each for each in found if each in modules() and each != name}
+
+
+def part(name: str) -> str:
+    """The piece of the package that a module belongs to: `data` for `elastic_ddp.data.feed`."""
+    return name.split(".")[1]
+
+
+def layer(name: str) -> int:
+    return next(number for number, parts in enumerate(LAYERS) if part(name) in parts)
+
+
+INNER = [name for name in modules() if name != PACKAGE]
+
+
+def test_every_module_has_a_layer_and_every_layer_its_modules() -> None:
+    parts = [each for parts in LAYERS for each in parts]
+    assert len(set(parts)) == len(parts)
+    assert {part(name) for name in INNER} == set(parts)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_module_imports_from_its_own_part_or_a_lower_layer_only(name: str) -> None:
+    wrong = [
+        imported
+        for imported in imported_modules(name)
+        if imported == PACKAGE or (part(imported) != part(name) and layer(imported) <= layer(name))
+    ]
+    assert not wrong, f"{name} imports {sorted(wrong)}, which are not below it"
+
+
+def test_imports_make_no_circle() -> None:
+    try:
+        TopologicalSorter({name: imported_modules(name) for name in modules()}).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(reversed(error.args[1]))) from None
+
+
+def test_ray_is_known_to_few() -> None:
+    knowing = {part(name) for name in INNER if "ray" in roots(modules()[name])}
+    assert knowing <= MAY_IMPORT_RAY
+
+
+def dotted_names(tree: ast.AST) -> Iterator[str]:
+    """What is imported, and every dotted expression such as `ray.train.get_context`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_private_modules_of_ray_are_touched_in_one_place(name: str) -> None:
+    private = {
+        each
+        for each in dotted_names(modules()[name])
+        if each.split(".")[0] == "ray" and any(piece.startswith("_") for piece in each.split(".")[1:])
+    }
+    assert not private or name == KNOWS_RAYS_INTERNALS, f"{name} touches {sorted(private)}"
+
+
+@pytest.mark.parametrize("name", modules())
+def test_nothing_that_could_run_code_from_a_file_is_imported_or_called(name: str) -> None:
+    names = set(dotted_names(modules()[name]))
+    assert not {piece for each in names for piece in each.split(".")} & RUNS_CODE_WHEN_IT_READS
+    assert not {"torch.load", "torch.save", "torch.jit.load", "numpy.load", "np.load"} & names

@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load as load_safetensors
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint.commits import StoredObject, committed_steps, superseded
+from elastic_ddp.errors import CheckpointError, StorageError
+from elastic_ddp.state import weights_sha256
+from elastic_ddp.storage import Storage
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "s3":
+        return Storage(f"{request.getfixturevalue('s3')}/runs/one")
+    return Storage(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path / "run")
+
+
+def make_state(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    weight = torch.randn(16, 8, generator=generator)
+    return {
+        "model": {"weight": weight, "bias": torch.full((16,), float(step), dtype=torch.bfloat16)},
+        "optimizer": {
+            "state": {0: {"exp_avg": weight * 2, "step": torch.tensor(float(step))}},
+            "param_groups": [{"lr": 0.1}],
+        },
+        "user": {"step": step, "complex": torch.tensor([1j * step], dtype=torch.complex128), "none": None},
+    }
+
+
+def step_of(state: dict[str, Any]) -> int:
+    """The step of a state of `make_state`, having checked that it is that state and no mixture."""
+    step = state["user"]["step"]
+    expected = make_state(step)
+    assert weights_sha256(state["model"].items()) == weights_sha256(expected["model"].items())
+    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], expected["optimizer"]["state"][0]["exp_avg"])
+    assert torch.equal(state["user"]["complex"], expected["user"]["complex"])
+    assert state.keys() == expected.keys() and state["optimizer"]["param_groups"] == [{"lr": 0.1}]
+    return int(step)
+
+
+def save(storage: Storage, *steps: int, keep: int = 3) -> list[Commit]:
+    store = CheckpointStore(storage, keep=keep)
+    return [store.save(make_state(step), step=step, record={"step": step}) for step in steps]
+
+
+def restored_step(storage: Storage) -> int | None:
+    found = CheckpointStore(storage, keep=1).load_latest()
+    if found is None:
+        return None
+    commit, state = found
+    assert commit.step == commit.record["step"] == step_of(state)
+    return commit.step
+
+
+def test_a_run_without_commits_has_no_latest(storage: Storage) -> None:
+    store = CheckpointStore(storage, keep=1)
+    assert store.latest() is None and store.load_latest() is None and store.rejected == []
+
+
+def test_the_newest_commit_comes_back_with_its_record(storage: Storage) -> None:
+    record = {"epoch": 2, "samples_sha256": "ab", "versions": {"torch": "2.13"}, "loss": 0.1, "none": None}
+    store = CheckpointStore(storage, keep=2)
+    store.save(make_state(9), step=9, record={})
+    saved = store.save(make_state(10), step=10, record=record)
+    other = CheckpointStore(storage, keep=2)
+    assert other.latest() == saved and saved.record == record and saved.step == 10
+    assert step_of(other.load(saved)) == 10
+    assert other.rejected == []
+
+
+def test_tensors_lie_in_safetensors_files_that_other_tools_open(storage: Storage) -> None:
+    [commit] = save(storage, 5)
+    assert [item.key.removeprefix(commit.prefix) for item in commit.objects] == [
+        "/model.safetensors", "/optimizer.safetensors", "/user.safetensors", "/state.json",
+    ]  # fmt: skip
+    model = load_safetensors(storage.read(f"{commit.prefix}/model.safetensors"))
+    assert torch.equal(model["weight"], make_state(5)["model"]["weight"]) and model["bias"].dtype == torch.bfloat16
+    assert storage.list() == sorted([commit.key, *(item.key for item in commit.objects)])
+
+
+def test_retention_keeps_the_newest_and_removes_every_byte_of_the_rest(storage: Storage) -> None:
+    commits = save(storage, 1, 2, 3, 10, keep=2)
+    kept = [key for commit in commits[2:] for key in (commit.key, *(item.key for item in commit.objects))]
+    assert storage.list() == sorted(kept)
+    assert restored_step(storage) == 10
+
+
+def test_what_a_dead_saver_left_goes_with_the_next_commit_and_later_steps_stay(storage: Storage) -> None:
+    save(storage, 1)
+    storage.write(f"step=2/attempt={'a' * 32}/model.safetensors", b"half")
+    storage.write(f"step=9/attempt={'b' * 32}/model.safetensors", b"another saver is at work")
+    storage.write("notes.txt", b"not ours")
+    save(storage, 3)
+    left = [key for key in storage.list() if not key.startswith(("commits/", "step=1/", "step=3/"))]
+    assert left == ["notes.txt", f"step=9/attempt={'b' * 32}/model.safetensors"]
+
+
+def test_a_step_is_committed_once(storage: Storage) -> None:
+    [first] = save(storage, 4)
+    before = storage.list()
+    store = CheckpointStore(storage, keep=3)
+    assert store.save(make_state(4), step=4, record={"another": "attempt"}) == first
+    assert storage.list() == before
+
+
+def test_a_saver_that_comes_second_removes_its_attempt_and_takes_the_first_commit(storage: Storage) -> None:
+    # Both saw no commit before they wrote; the other one's manifest comes just before ours.
+    store = CheckpointStore(storage, keep=3)
+    rival: list[Commit] = []
+    publish = store._publish
+
+    def late(commit: Commit, manifest: bytes) -> Commit:
+        rival.extend(save(storage, 4))
+        return publish(commit, manifest)
+
+    store._publish = late  # type: ignore[method-assign]
+    assert store.save(make_state(4), step=4, record={}) == rival[0]
+    assert storage.list("step=4") == sorted(item.key for item in rival[0].objects)
+
+
+def test_a_bad_commit_is_made_again_when_its_step_comes_again(storage: Storage) -> None:
+    save(storage, 3)
+    [bad] = save(storage, 4)
+    corrupt(storage, bad.objects[0].key, "flip")
+    assert restored_step(storage) == 3
+    store = CheckpointStore(storage, keep=3)
+    again = store.save(make_state(4), step=4, record={"step": 4})
+    assert again.attempt != bad.attempt and restored_step(storage) == 4
+    assert not storage.list(bad.prefix) and store.rejected[0][0] == "commits/4.json"
+
+
+def test_commits_passed_over_do_not_push_out_good_ones(storage: Storage) -> None:
+    save(storage, 5)
+    [bad] = save(storage, 9, keep=9)
+    corrupt(storage, bad.objects[0].key, "missing")
+    # The run went back to step 5 and commits on its way; step 9 is still the newest by number.
+    for step in (6, 7):
+        save(storage, step, keep=1)
+        assert restored_step(storage) == step
+
+
+def corrupt(storage: Storage, key: str, how: str) -> None:
+    data = bytearray(storage.read(key))
+    if how == "missing":
+        storage.delete(key)
+        return
+    if how == "flip":
+        data[len(data) // 2] ^= 0x10
+    elif how == "short":
+        data = data[:-1]
+    elif how == "long":
+        data += b" "
+    elif how == "empty":
+        data.clear()
+    storage.write(key, bytes(data))
+
+
+@pytest.mark.parametrize("how", ["missing", "flip", "short", "long", "empty"])
+@pytest.mark.parametrize("which", ["manifest", "skeleton", "tensors"])
+def test_a_damaged_commit_falls_back_to_the_one_before(
+    storage: Storage, which: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(storage, 1, 2)
+    [_, newest] = [*save(storage, 1), *save(storage, 3)]
+    key = {"manifest": newest.key, "skeleton": newest.objects[-1].key, "tensors": newest.objects[0].key}[which]
+    corrupt(storage, key, how)
+    store = CheckpointStore(storage, keep=3)
+    with caplog.at_level(logging.WARNING):
+        found = store.load_latest()
+    if which == "manifest" and how == "long":
+        assert found is not None and found[0].step == 3  # JSON may end with a space
+        return
+    assert found is not None and step_of(found[1]) == found[0].step == 2
+    if (which, how) == ("manifest", "missing"):
+        return
+    [(rejected, reason)] = store.rejected
+    assert rejected == newest.key and key in reason and rejected in caplog.text
+    if how == "flip" and which != "manifest":
+        with pytest.raises(CheckpointError, match=key):
+            store.load(newest)
+        assert store.latest() == newest  # sizes are right; only reading it tells
+    else:
+        latest = store.latest()
+        assert latest is not None and latest.step == 2
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    save(storage, 2)
+    [commit] = save(storage, 3)
+    data = storage.read(commit.key)
+    for position in range(0, len(data), 7):
+        changed = bytearray(data)
+        changed[position] ^= 1 << position % 7
+        try:
+            same = Commit.from_bytes(commit.key, bytes(changed)) == commit
+        except CheckpointError:
+            continue
+        assert same  # white space between the values
+
+
+def test_when_nothing_verifies_there_is_nothing_to_resume_and_it_says_why(storage: Storage) -> None:
+    for commit in save(storage, 1, 2):
+        corrupt(storage, commit.objects[0].key, "flip")
+    store = CheckpointStore(storage, keep=3)
+    assert store.load_latest() is None
+    assert [key for key, _ in store.rejected] == ["commits/2.json", "commits/1.json"]
+
+
+class _Outage(Storage):
+    """Lists, but does not read objects."""
+
+    def read(self, key: str) -> bytes:
+        if key.startswith("step="):
+            raise StorageError("connection reset")
+        return super().read(key)
+
+
+def test_an_outage_is_raised_and_never_taken_for_a_bad_commit(tmp_path: Path) -> None:
+    save(Storage(tmp_path), 1, 2)
+    store = CheckpointStore(_Outage(tmp_path), keep=2)
+    with pytest.raises(StorageError, match="connection reset"):
+        store.load_latest()
+    assert store.rejected == []
+
+
+class _BusySaver(Storage):
+    """Behind the reader's first listing another process commits, and removes what was listed."""
+
+    busy = True
+
+    def list(self, prefix: str = "") -> list[str]:
+        keys = super().list(prefix)
+        if self.busy:
+            self.busy = False
+            save(Storage(self.uri), 3, 4, keep=1)
+        return keys
+
+
+def test_a_reader_follows_a_saver_that_overtakes_it(tmp_path: Path) -> None:
+    save(Storage(tmp_path), 1, 2)
+    found = CheckpointStore(_BusySaver(tmp_path), keep=1).load_latest()
+    assert found is not None and found[0].step == 4
+
+
+def test_what_cannot_be_kept_is_refused_before_anything_is_written(storage: Storage) -> None:
+    store = CheckpointStore(storage, keep=1)
+    for state, record, message in (
+        ({"user": {"rng": torch.Generator()}}, {}, r"user\.rng: a Generator cannot be saved without pickle"),
+        ({"../model": {}}, {}, "name of a component"),
+        ({"model": {}}, {"loss": float("nan")}, "record of step 1"),
+        ({"model": {}}, {"path": Path()}, "record of step 1"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            store.save(state, step=1, record=record)
+    assert storage.list() == []
+    with pytest.raises(ValueError, match="keep=0"):
+        CheckpointStore(storage, keep=0)
+
+
+def _manifest(**changes: Any) -> bytes:
+    """A manifest with a right checksum, whatever is in it."""
+    attempt = "0" * 32
+    body: dict[str, Any] = {
+        "format": 1, "step": 7, "attempt": attempt, "record": {},
+        "objects": [{"key": f"step=7/attempt={attempt}/state.json", "size": 2, "sha256": "0" * 64}],
+    }  # fmt: skip
+    body |= changes
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**body, "sha256": hashlib.sha256(canonical.encode()).hexdigest()}).encode()
+
+
+def _object(**changes: Any) -> list[dict[str, Any]]:
+    return [{"key": f"step=7/attempt={'0' * 32}/x", "size": 2, "sha256": "0" * 64, **changes}]
+
+
+def test_a_manifest_is_the_same_whoever_writes_the_json() -> None:
+    assert Commit.from_bytes("commits/7.json", _manifest()).objects[0].size == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 2},
+        {"format": True},
+        {"step": -1},
+        {"step": "7"},
+        {"step": 8},
+        {"attempt": "../up"},
+        {"attempt": "0" * 31},
+        {"objects": []},
+        {"objects": [*_object(), *_object()]},
+        {"objects": _object(size=-1)},
+        {"objects": _object(size=2**60)},
+        {"objects": _object(size=1.5)},
+        {"objects": _object(sha256="")},
+        {"objects": _object(key="/etc/passwd")},
+        {"objects": _object(key=f"step=7/attempt={'0' * 32}/../../x")},
+        {"objects": _object(key=f"step=7/attempt={'0' * 32}/a/b")},
+        {"objects": _object(key=f"step=7/attempt={'0' * 32}/..")},
+        {"objects": _object(key=f"step=7/attempt={'1' * 32}/x")},
+        {"objects": _object(key=f"step=7/attempt={'0' * 32}/")},
+        {"objects": _object(surprise=1)},
+        {"surprise": 1},
+        {"record": []},
+    ],
+    ids=str,
+)
+def test_a_manifest_cannot_name_what_is_not_its_own(changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"commits/7\.json"):
+        Commit.from_bytes("commits/7.json", _manifest(**changes))
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, _manifest()[:-2]])
+def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="is not the manifest of a commit"):
+        Commit.from_bytes("commits/7.json", data)
+
+
+def _commit(step: int, attempt: int = 0) -> Commit:
+    prefix = f"step={step}/attempt={attempt:032x}"
+    item = StoredObject(key=f"{prefix}/state.json", size=1, sha256="0" * 64)
+    return Commit(step=step, attempt=f"{attempt:032x}", objects=(item,), record={})
+
+
+def test_only_names_of_manifests_count_as_commits() -> None:
+    keys = [
+        "commits/2.json",
+        "commits/10.json",
+        "commits/07.json",
+        "commits/-1.json",
+        "commits/2.json.bak",
+        "x/commits/3.json",
+    ]
+    assert committed_steps(keys) == [10, 2]
+
+
+@given(st.sets(st.integers(0, 30), min_size=1), st.integers(1, 5), st.sets(st.integers(0, 30)), st.data())
+@settings(deadline=None)
+def test_retention_never_touches_a_kept_commit_or_a_later_step(
+    steps: set[int], keep: int, orphans: set[int], data: st.DataObject
+) -> None:
+    newest = data.draw(st.sampled_from(sorted(steps)))
+    kept = [_commit(step) for step in sorted(steps, reverse=True) if step <= newest][:keep]
+    keys = [key for step in steps for key in (_commit(step).key, _commit(step).objects[0].key)]
+    keys += [_commit(step, attempt=1).objects[0].key for step in orphans]
+    manifests, attempts = superseded(keys, kept, step=newest)
+    gone = {key for key in keys if key in manifests or key.rpartition("/")[0] in attempts}
+    for commit in kept:
+        assert commit.key not in gone and commit.objects[0].key not in gone
+    assert not [key for key in gone if key.startswith("step=") and int(key.split("/")[0][5:]) > newest]
+    assert len(committed_steps(set(keys) - gone)) == len(kept) + len([step for step in steps if step > newest])
+    assert not [step for step in orphans if step <= newest and _commit(step, attempt=1).objects[0].key not in gone]

@@ -1,0 +1,180 @@
+"""Saves that fail, die or are lied to at every single operation, and what is found afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.errors import StorageError
+from elastic_ddp.storage import Storage
+from tests.unit.test_checkpoint import make_state, restored_step, save, step_of
+
+
+class Died(BaseException):
+    """The process is gone: nothing after this runs, and nothing may catch it."""
+
+
+class FaultyStorage(Storage):
+    """Does `fault` at operation number `at`, counted from 0 over every call that reaches the storage.
+
+    - `error before`, `error after`: raises StorageError with nothing done, or with everything done.
+    - `dies before`, `dies after`: raises Died likewise, and refuses every later call.
+    - `dies within`: a write leaves half its bytes and dies; other operations die before.
+    - `lies`: a write stores half its bytes and reports success.
+    """
+
+    def __init__(self, uri: str, fault: str, at: int | None) -> None:
+        super().__init__(uri)
+        self.fault, self.at_operation = fault, at
+        self.operations = 0
+        self.dead = False
+
+    def _run(self, operation: Callable[[], object], half: Callable[[], object] | None = None) -> object:
+        if self.dead:
+            raise Died
+        number, self.operations = self.operations, self.operations + 1
+        if number != self.at_operation:
+            return operation()
+        if self.fault == "lies":
+            return (half or operation)()
+        if self.fault == "dies within" and half is not None:
+            half()
+        if self.fault.endswith("after"):
+            operation()
+        if self.fault.startswith("error"):
+            raise StorageError("injected")
+        self.dead = True
+        raise Died
+
+    def read(self, key: str) -> bytes:
+        return self._run(lambda: super(FaultyStorage, self).read(key))  # type: ignore[return-value]
+
+    def write(self, key: str, data: bytes) -> None:
+        plain = super()
+        self._run(lambda: plain.write(key, data), lambda: plain.write(key, data[: len(data) // 2]))
+
+    def create(self, key: str, data: bytes) -> None:
+        plain = super()
+        self._run(lambda: plain.create(key, data), lambda: plain.create(key, data[: len(data) // 2]))
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        return self._run(lambda: super(FaultyStorage, self).sizes(prefix))  # type: ignore[return-value]
+
+    def delete(self, key: str) -> None:
+        self._run(lambda: super(FaultyStorage, self).delete(key))
+
+    def delete_tree(self, prefix: str) -> None:
+        # Object by object, as object stores do it: a death can leave some.
+        for key in super().list(prefix):
+            self._run(lambda key=key: super(FaultyStorage, self).delete(key))  # type: ignore[misc]
+
+
+FAULTS = ["error before", "error after", "dies before", "dies after", "dies within", "lies"]
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_happens_during_a_save_a_whole_commit_is_found(tmp_path: Path, kind: str, fault: str) -> None:
+    operations = 0
+    while _survives(f"{tmp_path if kind == 'local' else 'memory:/'}/{uuid.uuid4().hex}", fault, operations):
+        operations += 1
+    assert operations > 10, "a save has at least that many"
+
+
+@pytest.mark.parametrize("fault", ["error after", "dies within"])
+def test_the_same_holds_over_http(s3: str, fault: str) -> None:
+    numbers = iter(range(0, 100, 3))
+    while _survives(f"{s3}/{uuid.uuid4().hex}", fault, number := next(numbers)):
+        pass
+    assert number > 9
+
+
+def _survives(uri: str, fault: str, at: int) -> bool:
+    """Save with this fault and check what is found then; False if the save has no such operation."""
+    save(Storage(uri), 1, 2, keep=2)
+    faulty = FaultyStorage(uri, fault, at)
+    saved = False
+    try:
+        CheckpointStore(faulty, keep=2).save(make_state(3), step=3, record={"step": 3})
+        saved = True
+    except (StorageError, Died):
+        pass
+    found = restored_step(Storage(uri))
+    if saved and fault != "lies":
+        assert found == 3, f"{fault} at {at}: the save returned"
+    assert found in (2, 3), f"{fault} at {at}"
+
+    # The run resumes there, and after two more commits nothing is left of what happened.
+    newest = save(Storage(uri), *range(found + 1, 6), keep=2)[-2:]
+    assert restored_step(Storage(uri)) == 5
+    expected = sorted(key for commit in newest for key in (commit.key, *(item.key for item in commit.objects)))
+    assert Storage(uri).list() == expected, f"{fault} at {at}: something was left behind"
+    return faulty.operations > at
+
+
+@pytest.mark.parametrize("fault", ["error before", "error after", "dies before", "dies after"])
+def test_making_a_bad_commit_again_can_be_interrupted_anywhere(tmp_path: Path, fault: str) -> None:
+    at = 0
+    while True:
+        uri = str(tmp_path / f"{at}")
+        save(Storage(uri), 1, keep=2)
+        [bad] = save(Storage(uri), 2, keep=2)
+        Storage(uri).delete(bad.objects[0].key)
+        faulty = FaultyStorage(uri, fault, at)
+        with suppress(StorageError, Died):
+            CheckpointStore(faulty, keep=2).save(make_state(2), step=2, record={"step": 2})
+        if faulty.operations <= at:
+            break
+        assert restored_step(Storage(uri)) in (1, 2)
+        save(Storage(uri), 2, keep=2)
+        assert restored_step(Storage(uri)) == 2
+        at += 1
+    assert at > 8
+
+
+@pytest.mark.parametrize("fault", ["error after", "dies after"])
+def test_a_commit_whose_answer_was_lost_stands(tmp_path: Path, fault: str) -> None:
+    class LostAnswer(FaultyStorage):
+        def create(self, key: str, data: bytes) -> None:
+            self.at_operation = self.operations
+            super().create(key, data)
+
+    save(Storage(tmp_path), 1, keep=2)
+    storage = LostAnswer(str(tmp_path), fault, None)
+    with pytest.raises((StorageError, Died)):
+        CheckpointStore(storage, keep=2).save(make_state(2), step=2, record={"step": 2})
+    assert restored_step(Storage(tmp_path)) == 2
+
+
+SAVER = """
+import itertools, sys
+sys.path[:0] = {path!r}
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.storage import Storage
+from tests.unit.test_checkpoint import make_state
+store = CheckpointStore(Storage({uri!r}), keep=2)
+for step in itertools.count({first}):
+    store.save(make_state(step), step=step, record={{"step": step}})
+    print(step, flush=True)
+"""
+
+
+def test_a_killed_saver_loses_no_commit_that_it_announced(tmp_path: Path) -> None:
+    """A real SIGKILL, with no cleanup, at whatever point the saver has reached when it comes."""
+    script = SAVER.format(path=sys.path, uri=str(tmp_path), first=1)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as saver:
+        assert saver.stdout is not None
+        announced = [int(saver.stdout.readline()) for _ in range(8)]
+        os.kill(saver.pid, signal.SIGKILL)
+        announced += [int(line) for line in saver.stdout.read().split()]
+    found = CheckpointStore(Storage(tmp_path), keep=2).load_latest()
+    assert found is not None and step_of(found[1]) in (announced[-1], announced[-1] + 1)

@@ -1,0 +1,213 @@
+"""The command line: what it shows, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from elastic_ddp import cli, trainer
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.storage import Storage
+from elastic_ddp.telemetry import Ledger, summarize
+
+SETTINGS = """
+name = "lm"
+storage = "runs"
+steps = 10
+global_batch_size = 4
+micro_batch_size = 2
+"""
+JOB = """
+[job]
+train = "job.py:train"
+data = "data/"
+"""
+
+
+def ledger_of_a_run(folder: Path) -> None:
+    seconds = iter(range(1_000_000, 2_000_000))
+    ledger = Ledger(Storage(folder), "s1", lambda: float(next(seconds)))
+    ledger.append("session_started", resumed_from_step=None, config={"name": "lm"}, versions={"torch": "2.13"})
+    ledger.append("generation", generation=1, world_size=3, first_step=0, reason="start")
+    ledger.append("steps", step=40, loss=2.5, samples=160, metrics={"loss": 2.5})
+    ledger.append("commit", step=40, seconds=0.1)
+    ledger.append("generation_ended", generation=1, last_step=40, reason="the run ended")
+    ledger.append("finished", status="finished", steps=40, samples=160, weights_sha256="ab" * 32)
+    ledger.close()
+
+
+def invoke(*arguments: str) -> Any:
+    """Our errors are raised, as `main` gets them."""
+    result = CliRunner().invoke(cli.app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """The console script: exit status, standard output and standard error."""
+    monkeypatch.setattr(sys, "argv", ["elastic-ddp", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job's files. What a command adds to the path of modules is gone afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "job", raising=False)
+    (tmp_path / "job.py").write_text("def train(run): ...\n\ndef transform(rows, rng): ...\n\nnumber = 3\n")
+    (tmp_path / "run.toml").write_text(SETTINGS + JOB)
+    return tmp_path / "run.toml"
+
+
+class FakeTrainer:
+    """Remembers what it was made of."""
+
+    made: dict[str, Any]
+
+    def __init__(self, train: Any, **arguments: Any) -> None:
+        FakeTrainer.made = {"train": train, **arguments}
+
+    def fit(self) -> Any:
+        class Result:
+            summary = summarize([], name="lm", storage="runs")
+
+        return Result
+
+
+def test_show_prints_the_facts_and_the_generations_of_a_run(tmp_path: Path) -> None:
+    ledger_of_a_run(tmp_path)
+    shown = invoke("show", str(tmp_path)).output
+    for fact in ("lm", "finished", "40", "160", "generations", "start", "ended"):
+        assert fact in shown
+
+
+def test_show_prints_json_that_a_program_can_read(tmp_path: Path) -> None:
+    ledger_of_a_run(tmp_path)
+    summary = json.loads(invoke("show", str(tmp_path), "--json").stdout)
+    assert (summary["name"], summary["status"], summary["steps"], summary["samples"]) == ("lm", "finished", 40, 160)
+    assert summary["weights_sha256"] == "ab" * 32
+    assert summary["generations"][0]["world_size"] == 3
+    assert summary["storage"] == str(tmp_path)
+
+
+def test_show_of_nothing_says_what_to_give_and_makes_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "nothing"
+    with pytest.raises(ConfigError) as caught:
+        invoke("show", str(folder))
+    assert str(caught.value) == f"{folder}: there is no run here; give <storage>/<name>"
+    assert not folder.exists()
+
+
+def test_our_errors_are_one_line_and_a_failed_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = main(monkeypatch, capsys, "show", str(tmp_path))
+    assert (status, out) == (1, "")
+    assert err == f"error: ConfigError: {tmp_path}: there is no run here; give <storage>/<name>\n"
+
+
+def test_a_command_that_succeeds_exits_with_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger_of_a_run(tmp_path)
+    status, out, err = main(monkeypatch, capsys, "show", str(tmp_path))
+    assert (status, err) == (0, "")
+    assert "finished" in out
+
+
+def test_run_hands_the_job_of_a_file_to_the_trainer(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
+    job.write_text(SETTINGS + JOB + 'transform = "job.py:transform"')
+    invoke("run", str(job))
+    import job as loaded  # type: ignore[import-not-found]
+
+    made = FakeTrainer.made
+    assert (made["train"], made["transform"]) == (loaded.train, loaded.transform)
+    assert (made["data"], made["config"].name, made["config"].steps) == ("data/", "lm", 10)
+
+
+def test_a_function_of_an_installed_module_is_loaded_by_its_name(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
+    job.write_text(SETTINGS + JOB.replace("job.py:train", "json:dumps"))
+    invoke("run", str(job))
+    assert FakeTrainer.made["train"] is json.dumps
+
+
+def test_run_needs_no_transform(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
+    invoke("run", str(job))
+    assert FakeTrainer.made["transform"] is None
+
+
+@pytest.mark.parametrize(
+    ("table", "held"),
+    [
+        ("", "[]"),
+        ('[job]\ntrain = "job.py:train"', "['train']"),
+        ('[job]\ntrain = "job.py:train"\ndata = "data/"\nmodel = "gpt"', "['data', 'model', 'train']"),
+    ],
+    ids=["no-table", "data-missing", "unknown-key"],
+)
+def test_a_job_table_with_other_keys_is_refused_with_those_it_takes(job: Path, table: str, held: str) -> None:
+    job.write_text(SETTINGS + table)
+    with pytest.raises(ConfigError) as caught:
+        invoke("run", str(job))
+    assert str(caught.value) == (
+        f"{job}: [job] holds {held}; it takes train and data, and may have transform: "
+        'train = "file.py:function", data = "s3://bucket/train/"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("train", "'train' names no function; write module:function or file.py:function"),
+        ("nowhere.py:train", "'nowhere.py:train' cannot be loaded: No module named 'nowhere'"),
+        ("job.py:missing", "'job.py:missing' cannot be loaded: module 'job' has no attribute 'missing'"),
+        ("job.py:number", "'job.py:number' is a int, not a function"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused(job: Path, reference: str, message: str) -> None:
+    job.write_text(SETTINGS + JOB.replace("job.py:train", reference))
+    with pytest.raises(ConfigError) as caught:
+        invoke("run", str(job))
+    assert str(caught.value) == f"{job}: {message}"
+
+
+def test_a_setting_that_is_wrong_is_refused_before_anything_starts(job: Path) -> None:
+    job.write_text(SETTINGS.replace("steps = 10", "stepz = 10") + JOB)
+    with pytest.raises(ConfigError, match="stepz=10: there is no such setting; did you mean steps"):
+        invoke("run", str(job))
+
+
+def test_a_file_takes_no_further_arguments(job: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        invoke("run", str(job), "--steps", "5")
+    assert str(caught.value) == f"--steps 5: a TOML file takes no further arguments; put them into {job}"
+
+
+def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.toml': there is no such file"):
+        invoke("run", str(tmp_path / "missing.toml"))
+
+
+def test_a_script_runs_as_the_main_program_with_its_arguments_and_neighbours(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, seen = job.parent / "script.py", job.parent / "seen.json"
+    script.write_text(
+        "import json, sys\nimport job\nfrom pathlib import Path\n"
+        f"Path({str(seen)!r}).write_text(json.dumps([__name__, sys.argv, job.number]))\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["elastic-ddp"])
+    invoke("run", str(script), "--workers", "1:2", "extra", "-v")
+    assert json.loads(seen.read_text()) == ["__main__", [str(script), "--workers", "1:2", "extra", "-v"], 3]

@@ -1,0 +1,245 @@
+"""The index of a data set: what is found, what is refused, and how a change is noticed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_ddp.data.files import list_files, read_footer, read_row_group
+from elastic_ddp.data.index import DatasetIndex, build_index, open_index
+from elastic_ddp.errors import DataError
+
+
+class FakeStorage(dict[str, bytes]):
+    def read(self, key: str) -> bytes:
+        if key not in self:
+            raise FileNotFoundError(key)
+        return self[key]
+
+    def create(self, key: str, data: bytes) -> None:
+        if key in self:
+            raise FileExistsError(key)
+        self[key] = data
+
+
+def table(rows: int = 10, start: int = 0) -> pa.Table:
+    return pa.table({"id": np.arange(start, start + rows), "text": [f"row {row}" for row in range(rows)]})
+
+
+def write(path: Path, content: pa.Table | None = None, row_group_size: int = 4) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table() if content is None else content, path, row_group_size=row_group_size)
+    return path
+
+
+def message(call: object, *arguments: object, **options: object) -> str:
+    with pytest.raises(DataError) as caught:
+        call(*arguments, **options)  # type: ignore[operator]
+    return str(caught.value)
+
+
+def test_row_groups_are_numbered_in_stored_order(tmp_path: Path) -> None:
+    write(tmp_path / "b.parquet")
+    write(tmp_path / "a.parquet", table(5))
+    index = build_index(str(tmp_path))
+    assert [Path(file.path).name for file in index.files] == ["a.parquet", "b.parquet"]
+    assert index.group_file.tolist() == [0, 0, 1, 1, 1]
+    assert index.group_number.tolist() == [0, 1, 0, 1, 2]
+    assert index.group_rows.tolist() == [4, 1, 4, 4, 2]
+    assert index.first_row_ids.tolist() == [0, 4, 5, 9, 13]
+    assert index.num_rows == 15
+    assert index.columns == ("id", "text")
+
+
+def test_a_folder_is_searched_below_and_hidden_names_are_left_out(tmp_path: Path) -> None:
+    for name in ("b/c.parquet", "a.parquet", "_temporary/x.parquet", ".hidden/y.parquet", "_d.parquet", "b/notes.txt"):
+        write(tmp_path / name)
+    assert [file.path for file in list_files(str(tmp_path))] == [
+        str(tmp_path / "a.parquet"),
+        str(tmp_path / "b/c.parquet"),
+    ]
+
+
+def test_files_globs_and_lists_are_taken(tmp_path: Path) -> None:
+    for name in ("train-1.parquet", "train-2.parquet", "test-1.parquet"):
+        write(tmp_path / name)
+
+    def names(source: str | list[str]) -> list[str]:
+        return [Path(file.path).name for file in list_files(source)]
+
+    assert names(str(tmp_path / "test-1.parquet")) == ["test-1.parquet"]
+    assert names(str(tmp_path / "train-*")) == ["train-1.parquet", "train-2.parquet"]
+    in_order = [str(tmp_path / "train-2.parquet"), str(tmp_path / "test-*.parquet")]
+    assert names(in_order) == ["train-2.parquet", "test-1.parquet"]
+
+
+def test_an_index_survives_being_written_and_read(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    index = build_index(str(tmp_path), columns=["text"])
+    again = DatasetIndex.from_bytes(index.to_bytes())
+    assert again.files == index.files
+    assert again.schema == index.schema
+    assert again.fingerprint == index.fingerprint
+    for field in ("footer_bytes", "group_file", "group_number", "group_rows"):
+        assert np.array_equal(getattr(again, field), getattr(index, field))
+
+
+def test_only_the_wanted_columns_of_a_row_group_are_fetched(tmp_path: Path) -> None:
+    rows = 2000
+    wide = pa.table({name: np.random.default_rng(place).random(rows) for place, name in enumerate("abcdefgh")})
+    path = write(tmp_path / "wide.parquet", wide, row_group_size=rows)
+    metadata, footer_bytes = read_footer(str(path), path.stat().st_size)
+    fetched = read_row_group(str(path), path.stat().st_size, metadata, 0, ["g", "b"])
+    assert fetched.equals(wide.select(["g", "b"]))
+    assert footer_bytes < path.stat().st_size
+    assert read_footer(str(path), path.stat().st_size, footer_bytes)[1] == footer_bytes
+
+
+def test_nested_columns_are_read(tmp_path: Path) -> None:
+    nested = pa.table({"s": [{"x": 1, "y": [1, 2]}, {"x": 2, "y": []}], "z": [1, 2]})
+    path = write(tmp_path / "nested.parquet", nested)
+    metadata, _ = read_footer(str(path), path.stat().st_size)
+    assert read_row_group(str(path), path.stat().st_size, metadata, 0, ["s"]).equals(nested.select(["s"]))
+
+
+def test_a_footer_larger_than_the_first_read_is_read_whole(tmp_path: Path) -> None:
+    wide = pa.table({f"column_{number:04}": [1.0] for number in range(2000)})
+    path = write(tmp_path / "wide.parquet", wide)
+    metadata, footer_bytes = read_footer(str(path), path.stat().st_size)
+    assert metadata.num_columns == 2000
+    assert footer_bytes > 64 * 1024
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    assert "nothing.parquet': there is no such file or folder" in message(
+        build_index, str(tmp_path / "nothing.parquet")
+    )
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("1,2")
+    assert "holds no Parquet file; a folder needs files that end in .parquet" in message(build_index, str(tmp_path))
+    assert "the list of files is empty" in message(build_index, [])
+
+
+def test_a_data_set_without_rows_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", table(0))
+    assert "1 Parquet file(s) without a single row" in message(build_index, str(tmp_path))
+
+
+def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"no Parquet at all")
+    assert f"{tmp_path / 'a.parquet'} is not a Parquet file (17 bytes)" in message(build_index, str(tmp_path))
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" + b"\0" * 20 + (16).to_bytes(4, "little") + b"PAR1")
+    assert f"{tmp_path / 'a.parquet'} is not a readable Parquet file" in message(build_index, str(tmp_path))
+
+
+def test_schemas_that_differ_are_refused_by_file_and_column(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    write(tmp_path / "b.parquet", pa.table({"id": ["x"], "label": [1]}))
+    text = message(build_index, str(tmp_path))
+    assert text.startswith(f"{tmp_path / 'b.parquet'} does not have the schema of {tmp_path / 'a.parquet'}")
+    assert "column 'id' is string instead of int64" in text
+    assert "column 'text' (string) is missing" in text
+    assert "column 'label' is extra" in text
+    assert "data.columns" in text
+
+
+def test_columns_that_all_files_share_can_be_chosen_in_any_order(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    write(tmp_path / "b.parquet", pa.table({"more": [1.0], "text": ["x"], "id": [1]}))
+    assert build_index(str(tmp_path), columns=["text", "id"]).columns == ("text", "id")
+
+
+def test_a_column_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    text = message(build_index, str(tmp_path), columns=["id", "lable"])
+    assert "data.columns names 'lable'" in text
+    assert "its columns are id, text" in text
+
+
+def test_the_index_is_kept_and_used_again(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    storage = FakeStorage()
+    first = open_index(str(tmp_path), storage)
+    stored = dict(storage)
+    assert open_index(str(tmp_path), storage).fingerprint == first.fingerprint
+    assert storage == stored
+    assert all(key.startswith("data/index-") for key in storage)
+
+
+def test_a_second_driver_uses_the_index_of_the_first(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    storage = FakeStorage()
+    expected = open_index(str(tmp_path), storage)
+
+    class Late(FakeStorage):
+        """Sees no index when it looks, and one when it writes."""
+
+        reads = 0
+
+        def read(self, key: str) -> bytes:
+            self.reads += 1
+            if self.reads == 1:
+                raise FileNotFoundError(key)
+            return super().read(key)
+
+    assert open_index(str(tmp_path), Late(storage)).fingerprint == expected.fingerprint
+
+
+def test_a_data_set_that_changed_under_a_run_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        write(tmp_path / f"{name}.parquet")
+    storage = FakeStorage()
+    open_index(str(tmp_path), storage)
+    write(tmp_path / "a.parquet", table(11))
+    (tmp_path / "b.parquet").unlink()
+    write(tmp_path / "d.parquet")
+    text = message(open_index, str(tmp_path), storage)
+    assert f"{tmp_path / 'b.parquet'} is missing" in text
+    assert f"{tmp_path / 'd.parquet'} is new" in text
+    assert f"{tmp_path / 'a.parquet'} changed (size " in text
+    assert "put the files back, or start a run with another name" in text
+
+
+def test_a_file_of_the_same_size_written_again_has_changed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet")
+    storage = FakeStorage()
+    open_index(str(tmp_path), storage)
+    stat = path.stat()
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert f"changed (version mtime_ns={stat.st_mtime_ns} -> mtime_ns={stat.st_mtime_ns + 1})" in message(
+        open_index, str(tmp_path), storage
+    )
+
+
+def test_s3_files_are_indexed_over_http_and_told_apart_by_etag(s3: str) -> None:
+    import s3fs
+
+    fs = s3fs.S3FileSystem()
+    for name in ("b", "a"):
+        with fs.open(f"{s3}/train/{name}.parquet", "wb") as file:
+            pq.write_table(table(), file, row_group_size=4)
+    storage = FakeStorage()
+    index = open_index(f"{s3}/train/", storage)
+    assert [file.path for file in index.files] == [f"{s3}/train/a.parquet", f"{s3}/train/b.parquet"]
+    assert all(file.version.startswith("ETag=") for file in index.files)
+    metadata, _ = read_footer(index.files[1].path, index.files[1].size)
+    rows = read_row_group(index.files[1].path, index.files[1].size, metadata, 2, ["text"])
+    assert rows["text"].to_pylist() == ["row 8", "row 9"]
+    assert open_index(f"{s3}/train/", storage).fingerprint == index.fingerprint
+    with fs.open(f"{s3}/train/a.parquet", "wb") as file:  # other rows, the same size
+        pq.write_table(table(start=1), file, row_group_size=4)
+    assert f"{s3}/train/a.parquet changed" in message(open_index, f"{s3}/train/", storage)
+
+
+def test_a_file_that_went_after_it_was_listed_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet")
+    size = path.stat().st_size
+    path.unlink()
+    assert f"{path} is gone since the data set was listed" in message(read_footer, str(path), size)

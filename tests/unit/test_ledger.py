@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+import logging
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_ddp.errors import StorageError
+from elastic_ddp.storage import Storage
+from elastic_ddp.telemetry.ledger import Ledger, new_session, read_ledger
+
+
+class Clock:
+    def __init__(self, now: float = 1_795_169_700.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+class Flaky(Storage):
+    """Refuses writes while `failing`."""
+
+    failing = False
+    writes: tuple[str, ...] = ()
+
+    def write(self, key: str, data: bytes) -> None:
+        if self.failing:
+            raise StorageError("no space")
+        self.writes += (key,)
+        super().write(key, data)
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "s3":
+        return Storage(request.getfixturevalue("s3"))
+    return Storage(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path)
+
+
+def test_a_session_sorts_by_its_time() -> None:
+    name = new_session(lambda: 1_795_169_700.25)
+    assert re.fullmatch(r"20261120T101500Z-[0-9a-f]{6}", name)
+    assert name < new_session(lambda: 1_795_169_701.0)
+
+
+def test_what_was_flushed_is_read_in_order_and_what_was_not_is_not(storage: Storage) -> None:
+    ledger = Ledger(storage, "s1", Clock())
+    ledger.append("session_started", session="s1", config={"name": "x"})
+    ledger.append("commit", step=4)
+    assert read_ledger(storage) == []
+    ledger.flush()
+    ledger.append("commit", step=8)
+    assert [event.get("step") for event in read_ledger(storage)] == [None, 4]
+    ledger.close()
+    events = read_ledger(storage)
+    assert [event["seq"] for event in events] == [0, 1, 2]
+    assert events[2] == {"time": 1_795_169_703.0, "seq": 2, "event": "commit", "step": 8, "session": "s1"}
+    assert storage.list() == ["ledger/s1-000000.jsonl"]
+
+
+def test_a_long_session_rolls_to_new_segments_and_writes_old_ones_no_more(tmp_path: Path) -> None:
+    storage = Flaky(tmp_path)
+    ledger = Ledger(storage, "s1", Clock())
+    for number in range(50):
+        ledger.append("steps", step=number, text="x" * 4000)
+        ledger.flush()
+    assert [event["step"] for event in read_ledger(storage)] == list(range(50))
+    sizes = storage.sizes("ledger")
+    assert [*sizes] == [f"ledger/s1-{number:06d}.jsonl" for number in range(4)]
+    assert max(sizes.values()) <= 64 * 1024
+    assert list(storage.writes) == sorted(storage.writes)
+    written = len(storage.writes)
+    ledger.flush()
+    assert len(storage.writes) == written, "nothing new, nothing written"
+
+
+def test_an_event_larger_than_a_segment_is_kept_whole(storage: Storage) -> None:
+    ledger = Ledger(storage, "s1", Clock())
+    for text in ("a", "b" * 200_000, "c"):
+        ledger.append("failed", error=text)
+    ledger.close()
+    assert [len(event["error"]) for event in read_ledger(storage)] == [1, 200_000, 1]
+
+
+def test_events_outlive_an_outage_and_only_close_complains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = Flaky(tmp_path)
+    ledger = Ledger(storage, "s1", Clock())
+    storage.failing = True
+    for number in range(40):
+        ledger.append("steps", step=number, text="x" * 4000)
+        ledger.flush()
+    assert len(caplog.records) == 1 and "no space" in caplog.text
+    with pytest.raises(StorageError, match="no space"):
+        ledger.close()
+    assert read_ledger(storage) == []
+    storage.failing = False
+    ledger.close()
+    assert [event["step"] for event in read_ledger(storage)] == list(range(40))
+
+
+def test_sessions_come_in_the_order_they_began_and_events_as_appended(storage: Storage) -> None:
+    for session, start in (("20261120T101500Z-ffffff", 100.0), ("20261120T101500Z-000000", 200.0)):
+        ledger = Ledger(storage, session, Clock(start))
+        for number in range(12):
+            ledger.append("steps", step=number)
+        ledger.close()
+    backwards = Ledger(storage, "later", clock=iter([400.0, 300.0]).__next__)
+    backwards.append("one")
+    backwards.append("two")
+    backwards.close()
+    events = read_ledger(storage)
+    assert [event["session"][-6:] for event in events] == ["ffffff"] * 12 + ["000000"] * 12 + ["later"] * 2
+    assert [event["event"] for event in events[-2:]] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("data", "warned"),
+    [
+        (b'{"seq":0,"time":1,"event":"a"}\n{"seq":1,"ti', False),
+        (b'{"seq":0,"time":1,"event":"a"}\n\x00\x00', False),
+        (b'{"seq":0,"time":1,"event":"a"}\nnonsense\n{"seq":2,"time":1,"event":"b"}\n', True),
+        (b'{"seq":0,"time":1,"event":"a"}\n[]\n{}\n', True),
+    ],
+)
+def test_a_torn_last_line_is_left_out_and_any_other_bad_line_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes, warned: bool
+) -> None:
+    storage = Storage(tmp_path)
+    storage.write("ledger/s1-000000.jsonl", data)
+    storage.write("ledger/notes.txt", b"not an event")
+    with caplog.at_level(logging.WARNING):
+        events = read_ledger(storage)
+    assert events[0]["event"] == "a" and all(event["event"] in "ab" for event in events)
+    assert bool(caplog.records) == warned
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (float("nan"), "NaN"),
+        (float("-inf"), "-Infinity"),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3),
+        (torch.tensor(2.5), 2.5),
+        (torch.tensor(float("inf")), "Infinity"),
+        ((1, [2.0, float("nan")]), [1, [2.0, "NaN"]]),
+        ({1: Path("a/b")}, {"1": "a/b"}),
+        (ValueError("why"), "why"),
+        (True, True),
+        (None, None),
+    ],
+)
+def test_values_become_strict_json(tmp_path: Path, value: Any, kept: Any) -> None:
+    storage = Storage(tmp_path)
+    ledger = Ledger(storage, "s1", Clock())
+    ledger.append("steps", value=value)
+    ledger.close()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    [key] = storage.list("ledger")
+    assert json.loads(storage.read(key), parse_constant=refuse)["value"] == kept
+
+
+def test_fields_cannot_take_the_place_of_the_ledgers_own(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="time"):
+        Ledger(Storage(tmp_path), "s1", Clock()).append("steps", time=3)

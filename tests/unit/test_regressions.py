@@ -1,0 +1,170 @@
+"""Mistakes that were made once: what a review found, one test each."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.config import RunConfig
+from elastic_ddp.elastic.rendezvous import Rendezvous
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.job import COMMITS
+from elastic_ddp.parallel.ddp import PreparedModel
+from elastic_ddp.storage import Storage
+from elastic_ddp.train_state import TrainState
+from elastic_ddp.trainer import ElasticTrainer
+from tests.ranks import run_ranks
+from tests.unit.test_buffers import StepBuffers, micro_batch_ranges
+from tests.unit.test_membership import member, run, started  # noqa: F401
+from tests.unit.test_run_api import (  # noqa: F401
+    CPU,
+    LOST_PEER,
+    Model,
+    NewRun,
+    Scripted,
+    link_of,
+    new_run,
+    prepared,
+    refused,
+    state_of,
+)
+
+
+def test_a_model_that_is_called_past_the_prepared_one_is_refused(new_run: NewRun) -> None:
+    """Silently trains on the last micro-batch's gradient alone (and unreduced at W > 1)."""
+    for how in ("method", "raw"):
+
+        class Net(torch.nn.Linear):
+            def loss(self, x: torch.Tensor) -> torch.Tensor:
+                return self(x).square().mean()
+
+        r = new_run(folder=how)
+        net = Net(3, 1)
+        model: Any = r.prepare(net)
+        r.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ConfigError):
+            for step in r.steps():
+                with step:
+                    for batch in step.micro_batches():
+                        step.backward(model.loss(batch["x"]) if how == "method" else net(batch["x"]).square().mean())
+                    step.optimize()
+
+
+def test_the_last_step_is_committed_when_the_connection_breaks_right_after_it(new_run: NewRun, tmp_path: Any) -> None:
+    r = new_run()
+    model = prepared(r)
+    for step in r.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+            if step.index == 5:
+                raise RuntimeError(LOST_PEER)  # as from run.evaluate here
+    assert r.finish()["steps"] == 6
+    assert link_of(r).steps_of("commit") == [6]
+    assert CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest() is not None
+
+
+def test_setting_an_attribute_reaches_the_users_model() -> None:
+    model: Any = PreparedModel(Scripted(), device=CPU, bf16=False)
+    model.vocabulary = ["c"]
+    assert model.module.vocabulary == ["c"]
+
+
+def test_names_of_parameters_are_the_users() -> None:
+    model = PreparedModel(Scripted(), device=CPU, bf16=False)
+    assert [name for name, _ in model.named_parameters()] == ["layer.weight", "layer.bias"]
+
+
+def test_state_of_another_kind_of_optimizer_is_refused() -> None:
+    """Today: KeyError 'betas' in the first optimizer.step(), reported as an error of the training function."""
+    refused(state_of(Model()), state_of(Model(), kind=torch.optim.SGD))
+
+
+def test_bf16_outputs_in_a_named_tuple_come_back_as_fp32() -> None:
+    Output = collections.namedtuple("Output", "logits")
+    model = PreparedModel(Scripted(lambda y: Output(y)), device=CPU, bf16=True)
+    assert model(torch.ones(1, 2)).logits.dtype == torch.float32
+
+
+def test_bf16_outputs_in_a_defaultdict_come_back_as_fp32() -> None:
+    model = PreparedModel(Scripted(lambda y: collections.defaultdict(list, y=y)), device=CPU, bf16=True)
+    assert model(torch.ones(1, 2))["y"].dtype == torch.float32
+
+
+class Buffered(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("number", torch.ones(3, dtype=torch.int16))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("lowest", torch.tensor([float("inf")]))
+
+
+def combine_int16(group: Any) -> list[int]:
+    model = Buffered()
+    buffers = StepBuffers(model)
+    buffers.begin()
+    model.mean.add_(1)
+    model.number.add_(1)
+    buffers.end_micro_batch(group.rank, 1.0)
+    buffers.combine(ranges=micro_batch_ranges(2, 2), num_leaves=2, divisor=2.0, group=group)
+    return model.number.tolist()
+
+
+def test_a_buffer_of_a_type_that_gloo_does_not_know_is_combined() -> None:
+    assert run_ranks(2, combine_int16) == [[2, 2, 2], [2, 2, 2]]
+
+
+def test_a_late_member_of_an_old_group_is_no_loss_of_the_new_generation(run: Any) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous, "a")
+        await started(rendezvous, "b")
+        await rendezvous.join(member("a", 1), 1, "connection closed")
+        events, _, _ = await rendezvous.follow(0)
+        assert [event["event"] for event in events] == ["rendezvous", "rendezvous"]
+
+    run(scenario)
+
+
+def test_a_folder_given_as_configuration_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError):
+        RunConfig.load(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["collective_timeout_s", "clip_grad_norm", "resize_interval_s"])
+def test_infinite_numbers_are_refused(key: str) -> None:
+    """timedelta(seconds=inf) raises OverflowError in the workers."""
+    with pytest.raises(ConfigError):
+        RunConfig(name="a", storage="s", steps=1, global_batch_size=1, micro_batch_size=1, **{key: float("inf")})
+
+
+def test_buffers_that_are_not_persistent_are_part_of_the_state() -> None:
+    class Net(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 1)
+            self.register_buffer("seen", torch.zeros(2), persistent=False)
+
+    def state() -> TrainState:
+        return TrainState(model=PreparedModel(Net(), device=CPU, bf16=False))
+
+    first, second = state(), state()
+    first.module.seen.fill_(7.0)
+    assert first.weights_sha256() != second.weights_sha256()
+    second.load_state_dict(first.state_dict())
+    assert first.weights_sha256() == second.weights_sha256()
+
+
+def test_a_training_function_that_cannot_be_sent_is_refused_by_name(tmp_path: Any) -> None:
+    lock = threading.Lock()
+
+    def train(run: Any) -> None:
+        lock.acquire()
+
+    settings = {"name": "a", "storage": str(tmp_path), "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
+    with pytest.raises(ConfigError, match=r"train.*cannot be sent to workers because of <unlocked _thread.lock"):
+        ElasticTrainer(train, "data", settings)

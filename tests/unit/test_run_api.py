@@ -1,0 +1,698 @@
+"""The API of a training function: what it promises, and every way of getting it wrong with the answer to it."""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.config import RunConfig
+from elastic_ddp.data.feed import MicroBatch
+from elastic_ddp.data.order import EpochShape
+from elastic_ddp.elastic.link import RunStopped
+from elastic_ddp.errors import CheckpointError, ConfigError
+from elastic_ddp.job import COMMITS, Job
+from elastic_ddp.parallel.ddp import PreparedModel
+from elastic_ddp.parallel.process_group import Assignment
+from elastic_ddp.run import Run
+from elastic_ddp.step import Step
+from elastic_ddp.storage import Storage
+from elastic_ddp.train_state import TrainState
+
+CPU = torch.device("cpu")
+LOST_PEER = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
+
+
+class FakeLink:
+    """The rendezvous of a worker that is alone."""
+
+    def __init__(self, store_port: int) -> None:
+        self.stop_requested = False
+        self.said: list[dict[str, Any]] = []
+        self.losses: list[str | None] = []
+        self._store_port = store_port
+
+    def join(self, lost: str | None = None) -> Assignment:
+        self.losses.append(lost)
+        return Assignment(
+            generation=len(self.losses),
+            rank=0,
+            world_size=1,
+            store_host="127.0.0.1",
+            store_port=self._store_port,
+            reason="start" if lost is None else "worker lost",
+        )
+
+    def say(self, event: str, **fields: Any) -> None:
+        self.said.append({"event": event, **fields})
+
+    def progress(self, **newest: Any) -> None: ...
+
+    def cut_when_over(self, cut: Callable[[], None] | None) -> None: ...
+
+    def steps_of(self, event: str) -> list[int]:
+        return [said["step"] for said in self.said if said["event"] == event]
+
+
+@dataclass
+class FakeIndex:
+    num_rows: int
+    fingerprint: str = "fingerprint"
+
+
+class FakeFeed:
+    """Rows that depend on their ids alone, without Ray."""
+
+    def __init__(self, index: FakeIndex, **options: Any) -> None:
+        self._shape = EpochShape(index.num_rows, options["num_micro_batches"], options["micro_batch_size"])
+        self._micro_batches, self._next_step = options["micro_batches"], options["first_step"]
+
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        assert step == self._next_step
+        self._next_step += 1
+        for m in self._micro_batches:
+            start, stop = self._shape.span(step, m)
+            ids = np.arange(start, stop) * self._shape.num_micro_batches + m
+            x = np.random.default_rng([step, m]).normal(size=(len(ids) or 1, 3)).astype(np.float32)
+            yield MicroBatch(m, {"x": torch.from_numpy(x)}, ids)
+
+    def close(self) -> None: ...
+
+
+class Model(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+
+
+NewRun = Callable[..., Run]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _a_small_heap() -> Iterator[None]:
+    """Closing a process group collects garbage: not among all the modules that are loaded, which takes 0.2 s."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NewRun]:
+    """Makes runs on one worker, with a real process group. One in the folder of another finds its commits."""
+    monkeypatch.setattr("elastic_ddp.generation.MicroBatchFeed", FakeFeed)
+    stores: list[dist.TCPStore] = []
+    runs: list[Run] = []
+
+    def make(num_rows: int = 80, folder: str = "run", **changes: Any) -> Run:
+        for run in runs:
+            run.close(intact=True)
+        settings = {"name": "test", "storage": str(tmp_path), "steps": 6, "global_batch_size": 8, "micro_batch_size": 2}
+        index: Any = FakeIndex(num_rows)
+        job = Job(
+            config=RunConfig(**{**settings, **changes}),
+            train=lambda run: None,
+            index=index,
+            transform=None,
+            storage=Storage(tmp_path).at(folder),
+        )
+        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        link: Any = FakeLink(stores[-1].port)
+        torch.manual_seed(0)
+        runs.append(Run(job, link, CPU))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close(intact=True)
+
+
+def link_of(run: Run) -> FakeLink:
+    link: Any = run._link
+    return link
+
+
+def prepared(run: Run) -> PreparedModel:
+    model: Any = run.prepare(Model())
+    optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+    run.prepare(StepLR(optimizer, 2, 0.5))
+    return model
+
+
+def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
+    """A training function; `in_step` is called in the middle of every step, between a forward and its backward."""
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            for place, batch in enumerate(step.micro_batches()):
+                loss = model(batch["x"]).square().mean()
+                if place == 1:
+                    in_step(step)
+                step.backward(loss)
+            step.optimize()
+    return run.finish()
+
+
+def says(run: Run, body: Callable[[Run], Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        body(run)
+    return str(caught.value)
+
+
+# Preparing.
+
+
+def test_an_optimizer_before_the_model_is_refused(new_run: NewRun) -> None:
+    optimizer = torch.optim.SGD(Model().parameters())
+    assert says(new_run(), lambda run: run.prepare(optimizer)) == (
+        "run.prepare got an optimizer before the model; prepare the model first, then build the optimizer from its "
+        "parameters"
+    )
+
+
+def test_an_optimizer_of_other_parameters_is_refused(new_run: NewRun) -> None:
+    run = new_run()
+    model = run.prepare(Model())
+    other = torch.optim.SGD([*model.parameters(), *Model().parameters()])
+    assert says(run, lambda run: run.prepare(other)) == (
+        "6 parameters of the SGD are not parameters of the prepared model; build the optimizer from "
+        "model.parameters() of the model that run.prepare returned"
+    )
+
+
+def test_a_second_model_is_refused(new_run: NewRun) -> None:
+    run = new_run()
+    run.prepare(Model())
+    assert says(run, lambda run: run.prepare(Model())) == (
+        "run.prepare got a second model; put the parts into one torch.nn.ModuleDict and prepare that"
+    )
+
+
+def test_a_model_that_is_wrapped_already_is_refused(new_run: NewRun) -> None:
+    kind = torch.nn.parallel.DistributedDataParallel
+    wrapped = kind.__new__(kind)  # building one would take a process group
+    assert says(new_run(), lambda run: run.prepare(wrapped)) == (
+        "run.prepare got a DistributedDataParallel; give it the plain model, it wraps it itself"
+    )
+
+
+@pytest.mark.parametrize("model", [torch.nn.Tanh(), Model().requires_grad_(False)], ids=["no-parameters", "frozen"])
+def test_a_model_with_nothing_to_train_is_refused(new_run: NewRun, model: torch.nn.Module) -> None:
+    assert says(new_run(), lambda run: run.prepare(model)) == (
+        "run.prepare got a model without a parameter that requires a gradient; there is nothing to train"
+    )
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused(new_run: NewRun) -> None:
+    run = new_run()
+    optimizer = run.prepare(torch.optim.SGD(run.prepare(Model()).parameters()))
+    assert says(run, lambda run: run.prepare(ReduceLROnPlateau(optimizer))) == (
+        "run.prepare got a ReduceLROnPlateau, which needs a metric to step; keep it out of run.prepare, give it to "
+        "run.register, and step it yourself with what run.evaluate returned"
+    )
+    run.register("plateau", ReduceLROnPlateau(optimizer))
+
+
+def test_a_scheduler_of_an_optimizer_that_was_not_prepared_is_refused(new_run: NewRun) -> None:
+    run = new_run()
+    optimizer = torch.optim.SGD(run.prepare(Model()).parameters())
+    assert says(run, lambda run: run.prepare(StepLR(optimizer, 1))) == (
+        "run.prepare got a scheduler of an optimizer it does not know; prepare its optimizer first"
+    )
+
+
+def test_anything_else_is_refused(new_run: NewRun) -> None:
+    assert says(new_run(), lambda run: run.prepare({"lr": 1})) == (
+        "run.prepare got a dict; it takes a model, an optimizer or a scheduler. Use run.register(name, thing) for "
+        "other things with state"
+    )
+
+
+def test_state_is_registered_under_a_name_of_its_own_and_with_both_methods(new_run: NewRun) -> None:
+    run = new_run()
+    run.register("other", Model())
+    assert says(run, lambda run: run.register("other", Model())) == (
+        "run.register got other twice; give each thing a name of its own"
+    )
+    nothing: Any = 3
+    assert says(run, lambda run: run.register("number", nothing)) == (
+        "run.register got number, a int, without state_dict and load_state_dict"
+    )
+
+
+def test_preparing_inside_the_loop_is_refused(new_run: NewRun) -> None:
+    run = new_run()
+    prepared(run)
+    next(iter(run.steps()))
+    assert says(run, lambda run: run.prepare(Model())) == (
+        "run.prepare was called inside run.steps(); prepare everything before the loop"
+    )
+
+
+def test_a_loop_without_a_model_and_an_optimizer_is_refused(new_run: NewRun) -> None:
+    expected = "run.steps() came before a model and an optimizer were prepared; call run.prepare for both"
+    run = new_run()
+    assert says(run, lambda run: next(iter(run.steps()))) == expected
+    run.prepare(Model())
+    assert says(run, lambda run: next(iter(run.steps()))) == expected
+
+
+def test_what_needs_a_generation_is_refused_before_the_loop(new_run: NewRun) -> None:
+    run = new_run()
+    assert says(run, lambda run: run.evaluate(lambda model, batch: model(batch), "data")) == (
+        "run.evaluate was called before run.steps(); call it inside the loop or after it"
+    )
+    assert says(run, lambda run: run.finish()) == (
+        "the training function returned without looping over run.steps(); nothing was trained"
+    )
+    assert (run.rank, run.world_size, run.total_steps) == (0, 0, 6)
+
+
+# A step. Each of these is the body of `with step`.
+
+
+def twice(step: Step, model: PreparedModel) -> None:
+    for batch in step.micro_batches():
+        loss = model(batch["x"]).mean()
+        step.backward(loss)
+        step.backward(loss)
+
+
+def before_the_first(step: Step, model: PreparedModel) -> None:
+    step.backward(model(torch.ones(2, 3)).mean())
+
+
+def after_the_last(step: Step, model: PreparedModel) -> None:
+    for batch in step.micro_batches():
+        step.backward(model(batch["x"]).mean())
+    step.backward(model(torch.ones(2, 3)).mean())
+
+
+def of_every_row(step: Step, model: PreparedModel) -> None:
+    for batch in step.micro_batches():
+        step.backward(model(batch["x"]))
+
+
+def left_out(step: Step, model: PreparedModel) -> None:
+    for place, batch in enumerate(step.micro_batches()):
+        if place != 1:
+            step.backward(model(batch["x"]).mean())
+
+
+def optimized_early(step: Step, model: PreparedModel) -> None:
+    for place, batch in enumerate(step.micro_batches()):
+        step.backward(model(batch["x"]).mean())
+        if place == 1:
+            break
+    step.optimize()
+
+
+def optimized_at_once(step: Step, model: PreparedModel) -> None:
+    step.optimize()
+
+
+def optimized_twice(step: Step, model: PreparedModel) -> None:
+    after_all(step, model)
+    step.optimize()
+
+
+def never_optimized(step: Step, model: PreparedModel) -> None:
+    for batch in step.micro_batches():
+        step.backward(model(batch["x"]).mean())
+
+
+def after_all(step: Step, model: PreparedModel) -> None:
+    never_optimized(step, model)
+    step.optimize()
+
+
+AT_HAND = "step.backward is for the batch at hand: call it once for each batch of micro_batches()"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (twice, AT_HAND),
+        (before_the_first, AT_HAND),
+        (after_the_last, AT_HAND),
+        (of_every_row, "step.backward got a loss of shape (2, 1); give the mean over the batch's rows"),
+        (
+            left_out,
+            "step 0: micro-batch 1 was left without step.backward(loss); call it exactly once for each batch",
+        ),
+        (
+            optimized_early,
+            "step.optimize of step 0 came before micro-batches [2, 3] were computed; loop over all of "
+            "step.micro_batches() first",
+        ),
+        (
+            optimized_at_once,
+            "step.optimize of step 0 came before micro-batches [0, 1, 2, 3] were computed; loop over all of "
+            "step.micro_batches() first",
+        ),
+        (optimized_twice, "step.optimize was called twice in step 0"),
+        (never_optimized, "step 0 ended without step.optimize(); call it as the last line of `with step`"),
+    ],
+)
+def test_a_step_that_is_used_wrongly_says_how_to_use_it(
+    new_run: NewRun, body: Callable[[Step, PreparedModel], None], message: str
+) -> None:
+    def training(run: Run) -> None:
+        model = prepared(run)
+        for step in run.steps():
+            with step:
+                body(step, model)
+
+    assert says(new_run(), training) == message
+
+
+def test_a_step_that_is_skipped_is_refused(new_run: NewRun) -> None:
+    def training(run: Run) -> None:
+        prepared(run)
+        for _ in run.steps():
+            continue
+
+    assert says(new_run(), training) == "step 0 was skipped; every step has to run, in `with step`"
+
+
+def test_errors_of_the_user_pass_through_a_step(new_run: NewRun) -> None:
+    def broken(step: Step) -> None:
+        raise ZeroDivisionError("the user's own")
+
+    with pytest.raises(ZeroDivisionError, match="the user's own"):
+        train(new_run(), broken)
+
+
+# A run.
+
+
+def test_a_run_makes_all_its_steps_and_commits_the_last(new_run: NewRun, tmp_path: Path) -> None:
+    run = new_run(num_rows=42, global_batch_size=16, micro_batch_size=4)  # the third step of an epoch is short
+    indices: list[int] = []
+    result = train(run, lambda step: indices.append(step.index))
+    assert indices == [0, 1, 2, 3, 4, 5]
+    assert (result["steps"], result["samples"], result["epochs"]) == (6, 84, 2.0)
+    assert run.position.samples_sha256 == result["samples_sha256"]
+    assert link_of(run).steps_of("commit") == [6]
+    commit = CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest()
+    assert commit is not None
+    assert commit.step == 6
+    assert commit.record["samples"] == 84
+
+
+def test_a_run_is_the_same_when_it_is_interrupted_and_resumed(new_run: NewRun) -> None:
+    calm = train(new_run(folder="calm"))
+    interrupted = new_run(checkpoint={"every_steps": 2})
+
+    def power_cut(step: Step) -> None:
+        if step.index == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(interrupted, power_cut)
+    assert link_of(interrupted).steps_of("commit") == [2, 4]
+    resumed = new_run()
+    indices: list[int] = []
+    assert train(resumed, lambda step: indices.append(step.index)) == calm
+    assert indices == [4, 5]
+    assert link_of(resumed).steps_of("resumed") == [4]
+
+
+def test_a_step_that_loses_a_peer_comes_again_and_ends_the_same(new_run: NewRun) -> None:
+    lost: list[int] = []
+
+    def lose_a_peer_once(step: Step) -> None:
+        if step.index == 3 and not lost:
+            lost.append(step.index)
+            raise RuntimeError(LOST_PEER)
+
+    run = new_run()
+    disturbed = train(run, lose_a_peer_once)
+    assert lost == [3]
+    assert link_of(run).losses == [None, f"RuntimeError: {LOST_PEER}"]
+    generations = [said for said in link_of(run).said if said["event"] == "generation"]
+    assert [(said["generation"], said["first_step"], said["reason"]) for said in generations] == [
+        (1, 0, "start"),
+        (2, 3, "worker lost"),
+    ]
+    assert train(new_run(folder="calm")) == disturbed
+
+
+def test_a_stop_commits_the_step_at_hand_and_ends_the_function(new_run: NewRun) -> None:
+    run = new_run()
+
+    def ask(step: Step) -> None:
+        link_of(run).stop_requested = step.index == 1
+
+    with pytest.raises(RunStopped):
+        train(run, ask)
+    assert run.progress()["steps"] == 3  # asked for in step 1, voted for in step 2
+    assert link_of(run).steps_of("commit") == [3]
+
+
+def test_optimizers_and_schedulers_step_once_a_step_and_gradients_are_cleared(new_run: NewRun) -> None:
+    run = new_run(steps=3)
+    net = Model()
+    model = run.prepare(net)
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    run.prepare(StepLR(optimizer, 1, 0.5))
+    weight = net[0].weight
+    moved = []
+    for step in run.steps():
+        before = weight.detach().clone()
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            assert weight.grad is not None
+            change = 0.1 * 0.5**step.index * weight.grad
+            step.optimize()
+        moved.append(bool(change.any()) and torch.allclose(before - weight, change, atol=1e-6))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (step.index + 1))
+    assert moved == [True, True, True]
+
+
+def test_commits_come_every_so_many_steps(new_run: NewRun) -> None:
+    run = new_run(steps=7, checkpoint={"every_steps": 3})
+    train(run)
+    assert link_of(run).steps_of("commit") == [3, 6, 7]
+
+
+def test_losses_and_logged_values_are_means_over_the_rows_of_the_global_batch(new_run: NewRun) -> None:
+    run = new_run(num_rows=26, steps=2, global_batch_size=16, micro_batch_size=4, log_every_steps=1)
+    model = prepared(run)
+    losses = []
+    for step in run.steps():
+        expected = weight = 0.0
+        with step:
+            for batch in step.micro_batches():
+                rows = len(batch["x"])
+                loss = model(batch["x"]).square().mean()
+                step.log(loss_again=loss, rows=float(rows))
+                expected, weight = expected + loss.item() * rows, weight + rows
+                step.backward(loss)
+            step.optimize()
+            step.log(learning_rate=0.5)
+        losses.append(step.loss)
+        assert step.loss == pytest.approx(expected / weight, rel=1e-6)
+    said = [each for each in link_of(run).said if each["event"] == "steps"]
+    assert [each["loss"] for each in said] == losses
+    assert [each["metrics"]["loss_again"] for each in said] == pytest.approx(losses, rel=1e-6)
+    assert [each["metrics"]["learning_rate"] for each in said] == [0.5, 0.5]
+    assert [each["metrics"]["rows"] for each in said] == [4.0, (3 * 3 + 3 * 3 + 2 * 2 + 2 * 2) / 10]
+    assert [each["samples"] for each in said] == [16, 26]
+
+
+# The model as it comes back.
+
+
+class Scripted(torch.nn.Module):
+    """Returns what it is told to."""
+
+    def __init__(self, output: Callable[[torch.Tensor], Any] = lambda x: x) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(1))
+        self.output = output
+        self.vocabulary = ["a", "b"]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.output(self.layer(x))
+
+    def generate(self) -> str:
+        return "text"
+
+
+class FakeReplica:
+    """What forward goes through while a generation lasts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+def test_attributes_and_methods_are_those_of_the_users_model() -> None:
+    model = PreparedModel(Scripted(), device=CPU, bf16=False)
+    assert model.vocabulary == ["a", "b"]
+    assert model.generate() == "text"
+    assert model.layer is model.module.layer
+    with pytest.raises(AttributeError, match="'Scripted' object has no attribute 'nothing'"):
+        _ = model.nothing
+
+
+def test_names_in_the_state_are_the_users() -> None:
+    model = PreparedModel(Scripted(), device=CPU, bf16=False)
+    assert list(model.state_dict()) == ["count", "layer.weight", "layer.bias"]
+    plain = Scripted()
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})
+
+
+def test_without_gradients_forward_does_not_go_through_ddp() -> None:
+    model, replica = PreparedModel(Scripted(), device=CPU, bf16=False), FakeReplica()
+    fake: Any = replica
+    model.use_replica(fake)
+    model(torch.ones(1, 2))
+    assert replica.calls == 1
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    with torch.inference_mode():
+        model(torch.ones(1, 2))
+    assert replica.calls == 1
+    model.use_replica(None)
+    model(torch.ones(1, 2))
+    assert replica.calls == 1
+    assert list(model.state_dict()) == list(Scripted().state_dict())  # the replica is no part of the model
+
+
+def test_bf16_outputs_come_back_as_fp32_however_they_are_nested() -> None:
+    numbers = torch.tensor([1, 2])
+
+    def nested(y: torch.Tensor) -> Any:
+        assert y.dtype == torch.bfloat16
+        return OrderedDict(
+            logits=y, parts=[y, (y, {"deep": y})], numbers=numbers, double=y.double(), text="x", none=None
+        )
+
+    model = PreparedModel(Scripted(nested), device=CPU, bf16=True)
+    output = model(torch.ones(1, 2))
+    assert type(output) is OrderedDict
+    assert type(output["parts"]) is list
+    assert type(output["parts"][1]) is tuple
+    floats = [output["logits"], output["parts"][0], output["parts"][1][0], output["parts"][1][1]["deep"]]
+    assert {each.dtype for each in floats} == {torch.float32}
+    assert output["numbers"] is numbers
+    assert output["double"].dtype == torch.float64
+    assert (output["text"], output["none"]) == ("x", None)
+    assert model.module.layer.weight.dtype == torch.float32
+
+
+def test_without_bf16_outputs_come_back_as_they_are() -> None:
+    model = PreparedModel(Scripted(lambda y: y.bfloat16()), device=CPU, bf16=False)
+    assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+# All state as one tree.
+
+
+def state_of(model: torch.nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, optimizers: int = 1) -> Any:
+    state = TrainState(model=PreparedModel(model, device=CPU, bf16=False))
+    for _ in range(optimizers):
+        state.add_optimizer(kind(state.module.parameters(), lr=0.1))
+    return state
+
+
+def refused(state: TrainState, saved: TrainState) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        state.load_state_dict(saved.state_dict())
+    return str(caught.value)
+
+
+def test_state_of_other_things_is_refused_with_the_fix() -> None:
+    advice = "prepare and register the same things in the same order, or use another name"
+    registered, scheduled = state_of(Model()), state_of(Model())
+    registered.registered["sampler"] = Model()
+    scheduled.add_scheduler(StepLR(scheduled.optimizers[0], 1))
+    assert refused(state_of(Model(), optimizers=2), state_of(Model())) == (
+        f"the commit holds optimizer state for ['0'], the training function has ['0', '1']; {advice}"
+    )
+    assert refused(state_of(Model()), registered) == (
+        f"the commit holds user state for ['sampler'], the training function has []; {advice}"
+    )
+    assert refused(scheduled, state_of(Model())) == (
+        f"the commit holds scheduler state for [], the training function has ['0']; {advice}"
+    )
+
+
+@pytest.mark.parametrize(
+    "other", [torch.nn.Linear(3, 4), Model().append(torch.nn.Linear(1, 1)), torch.nn.Sequential(torch.nn.Linear(3, 5))]
+)
+def test_state_of_another_model_is_refused_with_the_fix(other: torch.nn.Module) -> None:
+    message = refused(state_of(other), state_of(Model()))
+    assert message.startswith("the commit does not fit the model or optimizer that the training function built: ")
+    assert message.endswith("; a changed model is another run: use another name")
+
+
+def test_an_optimizer_of_other_groups_is_refused_with_the_fix() -> None:
+    other = TrainState(model=PreparedModel(Model(), device=CPU, bf16=False))
+    other.add_optimizer(torch.optim.AdamW([{"params": [parameter]} for parameter in other.module.parameters()]))
+    message = refused(other, state_of(Model()))
+    assert "different number of parameter groups" in message
+    assert message.endswith("use another name")
+
+
+def test_state_that_is_loaded_is_the_state_that_was_saved() -> None:
+    saved, loaded = state_of(Model()), state_of(Model())
+    saved.module(torch.ones(2, 3)).sum().backward()
+    saved.optimizers[0].step()
+    saved.position = saved.position.after(8, [b"digest"])
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.weights_sha256() == saved.weights_sha256()
+    assert loaded.position == saved.position
+    moments = [state.optimizers[0].state_dict()["state"][0]["exp_avg"] for state in (saved, loaded)]
+    assert torch.equal(*moments)
+
+
+def fingerprint(**tensors: torch.Tensor) -> str:
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+    return state_of(torch.nn.ModuleDict({"part": module}), optimizers=0).weights_sha256()
+
+
+def test_the_fingerprint_of_weights_changes_with_name_type_shape_value_and_order() -> None:
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([3])
+    same = fingerprint(a=a, b=b)
+    assert fingerprint(a=a.clone(), b=b.clone()) == same
+    others = [
+        fingerprint(a=a, c=b),
+        fingerprint(a=a.view(torch.int32), b=b),
+        fingerprint(a=a.view(2, 1), b=b),
+        fingerprint(a=torch.nextafter(a, a + 1), b=b),
+        fingerprint(b=b, a=a),
+        fingerprint(a=a),
+    ]
+    assert len({same, *others}) == 1 + len(others)
+
+
+def test_the_fingerprint_covers_parameters_and_buffers() -> None:
+    state = state_of(Model())
+    before = state.weights_sha256()
+    state.module[1].running_mean[0] += 1
+    after = state.weights_sha256()
+    with torch.no_grad():
+        state.module[0].bias[0] += 1
+    assert len({before, after, state.weights_sha256()}) == 3

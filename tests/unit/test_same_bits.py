@@ -1,0 +1,266 @@
+"""The promise in small: a step's weights, buffers and loss have the same bits at every world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_ddp.config import RunConfig
+from elastic_ddp.data.order import EpochShape
+from elastic_ddp.generation import Generation
+from elastic_ddp.parallel.buffers import StepBuffers
+from elastic_ddp.parallel.ddp import DDPStrategy, PreparedModel
+from elastic_ddp.parallel.handover import check_same_model
+from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.step import Step
+from elastic_ddp.train_state import TrainState
+from tests.ranks import run_ranks
+
+
+class FakeBatch:
+    def __init__(self, index: int, row_ids: np.ndarray) -> None:
+        generator = torch.Generator().manual_seed(int(row_ids[0]) if len(row_ids) else 0)
+        rows = len(row_ids) or 2
+        self.index, self.row_ids, self.num_rows = index, row_ids, len(row_ids)
+        self.rows = {
+            "x": torch.randn(rows, 12, generator=generator),
+            "y": torch.randint(0, 5, (rows,), generator=generator),
+        }
+
+
+class FakeFeed:
+    """Rows of lane m are m, m + M, m + 2M, …, without Ray."""
+
+    def __init__(self, shape: EpochShape, micro_batches: list[int]) -> None:
+        self.shape, self.micro_batches = shape, micro_batches
+
+    def step(self, step: int) -> Any:
+        for m in self.micro_batches:
+            start, stop = self.shape.span(step, m)
+            yield FakeBatch(m, np.arange(start, stop) * self.shape.num_micro_batches + m)
+
+    def close(self) -> None: ...
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(12, 33),
+            torch.nn.BatchNorm1d(33),
+            torch.nn.Tanh(),
+            torch.nn.Dropout(0.3),
+            torch.nn.Linear(33, 7),
+            torch.nn.Linear(7, 5),
+        )
+        self.register_buffer("constant", torch.tensor([0.1, float("-inf"), 3.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class ImageModel(torch.nn.Module):
+    """Channels-last convolution weights: DDP's bucket views are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.head = torch.nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.convolution(x.view(-1, 3, 2, 2)).flatten(1))
+
+
+class SometimesModel(torch.nn.Module):
+    """One part is used by some micro-batches only, another by none, so that DDP has to look for unused parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.sometimes = torch.nn.Linear(12, 5), torch.nn.Linear(12, 5)
+        self.never = torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + (self.sometimes(x) if x[0, 0] > 0.5 else 0)
+
+
+class ReassigningModel(torch.nn.Module):
+    """Puts new tensors into the places of its buffers, as moving averages often do; one of them is not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(12, 5)
+        self.register_buffer("average", torch.zeros(12))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int16), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * x.mean(0)
+            self.calls = self.calls + 1
+        return self.layer(x - self.average)
+
+
+class PartlyTrainedModel(torch.nn.Module):
+    """Gradients reach a part that no optimizer steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.idle = torch.nn.Linear(12, 5), torch.nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + self.idle(x)
+
+    def trained(self) -> Iterator[torch.nn.Parameter]:
+        return self.body.parameters()
+
+
+def config_of(**changes: Any) -> RunConfig:
+    settings: dict[str, Any] = {
+        "name": "test",
+        "storage": "memory://test",
+        "steps": 5,
+        "global_batch_size": 12,
+        "micro_batch_size": 2,
+        "clip_grad_norm": 0.5,
+        "ddp": {"bucket_cap_mb": 0.001},
+    }
+    return RunConfig(**{**settings, **changes})
+
+
+def train(group: ProcessGroup, config: RunConfig, num_rows: int, model_type: type[torch.nn.Module]) -> dict[str, Any]:
+    torch.manual_seed(7)
+    model = PreparedModel(model_type(), device=torch.device("cpu"), bf16=config.precision == "bf16")
+    state = TrainState(model=model)
+    trained = getattr(model.module, "trained", model.module.parameters)
+    optimizer = torch.optim.AdamW(trained(), lr=0.05)
+    state.add_optimizer(optimizer)
+    state.add_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+    check_same_model(state.module, group)
+    strategy = DDPStrategy(model, config, group)
+    shape = EpochShape(num_rows, config.num_micro_batches, config.micro_batch_size)
+    feed: Any = FakeFeed(shape, strategy.micro_batches)
+    generation = Generation(group, state, strategy, StepBuffers(state.module), feed, config.seed, config.clip_grad_norm)
+    losses = []
+    assert config.steps
+    for index in range(config.steps):
+        step = Step(generation, shape.rows(index), shape.epoch_of(index), {})
+        with step:
+            for batch in step.micro_batches():
+                loss = torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+                step.log(double=2 * loss)
+                step.backward(loss)
+            step.optimize()
+        losses.append(step.loss)
+        assert generation.gather_metrics(step, shape.rows(index))["double"] == pytest.approx(2 * step.loss, rel=1e-6)
+    result = {
+        "weights": state.weights_sha256(),
+        "samples": state.position.samples_sha256,
+        "count": state.position.samples,
+        "losses": losses,
+        "constant": model.module.constant.tolist() if model_type is Model else None,
+    }
+    strategy.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "micro_batch_size", "num_rows", "model_type"),
+    [
+        (6, 2, 1000, Model),
+        (6, 2, 1000, ImageModel),
+        (4, 2, 1000, Model),
+        (6, 2, 1000, ReassigningModel),
+        (6, 2, 1000, PartlyTrainedModel),
+        (7, 4, 7 * 6 + 3, Model),  # the last step has micro-batches of two and of three rows
+        (5, 3, 5 * 3 + 2, ImageModel),  # the last step has rows in two of its five micro-batches
+    ],
+    ids=[
+        "six",
+        "channels-last",
+        "four",
+        "reassigned-buffers",
+        "partly-trained",
+        "short-last-batch",
+        "empty-micro-batches",
+    ],
+)
+def test_weights_and_losses_have_the_same_bits_at_every_world_size(
+    micro_batches: int, micro_batch_size: int, num_rows: int, model_type: type[torch.nn.Module]
+) -> None:
+    config = config_of(global_batch_size=micro_batch_size * micro_batches, micro_batch_size=micro_batch_size)
+    calm = run_ranks(1, train, config, num_rows, model_type)[0]
+    for world_size in (2, 3, 4):
+        for result in run_ranks(world_size, train, config, num_rows, model_type):
+            assert result["weights"] == calm["weights"]
+            assert result["losses"] == calm["losses"]
+            assert result["samples"] == calm["samples"]
+            assert result["count"] == calm["count"]
+    if model_type is Model:
+        assert calm["constant"] == Model().constant.tolist()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "bf16"},
+        {"ddp": {"gradient_as_bucket_view": False, "bucket_cap_mb": 0.001}},
+        {"ddp": {"find_unused_parameters": True}},
+        {"ddp": {"static_graph": True}},
+    ],
+    ids=["bf16", "copied-buckets", "find-unused", "static-graph"],
+)
+def test_options_of_ddp_and_precision_keep_the_bits(changes: dict[str, Any]) -> None:
+    config = config_of(**changes)
+    calm = run_ranks(1, train, config, 1000, Model)[0]
+    for world_size in (2, 4):
+        assert run_ranks(world_size, train, config, 1000, Model)[0]["weights"] == calm["weights"]
+
+
+def test_parameters_that_some_micro_batches_do_not_use_keep_the_bits() -> None:
+    config = config_of(ddp={"find_unused_parameters": True, "bucket_cap_mb": 0.0001})
+    calm = run_ranks(1, train, config, 1000, SometimesModel)[0]
+    for world_size in (2, 3, 6):
+        for result in run_ranks(world_size, train, config, 1000, SometimesModel):
+            assert result["weights"] == calm["weights"]
+    ours, plain = calm["losses"], plain_sgd(1000, config, SometimesModel)
+    assert ours == pytest.approx(plain, rel=1e-4)
+
+
+def test_the_native_reduction_agrees_but_for_rounding() -> None:
+    losses = {}
+    for reduction in ("canonical", "native"):
+        losses[reduction] = run_ranks(3, train, config_of(reduction=reduction), 45, ImageModel)[0]["losses"]
+    assert losses["native"] == pytest.approx(losses["canonical"], rel=1e-4)
+
+
+def plain_sgd(num_rows: int, config: RunConfig, model_type: type[torch.nn.Module]) -> list[float]:
+    """What a user would write on one process: the exact mean over the global batch."""
+    torch.manual_seed(7)
+    model = model_type()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    shape = EpochShape(num_rows, config.num_micro_batches, config.micro_batch_size)
+    feed = FakeFeed(shape, list(range(config.num_micro_batches)))
+    losses = []
+    assert config.steps and config.clip_grad_norm
+    for index in range(config.steps):
+        batches = [batch for batch in feed.step(index) if batch.num_rows]
+        outputs = torch.cat([model(batch.rows["x"]) for batch in batches])
+        loss = torch.nn.functional.cross_entropy(outputs, torch.cat([batch.rows["y"] for batch in batches]))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("num_rows", [1000, 45, 13], ids=["full", "short", "empty"])
+def test_a_step_is_the_exact_mean_over_the_global_batch(num_rows: int) -> None:
+    config = config_of()
+    ours = run_ranks(2, train, config, num_rows, ImageModel)[0]["losses"]
+    assert ours == pytest.approx(plain_sgd(num_rows, config, ImageModel), rel=1e-4)

@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic_ddp import storage as storage_module
+from elastic_ddp.errors import ConfigError, StorageError
+from elastic_ddp.storage import Storage
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "s3":
+        return Storage(f"{request.getfixturevalue('s3')}/runs/one")
+    return Storage(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path / "runs" / "one")
+
+
+def test_what_is_written_is_read_listed_and_deleted(storage: Storage) -> None:
+    storage.write("b/two.json", b"2")
+    storage.write("b/deep/er.json", b"")
+    storage.write("a", b"1")
+    storage.write("a", b"one")
+    assert storage.read("a") == b"one"
+    assert storage.list() == ["a", "b/deep/er.json", "b/two.json"]
+    assert storage.sizes("b") == {"b/deep/er.json": 0, "b/two.json": 1}
+    assert storage.list("b/") == ["b/deep/er.json", "b/two.json"]
+    assert storage.at("b").list() == ["deep/er.json", "two.json"]
+    storage.delete("b/two.json")
+    assert storage.list("b") == ["b/deep/er.json"]
+    storage.delete_tree("b")
+    assert storage.list() == ["a"]
+
+
+def test_a_folder_is_not_confused_with_one_whose_name_begins_alike(storage: Storage) -> None:
+    storage.write("step=1/x", b"")
+    storage.write("step=10/x", b"")
+    assert storage.list("step=1") == ["step=1/x"]
+    storage.delete_tree("step=1")
+    assert storage.list() == ["step=10/x"]
+
+
+def test_missing_objects_and_folders_are_told_apart_from_failures(storage: Storage) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        storage.read("nothing")
+    assert storage.list("nothing") == []
+    storage.delete("nothing")
+    storage.delete_tree("nothing/here")
+
+
+def test_creating_what_exists_is_refused_even_with_the_same_bytes(storage: Storage) -> None:
+    storage.create("commits/1.json", b"first")
+    for data in (b"second", b"first"):
+        with pytest.raises(FileExistsError, match=r"commits/1\.json"):
+            storage.create("commits/1.json", data)
+    assert storage.read("commits/1.json") == b"first"
+    storage.delete("commits/1.json")
+    storage.create("commits/1.json", b"third")
+    assert storage.list() == ["commits/1.json"]
+
+
+def test_of_many_creators_exactly_one_wins(storage: Storage) -> None:
+    if storage.uri.startswith("memory:"):
+        pytest.skip("the memory file system does not exclude threads")
+    winners = []
+    barrier = threading.Barrier(6)
+
+    def compete(number: int) -> None:
+        barrier.wait()
+        try:
+            storage.create("one", b"%d" % number)
+        except FileExistsError:
+            return
+        winners.append(number)
+
+    threads = [threading.Thread(target=compete, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [b"%d" % number for number in winners] == [storage.read("one")]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "/etc/passwd", "../up", "a/../../up", "a/./b", "a//b", "a\\b", "a*", "a?versionId=1", ".tmp-x", "é", "a\n"],
+)
+def test_keys_that_could_leave_the_folder_are_refused(storage: Storage, key: str) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: storage.read(key),
+        lambda: storage.write(key, b""),
+        lambda: storage.create(key, b""),
+        lambda: storage.delete(key),
+        lambda: storage.delete_tree(key),
+        lambda: storage.at(key),
+    ]
+    for call in calls:
+        with pytest.raises(StorageError, match="is not a key"):
+            call()
+    assert storage.list() == []
+
+
+def test_a_storage_can_be_pickled_compared_and_used_in_a_forked_process(storage: Storage) -> None:
+    storage.write("a", b"1")
+    copy = pickle.loads(pickle.dumps(storage))  # noqa: S301 (our own bytes)
+    assert copy == storage and hash(copy) == hash(storage) and repr(copy) == f"Storage({storage.uri!r})"
+    assert copy.read("a") == b"1"
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if storage.read("a") == b"1" and storage.list() == ["a"] else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert storage.read("a") == b"1"
+
+
+def test_pyarrow_reads_the_same_folder(storage: Storage) -> None:
+    storage.write("b/a.bin", b"abc")
+    filesystem, path = storage.filesystem_and_path()
+    with filesystem.open_input_file(f"{path}/b/a.bin") as file:
+        assert file.read() == b"abc"
+
+
+def test_a_writable_storage_is_left_as_it_was(storage: Storage) -> None:
+    storage.check_writable()
+    assert storage.list() == []
+
+
+def test_local_addresses_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert Storage("runs").uri == Storage("./x/../runs/").uri == str(tmp_path / "runs")
+    assert Storage("~/runs").uri == str(tmp_path / "home" / "runs")
+    assert Storage(f"file://{tmp_path}/runs").uri == str(tmp_path / "runs")
+    assert Storage("s3://bucket/runs/").at("one").uri == "s3://bucket/runs/one"
+
+
+def test_a_local_write_that_dies_leaves_the_old_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+    storage.write("a", b"old")
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for step in ("fsync", "replace"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(os, step, dies)
+            storage.write("a", b"new")
+        assert storage.read("a") == b"old"
+        assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_temporary_file_of_a_killed_writer_is_not_an_object(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-0123").write_bytes(b"half")
+    assert Storage(tmp_path).list() == []
+
+
+def test_a_local_folder_without_hard_links_still_creates_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no hard links")
+
+    monkeypatch.setattr(os, "link", refuses)
+    storage = Storage(tmp_path)
+    storage.create("a", b"1")
+    with pytest.raises(FileExistsError):
+        storage.create("a", b"2")
+    assert storage.read("a") == b"1" and os.listdir(tmp_path) == ["a"]
+
+
+def test_a_file_in_the_way_is_not_taken_for_an_object_that_exists(tmp_path: Path) -> None:
+    (tmp_path / "commits").write_bytes(b"")
+    for write in (Storage(tmp_path).create, Storage(tmp_path).write):
+        with pytest.raises(StorageError, match=r"commits/1\.json"):
+            write("commits/1.json", b"")
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("", "storage is empty"),
+        ("nonsense://x", "nonsense.*install"),
+        ("s3://", "names no bucket"),
+    ],
+)
+def test_addresses_that_cannot_work_are_refused_with_the_fix(uri: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Storage(uri)
+
+
+def test_an_unwritable_folder_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"file/runs.* cannot be written: NotADirectoryError.*use another folder"):
+        Storage(tmp_path / "file" / "runs").check_writable()
+
+
+def test_a_missing_bucket_is_a_config_error_and_never_an_empty_folder(s3: str) -> None:
+    missing = Storage(f"{s3}-missing/runs")
+    with pytest.raises(ConfigError, match=r"-missing/runs.* cannot be written: .*create the bucket"):
+        missing.check_writable()
+    with pytest.raises(StorageError):
+        missing.list()
+    with pytest.raises(StorageError):
+        missing.create("a", b"")
+
+
+def test_missing_credentials_are_a_config_error(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        with pytest.raises(ConfigError, match="AWS_ACCESS_KEY_ID"):
+            Storage(s3).check_writable()
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_listing_shows_what_another_client_has_just_done(s3: str) -> None:
+    import boto3
+
+    storage = Storage(f"{s3}/runs")
+    storage.write("a", b"1")
+    assert storage.list() == ["a"]
+    client = boto3.client("s3")
+    bucket = s3.removeprefix("s3://")
+    client.put_object(Bucket=bucket, Key="runs/b", Body=b"2")
+    client.delete_object(Bucket=bucket, Key="runs/a")
+    assert storage.list() == ["b"]
+    with pytest.raises(FileNotFoundError):
+        storage.read("a")
+
+
+class _S3Answers:
+    """Lets a create reach S3 or not, and gives its caller another answer."""
+
+    def __init__(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fs = storage.filesystem_and_path()[0].handler.fs
+        self.real = self.fs.pipe_file
+        self.answers: list[tuple[bool, Exception]] = []
+        self.calls = 0
+        monkeypatch.setattr(self.fs, "pipe_file", self)
+        monkeypatch.setattr(storage_module.time, "sleep", lambda seconds: None)
+
+    def __call__(self, path: str, data: bytes, **options: object) -> None:
+        self.calls += 1
+        if not self.answers:
+            self.real(path, data, **options)
+            return
+        arrives, answer = self.answers.pop(0)
+        if arrives:
+            self.real(path, data, **options)
+        raise answer
+
+
+def test_a_create_whose_answer_was_lost_is_a_success(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(s3)
+    answers = _S3Answers(storage, monkeypatch)
+    answers.answers = [(True, ConnectionError("reset"))]
+    storage.create("a", b"mine")
+    # The client library repeated the request, and the second one was refused because of the first.
+    answers.answers = [(True, FileExistsError("PreconditionFailed"))]
+    storage.create("b", b"mine")
+    assert answers.calls == 2 and storage.list() == ["a", "b"]
+
+
+def test_a_refusal_as_an_invalid_argument_is_a_refusal(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(s3)
+    storage.create("a", b"theirs")
+    _S3Answers(storage, monkeypatch).answers = [(False, OSError(errno.EINVAL, "PreconditionFailed"))]
+    with pytest.raises(FileExistsError):
+        storage.create("a", b"mine")
+    assert storage.read("a") == b"theirs"
+
+
+def test_a_create_that_met_another_one_under_way_is_tried_again(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(s3)
+    answers = _S3Answers(storage, monkeypatch)
+    answers.answers = [(False, OSError(errno.EIO, "ConditionalRequestConflict"))] * 2
+    storage.create("a", b"mine")
+    assert answers.calls == 3 and storage.read("a") == b"mine"
+    answers.answers = [(False, OSError(errno.EIO, "InternalError"))] * 10
+    with pytest.raises(StorageError, match="InternalError"):
+        storage.create("b", b"mine")
+    assert storage.list() == ["a"]
+
+
+def test_a_create_on_s3_is_one_conditional_put(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(s3)
+    fs = storage.filesystem_and_path()[0].handler.fs
+    requests: list[tuple[str, object]] = []
+    real = fs._call_s3
+
+    async def record(method: str, *arguments: object, **options: object) -> object:
+        requests.append((method, options.get("IfNoneMatch")))
+        return await real(method, *arguments, **options)
+
+    monkeypatch.setattr(fs, "_call_s3", record)
+    storage.create("a", b"x" * (6 << 20))
+    assert requests == [("put_object", "*")]
+
+
+def test_a_denied_request_is_a_storage_error_with_its_cause(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(s3)
+    _S3Answers(storage, monkeypatch).answers = [(False, PermissionError("AccessDenied"))]
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"cannot create 'a' in s3://.*AccessDenied") as caught:
+        storage.create("a", b"mine")
+    assert isinstance(caught.value.__cause__, PermissionError) and time.monotonic() - began < 5

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+
+from elastic_ddp.telemetry.summary import render, summarize
+
+
+def session(name: str, start: float, *events: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Events of one session, one each second."""
+    return [
+        {"time": start + number, "seq": number, "event": event, "session": name, **fields}
+        for number, (event, fields) in enumerate(events)
+    ]
+
+
+def generation(number: int, world_size: int, first_step: int, reason: str) -> tuple[str, dict[str, Any]]:
+    members = [{"rank": rank, "node": "a", "pid": rank} for rank in range(world_size)]
+    return "generation", {
+        "generation": number, "world_size": world_size, "first_step": first_step, "reason": reason, "members": members,
+    }  # fmt: skip
+
+
+def steps(step: int, loss: Any = None, **metrics: float) -> tuple[str, dict[str, Any]]:
+    fields: dict[str, Any] = {"step": step, "samples": step * 10, "world_size": 2, "metrics": metrics}
+    return "steps", fields if loss is None else {**fields, "loss": loss}
+
+
+STARTED = ("session_started", {"resumed_from_step": None, "config": {"name": "mnist", "storage": "s3://b/runs"}})
+RUN = [
+    *session(
+        "s1", 100.0,
+        STARTED,
+        generation(0, 2, 0, "start"),
+        steps(10, 2.5, accuracy=0.1),
+        ("commit", {"step": 10}),
+        ("worker_lost", {"rank": 1}),
+        ("generation_ended", {"generation": 0, "last_step": 14, "reason": "worker lost"}),
+        generation(1, 1, 14, "worker lost"),
+        steps(20, 2.0),
+        ("commit", {"step": 20}),
+        steps(26, 1.5),
+    ),
+    *session(
+        "s2", 1000.0,
+        ("session_started", {"resumed_from_step": 20, "config": {"name": "mnist", "storage": "s3://b/runs"},
+                             "versions": {"torch": "2.13.0"}}),
+        generation(2, 3, 20, "resumed"),
+        steps(30, 1.0, accuracy=0.9),
+        ("commit", {"step": 20}),
+        ("commit", {"step": 40}),
+        ("generation_ended", {"generation": 2, "last_step": 40, "reason": "finished"}),
+        ("finished", {"status": "finished", "steps": 40, "epochs": 1, "samples": 400, "weights_sha256": "aa",
+                      "samples_sha256": "bb", "metrics": {"final": 3.0}}),
+    ),
+]  # fmt: skip
+
+
+def test_a_run_over_two_sessions_is_one_summary() -> None:
+    summary = summarize(RUN)
+    generations = summary.pop("generations")
+    assert summary == {
+        "name": "mnist", "status": "finished", "error": None, "steps": 40, "epochs": 1, "samples": 400,
+        "wall_seconds": 15.0, "samples_per_second": 26.667, "sessions": 2, "restarts": 1, "commits": 3,
+        "weights_sha256": "aa", "samples_sha256": "bb", "loss": {"first": 2.5, "last": 1.0},
+        "metrics": {"accuracy": 0.9, "final": 3.0}, "storage": "s3://b/runs", "versions": {"torch": "2.13.0"},
+    }  # fmt: skip
+    assert [[row["generation"], row["world_size"], row["first_step"], row["last_step"]] for row in generations] == [
+        [0, 2, 0, 14],
+        [1, 1, 14, 26],  # killed: the last step heard of
+        [2, 3, 20, 40],
+    ]
+    assert [row["reason"] for row in generations] == ["start", "worker lost", "resumed"]
+    assert [row["ended_by"] for row in generations] == ["worker lost", None, "finished"]
+    assert [row["session"] for row in generations] == ["s1", "s1", "s2"]
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+
+def test_every_prefix_of_a_run_can_be_summarized_and_shown() -> None:
+    for length in range(len(RUN) + 1):
+        summary = summarize(RUN[:length])
+        assert summary["status"] == ("finished" if length == len(RUN) else "unfinished")
+        assert shown(summary)
+    assert summarize([])["name"] is None
+    assert summarize(RUN[:10])["steps"] == 26
+    assert summarize(RUN[:11])["steps"] == 20, "resumed where the commit was"
+
+
+def test_a_failed_run_keeps_its_error_until_it_is_resumed() -> None:
+    failed = session("s1", 0.0, STARTED, generation(0, 1, 0, "start"), steps(3), ("failed", {"error": "boom"}))
+    assert (summarize(failed)["status"], summarize(failed)["error"]) == ("failed", "boom")
+    both = failed + session("s1", 4.0, ("finished", {"status": "failed", "steps": 3, "samples": None, "metrics": {}}))
+    assert (summarize(both)["status"], summarize(both)["error"], summarize(both)["samples"]) == ("failed", "boom", 30)
+    assert summarize(both)["generations"][0]["ended_by"] == "failed"
+    resumed = both + session("s2", 9.0, ("session_started", {"resumed_from_step": 3, "config": {}}))
+    assert (summarize(resumed)["status"], summarize(resumed)["error"]) == ("unfinished", None)
+
+
+def test_a_stopped_run_says_so_and_arguments_win_over_events() -> None:
+    stopped = session("s1", 0.0, STARTED, ("finished", {"status": "stopped", "steps": 5, "samples": 50}))
+    summary = summarize(stopped, name="other", storage="/runs", versions={"ray": "2.60.0"})
+    assert (summary["status"], summary["steps"], summary["name"]) == ("stopped", 5, "other")
+    assert (summary["storage"], summary["versions"]) == ("/runs", {"ray": "2.60.0"})
+
+
+def shown(summary: dict[str, Any]) -> str:
+    console = Console(file=StringIO(), width=160, color_system=None)
+    console.print(render(summary))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_the_table_shows_the_facts_and_one_line_for_each_generation() -> None:
+    text = shown(summarize(RUN))
+    for part in ("mnist", "finished", "27 samples/s", "2.5 → 1", "accuracy 0.9", "0:15", "s3://b/runs"):
+        assert part in text
+    rows = [line.split() for line in text.splitlines()]
+    formed = [each["reason"].split() for each in summarize(RUN)["generations"]]
+    assert ["0", "2", "0", "14", *formed[0], "worker", "lost"] in rows
+    assert ["1", "1", "14", "26", *formed[1], "nothing", "that", "was", "logged"] in rows
+
+
+def test_text_of_a_user_is_shown_as_it_is_and_losses_may_be_nan() -> None:
+    events = session("s1", 0.0, STARTED, steps(1, "NaN"), ("failed", {"error": "KeyError: [red] in [/b]"}))
+    text = shown(summarize(events))
+    assert "KeyError: [red] in [/b]" in text and "NaN → NaN" in text
