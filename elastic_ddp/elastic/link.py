@@ -24,7 +24,9 @@ class RunStopped(BaseException):
 
 
 class RendezvousLink:
-    """Everything a worker says to the rendezvous, and hears from it. No method but `join` and `end` waits for Ray.
+    """Everything a worker says to the rendezvous, and hears from it.
+
+    What is said arrives in order, within a poll. `join`, `deliver`, `end` and `close` wait for Ray, others never do.
 
     Args:
         rendezvous: the run's rendezvous actor.
@@ -34,6 +36,8 @@ class RendezvousLink:
     def __init__(self, rendezvous: RendezvousHandle, member: Member) -> None:
         self.member = member
         self._rendezvous = rendezvous
+        self._sending = threading.Lock()
+        """Held from emptying the outbox to Ray's taking the call, which keeps its order: messages stay in theirs."""
         self._outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._progress: dict[str, Any] | None = None
         self._signals = Signals(stop=False, ended=None)
@@ -91,16 +95,24 @@ class RendezvousLink:
         """What to call, from the link's thread, when the run ends while this worker may be stuck in a collective."""
         self._cut = cut
 
+    def deliver(self) -> None:
+        """Returns when the rendezvous has all that was said: what a commit covers is on record before the commit is
+        seen, and a worker that is killed after it takes nothing of it away."""
+        with self._sending:
+            taken = self._rendezvous.take.remote(self._drain(), self._progress)
+        ray.get(taken)
+
     def end(self, **outcome: Any) -> None:
         """Says that the run is over and how. Returns when the rendezvous has it, with all messages before it."""
-        ray.get(self._rendezvous.end.remote(self._drain(), self._progress, outcome))
+        with self._sending:
+            ended = self._rendezvous.end.remote(self._drain(), self._progress, outcome)
+        ray.get(ended)
 
     def close(self) -> None:
         """Ends the thread; what was said before has been delivered."""
         self._closed.set()
         self._thread.join()
-        if remaining := self._drain():
-            ray.get(self._rendezvous.exchange.remote(self.member, remaining, self._progress))
+        self.deliver()
 
     def _drain(self) -> list[dict[str, Any]]:
         messages = []
@@ -111,7 +123,8 @@ class RendezvousLink:
     def _talk(self) -> None:
         while not self._closed.is_set():
             try:
-                exchange = self._rendezvous.exchange.remote(self.member, self._drain(), self._progress)
+                with self._sending:
+                    exchange = self._rendezvous.exchange.remote(self.member, self._drain(), self._progress)
                 self._signals = ray.get(exchange)
             except ray.exceptions.RayError:
                 return  # the driver is gone, and this worker goes with it

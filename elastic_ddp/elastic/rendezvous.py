@@ -134,6 +134,11 @@ class Rendezvous:
                 await self._wait()
             return Signals(stop=self._stop, ended=self._over_for(member))
 
+    async def take(self, messages: list[dict[str, Any]], progress: dict[str, Any] | None) -> None:
+        """Takes messages for the record at once."""
+        async with self._changed:
+            self._take(messages, progress)
+
     def _over_for(self, member: Member) -> str | None:
         if self._membership.is_superseded(member):
             return "superseded by a newer worker group"

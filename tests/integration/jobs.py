@@ -104,12 +104,17 @@ def make_train(fault: Callable[[ed.Run, int], None] | None = None, held_out: str
 def kill_once(
     marker: str, *, rank: int, step: int, pid: int | None = None, how: int = signal.SIGKILL
 ) -> Callable[..., None]:
-    """A fault: the worker of `rank` kills itself, or `pid`, in `step`; once, as `marker` then exists."""
+    """A fault: the worker of `rank` kills itself, or `pid`, in `step`; once, as `marker` then exists.
+
+    A signal that asks to stop has been heard when the step goes on.
+    """
 
     def fault(run: ed.Run, at: int) -> None:
         if run.rank == rank and at == step and not Path(marker).exists():
             Path(marker).touch()
             os.kill(os.getpid() if pid is None else pid, how)
+            while how == signal.SIGINT and not run._link.stop_requested:
+                time.sleep(0.01)
 
     return fault
 
