@@ -7,7 +7,7 @@ The same GPT of 10 M parameters, Parquet rows, batches, clipping and AdamW on tw
     canonical    ElasticTrainer with `reduction="canonical"`, the same bits at every world size
 
 Other programs of a machine come and go within seconds, so all sides are started and warmed up, and then take turns: one
-runs for a few seconds while every process of the others, Ray's included, is stopped (SIGSTOP). A turn in which programs
+runs for ten seconds while every process of the others, Ray's included, is stopped (SIGSTOP). A turn in which programs
 beside the benchmark took more than 5 % of the machine is taken again, for as long as patience lasts. A round gives each
 side a turn, in an order that moves on; a figure is the median over rounds, a ratio the median of the rounds' ratios.
 """
@@ -371,8 +371,8 @@ def print_table(results: dict[str, Any], output: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/steps.json"))
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each side; medians are reported")
-    parser.add_argument("--turn-s", type=float, default=3.0, help="length of a turn; three whole steps at least")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of each side; medians are reported")
+    parser.add_argument("--turn-s", type=float, default=10.0, help="length of a turn; three whole steps at least")
     parser.add_argument(
         "--patience-s", type=float, default=600.0, help="how long to repeat turns that other programs disturbed"
     )

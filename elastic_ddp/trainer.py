@@ -274,6 +274,8 @@ class _Session:
                     self._ledger.flush()
                 if not running:
                     return outcome or self._workers_gone(stopping)
+                if outcome is not None:
+                    self._thread.join(0.1)  # there is no more to hear, and workers take a moment to leave
                 if stopping and not self._trained:
                     return self._stopped()  # Ray Train may wait for room for workers for ever
             except KeyboardInterrupt:

@@ -20,7 +20,7 @@ from elastic_ddp.elastic.membership import FormedGeneration, Member, Membership
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.process_group import Assignment
 
-POLL_S = 0.5
+POLL_S = 1.0
 """How long a member's or the driver's call is held while there is nothing to say."""
 
 RendezvousHandle = Any
