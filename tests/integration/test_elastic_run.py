@@ -1,9 +1,12 @@
-"""A run that grows with its cluster: Ray Train starts the group again, and the bits stay."""
+"""A run and its cluster: it waits for room, grows with it, and tells where it is."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,6 +58,37 @@ def test_a_run_that_gets_a_node_goes_on_with_more_workers_and_ends_with_the_same
     generations = summaries[1]["generations"]
     assert [(g["world_size"], g["reason"]) for g in generations] == [(1, "start"), (3, "resize")]
     assert generations[1]["first_step"] == 20
+
+
+def test_a_run_without_room_waits_is_stopped_and_finishes_once_there_is_room(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    jobs.write_rows(str(tmp_path / "data"))
+    data, storage = str(tmp_path / "data"), str(tmp_path / "runs")
+    with jobs.driver(data, storage, "waits", "2", RAY_ADDRESS=cluster.address) as run:
+        until(lambda: {"waits", "starting"} <= set(status(cluster).split()), run)
+        os.killpg(run.pid, signal.SIGINT)
+        output, errors = run.communicate(timeout=60)
+    assert run.returncode == 0, errors
+    assert "room for 1 workers of {'CPU': 1.0}, and min_workers is 2: waiting for nodes" in errors
+    assert "status='stopped', steps=0" in output
+    assert status(cluster).startswith("no run is live on this cluster")
+
+    cluster.add_node(num_cpus=1, object_store_memory=10**8)
+    hold = tmp_path / "hold"
+    with jobs.driver(data, storage, "waits", "2", "wait", str(hold), "25", RAY_ADDRESS=cluster.address) as run:
+        until(lambda: {"waits", "training", "25", "44"} <= set(status(cluster).split()), run)
+        hold.touch()
+        _, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    summary = json.loads(Path(storage, "waits", "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["sessions"]) == ("finished", 44, 2)
+
+
+def status(cluster: Cluster) -> str:
+    """What `elastic-ddp status` prints."""
+    command = [sys.executable, "-m", "elastic_ddp.cli", "status"]
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address, "COLUMNS": "200"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def events_of(storage: str, name: str) -> list[str]:

@@ -73,6 +73,22 @@ def test_weights_samples_and_losses_do_not_depend_on_the_number_of_workers(
     assert set(result.metrics) == {"validation_loss", "twice", "grad_norm"}
 
 
+def test_bf16_runs_have_the_same_bits_at_any_number_of_workers_and_others_than_fp32(
+    folder: Path, calm: ed.RunResult
+) -> None:
+    one, three = (fit(folder, f"bf16-{workers}", workers, precision="bf16") for workers in (1, 3))
+    assert_same(three, one)
+    assert one.weights_sha256 != calm.weights_sha256
+    assert one.samples_sha256 == calm.samples_sha256
+
+
+def test_a_native_run_sees_the_same_samples_and_repeats_itself(folder: Path, calm: ed.RunResult) -> None:
+    native, again = (fit(folder, f"native-{number}", 2, reduction="native") for number in (1, 2))
+    assert_same(again, native)
+    assert native.samples_sha256 == calm.samples_sha256
+    assert native.metrics["validation_loss"] == pytest.approx(calm.metrics["validation_loss"], rel=1e-3)
+
+
 def test_the_summary_tells_the_run(calm: ed.RunResult) -> None:
     summary = json.loads(Storage(calm.uri).read("summary.json"))
     epochs = 44 / 21  # 21 steps of 48 rows make an epoch of 1003

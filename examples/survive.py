@@ -1,0 +1,95 @@
+"""See that a run does not notice: `python examples/survive.py`, about a minute on two cores.
+
+The same small job twice: undisturbed; and losing a worker (SIGKILL), then its driver, to be resumed on another number
+of workers. Both are shown as `elastic-ddp show` does; their weights and samples have the same hashes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
+import torch
+from rich.console import Console
+
+import elastic_ddp as ed
+from elastic_ddp.storage import Storage
+from elastic_ddp.telemetry import read_ledger, render
+
+ROWS, FEATURES = 20_003, 32
+
+
+def train(run: ed.Run) -> None:
+    layers = [torch.nn.Linear(FEATURES, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 4)]
+    model = run.prepare(torch.nn.Sequential(*layers))
+    run.prepare(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"]))
+            step.optimize()
+        time.sleep(0.01)  # so that there is time to kill something
+
+
+def fit(folder: Path, name: str, workers: int) -> None:
+    ray.init("local", num_cpus=4, include_dashboard=False, logging_level="error")
+    config = {"name": name, "storage": str(folder / "runs"), "steps": 400, "checkpoint": {"every_steps": 25}}
+    config |= {"global_batch_size": 48, "micro_batch_size": 8, "min_workers": workers, "max_workers": workers}
+    ed.ElasticTrainer(train, str(folder / "data"), config).fit()
+
+
+def driver(folder: Path, name: str, workers: int) -> subprocess.Popen[bytes]:
+    """A run in a process of its own: this file again."""
+    return subprocess.Popen([sys.executable, __file__, str(folder), name, str(workers)], start_new_session=True)
+
+
+def wait_for_step(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The events of the stormy run's ledger, once it is behind `step`."""
+    while True:
+        events = read_ledger(Storage(str(folder / "runs" / "stormy")))
+        if any(event["event"] == "steps" and event["step"] >= step for event in events):
+            return events
+        time.sleep(0.1)
+
+
+def main() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="survive-"))
+    (folder / "data").mkdir()
+    random = np.random.default_rng(0)
+    x = random.normal(size=(ROWS, FEATURES)).astype(np.float32)
+    y = (x @ random.normal(size=(FEATURES, 4))).argmax(1)
+    table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), FEATURES), "y": y})
+    pq.write_table(table, folder / "data" / "rows.parquet", row_group_size=500)
+
+    assert driver(folder, "calm", 1).wait() == 0
+    stormy = driver(folder, "stormy", 2)
+    members = [event for event in wait_for_step(folder, 130) if event["event"] == "rendezvous"][-1]["members"]
+    os.kill(members[0]["pid"], signal.SIGKILL)
+    wait_for_step(folder, 260)
+    stormy.kill()
+    stormy.wait()
+    assert driver(folder, "stormy", 3).wait() == 0
+
+    runs = [json.loads((folder / "runs" / name / "summary.json").read_text()) for name in ("calm", "stormy")]
+    Console().print(*map(render, runs), sep="\n\n")
+    for key in ("weights_sha256", "samples_sha256"):
+        assert runs[0][key] == runs[1][key], key
+    print("\nthe same weights and the same samples, to the bit")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        fit(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    else:
+        main()
