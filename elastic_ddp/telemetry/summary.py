@@ -92,7 +92,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     rows = {
         "error": summary["error"],
         "steps": _count(summary["steps"]),
-        "epochs": _count(summary["epochs"]),
+        "epochs": None if summary["epochs"] is None else _number(summary["epochs"]),
         "samples": _samples(summary),
         "time": _duration(summary["wall_seconds"]),
         "loss": None if loss["first"] is None else f"{_number(loss['first'])} → {_number(loss['last'])}",
@@ -175,11 +175,14 @@ def _wall_seconds(events: list[Event]) -> float:
 
 
 def _generations(events: list[Event]) -> list[dict[str, Any]]:
-    """One row for each generation of each session. One that was killed ends at the last step heard of in it."""
+    """One row for each generation of each session. One that was killed ends at the last step heard of in it, or where
+    the next one began, whichever is later."""
     rows: list[dict[str, Any]] = []
     current: dict[str, Any] | None = None
     for event in events:
         if event["event"] == "generation":
+            if rows:
+                _close(rows[-1], event)
             current = {key: event.get(key) for key in ("generation", "world_size", "first_step", "reason", "session")}
             current |= {"last_step": current["first_step"], "ended_by": None}
             rows.append(current)
@@ -194,6 +197,16 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
             elif event["event"] in ("finished", "failed"):
                 current["ended_by"] = event.get("status", "failed")
     return rows
+
+
+def _close(row: dict[str, Any], following: Event) -> None:
+    """Says of a generation that could not speak for itself what the one after it tells."""
+    if row["ended_by"] is None:
+        row["last_step"] = max(row["last_step"] or 0, following.get("first_step") or 0)
+        if row["session"] != following["session"]:
+            row["ended_by"] = "the driver was lost"
+        else:
+            row["ended_by"] = "a resize" if following["reason"] == "resize" else "a worker was lost"
 
 
 def _samples(summary: Mapping[str, Any]) -> str | None:

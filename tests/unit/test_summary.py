@@ -74,7 +74,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
         [2, 3, 20, 40],
     ]
     assert [row["reason"] for row in generations] == ["start", "worker lost", "resumed"]
-    assert [row["ended_by"] for row in generations] == ["worker lost", None, "finished"]
+    assert [row["ended_by"] for row in generations] == ["worker lost", "the driver was lost", "finished"]
     assert [row["session"] for row in generations] == ["s1", "s1", "s2"]
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
 
@@ -120,7 +120,7 @@ def test_the_table_shows_the_facts_and_one_line_for_each_generation() -> None:
     rows = [line.split() for line in text.splitlines()]
     formed = [each["reason"].split() for each in summarize(RUN)["generations"]]
     assert ["0", "2", "0", "14", *formed[0], "worker", "lost"] in rows
-    assert ["1", "1", "14", "26", *formed[1], "nothing", "that", "was", "logged"] in rows
+    assert ["1", "1", "14", "26", *formed[1], "the", "driver", "was", "lost"] in rows
 
 
 def test_text_of_a_user_is_shown_as_it_is_and_losses_may_be_nan() -> None:
