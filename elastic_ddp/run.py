@@ -278,7 +278,6 @@ class Run:
             "data": self._job.index.fingerprint,
             "identity": self.config.identity(),
         }
-        self._link.deliver()
         self._checkpoints.save(self._state.state_dict(), step=self.position.step, record=record)
         self._link.say("commit", step=self.position.step, seconds=time.monotonic() - self._committed_at)
 

@@ -1,4 +1,4 @@
-"""A worker's line to the rendezvous: a thread that carries messages out and signals in, beside the training loop."""
+"""A worker's line to the rendezvous: threads that carry messages out and signals in, beside the training loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunStopped(BaseException):
 class RendezvousLink:
     """Everything a worker says to the rendezvous, and hears from it.
 
-    What is said arrives in order, within a poll. `join`, `deliver`, `end` and `close` wait for Ray, others never do.
+    What is said is sent at once and in order. `join`, `end` and `close` wait for Ray, the others never do.
 
     Args:
         rendezvous: the run's rendezvous actor.
@@ -36,16 +36,17 @@ class RendezvousLink:
     def __init__(self, rendezvous: RendezvousHandle, member: Member) -> None:
         self.member = member
         self._rendezvous = rendezvous
-        self._sending = threading.Lock()
-        """Held from emptying the outbox to Ray's taking the call, which keeps its order: messages stay in theirs."""
-        self._outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        """None ends it."""
         self._progress: dict[str, Any] | None = None
         self._signals = Signals(stop=False, ended=None)
         self._generation = 0
         self._cut: Callable[[], None] | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._talk, name="rendezvous-link", daemon=True)
-        self._thread.start()
+        self._speaker = threading.Thread(target=self._speak, name="rendezvous-link-out", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="rendezvous-link-in", daemon=True)
+        self._speaker.start()
+        self._listener.start()
 
     @property
     def stop_requested(self) -> bool:
@@ -95,39 +96,43 @@ class RendezvousLink:
         """What to call, from the link's thread, when the run ends while this worker may be stuck in a collective."""
         self._cut = cut
 
-    def deliver(self) -> None:
-        """Returns when the rendezvous has all that was said: what a commit covers is on record before the commit is
-        seen, and a worker that is killed after it takes nothing of it away."""
-        with self._sending:
-            taken = self._rendezvous.take.remote(self._drain(), self._progress)
-        ray.get(taken)
-
     def end(self, **outcome: Any) -> None:
         """Says that the run is over and how. Returns when the rendezvous has it, with all messages before it."""
-        with self._sending:
-            ended = self._rendezvous.end.remote(self._drain(), self._progress, outcome)
-        ray.get(ended)
+        self._finish_speaking()
+        ray.get(self._rendezvous.end.remote(self._progress, outcome))
 
     def close(self) -> None:
-        """Ends the thread; what was said before has been delivered."""
+        """Ends the threads; what was said before has been delivered."""
+        self._finish_speaking()
         self._closed.set()
-        self._thread.join()
-        self.deliver()
+        self._listener.join()
+        if remaining := self._drain():  # said after the end
+            ray.get(self._rendezvous.take.remote(remaining, self._progress))
+
+    def _finish_speaking(self) -> None:
+        self._outbox.put(None)
+        self._speaker.join()
 
     def _drain(self) -> list[dict[str, Any]]:
+        """What waits to be sent, up to the end."""
         messages = []
-        while not self._outbox.empty():
-            messages.append(self._outbox.get())
+        while not self._outbox.empty() and (message := self._outbox.get()) is not None:
+            messages.append(message)
         return messages
 
-    def _talk(self) -> None:
-        while not self._closed.is_set():
+    def _speak(self) -> None:
+        while (message := self._outbox.get()) is not None:
             try:
-                with self._sending:
-                    exchange = self._rendezvous.exchange.remote(self.member, self._drain(), self._progress)
-                self._signals = ray.get(exchange)
+                ray.get(self._rendezvous.take.remote([message], self._progress))
             except ray.exceptions.RayError:
                 return  # the driver is gone, and this worker goes with it
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._signals = ray.get(self._rendezvous.listen.remote(self.member, self._progress))
+            except ray.exceptions.RayError:
+                return
             if self._signals.ended is not None:
                 if self._cut is not None:
                     self._cut()

@@ -73,7 +73,11 @@ class Rendezvous:
         self._stop = False
         self._ended: str | None = None
         self._outcome: dict[str, Any] | None = None
-        self._changed = asyncio.Condition()
+        lock = asyncio.Lock()
+        self._changed = asyncio.Condition(lock)
+        """Something changed for members."""
+        self._news = asyncio.Condition(lock)
+        """There is something new for the driver."""
 
     async def join(self, member: Member, after: int, lost: str | None) -> Assignment | Ended | None:
         """A member's place in the next generation; None when it is not formed yet (ask again).
@@ -97,7 +101,7 @@ class Rendezvous:
             if formed is not None:
                 self._announce(formed)
             else:
-                await self._wait()
+                await _poll(self._changed)
             if self._membership.is_superseded(member):
                 return Ended("superseded by a newer worker group")
             return self._place(member, after)
@@ -124,36 +128,33 @@ class Rendezvous:
         )
         self._changed.notify_all()
 
-    async def exchange(
-        self, member: Member, messages: list[dict[str, Any]], progress: dict[str, Any] | None
-    ) -> Signals:
-        """Takes a member's messages for the record, and its progress, and tells it what it should know."""
-        async with self._changed:
-            self._take(messages, progress)
-            if not (self._stop or self._over_for(member)):
-                await self._wait()
-            return Signals(stop=self._stop, ended=self._over_for(member))
-
     async def take(self, messages: list[dict[str, Any]], progress: dict[str, Any] | None) -> None:
-        """Takes messages for the record at once."""
+        """Takes a member's messages for the record, and its progress."""
         async with self._changed:
             self._take(messages, progress)
+
+    async def listen(self, member: Member, progress: dict[str, Any] | None) -> Signals:
+        """Tells a member what it should know, held for a poll if there is nothing new; takes its progress."""
+        async with self._changed:
+            self._take([], progress)
+            if not (self._stop or self._over_for(member)):
+                await _poll(self._changed)
+            return Signals(stop=self._stop, ended=self._over_for(member))
 
     def _over_for(self, member: Member) -> str | None:
         if self._membership.is_superseded(member):
             return "superseded by a newer worker group"
         return self._ended
 
-    async def end(
-        self, messages: list[dict[str, Any]], progress: dict[str, Any] | None, outcome: dict[str, Any]
-    ) -> None:
+    async def end(self, progress: dict[str, Any] | None, outcome: dict[str, Any]) -> None:
         """The run is over: finished, stopped or failed, with what is to be known of it. The first word counts."""
         async with self._changed:
-            self._take(messages, progress)
+            self._take([], progress)
             if self._outcome is None:
                 self._outcome = outcome
                 self._ended = str(outcome["status"])
                 self._changed.notify_all()
+                self._news.notify_all()
 
     async def stop(self) -> None:
         """Asks the workers to commit and stop at the next step boundary."""
@@ -166,7 +167,7 @@ class Rendezvous:
         the outcome, once there is one."""
         async with self._changed:
             if len(self._events) <= after and self._outcome is None:
-                await self._wait()
+                await _poll(self._news)
             return self._events[after:], self._progress, self._outcome
 
     async def status(self) -> dict[str, Any]:
@@ -189,15 +190,16 @@ class Rendezvous:
         self._progress = progress or self._progress
         if messages:
             self._events.extend(messages)
-            self._changed.notify_all()
+            self._news.notify_all()
 
     def _record(self, event: str, **fields: Any) -> None:
         self._take([{"event": event, "time": time.time(), **fields}])
 
-    async def _wait(self) -> None:
-        """Until something changes, or for a poll. A call that asks again is what survives a lost reply."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), POLL_S)
+
+async def _poll(condition: asyncio.Condition) -> None:
+    """Until something changes, or for a poll. A call that asks again is what survives a lost reply."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(condition.wait(), POLL_S)
 
 
 def start_rendezvous(run_name: str, total_steps: int) -> RendezvousHandle:

@@ -179,13 +179,23 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
     the next one began, whichever is later."""
     rows: list[dict[str, Any]] = []
     current: dict[str, Any] | None = None
+    committed = 0
     for event in events:
-        if event["event"] == "generation":
-            if rows:
-                _close(rows[-1], event)
-            current = {key: event.get(key) for key in ("generation", "world_size", "first_step", "reason", "session")}
-            current |= {"last_step": current["first_step"], "ended_by": None}
-            rows.append(current)
+        if event["event"] == "commit":
+            committed = event["step"]
+        if event["event"] in ("rendezvous", "generation"):
+            # The rendezvous tells of it first; its first worker, where it begins, if it lives long enough.
+            if current is None or (current["session"], current["generation"]) != (
+                event["session"],
+                event["generation"],
+            ):
+                current = {"last_step": committed, "first_step": committed, "ended_by": None}
+                rows.append(current)
+            current |= {key: event.get(key) for key in ("generation", "world_size", "reason", "session")}
+            if event["event"] == "generation":
+                current["first_step"] = current["last_step"] = event["first_step"]
+                for row in rows[-2:-1]:
+                    _close(row, current)
         elif current is None or event["event"] == "session_started":
             current = None  # events of a session before its first generation belong to none
         elif event["session"] == current["session"]:
@@ -193,16 +203,15 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
                 current["last_step"] = step
             if event["event"] == "generation_ended":
                 current["ended_by"] = event.get("reason")
-                current = None
-            elif event["event"] in ("finished", "failed"):
+            elif event["event"] in ("finished", "failed") and current["ended_by"] is None:
                 current["ended_by"] = event.get("status", "failed")
     return rows
 
 
-def _close(row: dict[str, Any], following: Event) -> None:
+def _close(row: dict[str, Any], following: Mapping[str, Any]) -> None:
     """Says of a generation that could not speak for itself what the one after it tells."""
     if row["ended_by"] is None:
-        row["last_step"] = max(row["last_step"] or 0, following.get("first_step") or 0)
+        row["last_step"] = max(row["last_step"], following["first_step"])
         if row["session"] != following["session"]:
             row["ended_by"] = "the driver was lost"
         else:

@@ -199,7 +199,7 @@ def test_survivors_of_a_lost_worker_wait_to_be_superseded(run: Play, long_polls:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         survivor = asyncio.create_task(rendezvous.join(member("a", 0), 1, "connection closed"))
-        training = asyncio.create_task(rendezvous.exchange(member("a", 1), [], None))
+        training = asyncio.create_task(rendezvous.listen(member("a", 1), None))
         await until_held(survivor)
         replaced = await started(rendezvous, "b")
         assert [answer.reason for answer in replaced] == ["worker lost", "worker lost"]
@@ -207,7 +207,7 @@ def test_survivors_of_a_lost_worker_wait_to_be_superseded(run: Play, long_polls:
         assert await survivor == Ended("superseded by a newer worker group")
         signals = await training
         if signals.ended is None:  # it was told of the loss first
-            signals = await rendezvous.exchange(member("a", 1), [], None)
+            signals = await rendezvous.listen(member("a", 1), None)
         assert signals == Signals(stop=False, ended="superseded by a newer worker group")
         late = await rendezvous.join(member("a", 1), 1, "connection closed")
         assert late == Ended("superseded by a newer worker group")
@@ -248,9 +248,9 @@ def test_messages_reach_the_driver_in_order_and_only_the_newest_progress_does(ru
     async def scenario(rendezvous: Rendezvous) -> None:
         a = member("a", 0, 1)
         await started(rendezvous, size=1)
-        assert await rendezvous.exchange(a, [{"event": "one"}, {"event": "two"}], {"step": 1}) == Signals(False, None)
-        await rendezvous.exchange(a, [{"event": "three"}], {"step": 2})
-        await rendezvous.exchange(a, [], None)
+        await rendezvous.take([{"event": "one"}, {"event": "two"}], {"step": 1})
+        await rendezvous.take([{"event": "three"}], {"step": 2})
+        assert await rendezvous.listen(a, None) == Signals(False, None)
         events, progress, outcome = await rendezvous.follow(0)
         assert [event["event"] for event in events] == ["rendezvous", "one", "two", "three"]
         assert (progress, outcome) == ({"step": 2}, None)
@@ -264,10 +264,9 @@ def test_the_driver_is_held_until_there_is_news(run: Play, long_polls: None) -> 
     async def scenario(rendezvous: Rendezvous) -> None:
         driver = asyncio.create_task(rendezvous.follow(0))
         await until_held(driver)
-        worker = asyncio.create_task(rendezvous.exchange(member("a", 0), [{"event": "commit", "step": 7}], None))
+        await rendezvous.take([{"event": "commit", "step": 7}], None)
         events, _, _ = await driver
         assert [event["step"] for event in events] == [7]
-        worker.cancel()
 
     run(scenario)
 
@@ -282,11 +281,11 @@ def test_a_driver_without_news_is_answered_within_a_poll(run: Play) -> None:
 def test_a_stop_reaches_a_worker_that_waits_and_no_generation_forms_any_more(run: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        waiting = asyncio.create_task(rendezvous.exchange(member("a", 0), [], None))
+        waiting = asyncio.create_task(rendezvous.listen(member("a", 0), None))
         await until_held(waiting)
         await rendezvous.stop()
         assert await waiting == Signals(stop=True, ended=None)
-        assert await rendezvous.exchange(member("a", 1), [], None) == Signals(stop=True, ended=None)
+        assert await rendezvous.listen(member("a", 1), None) == Signals(stop=True, ended=None)
         for each, lost in ((member("b", 0), None), (member("a", 0), "connection closed")):
             assert await rendezvous.join(each, 0, lost) == Ended("stopped")
 
@@ -296,11 +295,12 @@ def test_a_stop_reaches_a_worker_that_waits_and_no_generation_forms_any_more(run
 def test_the_first_outcome_counts_and_ends_everyone(run: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        waiting = asyncio.create_task(rendezvous.exchange(member("a", 1), [], None))
+        waiting = asyncio.create_task(rendezvous.listen(member("a", 1), None))
         driver = asyncio.create_task(rendezvous.follow(1))
         await until_held(waiting, driver)
-        await rendezvous.end([{"event": "commit", "step": 9}], {"step": 9}, {"status": "failed", "error": "the first"})
-        await rendezvous.end([], None, {"status": "finished"})
+        await rendezvous.take([{"event": "commit", "step": 9}], None)
+        await rendezvous.end({"step": 9}, {"status": "failed", "error": "the first"})
+        await rendezvous.end(None, {"status": "finished"})
         assert await waiting == Signals(stop=False, ended="failed")
         events, progress, outcome = await rendezvous.follow(1)
         assert [event["step"] for event in events] == [9]  # nothing that was said before the end is lost
@@ -319,11 +319,11 @@ def test_the_status_follows_the_run(run: Play, long_polls: None) -> None:
         assert fresh["step"] is fresh["last_commit"] is fresh["generation"] is None
         said = [{"event": "generation", "generation": 1, "world_size": 2}, {"event": "commit", "step": 5}]
         await rendezvous.stop()  # so that nobody is held
-        await rendezvous.exchange(member("a", 0), said, {"step": 6, "loss": 0.5})
+        await rendezvous.take(said, {"step": 6, "loss": 0.5})
         status = await rendezvous.status()
         assert (status["state"], status["generation"], status["world_size"]) == ("stopping", 1, 2)
         assert (status["step"], status["loss"], status["last_commit"]) == (6, 0.5, 5)
-        await rendezvous.end([], None, {"status": "stopped"})
+        await rendezvous.end(None, {"status": "stopped"})
         assert (await rendezvous.status())["state"] == "stopped"
 
     run(scenario)

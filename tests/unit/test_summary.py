@@ -127,3 +127,28 @@ def test_text_of_a_user_is_shown_as_it_is_and_losses_may_be_nan() -> None:
     events = session("s1", 0.0, STARTED, steps(1, "NaN"), ("failed", {"error": "KeyError: [red] in [/b]"}))
     text = shown(summarize(events))
     assert "KeyError: [red] in [/b]" in text and "NaN → NaN" in text
+
+
+def test_a_generation_whose_first_worker_died_before_it_could_speak_is_told_by_the_rendezvous() -> None:
+    events = [
+        {"event": "session_started", "session": "a", "time": 0.0, "seq": 0, "resumed_from_step": None},
+        {
+            "event": "rendezvous",
+            "session": "a",
+            "time": 1.0,
+            "seq": 1,
+            "generation": 1,
+            "world_size": 2,
+            "reason": "start",
+        },
+        {"event": "rendezvous", "session": "a", "time": 2.0, "seq": 2, "generation": 2, "world_size": 1}
+        | {"reason": "worker lost"},
+        {"event": "generation", "session": "a", "time": 2.1, "seq": 3, "generation": 2, "world_size": 1}
+        | {"reason": "worker lost", "first_step": 20},
+    ]
+    rows = summarize(events)["generations"]
+    assert [(row["generation"], row["world_size"], row["first_step"], row["last_step"]) for row in rows] == [
+        (1, 2, 0, 20),
+        (2, 1, 20, 20),
+    ]
+    assert rows[0]["ended_by"] == "a worker was lost"
