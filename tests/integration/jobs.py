@@ -192,7 +192,7 @@ def main() -> None:
     if "RAY_ADDRESS" in os.environ:
         ray.init(logging_level="WARNING")
     else:
-        ray.init(num_cpus=4, include_dashboard=False, logging_level="WARNING")
+        ray.init("local", num_cpus=4, include_dashboard=False, logging_level="WARNING")
     low, _, high = workers.partition(":")
     config = settings(storage, name, int(high or low), min_workers=int(low), resize_interval_s=1.0)
     print(ed.ElasticTrainer(make_train(fault), data, config, transform=jitter).fit())

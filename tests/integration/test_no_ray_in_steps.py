@@ -87,7 +87,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, A
             if step.index == STEPS - 1:
                 calls.write(folder / f"rank-{run.rank}")
 
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="WARNING")
+    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="WARNING")
     config = jobs.settings(str(folder / "runs"), "no-ray", 2, steps=STEPS, data={"chunk_rows": 8})
     ed.ElasticTrainer(train, str(folder / "data"), config, transform=jobs.jitter).fit()
     ray.shutdown()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="WARNING")
+    ray.init("local", num_cpus=4, include_dashboard=False, logging_level="WARNING")
     yield
     ray.shutdown()
 
