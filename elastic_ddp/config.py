@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from elastic_ddp.errors import ConfigError
 
@@ -25,10 +26,35 @@ DATA_IDENTITY = ("columns", "shuffle", "window_row_groups", "chunk_rows")
 """The same for the settings under `data`."""
 
 
-class CheckpointConfig(BaseModel):
-    """When state is committed and how much of it is kept."""
+_within: ContextVar[bool] = ContextVar("within", default=False)
+"""Whether settings are being built of which others are a part."""
+
+
+def _accept_list(value: Any) -> Any:
+    """TOML and JSON have lists where there are tuples here."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+class _Settings(BaseModel):
+    """Plain data, validated when built. What is wrong is a ConfigError."""
 
     model_config = _STRICT
+
+    def __init__(self, **values: Any) -> None:
+        if _within.get():  # a part of other settings, which say where it is
+            super().__init__(**values)
+            return
+        token = _within.set(True)
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, type(self))) from None
+        finally:
+            _within.reset(token)
+
+
+class CheckpointConfig(_Settings):
+    """When state is committed and how much of it is kept."""
 
     every_steps: PositiveInt | None = None
     """Commit whenever this many steps have passed since the last commit."""
@@ -45,12 +71,10 @@ class CheckpointConfig(BaseModel):
         return self
 
 
-class DataConfig(BaseModel):
+class DataConfig(_Settings):
     """How rows are read, ordered and fed. The data set itself is an argument of `ElasticTrainer`."""
 
-    model_config = _STRICT
-
-    columns: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    columns: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_accept_list)] | None = None
     """Columns to read; all of them by default."""
     shuffle: bool = True
     """A seeded permutation for every epoch; False reads the rows in their stored order."""
@@ -70,10 +94,8 @@ class DataConfig(BaseModel):
     where a transform is heavy and CPUs are left over."""
 
 
-class DDPConfig(BaseModel):
+class DDPConfig(_Settings):
     """Options of `torch.nn.parallel.DistributedDataParallel`, under its own names."""
-
-    model_config = _STRICT
 
     bucket_cap_mb: PositiveFloat = 25.0
     gradient_as_bucket_view: bool = True
@@ -81,14 +103,12 @@ class DDPConfig(BaseModel):
     find_unused_parameters: bool = False
 
 
-class RunConfig(BaseModel):
+class RunConfig(_Settings):
     """Everything that defines a run but its code and its data.
 
     Raises:
         ConfigError: a key is unknown, a value has the wrong type, or the values cannot work together.
     """
-
-    model_config = _STRICT
 
     name: RunName
     """The run's name. Fitting the same name in the same storage again resumes it."""
@@ -123,8 +143,13 @@ class RunConfig(BaseModel):
     """Lost workers or nodes that a run survives; -1 for no limit. Errors of the training function are never retried."""
     log_every_steps: PositiveInt = 10
     """How often logged values are written to the ledger."""
-    resize_interval_s: PositiveFloat = 60.0
+    in_place: bool = True
+    """Workers join and leave while the others live on. False restarts all of them from the newest commit."""
+    resize_interval_s: PositiveFloat = 5.0
     """How often the cluster is asked for room for more workers, up to `max_workers`."""
+    heartbeat_timeout_s: PositiveFloat = 5.0
+    """Silence of a worker that is taken for its death: it is stopped, or its machine is cut off. One whose process ends
+    is noticed at once. A worker that computes for long is not silent."""
     collective_timeout_s: PositiveFloat = 1800.0
     """How long a collective may wait for a slow worker."""
     num_threads_per_worker: PositiveInt | None = None
@@ -132,23 +157,6 @@ class RunConfig(BaseModel):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     ddp: DDPConfig = Field(default_factory=DDPConfig)
-
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_tables(cls, values: Any) -> Any:
-        """TOML and JSON have lists and ints where the fields have tuples and floats."""
-        if isinstance(values, dict) and isinstance(values.get("data"), dict):
-            data = dict(values["data"])
-            if isinstance(data.get("columns"), list):
-                data["columns"] = tuple(data["columns"])
-            values = {**values, "data": data}
-        return values
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -238,14 +246,14 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"config={os.fspath(path)!r} is not TOML: {error}") from None
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, model: type[BaseModel]) -> str:
     """One line for each mistake: the setting, the value, the rule and what may be given instead."""
     lines = []
     for mistake in error.errors(include_url=False):
         where = ".".join(str(part) for part in mistake["loc"])
         value = mistake["input"]
         if mistake["type"] == "extra_forbidden":
-            lines.append(f"{where}={value!r}: there is no such setting; {_known(mistake['loc'])}")
+            lines.append(f"{where}={value!r}: there is no such setting; {_known(mistake['loc'], model)}")
         elif mistake["type"] == "missing":
             lines.append(f"{where} is missing: it has no default; give it a value")
         elif mistake["type"] == "value_error":
@@ -255,11 +263,10 @@ def _explain(error: ValidationError) -> str:
     return "invalid configuration: " + "; ".join(lines)
 
 
-def _known(location: tuple[int | str, ...]) -> str:
+def _known(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
     """The settings that exist where an unknown one was given, the likeliest first."""
     import difflib
 
-    model: type[BaseModel] = RunConfig
     for part in location[:-1]:
         annotation = model.model_fields[str(part)].annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):

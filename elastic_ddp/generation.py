@@ -12,7 +12,7 @@ import torch
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.ddp import DDPStrategy
-from elastic_ddp.parallel.handover import broadcast_state, check_same_model
+from elastic_ddp.parallel.handover import check_same_model, hand_over
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
 from elastic_ddp.step import Step
 from elastic_ddp.train_state import TrainState
@@ -51,17 +51,26 @@ class Generation:
         Args:
             assignment: this member's place.
             job: what the run is.
-            state: this rank's objects; overwritten by those of rank 0.
+            state: this rank's objects; on ranks that lag, overwritten by those of the most advanced.
             device: where the model is.
-            load_state: called on rank 0 alone: the state to start from, or None for the one at hand.
-            on_group: told of the process group as soon as it exists.
+            load_state: called on rank 0 alone, and only if no rank holds a state: the one to start from, or None for
+                what the user's function built.
+            on_group: told of the process group as soon as it can be cut.
         """
-        group = ProcessGroup.form(assignment, device=device, timeout_s=job.config.collective_timeout_s)
-        on_group(group)
+        forming: list[ProcessGroup] = []
+
+        def begin(group: ProcessGroup) -> None:
+            forming.append(group)
+            on_group(group)
+
         try:
+            group = ProcessGroup.form(
+                assignment, device=device, timeout_s=job.config.collective_timeout_s, on_forming=begin
+            )
             return cls._on(group, job=job, state=state, load_state=load_state)
         except BaseException:
-            group.close(intact=False)
+            for group in forming:
+                group.close(intact=False)
             raise
 
     @classmethod
@@ -71,16 +80,16 @@ class Generation:
         config = job.config
         assert state.model is not None
         check_same_model(state.module, group)
-        source: dict[str, Any] | None = None
-        if group.rank == 0:
-            loaded = load_state()
-            if loaded is not None:
+        source, receivers = group.assignment.source, group.assignment.receivers
+        if source is None:
+            # Rank 0 speaks for all of them even at the very start: what a model draws its first weights from is the
+            # user's business, that all ranks have the same ones is ours.
+            source, receivers = 0, tuple(range(1, group.world_size))
+            if group.rank == 0 and (loaded := load_state()) is not None:
                 state.load_state_dict(loaded)
-            source = state.state_dict()
-        # Rank 0 speaks for all of them even at the very start: what a model draws its first weights from is the
-        # user's business, that all ranks have the same ones is ours.
-        received = broadcast_state(source, group)
-        if group.rank != 0:
+        mine = state.state_dict() if group.rank == source and receivers else None
+        received = hand_over(mine, group, source=source, receivers=receivers)
+        if received is not None:
             state.load_state_dict(received)
         strategy = DDPStrategy(state.model, config, group)
         feed = MicroBatchFeed(

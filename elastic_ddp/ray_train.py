@@ -17,7 +17,7 @@ from ray.train.torch import TorchConfig
 from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic.membership import Member
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
-from elastic_ddp.ray_internals import ElasticTorchTrainer
+from elastic_ddp.ray_internals.controller import ElasticTorchTrainer
 from elastic_ddp.storage import Storage
 
 _RAY_TRAIN_SETTINGS = {
@@ -39,6 +39,8 @@ class Place:
 
     member: Member
     device: torch.device
+    node_resources: dict[str, float]
+    """Of the node it runs on, all together."""
 
 
 class _NoProcessGroup(TorchConfig):
@@ -81,7 +83,8 @@ def run_workers(
         os.environ.setdefault(name, value)
     trainer = ElasticTorchTrainer(
         _run_worker,
-        train_loop_config={"work": work, "job": job, "rendezvous": rendezvous},
+        rendezvous=rendezvous if config.in_place else None,
+        train_loop_config={"work": work, "job": job, "rendezvous": rendezvous, "in_place": config.in_place},
         torch_config=_NoProcessGroup(),
         scaling_config=ray.train.ScalingConfig(
             use_gpu=config.use_gpu,
@@ -104,12 +107,16 @@ def _run_worker(arguments: dict[str, Any]) -> None:
     context = ray.train.get_context()
     runtime = ray.get_runtime_context()
     member = Member(
-        id=runtime.get_worker_id()[:12],
-        # Every start of a worker group reserves a placement group of its own.
-        group=runtime.get_placement_group_id() or runtime.get_job_id(),
+        id=str(runtime.get_actor_id()),
+        # A group that is restarted as a whole reserves a placement group each time; one that is resized in place is
+        # the same all along.
+        group="in place" if arguments["in_place"] else str(runtime.get_placement_group_id()),
         rank_in_group=context.get_world_rank(),
         group_size=context.get_world_size(),
         node=ray.util.get_node_ip_address(),
         pid=os.getpid(),
     )
-    arguments["work"](arguments["job"], arguments["rendezvous"], Place(member, ray.train.torch.get_device()))
+    here = runtime.get_node_id()
+    resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
+    place = Place(member, ray.train.torch.get_device(), resources)
+    arguments["work"](arguments["job"], arguments["rendezvous"], place)

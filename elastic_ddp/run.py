@@ -16,6 +16,8 @@ from elastic_ddp.evaluation import evaluate
 from elastic_ddp.generation import Generation
 from elastic_ddp.job import COMMITS, Job
 from elastic_ddp.parallel.ddp import PreparedModel
+from elastic_ddp.parallel.process_group import is_lost_peer
+from elastic_ddp.state import flatten
 from elastic_ddp.step import Step
 from elastic_ddp.train_state import Position, Stateful, TrainState
 
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
     from elastic_ddp.data.source import Transform
 
 Prepared = TypeVar("Prepared")
+Result = TypeVar("Result")
 
+FORMED_AGAIN = 10
+"""Times that a generation may break while it forms, before something else than a death is taken for the cause."""
 LOSSES_IN_A_ROW = 3
 """Times that the same processes lose the same step before it is taken for a fault in it rather than in a connection."""
 
@@ -46,6 +51,9 @@ class Run:
         self._checkpoints = CheckpointStore(job.storage.at(COMMITS), keep=job.config.checkpoint.keep)
         self._committed_step: int | None = None
         self._committed_at = time.monotonic()
+        self._holds_state = False
+        self._was_first = False
+        self._step: Step | None = None
 
     # What the user calls.
 
@@ -97,6 +105,8 @@ class Run:
     def register(self, name: str, thing: Stateful) -> None:
         """Adds user state to every commit: anything with `state_dict()` of plain values and tensors, and
         `load_state_dict()`. It has to be updated in the same way on every rank."""
+        if self._holds_state:
+            raise ConfigError(f"run.register got {name} inside run.steps(); register everything before the loop")
         if not isinstance(thing, Stateful):
             raise ConfigError(
                 f"run.register got {name}, a {type(thing).__name__}, without state_dict and load_state_dict"
@@ -114,23 +124,29 @@ class Run:
             raise ConfigError(
                 "run.steps() came before a model and an optimizer were prepared; call run.prepare for both"
             )
-        lost: str | None = None
         losses = 0
+        lost: str | None = None
         while True:
             if self._generation is None:
                 self._generation = self._next_generation(lost)
             if self.position.step >= self._job.total_steps:
                 return
-            step = self._next_step()
-            yield step
+            generation, self._step = self._generation, self._next_step()
+            yield self._step
+            step, self._step = self._step, None
             if step.agreed is None and step.lost is None:
                 raise ConfigError(f"step {step.index} was skipped; every step has to run, in `with step`")
-            if step.lost is None:
+            lost = step.lost
+            # An evaluation after the step may have found a peer lost too, and a new generation: then there is nobody
+            # to end this step with, and what was voted for is voted for again.
+            if lost is None and self._generation is generation:
+                lost = self._end_step(step)
+            if lost is None:
                 losses = 0
-                self._end_step(step)
                 continue
-            lost, losses = step.lost, losses + 1
-            self.close(intact=False)
+            losses += 1
+            if self._generation is generation:
+                self.close(intact=False)
             if losses == LOSSES_IN_A_ROW:
                 raise WorkersLostError(f"step {step.index} was lost {losses} times in a row, the last time by: {lost}")
 
@@ -157,7 +173,9 @@ class Run:
             raise ConfigError("run.evaluate was called before run.steps(); call it inside the loop or after it")
         if self.rank == 0:
             self._link.say("evaluating", name=name)
-        value = evaluate(self._generation, self._job, loss_fn, data, transform, self.device)
+        value = self._together(
+            lambda generation: evaluate(generation, self._job, loss_fn, data, transform, self.device)
+        )
         if self.rank == 0:
             self._link.say("evaluation", step=self.position.step, name=name, loss=value)
         return value
@@ -185,17 +203,34 @@ class Run:
 
     # Generations and steps.
 
-    def _next_generation(self, lost: str | None) -> Generation:
-        assignment = self._link.join(lost)
-        generation = Generation.open(
-            assignment,
-            job=self._job,
-            state=self._state,
-            device=self.device,
-            # A group that comes back whole after a broken connection still has its state in memory.
-            load_state=self._load_newest_commit if lost is None else lambda: None,
-            on_group=lambda group: self._link.cut_when_over(group.cut),
-        )
+    def _next_generation(self, lost: str | None, *, between_steps: bool = True) -> Generation:
+        """The next generation, formed again if a peer is lost while it forms."""
+        was_first = self._was_first
+        if not self._holds_state:
+            flatten(self._state.state_dict())  # what cannot be saved is refused now, not by the first commit
+        for _ in range(FORMED_AGAIN):
+            step = self.position.step if self._holds_state else None
+            assignment = self._link.join(step=step, between_steps=between_steps, lost=lost)
+            try:
+                generation = Generation.open(
+                    assignment,
+                    job=self._job,
+                    state=self._state,
+                    device=self.device,
+                    load_state=self._load_newest_commit,
+                    on_group=lambda group: self._link.cut_when_broken(group.cut),
+                )
+                break
+            except BaseException as error:
+                if not is_lost_peer(error):
+                    raise
+                lost = f"{type(error).__name__}: {error}"
+            # Here the traceback is gone, and with it what held the process group.
+            self._link.cut_when_broken(None)
+        else:
+            raise WorkersLostError(f"a generation broke {FORMED_AGAIN} times while it formed, the last time by: {lost}")
+        self._holds_state = True
+        self._was_first = assignment.rank == 0
         if assignment.rank == 0:
             self._link.say(
                 "generation",
@@ -204,39 +239,70 @@ class Run:
                 first_step=self.position.step,
                 reason="resume" if assignment.reason == "start" and self.position.step else assignment.reason,
             )
-        if lost is None:  # otherwise the state at hand goes on, and what was committed of it stays what it was
-            self._committed_step = self.position.step if self.position.step else None
-            self._committed_at = time.monotonic()
+            if not was_first:  # what the one before committed is for the storage to say
+                newest = self._checkpoints.latest()
+                self._committed_step = newest.step if newest is not None else None
+                self._committed_at = time.monotonic()
         return generation
+
+    def _together(self, what: Callable[[Generation], Result]) -> Result:
+        """Something that all ranks do together outside of steps, done again in a new generation if a peer is lost in
+        it. Nobody can join meanwhile."""
+        lost = self._step.lost if self._step is not None else None
+        for _ in range(LOSSES_IN_A_ROW):
+            if lost is not None:
+                self.close(intact=False)
+                self._generation = self._next_generation(lost, between_steps=False)
+            assert self._generation is not None
+            try:
+                return what(self._generation)
+            except BaseException as error:
+                if not is_lost_peer(error):
+                    raise
+                lost = f"{type(error).__name__}: {error}"
+        raise WorkersLostError(f"a peer was lost {LOSSES_IN_A_ROW} times in a row, the last time by: {lost}")
 
     def _next_step(self) -> Step:
         assert self._generation is not None
         step, shape = self.position.step, self._job.shape
-        return Step(self._generation, shape.rows(step), shape.epoch_of(step), self._votes(step + 1))
+        return Step(self._generation, shape.rows(step), shape.epoch_of(step), lambda: self._votes(step + 1))
 
     def _votes(self, steps_done: int) -> dict[str, bool]:
-        """What this rank wants to happen after the step to come. Rank 0's clock counts, and its ear."""
+        """What this rank wants to happen after the step at hand. Rank 0's clock counts, and its ear."""
         if self.rank != 0:
             return {}
         every, seconds = self.config.checkpoint.every_steps, self.config.checkpoint.every_seconds
         due = every is not None and steps_done - (self._committed_step or 0) >= every
         overdue = seconds is not None and time.monotonic() - self._committed_at >= seconds
-        return {"commit": due or overdue, "stop": self._link.stop_requested}
+        return {
+            "commit": due or overdue,
+            "stop": self._link.stop_requested,
+            "reconfigure": self._link.reconfigure_requested,
+        }
 
-    def _end_step(self, step: Step) -> None:
-        """Does what the ranks agreed on at the end of a step, when the user's loop is through with it."""
+    def _end_step(self, step: Step) -> str | None:
+        """Does what the ranks agreed on at the end of a step, when the user's loop is through with it. Returns how a
+        peer was lost meanwhile; the step itself is done."""
         assert self._generation is not None and step.agreed is not None
         last = self.position.step == self._job.total_steps
         if self.rank == 0:
             self._link.progress(**self._newest(step))
         if step.index % self.config.log_every_steps == 0 or last:
-            metrics = self._generation.gather_metrics(step, self._job.shape.rows(step.index))
+            try:
+                metrics = self._generation.gather_metrics(step, self._job.shape.rows(step.index))
+            except RuntimeError as error:
+                if not is_lost_peer(error):
+                    raise
+                return f"{type(error).__name__}: {error}"
             if self.rank == 0:
                 self._link.say("steps", **self._newest(step), metrics=metrics)
         if step.agreed.votes["commit"] or step.agreed.votes["stop"]:
             self._commit()
         if step.agreed.votes["stop"]:
             raise RunStopped("stop was requested")
+        if step.agreed.votes["reconfigure"] and not last:
+            self.close(intact=True, reason="workers were to join or leave")
+        return None
 
     def _newest(self, step: Step) -> dict[str, Any]:
         return {
@@ -285,10 +351,14 @@ class Run:
         """After the user's function: the last commit, and what the summary says of the run. Every rank calls it."""
         if self._generation is None:
             raise ConfigError("the training function returned without looping over run.steps(); nothing was trained")
-        if self._committed_step != self.position.step:
-            self._commit()
         weights = self._state.weights_sha256()
-        everyone = [digest.decode() for digest in self._generation.group.all_gather_bytes(weights.encode())]
+
+        def commit_and_compare(generation: Generation) -> list[bytes]:
+            if self._committed_step != self.position.step:
+                self._commit()
+            return generation.group.all_gather_bytes(weights.encode())
+
+        everyone = [digest.decode() for digest in self._together(commit_and_compare)]
         if len(set(everyone)) > 1:
             raise ElasticDDPError(
                 f"ranks ended with different weights: {dict(enumerate(everyone))}; something in the training function "
@@ -300,21 +370,22 @@ class Run:
         """How far the run is, as the summary says it."""
         return {
             "steps": self.position.step,
+            "total_steps": self.total_steps,
             "epochs": self.position.step / self._job.shape.steps_per_epoch,
             "samples": self.position.samples,
             "samples_sha256": self.position.samples_sha256,
         }
 
-    def close(self, *, intact: bool) -> None:
-        """Leaves the generation, if there is one; `intact` when all its members do."""
+    def close(self, *, intact: bool, reason: str = "the run ended") -> None:
+        """Leaves the generation, if there is one; `intact` when all its members do, for that reason."""
         generation, self._generation = self._generation, None
         if generation is not None:
-            self._link.cut_when_over(None)
+            self._link.cut_when_broken(None)
             if generation.group.rank == 0:
                 self._link.say(
                     "generation_ended",
                     generation=generation.group.assignment.generation,
                     last_step=self.position.step,
-                    reason="the run ended" if intact else "a peer was lost",
+                    reason=reason if intact else "a peer was lost",
                 )
             generation.close(intact=intact)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.seeding import seed_all
 
 if TYPE_CHECKING:
+    from elastic_ddp.data.feed import MicroBatch
     from elastic_ddp.generation import Generation
 
 
@@ -30,13 +31,17 @@ class Step:
     So everything that belongs to a step, such as an update of registered state, goes into the block, after `optimize`.
     """
 
-    def __init__(self, generation: Generation, rows: np.ndarray, epoch: int, votes: dict[str, bool]) -> None:
+    def __init__(
+        self, generation: Generation, rows: np.ndarray, epoch: int, votes: Callable[[], dict[str, bool]]
+    ) -> None:
         self._generation = generation
         self._state = generation.state
-        self._control = ControlExchange(rows, votes)
+        self._control = ControlExchange(rows)
+        self._votes = votes
         self._records: dict[int, MicroBatchRecord] = {}
         self._logged: dict[str, dict[int | None, float]] = {}
         self._current: int | None = None
+        self._batches: Iterator[MicroBatch] = iter(())
         self.index = generation.state.position.step
         """The step's number, from 0."""
         self.epoch = epoch
@@ -78,7 +83,8 @@ class Step:
         """
         strategy = self._generation.strategy
         to_compute = set(strategy.to_compute)
-        for batch in self._generation.feed.step(self.index):
+        self._batches = self._generation.feed.step(self.index)
+        for batch in self._batches:
             if batch.index not in to_compute:
                 continue
             self._current = batch.index
@@ -117,7 +123,7 @@ class Step:
             micro_batch, generation.strategy.weight(micro_batch) if record.num_rows else None
         )
         if micro_batch == generation.strategy.to_compute[-1]:
-            self._control.votes["buffers_changed"] = generation.buffers.changed
+            self._control.votes = {**self._votes(), "buffers_changed": generation.buffers.changed}
             real = {m: each for m, each in self._records.items() if each.num_rows}
             self._control.start(real, generation.group.world_size)
 
@@ -143,6 +149,8 @@ class Step:
             )
         if self.agreed is not None:
             raise ConfigError(f"step.optimize was called twice in step {self.index}")
+        for _ in self._batches:  # a loop that ended early leaves padding behind, which is not the next step's
+            pass
         if generation.clip_grad_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(state.module.parameters(), generation.clip_grad_norm)
             self.log(grad_norm=norm)

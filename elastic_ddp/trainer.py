@@ -22,7 +22,7 @@ from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.config import RunConfig
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import check_cpus, materialize
-from elastic_ddp.elastic.rendezvous import RendezvousHandle, start_rendezvous
+from elastic_ddp.elastic.rendezvous import News, RendezvousHandle, RendezvousOptions, start_rendezvous
 from elastic_ddp.errors import ConfigError, TrainFunctionError, WorkersLostError
 from elastic_ddp.job import COMMITS, Job
 from elastic_ddp.parallel.control import EMPTY_CHAIN
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 SUMMARY = "summary.json"
 _IDENTITY = "run.json"
+WORKERS_LEAVE_S = 5.0
+"""How long workers may take to leave when the run is over."""
+RAY_TRAIN_ENDS_S = 15.0
+"""How long Ray Train may take to end those that have not left."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,14 @@ class ElasticTrainer:
         """
         index = self._open_data()
         self._claim(index)
-        if (done := self._finished()) is not None:
+        job = Job(
+            config=self.config,
+            train=self._train,
+            index=index,
+            transform=self._transform,
+            storage=self._storage,
+        )
+        if (done := self._finished(job.total_steps)) is not None:
             _note(f"run {self.config.name!r} is finished already, after {done.steps} steps; more steps resume it")
             return done
         if not ray.is_initialized():
@@ -122,19 +133,21 @@ class ElasticTrainer:
             _note(f"using Ray at {address} (RAY_ADDRESS names another cluster, RAY_ADDRESS=local starts one here)")
         self._check_resources()
         resumed = CheckpointStore(self._storage.at(COMMITS), keep=self.config.checkpoint.keep).latest()
-        job = Job(
-            config=self.config,
-            train=self._train,
-            index=index,
-            transform=self._transform,
-            storage=self._storage,
+        rendezvous = start_rendezvous(
+            self.config.name,
+            job.total_steps,
+            RendezvousOptions(
+                min_workers=self.config.min_workers,
+                max_workers=self.config.max_workers,
+                heartbeat_timeout_s=self.config.heartbeat_timeout_s,
+            ),
         )
-        rendezvous = start_rendezvous(self.config.name, job.total_steps)
         session = _Session(job, rendezvous, resumed)
         try:
             outcome = session.run()
         finally:
-            ray.kill(rendezvous)
+            ray.kill(rendezvous)  # which ends the controller, and with it every worker
+            session.wait_for_workers()
         return self._conclude(outcome)
 
     def _open_data(self) -> DatasetIndex:
@@ -180,15 +193,14 @@ class ElasticTrainer:
                 "waiting for nodes; without an autoscaler, lower min_workers or resources_per_worker"
             )
 
-    def _finished(self) -> RunResult | None:
+    def _finished(self, total_steps: int) -> RunResult | None:
         try:
             summary = json.loads(self._storage.read(SUMMARY))
         except FileNotFoundError:
             return None
-        wanted = self.config.steps
-        longer = wanted is not None and wanted > summary["steps"]
-        longer = longer or (self.config.epochs is not None and self.config.epochs > summary["epochs"])
-        return None if summary["status"] != "finished" or longer else self._result(summary)
+        if summary["status"] != "finished":
+            return None
+        return None if total_steps > summary["total_steps"] else self._result(summary)
 
     def _conclude(self, outcome: dict[str, Any]) -> RunResult:
         summary = summarize(read_ledger(self._storage), name=self.config.name, storage=self._storage.uri)
@@ -229,7 +241,6 @@ class _Session:
         self._ledger = Ledger(job.storage, new_session())
         self._progress = Progress(job.total_steps)
         self._error: BaseException | None = None
-        self._trained = False
         self._thread = threading.Thread(target=self._run_workers, name="ray-train", daemon=True)
         self._ledger.append(
             "session_started",
@@ -263,20 +274,22 @@ class _Session:
         while True:
             try:
                 running = self._thread.is_alive()
-                heard: tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]
-                heard = ray.get(self._rendezvous.follow.remote(seen))
-                events, progress, outcome = heard
-                seen += len(events)
-                for event in events:
+                news: News = ray.get(self._rendezvous.follow.remote(seen))
+                for event in news.events:
                     self._record(dict(event))
-                self._show(progress)
-                if events:
+                    seen += 1
+                self._show(news.progress)
+                if news.events:
                     self._ledger.flush()
                 if not running:
-                    return outcome or self._workers_gone(stopping)
-                if outcome is not None:
-                    self._thread.join(0.1)  # there is no more to hear, and workers take a moment to leave
-                if stopping and not self._trained:
+                    return news.outcome or self._workers_gone(stopping)
+                if news.outcome is not None:
+                    self._thread.join(WORKERS_LEAVE_S)  # one that is stuck in a user's code is not waited for
+                    last: News = ray.get(self._rendezvous.follow.remote(seen))  # what was said on leaving
+                    for event in last.events:
+                        self._record(dict(event))
+                    return news.outcome
+                if stopping and not news.num_alive:
                     return self._stopped()  # Ray Train may wait for room for workers for ever
             except KeyboardInterrupt:
                 if stopping:
@@ -285,6 +298,10 @@ class _Session:
                 self._state = "stopping"
                 self._progress.note("stopping: committing at the next step boundary (Ctrl-C again to stop at once)")
                 ray.get(self._rendezvous.stop.remote())
+
+    def wait_for_workers(self) -> None:
+        """After the rendezvous is gone: until Ray Train has ended what is left."""
+        self._thread.join(RAY_TRAIN_ENDS_S)
 
     def _stopped(self) -> dict[str, Any]:
         """Stopped with no worker in a generation: the run stands where its newest commit does."""
@@ -295,6 +312,7 @@ class _Session:
             "steps": newest.step if newest else 0,
             "samples": record.get("samples", 0),
             "samples_sha256": record.get("samples_sha256", EMPTY_CHAIN),
+            "epochs": newest.step / self._job.shape.steps_per_epoch if newest else 0.0,
         }
 
     def _workers_gone(self, stopping: bool) -> dict[str, Any]:
@@ -313,7 +331,7 @@ class _Session:
         name, at = event.pop("event"), event.pop("time")
         self._ledger.append(name, at=at, **event)
         if name == "generation":
-            self._state, self._trained = "training", True
+            self._state = "training"
             self._newest |= {"step": event["first_step"], "world_size": event["world_size"]}
             workers = "1 worker" if event["world_size"] == 1 else f"{event['world_size']} workers"
             self._progress.note(

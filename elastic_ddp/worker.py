@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from elastic_ddp.config import RunConfig
+from elastic_ddp.data.ingest import check_cpus
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
-from elastic_ddp.errors import ElasticDDPError, TrainFunctionError
+from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersLostError
 from elastic_ddp.job import Job
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.ray_train import Place
@@ -27,15 +29,23 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
     rendezvous, as does everything that follows from one.
 
     Raises:
-        WorkersLostError: a peer was lost, but Ray Train has not noticed and starts no new group: now it will.
+        WorkersLostError: the training function let an error of a lost peer through, and cannot go on where it was: a
+            collective of its own, for example. Ray Train replaces this worker.
     """
 
     _make_deterministic(job.config)
-    link = RendezvousLink(rendezvous, place.member)
+    link = RendezvousLink(rendezvous, place.member, job.config.heartbeat_timeout_s)
     run = Run(job, link, place.device)
     outcome: dict[str, Any] = {}
     lost: str | None = None
     try:
+        check_cpus(
+            [place.node_resources],
+            resources_per_worker=job.config.resources_per_worker,
+            max_workers=job.config.max_workers,
+            options=job.config.data,
+            has_transform=job.transform is not None,
+        )
         seed_all(job.config.seed, "init")
         job.train(run)
         outcome = {"status": "finished", **run.finish()}
@@ -53,16 +63,19 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
         return
     if lost is not None:
         run.close(intact=False)
-        link.wait_to_be_replaced(lost)
     elif outcome["status"] == "failed":
         link.end(**outcome)  # first, so that peers whose collectives break now know why
         run.close(intact=False)
     else:
-        was_first = run.rank == 0
-        run.close(intact=True)
-        if was_first:
+        may_tell = run.rank == 0  # it has seen the last commit
+        with suppress(RuntimeError):  # a peer that is lost only now
+            run.close(intact=True)
+            may_tell = True  # all have: the first may be lost before it tells
+        if may_tell:
             link.end(**outcome)
     link.close()
+    if lost is not None:
+        raise WorkersLostError(f"the training function was left by an error of a lost peer: {lost}")
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from elastic_ddp.data.source import (
     unpack,
 )
 from elastic_ddp.errors import DataError
-from elastic_ddp.ray_internals import DatasetExecution
+from elastic_ddp.ray_internals.dataset import DatasetExecution
 
 _STORE_BYTES = 64 << 20  # finished blocks that wait in the object store; one more is always let through
 _NAME = "elastic_ddp"  # begins every name and id of our executions

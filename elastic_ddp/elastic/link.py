@@ -6,17 +6,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from elastic_ddp.elastic.membership import Member
-from elastic_ddp.elastic.rendezvous import Ended, RendezvousHandle, Signals
-from elastic_ddp.errors import WorkersLostError
+from elastic_ddp.elastic.pulse import Pulse
+from elastic_ddp.elastic.rendezvous import NOTHING, Ended, RendezvousHandle, Signals
 from elastic_ddp.parallel.process_group import Assignment
-
-REPLACED_WITHIN_S = 20.0
-"""How long a worker that lost a peer waits for Ray Train to notice by itself."""
 
 
 class RunStopped(BaseException):
@@ -31,18 +29,20 @@ class RendezvousLink:
     Args:
         rendezvous: the run's rendezvous actor.
         member: this worker.
+        heartbeat_timeout_s: silence that the rendezvous takes for this worker's death.
     """
 
-    def __init__(self, rendezvous: RendezvousHandle, member: Member) -> None:
+    def __init__(self, rendezvous: RendezvousHandle, member: Member, heartbeat_timeout_s: float) -> None:
         self.member = member
         self._rendezvous = rendezvous
         self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         """None ends it."""
         self._progress: dict[str, Any] | None = None
-        self._signals = Signals(stop=False, ended=None)
+        self._signals = Signals()
         self._generation = 0
         self._cut: Callable[[], None] | None = None
         self._closed = threading.Event()
+        self._pulse = Pulse(ray.get(rendezvous.pulse_address.remote()), member.id, heartbeat_timeout_s)
         self._speaker = threading.Thread(target=self._speak, name="rendezvous-link-out", daemon=True)
         self._listener = threading.Thread(target=self._listen, name="rendezvous-link-in", daemon=True)
         self._speaker.start()
@@ -52,6 +52,11 @@ class RendezvousLink:
     def stop_requested(self) -> bool:
         return self._signals.stop
 
+    @property
+    def reconfigure_requested(self) -> bool:
+        """Whether the generation should end at its next step boundary."""
+        return self._signals.reconfigure
+
     def say(self, event: str, **fields: Any) -> None:
         """Queues an event for the run's record. Costs a queue's put."""
         self._outbox.put({"event": event, "time": time.time(), **fields})
@@ -60,10 +65,12 @@ class RendezvousLink:
         """How far training is; only the newest word is passed on. Costs an assignment."""
         self._progress = newest
 
-    def join(self, lost: str | None = None) -> Assignment:
+    def join(self, *, step: int | None, between_steps: bool = True, lost: str | None = None) -> Assignment:
         """Waits for the next generation.
 
         Args:
+            step: steps done in the state that this worker holds; None if it holds none.
+            between_steps: whether newcomers may be in it.
             lost: how the last one broke, if it did.
 
         Raises:
@@ -71,30 +78,23 @@ class RendezvousLink:
         """
         while True:
             answer: Assignment | Ended | None
-            answer = ray.get(self._rendezvous.join.remote(self.member, self._generation, lost))
+            answer = ray.get(self._rendezvous.join.remote(self.member, self._generation, step, between_steps, lost))
             if isinstance(answer, Ended):
                 raise RunStopped(answer.reason)
             if answer is not None:
                 self._generation = answer.generation
+                self._signals = replace(self._signals, broken=None, reconfigure=False)  # said of the one before
                 return answer
 
-    def wait_to_be_replaced(self, lost: str) -> None:
-        """After a peer was lost: waits until this worker's group is replaced, which ends the process, or the run ends.
-
-        Raises:
-            WorkersLostError: nothing of the kind happened for a while. The connection broke but no process did.
-        """
-        self.say("worker_lost", generation=self._generation, reported_by=self.member.id, error=lost)
-        deadline = time.monotonic() + REPLACED_WITHIN_S
-        while time.monotonic() < deadline:
-            if self._signals.ended is not None:
-                return
-            self._closed.wait(0.1)
-        raise WorkersLostError(f"the connection to a peer broke, but no worker seems to be dead: {lost}")
-
-    def cut_when_over(self, cut: Callable[[], None] | None) -> None:
-        """What to call, from the link's thread, when the run ends while this worker may be stuck in a collective."""
+    def cut_when_broken(self, cut: Callable[[], None] | None) -> None:
+        """What to call, from the link's thread, when a peer of this generation is lost or the run ends, while this
+        worker may be stuck in a collective."""
         self._cut = cut
+        if cut is not None and self._must_cut(self._signals):
+            cut()
+
+    def _must_cut(self, signals: Signals) -> bool:
+        return signals.ended is not None or signals.broken == self._generation
 
     def end(self, **outcome: Any) -> None:
         """Says that the run is over and how. Returns when the rendezvous has it, with all messages before it."""
@@ -106,6 +106,8 @@ class RendezvousLink:
         self._finish_speaking()
         self._closed.set()
         self._listener.join()
+        ray.get(self._rendezvous.retire.remote(self.member))
+        self._pulse.stop()
         if remaining := self._drain():  # said after the end
             ray.get(self._rendezvous.take.remote(remaining, self._progress))
 
@@ -128,14 +130,21 @@ class RendezvousLink:
                 return  # the driver is gone, and this worker goes with it
 
     def _listen(self) -> None:
+        cut_in = 0
         while not self._closed.is_set():
+            generation = self._generation
             try:
-                self._signals = ray.get(self._rendezvous.listen.remote(self.member, self._progress))
+                signals: Signals = ray.get(self._rendezvous.listen.remote(self.member, generation, self._progress))
             except ray.exceptions.RayError:
                 return
-            if self._signals.ended is not None:
-                if self._cut is not None:
-                    self._cut()
+            if generation != self._generation:
+                signals = replace(signals, broken=None, reconfigure=False)
+            self._signals = signals
+            cut = self._cut
+            if cut is not None and self._must_cut(signals) and (signals.ended is not None or cut_in < generation):
+                cut_in = generation
+                cut()
+            if signals.ended is not None:
                 return
-            if self._signals.stop:
-                self._closed.wait(0.1)  # the rendezvous answers at once from here on
+            if signals != NOTHING:
+                self._closed.wait(0.05)  # the rendezvous answers at once from here on

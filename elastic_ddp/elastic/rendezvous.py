@@ -12,14 +12,17 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
-from elastic_ddp.elastic.membership import FormedGeneration, Member, Membership
+from elastic_ddp.elastic.membership import Arrival, Member, Membership
+from elastic_ddp.elastic.pulse import PulseServer
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.process_group import Assignment
 
+TICK_S = 0.2
+"""How often it looks at what is due by the clock."""
 POLL_S = 1.0
 """How long a member's or the driver's call is held while there is nothing to say."""
 
@@ -42,16 +45,44 @@ class Ended:
 class Signals:
     """What a member should know, whenever it asks."""
 
-    stop: bool
+    stop: bool = False
     """Commit and stop at the next step boundary."""
-    ended: str | None
+    ended: str | None = None
     """The run is over for this member, wherever it is, and why."""
+    broken: int | None = None
+    """The generation that lost a member: who is in it leaves what it does."""
+    reconfigure: bool = False
+    """End the generation at the next step boundary: others wait to join, or are to go."""
+
+
+NOTHING = Signals()
+
+
+class News(NamedTuple):
+    """What the driver hears."""
+
+    events: list[dict[str, Any]]
+    progress: dict[str, Any]
+    """The newest."""
+    outcome: dict[str, Any] | None
+    """How the run ended, once it has."""
+    num_alive: int
+    """Members that train or wait to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousOptions:
+    """What of a run's configuration concerns its rendezvous."""
+
+    min_workers: int
+    max_workers: int
+    heartbeat_timeout_s: float
 
 
 class Rendezvous:
     """Runs as an asyncio actor, one for each run, on the driver's node. All methods return at once or within a poll."""
 
-    def __init__(self, run_name: str, total_steps: int) -> None:
+    def __init__(self, run_name: str, total_steps: int, options: RendezvousOptions) -> None:
         import torch.distributed as dist
 
         self._run_name, self._total_steps = run_name, total_steps
@@ -66,7 +97,9 @@ class Rendezvous:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        self._membership = Membership()
+        self._membership = Membership(min_workers=options.min_workers, max_workers=options.max_workers)
+        self._pulses = PulseServer(options.heartbeat_timeout_s, self._on_lost)
+        self._ticker: asyncio.Task[None] | None = None
         self._formed: dict[str, Assignment] = {}
         self._events: list[dict[str, Any]] = []
         self._progress: dict[str, Any] = {}
@@ -79,38 +112,52 @@ class Rendezvous:
         self._news = asyncio.Condition(lock)
         """There is something new for the driver."""
 
-    async def join(self, member: Member, after: int, lost: str | None) -> Assignment | Ended | None:
+    async def pulse_address(self) -> tuple[str, int]:
+        """Where members connect their pulses."""
+        self._ticker = self._ticker or asyncio.create_task(self._tick())
+        return await self._pulses.start(self._host)
+
+    async def join(
+        self, member: Member, after: int, step: int | None, between_steps: bool, lost: str | None
+    ) -> Assignment | Ended | None:
         """A member's place in the next generation; None when it is not formed yet (ask again).
 
         Args:
             member: who asks.
             after: the generation it comes from, 0 for none.
+            step: steps done in the state it holds; None if it holds none.
+            between_steps: whether newcomers may be in the generation.
             lost: what broke, if it comes because that generation did.
         """
         async with self._changed:
-            if self._ended or self._stop:
+            if self._ended or (self._stop and after == 0):
                 return Ended(self._ended or "stopped")
             if (place := self._place(member, after)) is not None:
                 return place
-            first_word = self._membership.loss_reported is None
-            if not self._membership.arrive(member, lost=lost):
-                return Ended("superseded by a newer worker group")
-            if lost is not None and first_word:
-                self._record("worker_lost", generation=after, reported_by=member.id, error=lost)
-            formed = self._membership.form()
-            if formed is not None:
-                self._announce(formed)
-            else:
+            healthy = self._membership.loss is None
+            arrival = Arrival(member=member, step=step, between_steps=between_steps, at_s=time.monotonic())
+            if (gone := self._membership.arrive(arrival, lost=lost)) is not None:
+                return Ended(gone)
+            if healthy and self._membership.loss is not None:
+                number = self._membership.generation
+                self._record("worker_lost", generation=number, reported_by=member.id, error=self._membership.loss)
+                self._changed.notify_all()
+            self._form()
+            if (place := self._place(member, after)) is None:
                 await _poll(self._changed)
-            if self._membership.is_superseded(member):
-                return Ended("superseded by a newer worker group")
-            return self._place(member, after)
+                place = self._place(member, after)
+            if place is None and (gone := self._membership.is_gone(member.id)) is not None:
+                return Ended(gone)
+            return place
 
     def _place(self, member: Member, after: int) -> Assignment | None:
         assignment = self._formed.get(member.id)
         return assignment if assignment is not None and assignment.generation > after else None
 
-    def _announce(self, formed: FormedGeneration) -> None:
+    def _form(self) -> None:
+        formed = self._membership.form(time.monotonic())
+        if formed is None:
+            return
         self._formed = {
             member.id: Assignment(
                 generation=formed.number,
@@ -118,33 +165,77 @@ class Rendezvous:
                 world_size=len(formed.members),
                 store_host=self._host,
                 store_port=self._store_port,
+                source=formed.source,
+                receivers=formed.receivers,
                 reason=formed.reason,
             )
             for rank, member in enumerate(formed.members)
         }
         members = [{"rank": rank, "node": member.node, "pid": member.pid} for rank, member in enumerate(formed.members)]
         self._record(
-            "rendezvous", generation=formed.number, world_size=len(members), reason=formed.reason, members=members
+            "rendezvous",
+            generation=formed.number,
+            world_size=len(members),
+            reason=formed.reason,
+            first_step=formed.first_step,
+            members=members,
         )
         self._changed.notify_all()
+
+    async def _on_lost(self, member: str, how: str) -> None:
+        async with self._changed:
+            if self._membership.lose(member, how):
+                self._record(
+                    "worker_lost", generation=self._membership.generation, member=member, reported_by=None, error=how
+                )
+            self._form()
+            self._changed.notify_all()
+
+    async def _tick(self) -> None:
+        """What is due by the clock: members who waited long enough for others."""
+        wanted = False
+        while True:
+            await asyncio.sleep(TICK_S)
+            async with self._changed:
+                self._form()
+                if wanted != (wanted := self._membership.wants_change(time.monotonic())):
+                    self._changed.notify_all()
 
     async def take(self, messages: list[dict[str, Any]], progress: dict[str, Any] | None) -> None:
         """Takes a member's messages for the record, and its progress."""
         async with self._changed:
             self._take(messages, progress)
 
-    async def listen(self, member: Member, progress: dict[str, Any] | None) -> Signals:
-        """Tells a member what it should know, held for a poll if there is nothing new; takes its progress."""
+    async def listen(self, member: Member, generation: int, progress: dict[str, Any] | None) -> Signals:
+        """Tells a member of a generation what it should know, held for a poll if there is nothing; takes its
+        progress."""
         async with self._changed:
             self._take([], progress)
-            if not (self._stop or self._over_for(member)):
+            signals = self._signals(member, generation)
+            if signals == NOTHING:
                 await _poll(self._changed)
-            return Signals(stop=self._stop, ended=self._over_for(member))
+                signals = self._signals(member, generation)
+            return signals
 
-    def _over_for(self, member: Member) -> str | None:
-        if self._membership.is_superseded(member):
-            return "superseded by a newer worker group"
-        return self._ended
+    def _signals(self, member: Member, generation: int) -> Signals:
+        membership = self._membership
+        is_current = generation == membership.generation
+        return Signals(
+            stop=self._stop,
+            ended=self._ended or membership.is_gone(member.id),
+            broken=generation if is_current and membership.loss is not None else None,
+            reconfigure=is_current and membership.wants_change(time.monotonic()),
+        )
+
+    async def lost_members(self) -> dict[str, str]:
+        """Ids of the members that are dead or presumed so, and why."""
+        return self._membership.lost()
+
+    async def retire(self, member: Member) -> None:
+        """A member is through."""
+        async with self._changed:
+            self._membership.retire(member.id)
+            self._form()
 
     async def end(self, progress: dict[str, Any] | None, outcome: dict[str, Any]) -> None:
         """The run is over: finished, stopped or failed, with what is to be known of it. The first word counts."""
@@ -160,15 +251,16 @@ class Rendezvous:
         """Asks the workers to commit and stop at the next step boundary."""
         async with self._changed:
             self._stop = True
+            self._membership.min_workers = 1  # whoever holds the state can commit it
+            self._form()
             self._changed.notify_all()
 
-    async def follow(self, after: int) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]:
-        """The driver's ear: events from number `after` on, held for a poll if there are none; the newest progress; and
-        the outcome, once there is one."""
+    async def follow(self, after: int) -> News:
+        """The driver's ear, held for a poll if there is nothing after event number `after`."""
         async with self._changed:
             if len(self._events) <= after and self._outcome is None:
                 await _poll(self._news)
-            return self._events[after:], self._progress, self._outcome
+            return News(self._events[after:], self._progress, self._outcome, self._membership.num_alive)
 
     async def status(self) -> dict[str, Any]:
         """The newest facts, for `elastic-ddp status`."""
@@ -176,7 +268,7 @@ class Rendezvous:
         generation = newest.get("generation", {})
         return {
             "name": self._run_name,
-            "state": self._ended or ("stopping" if self._stop else "training" if generation else "starting"),
+            "state": self._state(begun=bool(generation)),
             "generation": generation.get("generation"),
             "world_size": generation.get("world_size"),
             "step": self._progress.get("step"),
@@ -185,6 +277,13 @@ class Rendezvous:
             "last_commit": newest.get("commit", {}).get("step"),
             "pid": os.getpid(),
         }
+
+    def _state(self, *, begun: bool) -> str:
+        if self._ended or self._stop:
+            return self._ended or "stopping"
+        if self._membership.loss is not None:
+            return "waiting"
+        return "training" if begun else "starting"
 
     def _take(self, messages: list[dict[str, Any]], progress: dict[str, Any] | None = None) -> None:
         self._progress = progress or self._progress
@@ -202,7 +301,7 @@ async def _poll(condition: asyncio.Condition) -> None:
         await asyncio.wait_for(condition.wait(), POLL_S)
 
 
-def start_rendezvous(run_name: str, total_steps: int) -> RendezvousHandle:
+def start_rendezvous(run_name: str, total_steps: int, options: RendezvousOptions) -> RendezvousHandle:
     """Starts the rendezvous of a run on this node: with no CPUs of its own it could land, and die, on any other.
 
     Raises:
@@ -219,7 +318,7 @@ def start_rendezvous(run_name: str, total_steps: int) -> RendezvousHandle:
         scheduling_strategy=here,
     )
     try:
-        return actor.remote(run_name, total_steps)
+        return actor.remote(run_name, total_steps, options)
     except ValueError as error:  # the name of a live actor
         raise ConfigError(
             f"run {run_name!r} is live on this cluster already (see elastic-ddp status); stop it first, or use another "

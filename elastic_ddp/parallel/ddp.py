@@ -87,6 +87,11 @@ def _to_fp32(output: Any) -> Any:
     return output
 
 
+def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """Changes whenever something is added to the gradient."""
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
 class DDPStrategy:
     """Gradients of a generation: which micro-batches are this rank's, and how their sum reaches every rank.
 
@@ -104,9 +109,11 @@ class DDPStrategy:
         self._options = config.ddp
         self._replica: DistributedDataParallel | None = None
         self._reduction: CanonicalReduction | None = None
+        self._trained = {name: each for name, each in model.module.named_parameters() if each.requires_grad}
         if config.reduction == "canonical":
-            trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-            self._reduction = CanonicalReduction(trained, self.ranges, group)
+            self._reduction = CanonicalReduction(
+                list(self._trained.values()), self.ranges, group, may_be_unused=config.ddp.find_unused_parameters
+            )
 
     def _build_replica(self) -> DistributedDataParallel:
         with warnings.catch_warnings():
@@ -165,9 +172,14 @@ class DDPStrategy:
                 "that went into run.prepare"
             )
         weight = self.weight(micro_batch)
+        before = {name: _state_of(each.grad) for name, each in self._trained.items()} if last else {}
         if self._reduction is None:
+            if not weight and not self._options.find_unused_parameters:
+                # Zeros for all, whatever the model makes of padding: 0 times infinity would be NaN on every rank.
+                loss = sum((each.reshape(-1)[:1].sum() for each in self._trained.values()), loss.detach())
             # DDP divides by the world size.
             (loss * (weight * self._group.world_size / self.divisor)).backward()
+            self._check_used(before)
             return
         loss = loss if weight == 1.0 else loss * weight
         if not last:
@@ -175,8 +187,22 @@ class DDPStrategy:
             return
         self._reduction.expect(micro_batch if weight else None)
         loss.backward()
+        self._check_used(before)
         if self._options.find_unused_parameters:
             self._reduction.settle_unused()
+
+    def _check_used(self, before: dict[str, tuple[int, int] | None]) -> None:
+        """Refuses a step in which DDP waits in vain for a parameter's gradient, and so has reduced only some of them.
+        It would say so itself, but in the step after."""
+        if self._options.find_unused_parameters or self._options.static_graph:
+            return
+        unused = [name for name, state in before.items() if _state_of(self._trained[name].grad) == state]
+        if unused:
+            raise ConfigError(
+                f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}"
+                f"{', …' if len(unused) > 5 else ''}; set ddp.find_unused_parameters = true, or freeze them with "
+                "requires_grad_(False)"
+            )
 
     def close(self) -> None:
         """Lets go of the process group."""

@@ -1,8 +1,9 @@
-"""State from one rank to the others over the process group, and the check that all ranks built the same model."""
+"""State from one rank to others over the process group, and the check that all ranks built the same model."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,30 +14,35 @@ from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.state import flatten, unflatten
 
 
-def broadcast_state(state: Any, group: ProcessGroup) -> Any:
-    """The state of rank 0 on every rank; what other ranks pass is ignored. Tensors travel as they are, without pickle.
+def hand_over(state: Any, group: ProcessGroup, *, source: int, receivers: Sequence[int]) -> Any:
+    """The state of rank `source`, on the receivers; others get None, and nothing is sent to them. Every rank calls it.
 
-    Every rank calls it. Receiving ranks get tensors on the CPU.
+    Tensors travel as they are, without pickle. What ranks other than the source pass is ignored. Receiving ranks get
+    tensors on the CPU.
     """
-    if group.world_size == 1:
-        return state
+    if not receivers:
+        return None
+    partners = sorted({source, *receivers})
+    among = None if len(partners) == group.world_size else dist.new_group(partners)
+    if group.rank not in partners:
+        return None
     tensors: dict[str, torch.Tensor] = {}
     header = None
-    if group.rank == 0:
+    if group.rank == source:
         skeleton, tensors = flatten(state)
         layout = {key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in tensors.items()}
         header = json.dumps({"skeleton": skeleton, "layout": layout}).encode()
-    received = json.loads(group.broadcast_bytes(header))
+    received = json.loads(group.broadcast_bytes(header, source, among))
     for key, (dtype, shape) in received["layout"].items():
-        if group.rank == 0:
+        if group.rank == source:
             value = tensors[key].detach().cpu().contiguous()
         else:
             value = torch.empty(shape, dtype=getattr(torch, dtype))
         if value.numel():
             # As bytes: gloo does not know every dtype.
-            dist.broadcast(value.reshape(-1).view(torch.uint8), 0)
+            dist.broadcast(value.reshape(-1).view(torch.uint8), source, group=among)
         tensors[key] = value
-    return state if group.rank == 0 else unflatten(received["skeleton"], tensors)
+    return None if group.rank == source else unflatten(received["skeleton"], tensors)
 
 
 def check_same_model(module: torch.nn.Module, group: ProcessGroup) -> None:

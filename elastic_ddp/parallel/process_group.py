@@ -7,13 +7,18 @@ import gc
 import os
 import socket
 import stat
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it; 2.11 knows only the old name."""
+
+_OURS, _TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 _LOST_PEER_SIGNS = (
     "gloo/transport",
@@ -37,6 +42,10 @@ class Assignment:
     world_size: int
     store_host: str
     store_port: int
+    source: int | None = None
+    """The rank whose state all begin with; None if nobody holds any, and the newest commit counts."""
+    receivers: tuple[int, ...] = ()
+    """The ranks that are to get it."""
     reason: str
     """Why this generation was formed, for the record."""
 
@@ -58,14 +67,26 @@ class ProcessGroup:
         return self.assignment.world_size
 
     @classmethod
-    def form(cls, assignment: Assignment, *, device: torch.device, timeout_s: float) -> ProcessGroup:
+    def form(
+        cls,
+        assignment: Assignment,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        on_forming: Callable[[ProcessGroup], None] = lambda group: None,
+    ) -> ProcessGroup:
         """Joins the generation's group: gloo for CPU tensors and, with a GPU, NCCL for CUDA tensors.
 
         The store is a long-lived one in the rendezvous; a prefix for each generation makes forming a group take
         milliseconds, and keeps a stale member of an older generation out of it.
+
+        Args:
+            on_forming: told of the group before it waits for its peers, so that it can be cut from there on.
         """
-        store = dist.TCPStore(assignment.store_host, assignment.store_port, is_master=False, wait_for_workers=False)
         before = _connections()
+        store = dist.TCPStore(assignment.store_host, assignment.store_port, is_master=False, wait_for_workers=False)
+        group = cls(assignment, device, _connections() - before)
+        on_forming(group)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore(f"generation{assignment.generation}", store),
@@ -73,8 +94,9 @@ class ProcessGroup:
             world_size=assignment.world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
+        group._sockets = _connections() - before
         dist.barrier()
-        return cls(assignment, device, _connections() - before)
+        return group
 
     def close(self, *, intact: bool) -> None:
         """Leaves the group. Callers drop what holds on to it (DDP, tracebacks) first.
@@ -100,18 +122,18 @@ class ProcessGroup:
         if self.device.type == "cuda":
             dist.distributed_c10d._abort_process_group()
 
-    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """The bytes of rank `source`, on every rank."""
+    def broadcast_bytes(self, data: bytes | None, source: int = 0, among: dist.ProcessGroup | None = None) -> bytes:
+        """The bytes of rank `source`, on every rank, or on every one `among` whom they are sent."""
         if self.world_size == 1:
             assert data is not None
             return data
         size = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
-        dist.broadcast(size, source)
+        dist.broadcast(size, source, group=among)
         payload = (
             torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
         )
         if payload.numel():
-            dist.broadcast(payload, source)
+            dist.broadcast(payload, source, group=among)
         return payload.numpy().tobytes()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -137,7 +159,14 @@ def is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER_SIGNS)
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER_SIGNS) and _is_torchs(error)
+
+
+def _is_torchs(error: BaseException) -> bool:
+    """Whether an error was raised in torch or here, and not by a user's function in words like theirs."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised_in = Path(frames[-1].f_code.co_filename) if frames else Path()
+    return raised_in.is_relative_to(_OURS) or raised_in.is_relative_to(_TORCHS)
 
 
 def _connections() -> set[int]:

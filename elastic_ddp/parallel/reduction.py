@@ -37,9 +37,17 @@ class CanonicalReduction:
         parameters: those that DDP reduces, in any order.
         ranges: the micro-batches of every rank.
         group: the generation's process group.
+        may_be_unused: not every micro-batch uses every parameter; `settle_unused` is called.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], ranges: Sequence[range], group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        ranges: Sequence[range],
+        group: ProcessGroup,
+        *,
+        may_be_unused: bool = False,
+    ) -> None:
         self._parameters = list(parameters)
         self._position = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._ranges = list(ranges)
@@ -48,7 +56,9 @@ class CanonicalReduction:
         self._unfinished: list[Callable[[], None]] = []
         self._last: int | None = None
         self._used: set[int] = set()
+        self._may_be_unused = may_be_unused
         self._reduced: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        """With parameters that may be unused: every bucket's parameters and mean."""
 
     def begin(self, *, num_leaves: int, divisor: float) -> None:
         """A new step, whose micro-batches 0..num_leaves-1 have rows and whose sum is to be divided by `divisor`."""
@@ -69,7 +79,9 @@ class CanonicalReduction:
                 synchronizing micro-batch too. Reentrant activation checkpointing does not work that way.
         """
         if past_hooks:
-            gradients: list[torch.Tensor | None] = list(torch.autograd.grad(loss, self._parameters, allow_unused=True))
+            found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            # Parameters that are added to each other are given one and the same tensor, which is added into below.
+            gradients: list[torch.Tensor | None] = [None if each is None else each.clone() for each in found]
         else:
             loss.backward()
             gradients = [parameter.grad for parameter in self._parameters]
@@ -97,7 +109,8 @@ class CanonicalReduction:
         used = used.to(torch.uint8)
         if self._group.world_size > 1:
             dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        for parameters, mean in self._reduced:
+        reduced, self._reduced = self._reduced, []
+        for parameters, mean in reduced:
             sizes = [parameter.numel() for parameter in parameters]
             for parameter, piece in zip(parameters, mean[: sum(sizes)].split(sizes), strict=True):
                 if not used[self._position[id(parameter)]]:
@@ -121,7 +134,7 @@ class CanonicalReduction:
             # gloo's all_to_all_single hangs here at world size 1, and there is nobody to exchange with.
             mean = root(sums, self._num_leaves, _add).div_(self._divisor)
             done.set_result(mean)
-            self._reduced.append((bucket.parameters(), mean))
+            self._keep(bucket.parameters(), mean)
             return done
         # Collectives have to be issued in the same order on every rank. One that is launched from a future's callback
         # is not, so each bucket first issues the gather of the one before it, and the last bucket its own as well.
@@ -133,6 +146,10 @@ class CanonicalReduction:
         else:
             self._unfinished.append(finish)
         return done
+
+    def _keep(self, parameters: list[torch.Tensor], mean: torch.Tensor) -> None:
+        if self._may_be_unused:
+            self._reduced.append((parameters, mean))
 
     def _subtree_sums(self, bucket: dist.GradBucket) -> dict[Node, torch.Tensor]:
         """This rank's subtree sums of a bucket, flat like the bucket's buffer."""
@@ -172,7 +189,7 @@ class CanonicalReduction:
             pieces = dict(zip(nodes, received.split(chunk), strict=True))
             mean = root(pieces, self._num_leaves, _add).div_(self._divisor)
             whole = buffer if size == chunk * world_size else buffer.new_empty(world_size * chunk)
-            self._reduced.append((parameters, whole))
+            self._keep(parameters, whole)
             gather = all_gather_single(whole, mean, async_op=True)
 
             def settle(gathered: torch.futures.Future[object]) -> None:

@@ -36,7 +36,8 @@ def summarize(
 
     Returns:
         name, status ("finished", "stopped", "failed", or "unfinished" for a run that is running or was killed),
-        error, steps, epochs, samples, wall_seconds (from the first to the last event, summed over the sessions),
+        error, steps, total_steps (those of the configuration), epochs,
+        samples, wall_seconds (from the first to the last event, summed over the sessions),
         samples_per_second (of that time), sessions and commits (how many), restarts (generations that
         followed a lost worker), generations, weights_sha256, samples_sha256, loss (first and last), metrics (last
         values), storage, versions.
@@ -64,6 +65,7 @@ def summarize(
         "status": "failed" if end.get("event") == "failed" else end.get("status", "unfinished"),
         "error": end.get("error"),
         "steps": _last_step(events) if steps is None else steps,
+        "total_steps": end.get("total_steps"),
         "epochs": end.get("epochs"),
         "samples": samples,
         "wall_seconds": round(wall_seconds, 3),

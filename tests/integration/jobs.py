@@ -129,6 +129,19 @@ def hold(marker: str, *, step: int) -> Callable[..., None]:
     return fault
 
 
+def hold_for_others(marker: str, *, step: int) -> Callable[..., None]:
+    """A fault: the worker of rank 0 goes no further than `step`, once, until others wait to join. `marker` exists while
+    it does, and later."""
+
+    def fault(run: ed.Run, at: int) -> None:
+        if run.rank == 0 and at == step and not Path(marker).exists():
+            Path(marker).touch()
+            while not run._link.reconfigure_requested:
+                time.sleep(0.01)
+
+    return fault
+
+
 def settings(storage: str, name: str, workers: int, **changes: Any) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "name": name,
@@ -175,7 +188,7 @@ def main() -> None:
     """A driver of its own: `jobs.py DATA STORAGE NAME MIN:MAX [ACTION MARKER STEP]`.
 
     ACTION is what happens in STEP: `kill-driver` kills this process, `interrupt` is Ctrl-C in its terminal (a signal to
-    the whole process group), `wait` holds the step until MARKER exists.
+    the whole process group), `wait` holds the step until MARKER exists, `grow` until others wait to join.
     """
     import ray
 
@@ -183,6 +196,8 @@ def main() -> None:
     fault = None
     if how and how[0] == "wait":
         fault = hold(how[1], step=int(how[2]))
+    elif how and how[0] == "grow":
+        fault = hold_for_others(how[1], step=int(how[2]))
     elif how:
         # A negative pid is a process group.
         pid, number = {"kill-driver": (os.getpid(), signal.SIGKILL), "interrupt": (-os.getpgrp(), signal.SIGINT)}[

@@ -1,4 +1,4 @@
-"""A run and its cluster: it waits for room, grows with it, and tells where it is."""
+"""A run and its cluster: it waits for room, grows and shrinks with it, and tells where it is."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
 
-from elastic_ddp.storage import Storage
-from elastic_ddp.telemetry import read_ledger
 from tests.integration import jobs
 
 pytestmark = pytest.mark.slow
@@ -42,13 +42,9 @@ def test_a_run_that_gets_a_node_goes_on_with_more_workers_and_ends_with_the_same
     assert calm.returncode == 0, calm.stderr
 
     grown = tmp_path / "grown"
-    wait = ("wait", str(grown), "25")
-    with jobs.driver(data, storage, "grows", "1:3", *wait, RAY_ADDRESS=cluster.address) as run:
-        until(lambda: "generation" in events_of(storage, "grows"), run)
+    with jobs.driver(data, storage, "grows", "1:3", "grow", str(grown), "25", RAY_ADDRESS=cluster.address) as run:
+        until(grown.exists, run)
         cluster.add_node(num_cpus=2, object_store_memory=10**8)
-        # The second generation starts from the newest commit, and waits in the same step.
-        until(lambda: events_of(storage, "grows").count("generation") == 2, run)
-        grown.touch()
         _, errors = run.communicate(timeout=120)
         assert run.returncode == 0, errors
 
@@ -56,8 +52,9 @@ def test_a_run_that_gets_a_node_goes_on_with_more_workers_and_ends_with_the_same
     for key in ("weights_sha256", "samples_sha256", "samples"):
         assert summaries[0][key] == summaries[1][key]
     generations = summaries[1]["generations"]
-    assert [(g["world_size"], g["reason"]) for g in generations] == [(1, "start"), (3, "resize")]
-    assert generations[1]["first_step"] == 20
+    assert [(g["world_size"], g["reason"]) for g in generations] == [(1, "start"), (3, "workers joined")]
+    assert generations[1]["first_step"] == generations[0]["last_step"] == 26, "the step at hand is finished"
+    assert summaries[1]["restarts"] == 0
 
 
 def test_a_run_without_room_waits_is_stopped_and_finishes_once_there_is_room(cluster: Cluster, tmp_path: Path) -> None:
@@ -84,15 +81,70 @@ def test_a_run_without_room_waits_is_stopped_and_finishes_once_there_is_room(clu
     assert (summary["status"], summary["steps"], summary["sessions"]) == ("finished", 44, 2)
 
 
+def test_a_node_that_dies_takes_its_workers_but_no_step(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    jobs.write_rows(str(tmp_path / "data"))
+    data, storage = str(tmp_path / "data"), str(tmp_path / "runs")
+    calm = jobs.drive(data, storage, "calm", "1", RAY_ADDRESS=cluster.address)
+    assert calm.returncode == 0, calm.stderr
+
+    doomed = cluster.add_node(num_cpus=2, object_store_memory=10**8)
+    hold = tmp_path / "hold"
+    with jobs.driver(data, storage, "shrinks", "1:3", "wait", str(hold), "25", RAY_ADDRESS=cluster.address) as run:
+        until(lambda: {"shrinks", "training", "3", "25", "44"} <= set(status(cluster).split()), run)
+        kill(cluster, doomed)
+        hold.touch()
+        _, errors = run.communicate(timeout=120)
+        assert run.returncode == 0, errors
+
+    summaries = [json.loads(Path(storage, name, "summary.json").read_text()) for name in ("calm", "shrinks")]
+    for key in ("weights_sha256", "samples_sha256", "samples"):
+        assert summaries[0][key] == summaries[1][key]
+    first, *later = summaries[1]["generations"]
+    assert (first["world_size"], later[-1]["world_size"]) == (3, 1)
+    assert later[0]["first_step"] == first["last_step"] >= 25
+
+
+def test_a_run_that_has_lost_all_its_workers_can_be_stopped(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    jobs.write_rows(str(tmp_path / "data"))
+    data, storage = str(tmp_path / "data"), str(tmp_path / "runs")
+    cluster.add_node(num_cpus=2, object_store_memory=10**8)
+    with jobs.driver(
+        data, storage, "lost", "2", "wait", str(tmp_path / "never"), "25", RAY_ADDRESS=cluster.address
+    ) as run:
+        until(lambda: {"lost", "training", "25", "44"} <= set(status(cluster).split()), run)
+        for node in list(cluster.worker_nodes):
+            kill(cluster, node)
+        until(lambda: {"lost", "waiting"} <= set(status(cluster).split()), run)
+        os.killpg(run.pid, signal.SIGINT)
+        output, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    assert "status='stopped', steps=20" in output
+
+
+def kill(cluster: Cluster, node: Any) -> None:
+    """A node goes as when its power is cut. Without their raylet alone, workers would live on for a while."""
+    raylet = node.all_processes["raylet"][0].process.pid
+    below = [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if parent_of(stat) == raylet]
+    cluster.remove_node(node, allow_graceful=False)
+    for pid in below:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def parent_of(stat: Path) -> int | None:
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None  # it is gone
+
+
 def status(cluster: Cluster) -> str:
     """What `elastic-ddp status` prints."""
     command = [sys.executable, "-m", "elastic_ddp.cli", "status"]
     environment = {**os.environ, "RAY_ADDRESS": cluster.address, "COLUMNS": "200"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def events_of(storage: str, name: str) -> list[str]:
-    return [event["event"] for event in read_ledger(Storage(f"{storage}/{name}"))]
 
 
 def until(condition: Callable[[], bool], driver: subprocess.Popen[str], timeout_s: float = 120) -> None:

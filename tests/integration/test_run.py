@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,8 +113,51 @@ def test_a_run_whose_worker_is_killed_ends_with_the_same_bits(folder: Path, calm
     assert_same(result, calm)
     first, second = result.summary["generations"]
     assert (first["reason"], second["reason"]) == ("start", "worker lost")
-    assert second["first_step"] == 20  # the newest commit
+    assert second["first_step"] == first["last_step"] == 27, "no step is done again"
     assert result.summary["restarts"] == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_stopped_is_taken_for_dead_and_replaced(folder: Path, calm: ed.RunResult, rank: int) -> None:
+    marker = folder / f"stopped-{rank}"
+    fault = jobs.kill_once(str(marker), rank=rank, step=27, how=signal.SIGSTOP)
+    train = jobs.make_train(fault, str(folder / "held-out"))
+    result = fit(folder, f"stopped-{rank}", 2, train=train, heartbeat_timeout_s=2.0)
+    assert marker.exists()
+    assert_same(result, calm)
+    first, second = result.summary["generations"]
+    assert second["first_step"] == first["last_step"] == 27
+    lost = next(event for event in read_ledger(Storage(result.uri)) if event["event"] == "worker_lost")
+    assert lost["error"] == "it was silent for 2 s"
+
+
+def test_survivors_go_on_alone_and_a_replacement_joins_them(folder: Path, calm: ed.RunResult) -> None:
+    kill = jobs.kill_once(str(folder / "alone"), rank=1, step=12)
+    hold = jobs.hold_for_others(str(folder / "joined"), step=30)
+
+    def fault(run: ed.Run, step: int) -> None:
+        kill(run, step)
+        hold(run, step)
+
+    train = jobs.make_train(fault, str(folder / "held-out"))
+    result = fit(folder, "alone", 3, train=train, min_workers=1)
+    assert_same(result, calm)
+    assert [(g["world_size"], g["first_step"], g["reason"]) for g in result.summary["generations"]] == [
+        (3, 0, "start"),
+        (2, 12, "worker lost"),
+        (3, 31, "workers joined"),
+    ]
+
+
+def test_workers_that_are_not_resized_in_place_restart_from_the_newest_commit(folder: Path, calm: ed.RunResult) -> None:
+    fault = jobs.kill_once(str(folder / "restarted"), rank=1, step=27)
+    train = jobs.make_train(fault, str(folder / "held-out"))
+    result = fit(folder, "restarted", 2, train=train, in_place=False)
+    assert_same(result, calm)
+    assert [(g["first_step"], g["reason"]) for g in result.summary["generations"]] == [
+        (0, "start"),
+        (20, "worker lost"),
+    ]
 
 
 def drive(folder: Path, name: str, *how: str, workers: int = 2) -> subprocess.CompletedProcess[str]:
@@ -171,6 +215,26 @@ def test_an_error_of_the_training_function_ends_the_run_once_with_its_traceback(
     assert sum(event["event"] == "generation" for event in events) == 1, "a user's error is not retried"
     assert sum(event["event"] == "failed" for event in events) == 1
     assert not any(event["event"] == "worker_lost" for event in events)
+
+
+def test_a_run_that_failed_goes_on_when_the_function_is_mended(folder: Path, cluster: None) -> None:
+    def wrong(run: ed.Run, step: int) -> None:
+        if step == 22:
+            raise KeyError("a mistake of the user's")
+
+    def broken(run: ed.Run) -> None:
+        raise KeyError("before there is anything")
+
+    settings: dict[str, Any] = {"steps": None, "epochs": 2}
+    calm = fit(folder, "epochs", 1, train=jobs.make_train(), **settings)
+    assert calm.summary["epochs"] == 2 and calm.steps == calm.summary["total_steps"] == 42
+    for train in (broken, jobs.make_train(wrong)):
+        with pytest.raises(TrainFunctionError):
+            fit(folder, "mended", 1, train=train, **settings)
+    mended = fit(folder, "mended", 2, train=jobs.make_train(), **settings)
+    assert_same(mended, calm)
+    assert mended.summary["generations"][-1]["first_step"] == 20
+    assert fit(folder, "mended", 1, train=broken, **settings) == mended, "it is finished"
 
 
 def test_workers_that_are_lost_too_often_end_the_run(folder: Path, cluster: None) -> None:

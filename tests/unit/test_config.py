@@ -109,6 +109,28 @@ def test_a_number_out_of_its_bounds_is_refused_with_the_bound(changes: dict[str,
     assert refusal(**changes) == message
 
 
+def test_settings_that_are_built_on_their_own_are_refused_in_the_same_words() -> None:
+    with pytest.raises(ConfigError) as caught:
+        CheckpointConfig(every_steps=0)
+    assert str(caught.value) == "invalid configuration: every_steps=0: input should be greater than or equal to 1"
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(colums=["x"])
+    assert str(caught.value) == ("invalid configuration: colums=['x']: there is no such setting; did you mean columns?")
+
+
+def test_columns_may_be_a_list_or_a_tuple() -> None:
+    assert DataConfig(columns=["x"]) == DataConfig(columns=("x",))
+    assert DataConfig(columns=["x"]).columns == ("x",)
+    assert config(data=DataConfig(columns=["x"])) == config(data={"columns": ["x"]})
+
+
+def test_a_refusal_leaves_no_trace_in_settings_that_are_built_next() -> None:
+    for _ in range(2):
+        assert refusal(checkpoint={"keep": 0}).startswith("checkpoint.keep=0: ")
+        with pytest.raises(ConfigError, match="keep=0"):
+            CheckpointConfig(keep=0)
+
+
 def test_what_is_not_a_number_is_refused() -> None:
     assert refusal(clip_grad_norm=float("nan")).startswith("clip_grad_norm=nan: input should be ")
 

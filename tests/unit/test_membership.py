@@ -1,329 +1,908 @@
-"""Who trains together: the state machine, and the rendezvous around it, without Ray."""
+"""Who trains together: every rule of the state machine, and random histories against what always has to hold."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-import pytest
-import torch.distributed as dist
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from elastic_ddp.elastic import rendezvous as rendezvous_module
-from elastic_ddp.elastic.membership import Member, Membership
-from elastic_ddp.elastic.rendezvous import Ended, Rendezvous, Signals
-from elastic_ddp.parallel.process_group import Assignment
+from elastic_ddp.elastic.membership import (
+    GATHER_S,
+    LEFT,
+    SETTLE_S,
+    SUPERSEDED,
+    Arrival,
+    FormedGeneration,
+    Member,
+    Membership,
+)
 
-
-def member(group: str, rank: int, size: int = 2) -> Member:
-    return Member(
-        id=f"{group}{rank}", group=group, rank_in_group=rank, group_size=size, node=f"10.0.0.{rank}", pid=100 + rank
-    )
-
-
-def formed(membership: Membership, group: str, size: int = 2) -> str:
-    """Has a whole group arrive and form; the reason."""
-    for rank in range(size):
-        assert membership.arrive(member(group, rank, size))
-    generation = membership.form()
-    assert generation is not None
-    return generation.reason
+DEAD = "its process ended"
+BROKEN = "connection closed by peer"
 
 
-def test_a_generation_forms_when_the_whole_group_waits_and_not_before() -> None:
-    membership = Membership()
-    assert membership.form() is None
-    for rank in (2, 0):
-        assert membership.arrive(member("a", rank, 3))
-        assert membership.form() is None
-    assert membership.arrive(member("a", 2, 3))  # asks again, and counts once
-    assert membership.form() is None
-    assert membership.arrive(member("a", 1, 3))
-    generation = membership.form()
-    assert generation is not None
+def member(name: str, node: str = "n", group: str = "g", size: int = 2, rank: int = 0) -> Member:
+    return Member(id=name, group=group, group_size=size, rank_in_group=rank, node=node, pid=100 + rank)
+
+
+class Club:
+    """A membership whose clock stands still, and those who come to it, by name."""
+
+    def __init__(self, max_workers: int = 8, min_workers: int = 1, size: int = 2) -> None:
+        self.membership = Membership(min_workers=min_workers, max_workers=max_workers)
+        self.size = size
+        self.now = 100.0
+        self.members: dict[str, Member] = {}
+
+    def arrive(
+        self,
+        name: str,
+        step: int | None = None,
+        *,
+        node: str = "n",
+        group: str = "g",
+        between_steps: bool = True,
+        lost: str | None = None,
+        rank: int | None = None,
+    ) -> str | None:
+        rank = len(self.members) if rank is None else rank
+        known = self.members.setdefault(name, member(name, node, group, self.size, rank))
+        arrival = Arrival(member=known, step=step, between_steps=between_steps, at_s=self.now)
+        return self.membership.arrive(arrival, lost=lost)
+
+    def all_arrive(self, names: Iterable[str], step: int | None = None) -> None:
+        for name in names:
+            assert self.arrive(name, step) is None
+
+    def form(self) -> FormedGeneration | None:
+        return self.membership.form(self.now)
+
+    def formed(self) -> FormedGeneration:
+        generation = self.form()
+        assert generation is not None
+        return generation
+
+    def names(self) -> list[str]:
+        """Who is in the generation that can be formed now, in rank order."""
+        return [each.id for each in self.formed().members]
+
+    @property
+    def wants_change(self) -> bool:
+        return self.membership.wants_change(self.now)
+
+
+def club_of(names: str, max_workers: int = 8, min_workers: int = 1) -> Club:
+    """A club with a healthy first generation."""
+    club = Club(max_workers, min_workers, size=len(names))
+    club.all_arrive(names)
+    assert sorted(club.names()) == sorted(names)
+    return club
+
+
+# The first generation.
+
+
+def test_the_first_generation_waits_for_the_whole_group() -> None:
+    club = Club(size=3)
+    assert club.form() is None
+    club.all_arrive("ab")
+    club.now += GATHER_S - 0.1
+    assert club.form() is None
+    club.all_arrive("c")
+    generation = club.formed()
     assert (generation.number, generation.reason) == (1, "start")
-    assert membership.current == generation
-    assert membership.form() is None
+    assert [each.id for each in generation.members] == ["a", "b", "c"]
+    assert club.membership.current == generation
+    assert club.form() is None
 
 
-def test_members_are_ranked_as_in_their_group_in_whatever_order_they_came() -> None:
-    membership = Membership()
-    for rank in (3, 1, 0, 2):
-        membership.arrive(member("a", rank, 4))
-    generation = membership.form()
-    assert generation is not None
-    assert [each.rank_in_group for each in generation.members] == [0, 1, 2, 3]
+def test_a_member_that_asks_again_counts_once() -> None:
+    club = Club(size=2)
+    club.all_arrive("aa")
+    assert club.form() is None
+    club.all_arrive("b")
+    assert club.names() == ["a", "b"]
+
+
+def test_the_first_generation_goes_without_those_who_do_not_come_in_time() -> None:
+    club = Club(size=3)
+    club.all_arrive("a")
+    club.now += GATHER_S / 2
+    club.all_arrive("b")
+    club.now += GATHER_S / 2  # counted from the first
+    assert club.names() == ["a", "b"]
+
+
+def test_members_of_the_first_generation_that_come_at_once_are_ranked_as_in_their_group() -> None:
+    club = Club(size=3)
+    for name, rank in (("c", 2), ("a", 0), ("b", 1)):
+        assert club.arrive(name, rank=rank) is None
+    assert club.names() == ["a", "b", "c"]
+
+
+def test_who_dies_before_the_first_generation_is_not_in_it() -> None:
+    club = Club(size=3)
+    club.all_arrive("abc")
+    assert not club.membership.lose("b", DEAD)
+    assert club.form() is None
+    club.now += GATHER_S
+    assert club.names() == ["a", "c"]
+
+
+def test_below_min_workers_nothing_forms_however_long_it_takes() -> None:
+    club = Club(min_workers=3, size=2)
+    club.all_arrive("ab")
+    club.now += 100 * GATHER_S
+    assert club.form() is None
+    club.all_arrive("c")
+    assert club.names() == ["a", "b", "c"]
+
+
+def test_survivors_below_min_workers_wait_for_newcomers() -> None:
+    club = club_of("ab", min_workers=2)
+    club.membership.lose("a", DEAD)
+    club.all_arrive("b", 3)
+    club.now += 100 * GATHER_S
+    assert club.form() is None
+    club.all_arrive("c")
+    assert club.names() == ["b", "c"]
+
+
+def test_a_minimum_that_is_lowered_lets_those_who_wait_go_on() -> None:
+    club = club_of("ab", min_workers=2)
+    club.membership.lose("a", DEAD)
+    club.all_arrive("b", 3)
+    assert club.form() is None
+    club.membership.min_workers = 1
+    assert club.names() == ["b"]
+
+
+# Losses.
+
+
+def test_survivors_form_at_once_when_the_dead_one_is_known() -> None:
+    club = club_of("abc")
+    assert club.membership.lose("b", DEAD)
+    club.all_arrive("ac", 5)
+    generation = club.formed()
+    assert [each.id for each in generation.members] == ["a", "c"]
+    assert (generation.number, generation.reason, generation.first_step) == (2, "worker lost", 5)
+    assert club.membership.loss is None
+
+
+def test_no_generation_forms_while_a_living_member_has_not_come() -> None:
+    club = club_of("abc")
+    assert club.arrive("a", 5, lost=BROKEN) is None
+    assert club.arrive("b", 5, lost=BROKEN) is None
+    club.now += 100 * GATHER_S
+    assert club.form() is None
+    club.membership.lose("c", DEAD)
+    assert club.names() == ["a", "b"]
+
+
+def test_a_death_that_comes_to_be_known_last_lets_those_who_wait_form() -> None:
+    club = club_of("abcd")
+    for name in "ab":
+        assert club.arrive(name, 5, lost=BROKEN) is None
+    assert not club.membership.lose("c", DEAD)  # the generation was broken already
+    assert club.form() is None
+    assert not club.membership.lose("d", DEAD)
+    assert club.names() == ["a", "b"]
+
+
+def test_two_losses_at_once_make_one_generation() -> None:
+    club = club_of("abcd")
+    assert club.membership.lose("a", DEAD)
+    assert not club.membership.lose("d", "it was silent for 5 s")
+    assert club.membership.loss == DEAD  # the first word counts
+    club.all_arrive("bc", 5)
+    generation = club.formed()
+    assert (generation.number, [each.id for each in generation.members]) == (2, ["b", "c"])
+    assert club.form() is None
+    assert club.membership.lost() == {"a": DEAD, "d": "it was silent for 5 s"}
+
+
+def test_one_who_dies_while_it_waits_is_not_waited_for() -> None:
+    club = club_of("abc")
+    club.membership.lose("a", DEAD)
+    club.all_arrive("b", 5)
+    assert not club.membership.lose("b", DEAD)
+    assert club.form() is None
+    club.all_arrive("c", 5)
+    assert club.names() == ["c"]
+
+
+def test_a_newcomer_that_dies_while_it_waits_breaks_nothing() -> None:
+    club = club_of("ab")
+    club.all_arrive("c")
+    assert not club.membership.lose("c", DEAD)
+    club.now += SETTLE_S
+    assert club.membership.loss is None
+    assert not club.wants_change
+
+
+def test_a_broken_connection_without_a_death_makes_a_generation_of_the_same_members() -> None:
+    club = club_of("abc")
+    for name in "cab":
+        assert club.arrive(name, 5, lost=BROKEN) is None
+    generation = club.formed()
+    assert (generation.number, generation.reason) == (2, "worker lost")
+    assert [each.id for each in generation.members] == ["a", "b", "c"]
+
+
+def test_the_first_word_of_how_a_generation_broke_counts() -> None:
+    club = club_of("abc")
+    club.arrive("a", 5, lost="the first")
+    club.arrive("b", 5, lost="the second")
+    assert club.membership.loss == "the first"
+
+
+def test_a_loss_that_one_outside_of_the_generation_reports_is_none_of_it() -> None:
+    club = club_of("ab")
+    assert club.arrive("c", lost=BROKEN) is None
+    assert club.membership.loss is None
+
+
+def test_one_presumed_dead_that_returns_is_refused() -> None:
+    club = club_of("ab")
+    club.membership.lose("a", "it was silent for 5 s")
+    assert club.arrive("a", 5, lost=BROKEN) == "it was silent for 5 s"
+    assert club.membership.is_gone("a") == "it was silent for 5 s"
+    club.all_arrive("b", 5)
+    assert club.names() == ["b"]
+    assert club.arrive("a", 5) == "it was silent for 5 s"
+    assert club.membership.loss is None
+
+
+def test_without_survivors_newcomers_gather_as_at_the_start() -> None:
+    club = club_of("ab")
+    club.membership.lose("a", DEAD)
+    club.membership.lose("b", DEAD)
+    club.all_arrive("c")
+    assert club.form() is None
+    club.all_arrive("d")
+    generation = club.formed()
+    assert [each.id for each in generation.members] == ["c", "d"]
+    assert (generation.source, generation.first_step, generation.reason) == (None, None, "worker lost")
+
+
+def test_one_that_left_is_no_loss_and_is_not_waited_for() -> None:
+    club = club_of("ab")
+    club.membership.retire("a")
+    assert not club.membership.lose("a", DEAD)  # its process ends after that
+    assert club.membership.lost() == {}
+    assert club.membership.is_gone("a") == LEFT
+    assert club.membership.num_alive == 1
+    club.all_arrive("b", 5)
+    generation = club.formed()
+    assert ([each.id for each in generation.members], generation.reason) == (["b"], "workers left")
+
+
+def test_one_that_died_stays_dead_when_it_retires() -> None:
+    club = club_of("ab")
+    club.membership.lose("a", DEAD)
+    club.membership.retire("a")
+    assert club.membership.lost() == {"a": DEAD}
+
+
+def test_those_who_train_and_those_who_wait_are_alive() -> None:
+    club = club_of("abc")
+    assert club.membership.num_alive == 3
+    club.all_arrive("d")
+    assert club.membership.num_alive == 4
+    club.membership.lose("a", DEAD)
+    club.membership.retire("b")
+    club.all_arrive("c", 5)
+    assert club.membership.num_alive == 2
+
+
+# Newcomers.
+
+
+def test_a_newcomer_waits_until_those_who_train_are_asked_to_let_it_in() -> None:
+    club = club_of("ab")
+    assert not club.wants_change
+    club.all_arrive("c")
+    assert not club.wants_change
+    assert club.form() is None  # nobody of the generation waits
+    club.now += SETTLE_S
+    assert club.wants_change
+    club.all_arrive("a", 5)
+    assert club.form() is None
+    club.all_arrive("b", 5)
+    generation = club.formed()
+    assert [each.id for each in generation.members] == ["a", "b", "c"]
+    assert generation.reason == "workers joined"
+    assert not club.wants_change
+
+
+def test_as_many_newcomers_as_there_is_room_for_do_not_wait_for_others() -> None:
+    club = club_of("ab", max_workers=4)
+    club.all_arrive("c")
+    assert not club.wants_change
+    club.all_arrive("d")
+    assert club.wants_change
+
+
+def test_nobody_is_asked_to_let_in_more_than_there_is_room_for() -> None:
+    club = club_of("ab", max_workers=2)
+    club.all_arrive("c")
+    club.now += 100 * SETTLE_S
+    assert not club.wants_change
+
+
+def test_newcomers_join_the_survivors_of_a_loss_without_being_asked_for() -> None:
+    club = club_of("ab", max_workers=2)
+    club.all_arrive("c")
+    club.membership.lose("a", DEAD)
+    club.all_arrive("b", 5)
+    generation = club.formed()
+    assert ([each.id for each in generation.members], generation.reason) == (["b", "c"], "worker lost")
+
+
+def test_a_generation_that_broke_is_not_asked_to_change() -> None:
+    club = club_of("ab")
+    club.all_arrive("c")
+    club.membership.lose("a", DEAD)
+    club.now += SETTLE_S
+    assert not club.wants_change
+
+
+def test_newcomers_are_left_out_when_a_survivor_is_not_between_steps() -> None:
+    club = club_of("abc")
+    club.all_arrive("d")
+    club.membership.lose("a", DEAD)
+    club.arrive("b", 5, between_steps=False)
+    club.arrive("c", 5)
+    assert club.names() == ["b", "c"]
+    club.now += SETTLE_S  # and are let in when the evaluation is over
+    assert club.wants_change
+    club.all_arrive("bc", 6)
+    assert club.names() == ["b", "c", "d"]
+
+
+def test_newcomers_that_are_left_out_do_not_keep_survivors_from_finishing_what_they_do() -> None:
+    club = club_of("ab", min_workers=2)
+    club.all_arrive("c")
+    club.membership.lose("a", DEAD)
+    club.arrive("b", 5, between_steps=False)
+    assert club.names() == ["b"]
+
+
+def test_max_workers_is_not_exceeded_and_who_came_first_gets_in_first() -> None:
+    club = club_of("ab", max_workers=3)
+    for name in "dc":
+        club.now += 1
+        club.all_arrive(name)
+    club.all_arrive("ab", 5)
+    assert club.names() == ["a", "b", "d"]
+    assert not club.wants_change
+    club.membership.lose("a", DEAD)
+    club.all_arrive("bd", 7)
+    assert club.names() == ["b", "d", "c"]
+
+
+def test_the_first_generation_takes_no_more_than_max_workers() -> None:
+    club = Club(max_workers=2, size=3)
+    club.all_arrive("abc")
+    assert club.names() == ["a", "b"]
+
+
+# Who has the state.
+
+
+def test_at_the_start_nobody_has_any_state() -> None:
+    club = Club()
+    club.all_arrive("ab")
+    generation = club.formed()
+    assert (generation.source, generation.receivers, generation.first_step) == (None, (0, 1), None)
+
+
+def test_the_source_is_the_most_advanced_and_the_others_receive() -> None:
+    club = club_of("abcd")
+    club.membership.lose("d", DEAD)
+    club.arrive("a", 5)
+    club.arrive("b", 6)
+    club.arrive("c", 5)
+    club.arrive("e")
+    generation = club.formed()
+    assert [each.id for each in generation.members] == ["a", "b", "c", "e"]
+    assert (generation.source, generation.receivers, generation.first_step) == (1, (0, 2, 3), 6)
+
+
+def test_nobody_who_is_up_to_date_receives() -> None:
+    club = club_of("abc")
+    club.membership.lose("a", DEAD)
+    club.all_arrive("bc", 6)
+    generation = club.formed()
+    assert (generation.source, generation.receivers, generation.first_step) == (0, (), 6)
+
+
+def test_a_state_of_no_steps_is_a_state() -> None:
+    club = club_of("ab")
+    club.all_arrive("ab", 0)
+    club.arrive("c")
+    generation = club.formed()
+    assert (generation.source, generation.receivers, generation.first_step) == (0, (2,), 0)
+
+
+def test_a_generation_that_broke_while_it_formed_starts_from_the_newest_commit_again() -> None:
+    club = club_of("abc")
+    club.membership.lose("a", DEAD)
+    club.all_arrive("bc", None)
+    generation = club.formed()
+    assert (generation.source, generation.first_step) == (None, None)
+
+
+# Ranks.
+
+
+def test_ranks_are_grouped_by_node_in_the_order_of_the_nodes_seniors() -> None:
+    club = Club(size=5)
+    for name, node in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "z"), ("e", "y")):
+        club.arrive(name, node=node)
+    assert club.names() == ["a", "c", "b", "e", "d"]
+
+
+def test_rank_0_is_a_survivor_if_there_is_one_and_newcomers_rank_after_those_of_their_node() -> None:
+    club = Club(size=3)
+    for name, node in (("a", "x"), ("b", "y"), ("c", "z")):
+        club.arrive(name, node=node)
+    club.formed()
+    club.arrive("d", node="x")
+    club.arrive("e", node="z")
+    club.membership.lose("a", DEAD)
+    club.all_arrive("cb", 5)
+    assert club.names() == ["b", "c", "e", "d"]
+
+
+# Leaving.
+
+
+def test_members_that_are_asked_to_leave_are_left_out_of_the_next_generation() -> None:
+    club = club_of("abc")
+    club.membership.ask_to_leave(["b"])
+    assert club.wants_change
+    club.all_arrive("abc", 5)
+    generation = club.formed()
+    assert [each.id for each in generation.members] == ["a", "c"]
+    assert (generation.reason, generation.receivers) == ("workers left", ())
+
+
+def test_who_joins_while_another_leaves_is_told_of_both() -> None:
+    club = club_of("ab", max_workers=2)
+    club.all_arrive("c")
+    club.membership.ask_to_leave("a")
+    club.all_arrive("ab", 5)
+    generation = club.formed()
+    assert ([each.id for each in generation.members], generation.reason) == (["b", "c"], "workers joined and left")
+
+
+def test_the_last_holder_of_the_newest_state_is_kept_once_and_then_asked_to_go() -> None:
+    club = club_of("ab", max_workers=3)
+    club.membership.ask_to_leave("ab")
+    club.all_arrive("c")
+    club.all_arrive("ab", 5)
+    generation = club.formed()
+    assert [each.id for each in generation.members] == ["a", "c"]
+    assert (generation.source, generation.receivers) == (0, (1,))
+    assert club.wants_change
+    club.membership.retire("b")
+    club.all_arrive("ac", 6)
+    generation = club.formed()
+    assert [each.id for each in generation.members] == ["c"]
+    assert (generation.source, generation.receivers, generation.first_step) == (0, (), 6)
+    assert generation.reason == "workers left"
+
+
+def test_one_who_is_kept_for_its_state_takes_the_place_of_a_newcomer() -> None:
+    club = club_of("a", max_workers=2)
+    club.membership.ask_to_leave("a")
+    club.all_arrive("bc")
+    club.all_arrive("a", 5)
+    assert club.names() == ["a", "b"]
+
+
+def test_one_who_leaves_is_kept_if_it_alone_made_the_last_step() -> None:
+    club = club_of("abc")
+    club.membership.ask_to_leave("b")
+    club.membership.lose("c", DEAD)
+    club.arrive("a", 5)
+    club.arrive("b", 6)
+    generation = club.formed()
+    assert sorted(each.id for each in generation.members) == ["a", "b"]
+    assert generation.first_step == 6
+    assert generation.members[generation.source or 0].id == "b"
+    assert club.wants_change
+
+
+def test_one_who_should_leave_is_kept_when_nobody_else_is_there() -> None:
+    club = club_of("a")
+    club.membership.ask_to_leave("a")
+    club.all_arrive("a", 5)
+    generation = club.formed()
+    assert ([each.id for each in generation.members], generation.reason) == (["a"], "formed again")
+
+
+# Groups.
 
 
 def test_a_restarted_group_supersedes_the_one_before() -> None:
-    membership = Membership()
-    assert formed(membership, "a") == "start"
-    assert not membership.is_superseded(member("a", 0))
-    assert membership.arrive(member("b", 0))
-    assert membership.is_superseded(member("a", 0))
-    assert not membership.is_superseded(member("b", 1))
+    club = club_of("ab")
+    assert club.arrive("c", group="h") is None
+    assert club.membership.lost() == {"a": SUPERSEDED, "b": SUPERSEDED}
+    assert club.form() is None
+    assert club.arrive("d", group="h") is None
+    generation = club.formed()
+    assert ([each.id for each in generation.members], generation.reason) == (["c", "d"], "worker lost")
+    assert generation.source is None
 
 
 def test_a_late_member_of_an_old_group_is_refused_and_takes_nobodys_place() -> None:
-    membership = Membership()
-    membership.arrive(member("a", 0))
-    membership.arrive(member("b", 0))
-    assert not membership.arrive(member("a", 1))
-    assert not membership.arrive(member("a", 1), lost="connection closed")
-    assert membership.loss_reported is None
-    assert membership.form() is None  # a0 waited in vain, and a1 is no part of b
-    membership.arrive(member("b", 1))
-    generation = membership.form()
-    assert generation is not None
-    assert [each.group for each in generation.members] == ["b", "b"]
+    club = Club(size=2)
+    club.arrive("a", group="g")
+    club.arrive("c", group="h")
+    assert club.arrive("b", group="g") == SUPERSEDED  # it never came before
+    assert club.arrive("a", group="g", lost=BROKEN) == SUPERSEDED
+    assert club.membership.loss is None
+    assert club.form() is None
+    club.arrive("d", group="h")
+    assert club.names() == ["c", "d"]
 
 
-def test_a_group_that_has_not_arrived_yet_is_not_superseded() -> None:
-    membership = Membership()
-    assert not membership.is_superseded(member("a", 0))
-    membership.arrive(member("a", 0))
-    assert not membership.is_superseded(member("b", 0))
+def test_a_newcomer_of_the_same_group_supersedes_nobody() -> None:
+    club = club_of("ab")
+    assert club.arrive("c", group="g") is None
+    assert club.membership.lost() == {}
 
 
-def test_a_group_that_comes_back_whole_after_a_broken_connection_forms_again() -> None:
-    membership = Membership()
-    formed(membership, "a", 3)
-    for rank in (2, 0):
-        assert membership.arrive(member("a", rank, 3), lost="connection closed")
-        assert membership.form() is None
-    assert membership.arrive(member("a", 1, 3), lost="connection reset")
-    generation = membership.form()
-    assert generation is not None
-    assert (generation.number, generation.reason, len(generation.members)) == (2, "worker lost", 3)
+# Reasons.
 
 
-def test_a_generation_of_another_size_without_a_loss_was_formed_to_resize() -> None:
-    membership = Membership()
-    assert formed(membership, "a", 2) == "start"
-    assert formed(membership, "b", 3) == "resize"
-    assert formed(membership, "c", 1) == "resize"
-    assert membership.generation == 3
+def test_a_generation_of_the_same_members_without_a_loss_was_formed_again() -> None:
+    club = club_of("ab")
+    club.all_arrive("ab", 5)
+    assert club.formed().reason == "formed again"
 
 
-def test_a_generation_of_the_same_size_replaces_one_that_broke() -> None:
-    membership = Membership()
-    formed(membership, "a")
-    assert formed(membership, "b") == "worker lost"
+def test_what_ended_a_generation_is_forgotten_with_the_next() -> None:
+    club = club_of("abc")
+    club.membership.lose("a", DEAD)
+    club.all_arrive("bc", 5)
+    assert club.formed().reason == "worker lost"
+    club.all_arrive("bcd", 6)
+    assert club.formed().reason == "workers joined"
 
 
-def test_a_generation_after_a_reported_loss_replaces_one_that_broke_whatever_its_size() -> None:
-    membership = Membership()
-    formed(membership, "a", 3)
-    assert membership.arrive(member("a", 1, 3), lost="connection closed")
-    assert membership.arrive(member("a", 2, 3), lost="another word for it")
-    assert membership.loss_reported == "connection closed"
-    assert formed(membership, "b", 2) == "worker lost"
-    assert membership.loss_reported is None
-    assert formed(membership, "c", 3) == "resize"
+# What does not hold yet.
 
 
-# The rendezvous.
+def test_one_who_asks_again_has_waited_since_it_first_came() -> None:
+    club = Club(size=2)
+    for _ in range(int(GATHER_S)):  # a member that waits asks once a second
+        club.all_arrive("a")
+        club.now += 1
+    assert club.form() is not None
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[Rendezvous], Awaitable[Any]]], Any]]:
-    """Runs a scenario against a rendezvous of its own, whose polls are short."""
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(rendezvous_module, "POLL_S", 0.05)
-
-    def play(scenario: Callable[[Rendezvous], Awaitable[Any]]) -> Any:
-        async def within_time() -> Any:
-            return await asyncio.wait_for(scenario(Rendezvous("lm", 100)), 20)
-
-        return asyncio.run(within_time())
-
-    yield play
+def test_a_newcomer_that_asks_again_is_let_in_all_the_same() -> None:
+    club = club_of("ab")
+    club.all_arrive("c")
+    club.now += SETTLE_S
+    assert club.wants_change
+    club.all_arrive("c")
+    assert club.wants_change
 
 
-@pytest.fixture
-def long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that comes at all comes because of a change."""
-    monkeypatch.setattr(rendezvous_module, "POLL_S", 1000.0)
+def test_one_who_was_left_out_is_not_let_in_again() -> None:
+    club = club_of("abc")
+    club.membership.ask_to_leave("c")
+    club.all_arrive("abc", 5)
+    assert club.names() == ["a", "b"]
+    club.now += SETTLE_S
+    assert not club.wants_change
 
 
-async def started(rendezvous: Rendezvous, group: str = "a", size: int = 2) -> list[Any]:
-    return list(await asyncio.gather(*(rendezvous.join(member(group, rank, size), 0, None) for rank in range(size))))
+def test_max_workers_is_not_exceeded_by_one_who_is_kept_for_its_state() -> None:
+    club = club_of("a", max_workers=1)
+    club.all_arrive("b")
+    club.membership.ask_to_leave("a")
+    club.all_arrive("a", 5)
+    assert len(club.formed().members) == 1
 
 
-async def until_held(*calls: asyncio.Task[Any]) -> None:
-    """Lets calls run until they wait for something to happen."""
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert not any(call.done() for call in calls)
+def test_when_all_should_leave_a_holder_of_the_newest_state_is_kept() -> None:
+    club = club_of("ab")
+    club.membership.ask_to_leave("ab")
+    club.arrive("a", 5)
+    club.arrive("b", 6, lost=BROKEN)
+    assert club.formed().first_step == 6
 
 
-Play = Callable[[Callable[[Rendezvous], Awaitable[Any]]], Any]
+# Random histories.
 
 
-def test_members_that_join_get_their_ranks_and_a_store_that_answers(run: Play, long_polls: None) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        first, second = await started(rendezvous)
-        assert isinstance(first, Assignment)
-        assert (first.generation, first.rank, first.world_size, first.reason) == (1, 0, 2, "start")
-        assert (second.generation, second.rank) == (1, 1)
-        store = dist.TCPStore(first.store_host, first.store_port, is_master=False, wait_for_workers=False)
-        store.set("key", "value")
-        assert store.get("key") == b"value"
-        events, _, _ = await rendezvous.follow(0)
-        assert [event["event"] for event in events] == ["rendezvous"]
-        assert events[0]["members"] == [
-            {"rank": 0, "node": "10.0.0.0", "pid": 100},
-            {"rank": 1, "node": "10.0.0.1", "pid": 101},
-        ]
+@dataclass
+class Worker:
+    """A worker as it is in truth, whatever the membership knows of it."""
 
-    run(scenario)
+    member: Member
+    at_s: float
+    step: int | None = None
+    waits: bool = True
+    alive: bool = True
+    """Neither dead, nor presumed so, nor gone for good."""
+    leaving: bool = False
+    between_steps: bool = True
 
 
-def test_a_member_that_waits_alone_is_told_to_ask_again_within_a_poll(run: Play) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        assert await rendezvous.join(member("a", 0), 0, None) is None
-        assert await rendezvous.join(member("a", 0), 0, None) is None
+class Histories(RuleBasedStateMachine):
+    """Workers come, train, die, lose connections, are asked to leave and go, in any order. When the membership forms
+    a generation it has to be the right one, and when it does not there has to be a reason."""
 
-    run(scenario)
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers: dict[str, Worker] = {}
+        self.generation: FormedGeneration | None = None
+        self.broken = False
+        self.now = 0.0
+        self.number = 0
+
+    @initialize(
+        size=st.integers(1, 4),
+        max_workers=st.integers(1, 4),
+        min_workers=st.integers(1, 2),
+    )
+    def begin(self, size: int, max_workers: int, min_workers: int) -> None:
+        min_workers = min(min_workers, max_workers)
+        self.group, self.size = 0, size
+        self.membership = Membership(min_workers=min_workers, max_workers=max_workers)
+        for _ in range(size):
+            self.a_worker_starts(node="x")
+
+    # What is so.
+
+    def current(self) -> list[Worker]:
+        return [self.workers[each.id] for each in self.generation.members] if self.generation is not None else []
+
+    def survivors(self) -> list[Worker]:
+        return [each for each in self.current() if each.alive]
+
+    def training(self) -> list[Worker]:
+        return [each for each in self.survivors() if not each.waits]
+
+    def waiting(self) -> list[Worker]:
+        return [each for each in self.workers.values() if each.alive and each.waits]
+
+    def newcomers(self) -> list[Worker]:
+        current = {each.member.id for each in self.current()}
+        return [each for each in self.waiting() if each.member.id not in current]
+
+    def any_of(self, data: st.DataObject, workers: list[Worker]) -> Worker:
+        return data.draw(st.sampled_from(sorted(workers, key=lambda each: int(each.member.id))))
+
+    def says_arrival(self, worker: Worker, lost: str | None = None) -> None:
+        arrival = Arrival(member=worker.member, step=worker.step, between_steps=worker.between_steps, at_s=worker.at_s)
+        assert self.membership.arrive(arrival, lost=lost) is None
+
+    def comes_back(self, worker: Worker, lost: str | None, between_steps: bool = True) -> None:
+        worker.waits, worker.at_s, worker.between_steps = True, self.now, between_steps
+        self.broken = self.broken or lost is not None
+        self.says_arrival(worker, lost)
+
+    # What happens.
+
+    @precondition(lambda self: len(self.waiting()) + len(self.training()) < 7)
+    @rule(node=st.sampled_from("xyz"))
+    def a_worker_starts(self, node: str) -> None:
+        self.number += 1
+        name = str(self.number)
+        new = member(name, node, f"g{self.group}", self.size, rank=self.number)
+        self.workers[name] = Worker(new, self.now)
+        self.says_arrival(self.workers[name])
+        self.form()
+
+    @precondition(lambda self: self.waiting())
+    @rule(data=st.data())
+    def a_worker_asks_again(self, data: st.DataObject) -> None:
+        self.says_arrival(self.any_of(data, self.waiting()))
+        self.form()
+
+    @rule(seconds=st.sampled_from([SETTLE_S / 2, SETTLE_S, GATHER_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.form()
+
+    @precondition(lambda self: not self.broken and self.current() and self.training() == self.current())
+    @rule()
+    def a_step_is_made(self) -> None:
+        for each in self.current():
+            each.step = (each.step or 0) + 1
+
+    @precondition(lambda self: self.training() or self.waiting())
+    @rule(data=st.data(), how=st.sampled_from([DEAD, "it was silent for 5 s"]), nearly_done=st.booleans())
+    def a_worker_dies(self, data: st.DataObject, how: str, nearly_done: bool) -> None:
+        dead = self.any_of(data, self.training() + self.waiting())
+        in_generation = dead in self.current()
+        if in_generation and nearly_done and not self.broken and self.training() == self.current():
+            for each in self.training():  # some made the step in which it died, and others did not
+                each.step = (each.step or 0) + data.draw(st.integers(0, 1))
+        dead.alive = False
+        assert self.membership.lose(dead.member.id, how) == (in_generation and not self.broken)
+        self.broken = self.broken or in_generation
+        self.form()
+
+    @precondition(lambda self: not self.broken and self.current() and self.training() == self.current())
+    @rule(data=st.data())
+    def connections_break_in_a_step(self, data: st.DataObject) -> None:
+        for each in self.training():
+            each.step = (each.step or 0) + data.draw(st.integers(0, 1))
+            self.comes_back(each, BROKEN)
+            self.form()
+
+    @precondition(lambda self: any(not each.alive for each in self.workers.values()))
+    @rule(data=st.data())
+    def one_presumed_dead_returns(self, data: st.DataObject) -> None:
+        gone = self.any_of(data, [each for each in self.workers.values() if not each.alive])
+        arrival = Arrival(member=gone.member, step=gone.step, between_steps=True, at_s=self.now)
+        assert self.membership.arrive(arrival, lost=BROKEN) is not None
+        self.form()
+
+    @precondition(lambda self: self.training())
+    @rule(data=st.data(), in_evaluation=st.booleans())
+    def a_survivor_notices_a_loss(self, data: st.DataObject, in_evaluation: bool) -> None:
+        self.comes_back(self.any_of(data, self.training()), BROKEN, between_steps=not in_evaluation)
+        self.form()
+
+    @precondition(
+        lambda self: self.training() and self.training() == self.survivors() and self.membership.wants_change(self.now)
+    )
+    @rule()
+    def a_step_ends_where_a_change_is_wanted(self) -> None:
+        for each in self.training():
+            self.comes_back(each, None)
+            self.form()
+
+    @precondition(lambda self: self.broken and self.training())
+    @rule()
+    def all_survivors_notice_a_loss(self) -> None:
+        for each in self.training():
+            self.comes_back(each, BROKEN)
+            self.form()
+
+    @precondition(
+        lambda self: (
+            any(not each.leaving for each in self.survivors())
+            and sum(not each.leaving for each in self.survivors() + self.newcomers()) > 1
+        )
+    )
+    @rule(data=st.data())
+    def a_worker_is_asked_to_leave(self, data: st.DataObject) -> None:
+        leaving = self.any_of(data, [each for each in self.survivors() if not each.leaving])
+        leaving.leaving = True
+        self.membership.ask_to_leave([leaving.member.id])
+        self.form()
+
+    @precondition(lambda self: self.waiting() or self.training())
+    @rule(data=st.data())
+    def a_worker_goes_for_good(self, data: st.DataObject) -> None:
+        going = self.any_of(data, self.training() + self.waiting())
+        going.alive = False
+        self.membership.retire(going.member.id)
+        self.form()
+
+    @rule()
+    def the_group_is_started_again(self) -> None:
+        self.group += 1
+        self.broken = self.broken or bool(self.survivors())
+        for each in self.workers.values():
+            each.alive = False
+        for _ in range(self.size):
+            self.a_worker_starts(node="x")
+
+    # What has to hold.
+
+    def form(self) -> None:
+        waiting, survivors = self.waiting(), self.survivors()
+        before = self.generation
+        broken = self.broken
+        formed = self.membership.form(self.now)
+        if formed is None:
+            self.check_that_there_is_a_reason(waiting, survivors)
+            return
+        members = [self.workers[each.id] for each in formed.members]
+        self.check_members(members, waiting, survivors)
+        self.check_state(formed, members, waiting, survivors)
+        self.check_ranks(members, survivors)
+        assert formed.number == (before.number + 1 if before is not None else 1)
+        before_ids = {each.id for each in before.members} if before is not None else set()
+        ids = {each.id for each in formed.members}
+        if before is None:
+            expected = "start"
+        elif broken:
+            expected = "worker lost"
+        else:
+            words = [word for word, moved in (("joined", ids - before_ids), ("left", before_ids - ids)) if moved]
+            expected = f"workers {' and '.join(words)}" if words else "formed again"
+        assert formed.reason == expected
+        self.generation, self.broken = formed, False
+        for each in members:
+            each.waits, each.step = False, formed.first_step or 0
+        assert self.membership.form(self.now) is None  # nobody is in two generations at once
+
+    def check_that_there_is_a_reason(self, waiting: list[Worker], survivors: list[Worker]) -> None:
+        if any(not each.waits for each in survivors) or not waiting:
+            return
+        too_few = len([each for each in waiting if not each.leaving]) < self.membership.min_workers
+        if survivors:
+            assert too_few
+            assert all(each.between_steps for each in survivors) or len(waiting) == len(survivors)
+            return
+        gathered = len(waiting) >= self.size or self.now - min(each.at_s for each in waiting) >= GATHER_S
+        assert too_few or not gathered
+
+    def check_members(self, members: list[Worker], waiting: list[Worker], survivors: list[Worker]) -> None:
+        assert all(each in waiting for each in members)  # so they are alive, and train nowhere
+        assert all(each.waits for each in survivors)
+        assert len({each.member.id for each in members}) == len(members)
+        assert 1 <= len(members) <= self.membership.max_workers
+        if not survivors:
+            assert len(waiting) >= self.size or self.now - min(each.at_s for each in waiting) >= GATHER_S
+        if all(each.between_steps for each in survivors):
+            assert len(members) >= self.membership.min_workers
+        else:
+            assert all(each in survivors for each in members)
+        assert all(each in members for each in survivors if not each.leaving)
+        assert sum(each.leaving for each in members) <= 1
+
+    def check_state(
+        self, formed: FormedGeneration, members: list[Worker], waiting: list[Worker], survivors: list[Worker]
+    ) -> None:
+        steps = [each.step for each in members if each.step is not None]
+        assert formed.first_step == max(steps, default=None)
+        if formed.source is None:
+            assert not steps
+        else:
+            assert members[formed.source].step == formed.first_step
+        assert formed.receivers == tuple(
+            rank for rank, each in enumerate(members) if each.step is None or each.step != formed.first_step
+        )
+        asked = waiting if all(each.between_steps for each in survivors) else survivors
+        if any(not each.leaving for each in asked):  # the newest state of all is not lost
+            assert formed.first_step == max((each.step for each in asked if each.step is not None), default=None)
+
+    def check_ranks(self, members: list[Worker], survivors: list[Worker]) -> None:
+        nodes = [each.member.node for each in members]
+        runs = [node for place, node in enumerate(nodes) if place == 0 or nodes[place - 1] != node]
+        assert len(runs) == len(set(runs))
+        if any(each in survivors for each in members):
+            assert members[0] in survivors
+
+    @invariant()
+    def a_change_is_wanted_when_somebody_waits_for_it(self) -> None:
+        if self.generation is None:
+            return
+        wanted = self.membership.wants_change(self.now)
+        if self.broken:
+            assert not wanted
+            return
+        leaving = any(each.leaving for each in self.current())
+        newcomers = [each for each in self.newcomers() if not each.leaving]
+        room = self.membership.max_workers - len(self.current())
+        if leaving or (room > 0 and any(self.now - each.at_s >= SETTLE_S for each in newcomers)):
+            assert wanted
+        elif not self.newcomers():
+            assert not wanted
+
+    @invariant()
+    def the_living_are_counted(self) -> None:
+        assert self.membership.num_alive == len(self.waiting()) + len(self.training())
 
 
-def test_a_member_whose_answer_was_lost_gets_it_again(run: Play, long_polls: None) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        answers = await started(rendezvous)
-        assert await rendezvous.join(member("a", 1), 0, None) == answers[1]
-
-    run(scenario)
-
-
-def test_survivors_of_a_lost_worker_wait_to_be_superseded(run: Play, long_polls: None) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        await started(rendezvous)
-        survivor = asyncio.create_task(rendezvous.join(member("a", 0), 1, "connection closed"))
-        training = asyncio.create_task(rendezvous.listen(member("a", 1), None))
-        await until_held(survivor)
-        replaced = await started(rendezvous, "b")
-        assert [answer.reason for answer in replaced] == ["worker lost", "worker lost"]
-        assert [answer.generation for answer in replaced] == [2, 2]
-        assert await survivor == Ended("superseded by a newer worker group")
-        signals = await training
-        if signals.ended is None:  # it was told of the loss first
-            signals = await rendezvous.listen(member("a", 1), None)
-        assert signals == Signals(stop=False, ended="superseded by a newer worker group")
-        late = await rendezvous.join(member("a", 1), 1, "connection closed")
-        assert late == Ended("superseded by a newer worker group")
-
-    run(scenario)
-
-
-def test_members_that_all_survived_a_broken_connection_get_a_new_generation(run: Play, long_polls: None) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        before = await started(rendezvous)
-        after = await asyncio.gather(*(rendezvous.join(member("a", rank), 1, "connection closed") for rank in range(2)))
-        assert [answer.generation for answer in before] == [1, 1]
-        assert [(answer.generation, answer.rank, answer.reason) for answer in after] == [
-            (2, 0, "worker lost"),
-            (2, 1, "worker lost"),
-        ]
-        # Its answer was lost, and it asks again.
-        assert await rendezvous.join(member("a", 1), 1, "connection closed") == after[1]
-
-    run(scenario)
-
-
-def test_a_loss_is_recorded_once_with_its_generation(run: Play) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        await started(rendezvous, size=3)
-        for rank in (1, 1, 2):
-            assert await rendezvous.join(member("a", rank, 3), 1, f"rank {rank} saw it") is None
-        events, _, _ = await rendezvous.follow(1)
-        assert [(event["event"], event["generation"], event["error"]) for event in events] == [
-            ("worker_lost", 1, "rank 1 saw it")
-        ]
-        assert events[0]["reported_by"] == "a1"
-
-    run(scenario)
-
-
-def test_messages_reach_the_driver_in_order_and_only_the_newest_progress_does(run: Play) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        a = member("a", 0, 1)
-        await started(rendezvous, size=1)
-        await rendezvous.take([{"event": "one"}, {"event": "two"}], {"step": 1})
-        await rendezvous.take([{"event": "three"}], {"step": 2})
-        assert await rendezvous.listen(a, None) == Signals(False, None)
-        events, progress, outcome = await rendezvous.follow(0)
-        assert [event["event"] for event in events] == ["rendezvous", "one", "two", "three"]
-        assert (progress, outcome) == ({"step": 2}, None)
-        events, _, _ = await rendezvous.follow(3)
-        assert [event["event"] for event in events] == ["three"]
-
-    run(scenario)
-
-
-def test_the_driver_is_held_until_there_is_news(run: Play, long_polls: None) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        driver = asyncio.create_task(rendezvous.follow(0))
-        await until_held(driver)
-        await rendezvous.take([{"event": "commit", "step": 7}], None)
-        events, _, _ = await driver
-        assert [event["step"] for event in events] == [7]
-
-    run(scenario)
-
-
-def test_a_driver_without_news_is_answered_within_a_poll(run: Play) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        assert await rendezvous.follow(0) == ([], {}, None)
-
-    run(scenario)
-
-
-def test_a_stop_reaches_a_worker_that_waits_and_no_generation_forms_any_more(run: Play, long_polls: None) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        await started(rendezvous)
-        waiting = asyncio.create_task(rendezvous.listen(member("a", 0), None))
-        await until_held(waiting)
-        await rendezvous.stop()
-        assert await waiting == Signals(stop=True, ended=None)
-        assert await rendezvous.listen(member("a", 1), None) == Signals(stop=True, ended=None)
-        for each, lost in ((member("b", 0), None), (member("a", 0), "connection closed")):
-            assert await rendezvous.join(each, 0, lost) == Ended("stopped")
-
-    run(scenario)
-
-
-def test_the_first_outcome_counts_and_ends_everyone(run: Play, long_polls: None) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        await started(rendezvous)
-        waiting = asyncio.create_task(rendezvous.listen(member("a", 1), None))
-        driver = asyncio.create_task(rendezvous.follow(1))
-        await until_held(waiting, driver)
-        await rendezvous.take([{"event": "commit", "step": 9}], None)
-        await rendezvous.end({"step": 9}, {"status": "failed", "error": "the first"})
-        await rendezvous.end(None, {"status": "finished"})
-        assert await waiting == Signals(stop=False, ended="failed")
-        events, progress, outcome = await rendezvous.follow(1)
-        assert [event["step"] for event in events] == [9]  # nothing that was said before the end is lost
-        assert (progress, outcome) == ({"step": 9}, {"status": "failed", "error": "the first"})
-        assert (await driver)[0] == events
-        assert await rendezvous.join(member("b", 0), 0, None) == Ended("failed")
-        assert await rendezvous.follow(2) == ([], {"step": 9}, outcome)  # at once
-
-    run(scenario)
-
-
-def test_the_status_follows_the_run(run: Play, long_polls: None) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        fresh = await rendezvous.status()
-        assert (fresh["name"], fresh["state"], fresh["total_steps"]) == ("lm", "starting", 100)
-        assert fresh["step"] is fresh["last_commit"] is fresh["generation"] is None
-        said = [{"event": "generation", "generation": 1, "world_size": 2}, {"event": "commit", "step": 5}]
-        await rendezvous.stop()  # so that nobody is held
-        await rendezvous.take(said, {"step": 6, "loss": 0.5})
-        status = await rendezvous.status()
-        assert (status["state"], status["generation"], status["world_size"]) == ("stopping", 1, 2)
-        assert (status["step"], status["loss"], status["last_commit"]) == (6, 0.5, 5)
-        await rendezvous.end(None, {"status": "stopped"})
-        assert (await rendezvous.status())["state"] == "stopped"
-
-    run(scenario)
+Histories.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestHistories = Histories.TestCase

@@ -70,6 +70,14 @@ class Trained:
         self.strategy = DDPStrategy(self.model, config(bucket_cap_mb), group)
         assert self.strategy._reduction is not None
         self.reduction = self.strategy._reduction
+        self.bucket_sizes: list[int] = []
+        hook = self.reduction.hook
+
+        def counted(state, bucket):  # type: ignore[no-untyped-def] # DDP checks annotations, as objects
+            self.bucket_sizes.append(bucket.buffer().numel())
+            return hook(state, bucket)
+
+        self.reduction.hook = counted  # type: ignore[method-assign]
         self.held: list[int] = []
         """Gradient copies held whenever a gradient came, in the last step."""
         self.buckets: list[int] = []
@@ -79,12 +87,13 @@ class Trained:
         self.model.zero_grad(set_to_none=True)
         self.strategy.begin_step(np.array(rows))
         self.held = []
+        self.bucket_sizes.clear()
         for micro_batch in self.strategy.to_compute:
             self.strategy.prepare_forward(micro_batch)
             loss = loss_of(self.model, micro_batch, rows[micro_batch])
             self.held.append(self.reduction.held_copies)
             self.strategy.backward(loss, micro_batch)
-        self.buckets.append(len(self.reduction._reduced))
+        self.buckets.append(len(self.bucket_sizes))
         return gradients_of(self.model)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.config import RunConfig
-from elastic_ddp.elastic.rendezvous import Rendezvous
+from elastic_ddp.elastic.rendezvous import Ended, Rendezvous
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.ddp import PreparedModel
@@ -20,7 +21,7 @@ from elastic_ddp.train_state import TrainState
 from elastic_ddp.trainer import ElasticTrainer
 from tests.ranks import run_ranks
 from tests.unit.test_buffers import StepBuffers, micro_batch_ranges
-from tests.unit.test_membership import member, run, started  # noqa: F401
+from tests.unit.test_rendezvous import Play, join, member, play, started  # noqa: F401
 from tests.unit.test_run_api import (  # noqa: F401
     CPU,
     LOST_PEER,
@@ -64,7 +65,7 @@ def test_the_last_step_is_committed_when_the_connection_breaks_right_after_it(ne
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
             if step.index == 5:
-                raise RuntimeError(LOST_PEER)  # as from run.evaluate here
+                raise dist.DistNetworkError(LOST_PEER)  # as from run.evaluate here
     assert r.finish()["steps"] == 6
     assert link_of(r).steps_of("commit") == [6]
     assert CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest() is not None
@@ -120,15 +121,17 @@ def test_a_buffer_of_a_type_that_gloo_does_not_know_is_combined() -> None:
     assert run_ranks(2, combine_int16) == [[2, 2, 2], [2, 2, 2]]
 
 
-def test_a_late_member_of_an_old_group_is_no_loss_of_the_new_generation(run: Any) -> None:
+def test_a_late_member_of_an_old_group_is_no_loss_of_the_new_generation(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous, "a")
         await started(rendezvous, "b")
-        await rendezvous.join(member("a", 1), 1, "connection closed")
-        events, _, _ = await rendezvous.follow(0)
-        assert [event["event"] for event in events] == ["rendezvous", "rendezvous"]
+        before = len((await rendezvous.follow(0)).events)
+        answer = await join(rendezvous, member("a", 1), after=1, step=0, lost="connection closed")
+        assert answer == Ended("its worker group was started again")
+        await rendezvous.take([{"event": "next"}], None)
+        assert [event["event"] for event in (await rendezvous.follow(before)).events] == ["next"]
 
-    run(scenario)
+    play(scenario)
 
 
 def test_a_folder_given_as_configuration_is_refused(tmp_path: Any) -> None:

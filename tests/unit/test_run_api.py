@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from elastic_ddp.config import RunConfig
 from elastic_ddp.data.feed import MicroBatch
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.elastic.link import RunStopped
-from elastic_ddp.errors import CheckpointError, ConfigError
+from elastic_ddp.errors import CheckpointError, ConfigError, WorkersLostError
 from elastic_ddp.job import COMMITS, Job
 from elastic_ddp.parallel.ddp import PreparedModel
 from elastic_ddp.parallel.process_group import Assignment
@@ -38,19 +40,26 @@ class FakeLink:
 
     def __init__(self, store_port: int) -> None:
         self.stop_requested = False
+        self.reconfigure_requested = False
         self.said: list[dict[str, Any]] = []
+        self.joins: list[tuple[int | None, bool]] = []
+        """With what step it came, and whether between steps."""
         self.losses: list[str | None] = []
         self._store_port = store_port
 
-    def join(self, lost: str | None = None) -> Assignment:
+    def join(self, *, step: int | None, between_steps: bool = True, lost: str | None = None) -> Assignment:
+        self.joins.append((step, between_steps))
         self.losses.append(lost)
+        reason = "worker lost" if lost is not None else "workers joined" if self.reconfigure_requested else "start"
+        self.reconfigure_requested = False
         return Assignment(
-            generation=len(self.losses),
+            generation=len(self.joins),
             rank=0,
             world_size=1,
             store_host="127.0.0.1",
             store_port=self._store_port,
-            reason="start" if lost is None else "worker lost",
+            source=None if step is None else 0,
+            reason=reason,
         )
 
     def say(self, event: str, **fields: Any) -> None:
@@ -58,7 +67,7 @@ class FakeLink:
 
     def progress(self, **newest: Any) -> None: ...
 
-    def cut_when_over(self, cut: Callable[[], None] | None) -> None: ...
+    def cut_when_broken(self, cut: Callable[[], None] | None) -> None: ...
 
     def steps_of(self, event: str) -> list[int]:
         return [said["step"] for said in self.said if said["event"] == event]
@@ -71,20 +80,27 @@ class FakeIndex:
 
 
 class FakeFeed:
-    """Rows that depend on their ids alone, without Ray."""
+    """Rows that depend on their ids alone, without Ray. They come in one stream like the real feed's: what a step
+    leaves behind is the next one's."""
 
     def __init__(self, index: FakeIndex, **options: Any) -> None:
         self._shape = EpochShape(index.num_rows, options["num_micro_batches"], options["micro_batch_size"])
         self._micro_batches, self._next_step = options["micro_batches"], options["first_step"]
+        self._stream = self._all_from(self._next_step)
+
+    def _all_from(self, first_step: int) -> Iterator[MicroBatch]:
+        for step in itertools.count(first_step):
+            for m in self._micro_batches:
+                start, stop = self._shape.span(step, m)
+                ids = np.arange(start, stop) * self._shape.num_micro_batches + m
+                x = np.random.default_rng([step, m]).normal(size=(len(ids) or 1, 3)).astype(np.float32)
+                yield MicroBatch(m, {"x": torch.from_numpy(x)}, ids)
 
     def step(self, step: int) -> Iterator[MicroBatch]:
         assert step == self._next_step
         self._next_step += 1
-        for m in self._micro_batches:
-            start, stop = self._shape.span(step, m)
-            ids = np.arange(start, stop) * self._shape.num_micro_batches + m
-            x = np.random.default_rng([step, m]).normal(size=(len(ids) or 1, 3)).astype(np.float32)
-            yield MicroBatch(m, {"x": torch.from_numpy(x)}, ids)
+        for _ in self._micro_batches:
+            yield next(self._stream)
 
     def close(self) -> None: ...
 
@@ -257,6 +273,38 @@ def test_preparing_inside_the_loop_is_refused(new_run: NewRun) -> None:
     )
 
 
+def test_registering_inside_the_loop_is_refused(new_run: NewRun) -> None:
+    run = new_run(steps=2)
+    model = prepared(run)
+    for step in run.steps():
+        assert says(run, lambda run: run.register("late", Model())) == (
+            "run.register got late inside run.steps(); register everything before the loop"
+        )
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).mean())
+            step.optimize()
+    assert says(run, lambda run: run.register("later", Model())).startswith("run.register got later inside")
+
+
+class Seen:
+    """State of a user's that no commit can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ids": {1, 2}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_state_that_cannot_be_saved_is_refused_before_the_first_step(new_run: NewRun) -> None:
+    run = new_run()
+    prepared(run)
+    run.register("seen", Seen())
+    with pytest.raises(CheckpointError, match=r"user.*seen.*ids.*set"):
+        next(iter(run.steps()))
+    assert link_of(run).joins == []
+
+
 def test_a_loop_without_a_model_and_an_optimizer_is_refused(new_run: NewRun) -> None:
     expected = "run.steps() came before a model and an optimizer were prepared; call run.prepare for both"
     run = new_run()
@@ -408,6 +456,29 @@ def test_a_run_makes_all_its_steps_and_commits_the_last(new_run: NewRun, tmp_pat
     assert commit.record["samples"] == 84
 
 
+def test_leaving_the_loop_over_micro_batches_after_the_last_with_rows_changes_nothing(new_run: NewRun) -> None:
+    shape = EpochShape(18, 4, 4)
+    with_rows = [int(np.count_nonzero(shape.rows(step))) for step in range(6)]
+    assert with_rows == [4, 2, 4, 2, 4, 2]  # the second step of an epoch has rows in two of its micro-batches
+
+    def trained(hasty: bool) -> dict[str, Any]:
+        run = new_run(num_rows=18, global_batch_size=16, micro_batch_size=4, folder=f"hasty-{hasty}")
+        model = run.prepare(torch.nn.Linear(3, 1))  # a BatchNorm would refuse a single row
+        run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps():
+            with step:
+                for place, batch in enumerate(step.micro_batches(), start=1):
+                    step.backward(model(batch["x"]).square().mean())
+                    if hasty and place == with_rows[step.index]:
+                        break
+                step.optimize()
+        return run.finish()
+
+    patient, hasty = trained(False), trained(True)
+    assert hasty["samples_sha256"] == patient["samples_sha256"]
+    assert hasty == patient
+
+
 def test_a_run_is_the_same_when_it_is_interrupted_and_resumed(new_run: NewRun) -> None:
     calm = train(new_run(folder="calm"))
     interrupted = new_run(checkpoint={"every_steps": 2})
@@ -432,18 +503,83 @@ def test_a_step_that_loses_a_peer_comes_again_and_ends_the_same(new_run: NewRun)
     def lose_a_peer_once(step: Step) -> None:
         if step.index == 3 and not lost:
             lost.append(step.index)
-            raise RuntimeError(LOST_PEER)
+            raise dist.DistNetworkError(LOST_PEER)
 
     run = new_run()
     disturbed = train(run, lose_a_peer_once)
     assert lost == [3]
-    assert link_of(run).losses == [None, f"RuntimeError: {LOST_PEER}"]
+    assert link_of(run).losses == [None, f"DistNetworkError: {LOST_PEER}"]
+    assert link_of(run).joins == [(None, True), (3, True)]
     generations = [said for said in link_of(run).said if said["event"] == "generation"]
     assert [(said["generation"], said["first_step"], said["reason"]) for said in generations] == [
         (1, 0, "start"),
         (2, 3, "worker lost"),
     ]
     assert train(new_run(folder="calm")) == disturbed
+
+
+def test_a_step_that_is_lost_again_and_again_ends_the_run(new_run: NewRun) -> None:
+    lost: list[int] = []
+
+    def lose_a_peer(step: Step) -> None:
+        if step.index == 3:
+            lost.append(step.index)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    with pytest.raises(WorkersLostError, match="step 3 was lost 3 times in a row, the last time by: DistNetworkError"):
+        train(new_run(), lose_a_peer)
+    assert lost == [3, 3, 3]
+
+
+@pytest.mark.parametrize("text", ["timed out waiting for the tokenizer", LOST_PEER, "NCCL_SOCKET_IFNAME is not set"])
+def test_an_error_of_the_user_that_reads_like_a_lost_peer_comes_out_at_once(new_run: NewRun, text: str) -> None:
+    tries: list[int] = []
+
+    def impatient(step: Step) -> None:
+        tries.append(step.index)
+        raise RuntimeError(text)
+
+    run = new_run()
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        train(run, impatient)
+    assert tries == [0]
+    assert link_of(run).losses == [None]
+
+
+def test_a_request_to_reconfigure_ends_the_generation_at_the_step_boundary_and_changes_nothing_else(
+    new_run: NewRun,
+) -> None:
+    run = new_run()
+    generations: list[int] = []
+
+    def ask(step: Step) -> None:
+        link_of(run).reconfigure_requested = step.index == 2 or link_of(run).reconfigure_requested
+        generations.append(len(link_of(run).joins))
+
+    reconfigured = train(run, ask)
+    assert generations == [1, 1, 1, 2, 2, 2]
+    assert link_of(run).joins == [(None, True), (3, True)]
+    assert link_of(run).losses == [None, None]
+    ended = [said for said in link_of(run).said if said["event"] == "generation_ended"]
+    assert [(said["generation"], said["last_step"], said["reason"]) for said in ended] == [
+        (1, 3, "workers were to join or leave")
+    ]
+    begun = [said for said in link_of(run).said if said["event"] == "generation"]
+    assert [(said["generation"], said["first_step"], said["reason"]) for said in begun] == [
+        (1, 0, "start"),
+        (2, 3, "workers joined"),
+    ]
+    assert train(new_run(folder="calm")) == reconfigured
+
+
+def test_nobody_is_let_in_after_the_last_step(new_run: NewRun) -> None:
+    run = new_run()
+
+    def ask(step: Step) -> None:
+        link_of(run).reconfigure_requested = step.index == 5
+
+    assert train(run, ask)["steps"] == 6
+    assert link_of(run).joins == [(None, True)]
 
 
 def test_a_stop_commits_the_step_at_hand_and_ends_the_function(new_run: NewRun) -> None:
@@ -454,8 +590,8 @@ def test_a_stop_commits_the_step_at_hand_and_ends_the_function(new_run: NewRun) 
 
     with pytest.raises(RunStopped):
         train(run, ask)
-    assert run.progress()["steps"] == 3  # asked for in step 1, voted for in step 2
-    assert link_of(run).steps_of("commit") == [3]
+    assert run.progress()["steps"] == 2
+    assert link_of(run).steps_of("commit") == [2]
 
 
 def test_optimizers_and_schedulers_step_once_a_step_and_gradients_are_cleared(new_run: NewRun) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from elastic_ddp.config import RunConfig
 from elastic_ddp.data.order import EpochShape
+from elastic_ddp.errors import ConfigError
 from elastic_ddp.generation import Generation
 from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.ddp import DDPStrategy, PreparedModel
@@ -117,6 +118,36 @@ class PartlyTrainedModel(torch.nn.Module):
         return self.body.parameters()
 
 
+class SummedModel(torch.nn.Module):
+    """Two parameters that are added to each other share one gradient, and a third is only ever summed up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(12, 5)
+        self.left, self.right = torch.nn.Parameter(torch.zeros(12)), torch.nn.Parameter(torch.zeros(12))
+        self.summed = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * (1 + self.left + self.right)) + self.summed.sum()
+
+
+class UnusedModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.never = torch.nn.Linear(12, 5), torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def refusal(group: ProcessGroup, config: RunConfig) -> str:
+    try:
+        train(group, config, 1000, UnusedModel)
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
 def config_of(**changes: Any) -> RunConfig:
     settings: dict[str, Any] = {
         "name": "test",
@@ -146,7 +177,7 @@ def train(group: ProcessGroup, config: RunConfig, num_rows: int, model_type: typ
     losses = []
     assert config.steps
     for index in range(config.steps):
-        step = Step(generation, shape.rows(index), shape.epoch_of(index), {})
+        step = Step(generation, shape.rows(index), shape.epoch_of(index), dict)
         with step:
             for batch in step.micro_batches():
                 loss = torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
@@ -227,6 +258,22 @@ def test_parameters_that_some_micro_batches_do_not_use_keep_the_bits() -> None:
             assert result["weights"] == calm["weights"]
     ours, plain = calm["losses"], plain_sgd(1000, config, SometimesModel)
     assert ours == pytest.approx(plain, rel=1e-4)
+
+
+def test_gradients_that_share_memory_are_each_counted_once() -> None:
+    sought, plain = config_of(ddp={"find_unused_parameters": True}), config_of()
+    calm = run_ranks(1, train, plain, 1000, SummedModel)[0]
+    for world_size in (1, 2, 6):
+        assert run_ranks(world_size, train, sought, 1000, SummedModel)[0]["weights"] == calm["weights"]
+
+
+@pytest.mark.parametrize("reduction", ["canonical", "native"])
+@pytest.mark.parametrize("global_batch_size", [2, 12])
+def test_a_parameter_that_is_not_used_is_refused_in_its_first_step(reduction: str, global_batch_size: int) -> None:
+    """DDP itself would raise in the second step, when the first has been applied with some gradients unreduced."""
+    config = config_of(reduction=reduction, global_batch_size=global_batch_size)
+    for text in run_ranks(global_batch_size // 6 or 1, refusal, config):
+        assert "does not depend on 2 parameters: never.weight, never.bias; set ddp.find_unused_parameters" in text
 
 
 def test_the_native_reduction_agrees_but_for_rounding() -> None:

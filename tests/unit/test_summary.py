@@ -64,6 +64,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
     generations = summary.pop("generations")
     assert summary == {
         "name": "mnist", "status": "finished", "error": None, "steps": 40, "epochs": 1, "samples": 400,
+        "total_steps": None,
         "wall_seconds": 15.0, "samples_per_second": 26.667, "sessions": 2, "restarts": 1, "commits": 3,
         "weights_sha256": "aa", "samples_sha256": "bb", "loss": {"first": 2.5, "last": 1.0},
         "metrics": {"accuracy": 0.9, "final": 3.0}, "storage": "s3://b/runs", "versions": {"torch": "2.13.0"},

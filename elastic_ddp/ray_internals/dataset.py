@@ -1,12 +1,9 @@
-"""The one module that touches Ray's internals, and the guard that it meets the Ray it was written for.
+"""Running a data set.
 
-*Running a data set.* Ray Data's public iterators end a pipeline by killing its processes, and the next one then waits
-0.6 to 0.9 s for new ones; ended without force, the processes stay and the next pipeline yields after 0.06 to 0.08 s
-(measured with Ray 2.60 on two cores). A public iterator also cannot be stopped while a thread waits in it. So
-`DatasetExecution` drives the executor itself.
-
-*Ray Train.* `ElasticTorchTrainer` leaves out a callback that cannot work without the dashboard. What restarts and
-resizes workers is Ray Train's own.
+Ray Data's public iterators end a pipeline by killing its processes, and the next one then waits 0.6 to 0.9 s for new
+ones; ended without force, the processes stay and the next pipeline yields after 0.06 to 0.08 s (measured with Ray 2.60
+on two cores). A public iterator also cannot be stopped while a thread waits in it. So `DatasetExecution` drives the
+executor itself.
 """
 
 from __future__ import annotations
@@ -16,24 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
-
-from elastic_ddp.errors import ConfigError
-
-WRITTEN_FOR = "2.60"
+from ray.data import DataContext, ExecutionResources
+from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
 _REST_S = 1.0
 """How long an executor rests at most while its consumer has blocks to take."""
-
-if ray.__version__.rpartition(".")[0] != WRITTEN_FOR:
-    raise ConfigError(
-        f"Ray {ray.__version__} is installed, and this version of elastic_ddp uses internals of Ray {WRITTEN_FOR}; "
-        f"install ray[train]=={WRITTEN_FOR}.*"
-    )
-
-from ray.data import DataContext, ExecutionResources  # noqa: E402
-from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher  # noqa: E402
-from ray.data._internal.execution.streaming_executor import StreamingExecutor  # noqa: E402
-from ray.train.torch import TorchTrainer  # noqa: E402
 
 
 class DatasetExecution:
@@ -111,15 +96,3 @@ class _Executor(StreamingExecutor):
     @_cluster_autoscaler.setter
     def _cluster_autoscaler(self, registered: Any) -> None:
         registered.on_executor_shutdown()  # takes its registration back
-
-
-class ElasticTorchTrainer(TorchTrainer):
-    """Ray Train's trainer without its cleaner of placement groups.
-
-    The cleaner asks the dashboard, which `ray[train]` does not bring, and complains every second that it is not there.
-    Our placement groups are not detached, so Ray frees them with the job.
-    """
-
-    def _create_default_callbacks(self) -> list[Any]:
-        callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
-        return [callback for callback in callbacks if type(callback).__name__ != "PlacementGroupCleanerCallback"]

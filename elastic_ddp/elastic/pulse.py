@@ -1,0 +1,102 @@
+"""How a death is noticed: every worker holds a connection to the rendezvous, over which it says again and again that it
+lives. A process that dies closes it, at once; one that is stopped, or cut off, falls silent.
+
+The pulse has a thread of its own in the worker, so a rank that computes for long keeps it. Only what stops all of its
+threads is taken for death: a signal, a machine that froze, code that holds Python's global lock for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+BEATS_PER_TIMEOUT = 5
+
+
+class Pulse:
+    """A worker's side.
+
+    Args:
+        address: of the rendezvous' `PulseServer`.
+        member: whose pulse it is.
+        timeout_s: silence that is taken for death.
+    """
+
+    def __init__(self, address: tuple[str, int], member: str, timeout_s: float) -> None:
+        self._interval_s = timeout_s / BEATS_PER_TIMEOUT
+        self._stopped = threading.Event()
+        self._connection = socket.create_connection(address, timeout=30)
+        self._connection.settimeout(None)
+        self._connection.sendall(member.encode() + b"\n")
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        with suppress(OSError):  # the rendezvous is gone, which others will say
+            while not self._stopped.wait(self._interval_s):
+                self._connection.sendall(b".")
+
+    def stop(self) -> None:
+        """Ends it in peace: the member leaves, and did not die."""
+        self._stopped.set()
+        self._thread.join()
+        with suppress(OSError):
+            self._connection.sendall(b"!")
+        self._connection.close()
+
+
+class PulseServer:
+    """The rendezvous' side.
+
+    Args:
+        timeout_s: silence that is taken for death.
+        on_lost: told of a member that is dead or presumed so, and of how that was seen.
+    """
+
+    def __init__(self, timeout_s: float, on_lost: Callable[[str, str], Awaitable[None]]) -> None:
+        self._timeout_s = timeout_s
+        self._on_lost = on_lost
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str) -> tuple[str, int]:
+        """Starts listening, the first time; returns the address."""
+        if self._server is None:
+            self._server = await asyncio.start_server(self._follow, host)
+        address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
+        return address
+
+    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            member = (await asyncio.wait_for(reader.readline(), self._timeout_s)).decode().strip()
+        except (TimeoutError, OSError, ValueError):
+            member = ""
+        if member:
+            how = await self._listen(reader)
+            if how is not None:
+                await self._on_lost(member, how)
+        writer.close()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> str | None:
+        """How the pulse ended; None if in peace."""
+        loop = asyncio.get_running_loop()
+        while True:
+            begun = loop.time()
+            try:
+                try:
+                    beats = await asyncio.wait_for(reader.read(1024), self._timeout_s)
+                except TimeoutError:
+                    if loop.time() - begun > self._timeout_s * 1.5:
+                        continue  # this process was stopped itself, and heard nobody meanwhile
+                    # Beats may have come while this process was busy, and the clock was looked at before them.
+                    beats = await asyncio.wait_for(reader.read(1024), self._timeout_s / BEATS_PER_TIMEOUT)
+            except TimeoutError:
+                return f"it was silent for {self._timeout_s:g} s"
+            except OSError as error:
+                return f"its connection broke: {error}"
+            if beats.endswith(b"!"):
+                return None
+            if not beats:
+                return "its process ended"

@@ -1,0 +1,453 @@
+"""The rendezvous, without Ray: what members and the driver are told, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from elastic_ddp.elastic import membership as membership_module
+from elastic_ddp.elastic import rendezvous as rendezvous_module
+from elastic_ddp.elastic.membership import LEFT, SUPERSEDED, Member
+from elastic_ddp.elastic.pulse import Pulse
+from elastic_ddp.elastic.rendezvous import NOTHING, Ended, News, Rendezvous, RendezvousOptions, Signals
+from elastic_ddp.parallel.process_group import Assignment
+
+LIMIT_S = 20.0
+BROKEN = "connection closed"
+OPTIONS = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0)
+
+Play = Callable[..., Any]
+
+
+def member(group: str, rank: int, size: int = 2) -> Member:
+    return Member(
+        id=f"{group}{rank}", group=group, rank_in_group=rank, group_size=size, node=f"10.0.0.{rank}", pid=100 + rank
+    )
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Runs a scenario against a rendezvous of its own, whose polls are short."""
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(rendezvous_module, "POLL_S", 0.05)
+
+    def run(scenario: Callable[[Rendezvous], Awaitable[Any]], options: RendezvousOptions = OPTIONS) -> Any:
+        async def within_time() -> Any:
+            rendezvous = Rendezvous("lm", 100, options)
+            try:
+                return await asyncio.wait_for(scenario(rendezvous), LIMIT_S)
+            finally:
+                if rendezvous._pulses._server is not None:
+                    rendezvous._pulses._server.close()
+
+        return asyncio.run(within_time())
+
+    return run
+
+
+@pytest.fixture
+def long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that comes at all comes because of a change."""
+    monkeypatch.setattr(rendezvous_module, "POLL_S", 1000.0)
+
+
+async def join(
+    rendezvous: Rendezvous,
+    who: Member,
+    after: int = 0,
+    step: int | None = None,
+    between_steps: bool = True,
+    lost: str | None = None,
+) -> Assignment | Ended | None:
+    return await rendezvous.join(who, after, step, between_steps, lost)
+
+
+async def started(rendezvous: Rendezvous, group: str = "a", size: int = 2) -> list[Any]:
+    return list(await asyncio.gather(*(join(rendezvous, member(group, rank, size)) for rank in range(size))))
+
+
+async def joined(rendezvous: Rendezvous, who: Member, after: int = 0, step: int | None = None) -> Assignment:
+    """Asks, as a link does, until there is an answer."""
+    while (answer := await join(rendezvous, who, after, step)) is None:
+        await asyncio.sleep(0)
+    assert isinstance(answer, Assignment)
+    return answer
+
+
+async def until_held(*calls: asyncio.Task[Any]) -> None:
+    """Lets calls run until they wait for something to happen."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not any(call.done() for call in calls)
+
+
+async def heard(rendezvous: Rendezvous, who: Member, generation: int, what: Callable[[Signals], object]) -> Signals:
+    """Listens, as a link does, until a member is told something."""
+    while not what(signals := await rendezvous.listen(who, generation, None)):
+        await asyncio.sleep(0)
+    return signals
+
+
+async def events_of(rendezvous: Rendezvous, event: str) -> list[dict[str, Any]]:
+    return [each for each in (await rendezvous.follow(0)).events if each["event"] == event]
+
+
+# Joining.
+
+
+def test_members_that_join_get_their_ranks_and_a_store_that_answers(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        first, second = await started(rendezvous)
+        assert isinstance(first, Assignment)
+        assert (first.generation, first.rank, first.world_size, first.reason) == (1, 0, 2, "start")
+        assert (first.source, first.receivers) == (None, (0, 1))
+        assert (second.generation, second.rank) == (1, 1)
+        store = dist.TCPStore(first.store_host, first.store_port, is_master=False, wait_for_workers=False)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        events = (await rendezvous.follow(0)).events
+        assert [event["event"] for event in events] == ["rendezvous"]
+        assert (events[0]["world_size"], events[0]["reason"], events[0]["first_step"]) == (2, "start", None)
+        assert events[0]["members"] == [
+            {"rank": 0, "node": "10.0.0.0", "pid": 100},
+            {"rank": 1, "node": "10.0.0.1", "pid": 101},
+        ]
+
+    play(scenario)
+
+
+def test_a_member_that_waits_alone_is_told_to_ask_again_within_a_poll(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        assert await join(rendezvous, member("a", 0)) is None
+        assert await join(rendezvous, member("a", 0)) is None
+
+    play(scenario)
+
+
+def test_a_member_whose_answer_was_lost_gets_it_again(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        answers = await started(rendezvous)
+        assert await join(rendezvous, member("a", 1)) == answers[1]
+
+    play(scenario)
+
+
+def test_members_that_wait_go_without_those_who_do_not_come(
+    play: Play, long_polls: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "GATHER_S", 0.05)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()  # the clock runs from here on
+        alone = await join(rendezvous, member("a", 1))
+        assert isinstance(alone, Assignment)
+        assert (alone.rank, alone.world_size) == (0, 1)
+
+    play(scenario)
+
+
+def test_members_that_wait_longer_than_a_poll_go_without_those_who_do_not_come(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "GATHER_S", 0.5)  # many polls, as in truth
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        async with asyncio.timeout(3):
+            while await join(rendezvous, member("a", 1)) is None:
+                pass
+
+    play(scenario)
+
+
+# Losses.
+
+
+def test_members_that_all_survived_a_broken_connection_get_a_new_generation(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        before = await started(rendezvous)
+        after = await asyncio.gather(
+            join(rendezvous, member("a", 0), after=1, step=5, lost=BROKEN),
+            join(rendezvous, member("a", 1), after=1, step=6, lost=BROKEN),
+        )
+        assert [answer.generation for answer in before] == [1, 1]
+        assert [(each.generation, each.rank, each.source, each.receivers, each.reason) for each in after] == [
+            (2, 0, 1, (0,), "worker lost"),
+            (2, 1, 1, (0,), "worker lost"),
+        ]
+        # Its answer was lost, and it asks again.
+        assert await join(rendezvous, member("a", 1), after=1, step=6, lost=BROKEN) == after[1]
+
+    play(scenario)
+
+
+def test_a_survivor_goes_on_as_soon_as_the_pulse_of_the_dead_one_ends(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        address = await rendezvous.pulse_address()
+        await started(rendezvous)
+        _, dying = await asyncio.open_connection(*address)
+        dying.write(b"a1\n")
+        await dying.drain()
+        survivor = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5, lost=BROKEN))
+        await until_held(survivor)
+        dying.close()
+        answer = await survivor
+        assert (answer.generation, answer.rank, answer.world_size, answer.source) == (2, 0, 1, 0)
+        assert await rendezvous.lost_members() == {"a1": "its process ended"}
+        late = await join(rendezvous, member("a", 1), after=1, step=5)
+        assert late == Ended("its process ended")
+
+    play(scenario)
+
+
+def test_a_member_in_a_collective_is_told_that_its_generation_is_broken(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        address = await rendezvous.pulse_address()
+        await started(rendezvous)
+        training = asyncio.create_task(heard(rendezvous, member("a", 0), 1, lambda signals: signals.broken))
+        await until_held(training)
+        _, dying = await asyncio.open_connection(*address)
+        dying.write(b"a1\n")
+        await dying.drain()
+        dying.close()
+        assert await training == Signals(broken=1)
+        lost = await events_of(rendezvous, "worker_lost")
+        assert [(each["generation"], each["member"], each["error"]) for each in lost] == [
+            (1, "a1", "its process ended")
+        ]
+
+    play(scenario)
+
+
+def test_a_loss_is_recorded_once_with_its_generation(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous, size=3)
+        for rank in (1, 1, 2):
+            who = member("a", rank, 3)
+            assert await join(rendezvous, who, after=1, step=5, lost=f"rank {rank} saw it") is None
+        lost = await events_of(rendezvous, "worker_lost")
+        assert [(each["generation"], each["reported_by"], each["error"]) for each in lost] == [
+            (1, "a1", "rank 1 saw it")
+        ]
+
+    play(scenario)
+
+
+def test_members_of_a_group_that_was_started_again_are_told_that_it_is_over(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        survivor = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5, lost=BROKEN))
+        training = asyncio.create_task(heard(rendezvous, member("a", 1), 1, lambda signals: signals.ended))
+        await until_held(survivor, training)
+        replaced = await started(rendezvous, "b")
+        assert [answer.reason for answer in replaced] == ["worker lost", "worker lost"]
+        assert [answer.generation for answer in replaced] == [2, 2]
+        assert await survivor == Ended(SUPERSEDED)
+        assert (await training).ended == SUPERSEDED
+        assert await join(rendezvous, member("a", 1), after=1, step=5, lost=BROKEN) == Ended(SUPERSEDED)
+
+    play(scenario)
+
+
+# Joining and leaving a run that is healthy.
+
+
+def test_a_newcomer_is_let_in_at_a_step_boundary(play: Play, long_polls: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership_module, "SETTLE_S", 0.05)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        asked = asyncio.create_task(heard(rendezvous, member("a", 0), 1, lambda signals: signals.reconfigure))
+        newcomer = asyncio.create_task(joined(rendezvous, member("a", 2)))
+        assert await asked == Signals(reconfigure=True)
+        assert not newcomer.done()
+        answers = [
+            *await asyncio.gather(*(joined(rendezvous, member("a", rank), after=1, step=7) for rank in range(2))),
+            await newcomer,
+        ]
+        assert [(each.generation, each.rank, each.world_size) for each in answers] == [(2, 0, 3), (2, 1, 3), (2, 2, 3)]
+        assert [(each.source, each.receivers, each.reason) for each in answers] == [(0, (2,), "workers joined")] * 3
+        formed = await events_of(rendezvous, "rendezvous")
+        assert [(each["generation"], each["first_step"]) for each in formed] == [(1, None), (2, 7)]
+
+    play(scenario)
+
+
+def test_nobody_is_asked_to_let_in_more_than_there_is_room_for(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership_module, "SETTLE_S", 0.0)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        assert await join(rendezvous, member("a", 2)) is None
+        assert await rendezvous.listen(member("a", 0), 1, None) == NOTHING
+
+    play(scenario, RendezvousOptions(min_workers=1, max_workers=2, heartbeat_timeout_s=30.0))
+
+
+def test_a_member_that_is_through_is_no_loss_and_is_not_waited_for(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        other = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5))
+        await until_held(other)
+        await rendezvous.retire(member("a", 1))
+        assert (await other).reason == "workers left"
+        assert await rendezvous.lost_members() == {}
+        assert (await rendezvous.listen(member("a", 1), 1, None)).ended == LEFT
+        assert await events_of(rendezvous, "worker_lost") == []
+
+    play(scenario)
+
+
+def test_the_driver_hears_how_many_are_alive(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        assert (await rendezvous.follow(0)).num_alive == 0
+        await started(rendezvous)
+        assert (await rendezvous.follow(0)).num_alive == 2
+        await rendezvous.retire(member("a", 1))
+        assert (await rendezvous.follow(0)).num_alive == 1
+
+    play(scenario)
+
+
+# The ear and the mouth of the run.
+
+
+def test_messages_reach_the_driver_in_order_and_only_the_newest_progress_does(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous, size=1)
+        await rendezvous.take([{"event": "one"}, {"event": "two"}], {"step": 1})
+        await rendezvous.take([{"event": "three"}], {"step": 2})
+        assert await rendezvous.listen(member("a", 0, 1), 1, {"step": 3}) == NOTHING
+        news = await rendezvous.follow(0)
+        assert [event["event"] for event in news.events] == ["rendezvous", "one", "two", "three"]
+        assert (news.progress, news.outcome) == ({"step": 3}, None)
+        assert [event["event"] for event in (await rendezvous.follow(3)).events] == ["three"]
+
+    play(scenario)
+
+
+def test_the_driver_is_held_until_there_is_news(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        driver = asyncio.create_task(rendezvous.follow(0))
+        await until_held(driver)
+        await rendezvous.take([{"event": "commit", "step": 7}], None)
+        assert [event["step"] for event in (await driver).events] == [7]
+
+    play(scenario)
+
+
+def test_a_driver_without_news_is_answered_within_a_poll(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        assert await rendezvous.follow(0) == News([], {}, None, 0)
+
+    play(scenario)
+
+
+def test_a_stop_reaches_a_worker_that_waits_and_nobody_new_gets_in(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        waiting = asyncio.create_task(rendezvous.listen(member("a", 0), 1, None))
+        await until_held(waiting)
+        await rendezvous.stop()
+        assert await waiting == Signals(stop=True)
+        assert await rendezvous.listen(member("a", 1), 1, None) == Signals(stop=True)
+        assert await join(rendezvous, member("a", 2)) == Ended("stopped")
+        status = await rendezvous.status()
+        assert status["state"] == "stopping"
+
+    play(scenario)
+
+
+def test_survivors_of_a_run_that_stops_form_once_more_to_commit_what_they_hold(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        survivor = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5, lost=BROKEN))
+        await rendezvous.retire(member("a", 1))
+        await until_held(survivor)  # one is too few to train
+        await rendezvous.stop()
+        answer = await survivor
+        assert (answer.generation, answer.world_size, answer.source) == (2, 1, 0)
+
+    play(scenario, RendezvousOptions(min_workers=2, max_workers=4, heartbeat_timeout_s=30.0))
+
+
+def test_the_first_outcome_counts_and_ends_everyone(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        waiting = asyncio.create_task(rendezvous.listen(member("a", 1), 1, None))
+        joining = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=9))
+        driver = asyncio.create_task(rendezvous.follow(1))
+        await until_held(waiting, joining, driver)
+        await rendezvous.take([{"event": "commit", "step": 9}], None)
+        await rendezvous.end({"step": 9}, {"status": "failed", "error": "the first"})
+        await rendezvous.end(None, {"status": "finished"})
+        assert await waiting == Signals(ended="failed")
+        news = await rendezvous.follow(1)
+        assert [event["step"] for event in news.events] == [9]  # nothing that was said before the end is lost
+        assert (news.progress, news.outcome) == ({"step": 9}, {"status": "failed", "error": "the first"})
+        assert (await driver).events == news.events
+        assert await join(rendezvous, member("a", 2)) == Ended("failed")
+        assert (await rendezvous.follow(2)).outcome == news.outcome  # at once
+        joining.cancel()
+
+    play(scenario)
+
+
+def test_a_member_that_waits_when_the_run_ends_is_told_when_it_asks_again(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        joining = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=9))
+        await rendezvous.end(None, {"status": "finished"})
+        answers = [await joining, await join(rendezvous, member("a", 0), after=1, step=9)]
+        assert answers[-1] == Ended("finished")
+
+    play(scenario)
+
+
+def test_the_status_follows_the_run(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        fresh = await rendezvous.status()
+        assert (fresh["name"], fresh["state"], fresh["total_steps"]) == ("lm", "starting", 100)
+        assert fresh["step"] is fresh["last_commit"] is fresh["generation"] is None
+        said = [{"event": "generation", "generation": 1, "world_size": 2}, {"event": "commit", "step": 5}]
+        await rendezvous.take(said, {"step": 6, "loss": 0.5})
+        assert (await rendezvous.status())["state"] == "training"
+        await rendezvous.stop()
+        status = await rendezvous.status()
+        assert (status["state"], status["generation"], status["world_size"]) == ("stopping", 1, 2)
+        assert (status["step"], status["loss"], status["last_commit"]) == (6, 0.5, 5)
+        await rendezvous.end(None, {"status": "stopped"})
+        assert (await rendezvous.status())["state"] == "stopped"
+
+    play(scenario)
+
+
+# The pulse.
+
+
+def test_all_members_connect_their_pulses_to_one_address(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        first = await rendezvous.pulse_address()
+        assert await rendezvous.pulse_address() == first
+
+    play(scenario)
+
+
+def test_a_member_that_falls_silent_is_lost_and_one_that_beats_is_not(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        address = await rendezvous.pulse_address()
+        await started(rendezvous)
+        pulse = await asyncio.to_thread(Pulse, address, "a0", 1.0)
+        _, silent = await asyncio.open_connection(*address)
+        silent.write(b"a1\n")
+        await heard(rendezvous, member("a", 0), 1, lambda signals: signals.broken)
+        assert await rendezvous.lost_members() == {"a1": "it was silent for 1 s"}
+        await asyncio.to_thread(pulse.stop)
+        silent.close()
+
+    play(scenario, RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=1.0))
