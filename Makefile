@@ -29,9 +29,10 @@ format: $(VENV)/.installed-dev ## let ruff fix what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(VENV)/.installed-dev ## measure what data and steps cost on this machine
+bench: $(VENV)/.installed-dev ## measure what data, steps and changes of membership cost here
 	$(VENV)/bin/python benchmarks/data.py
 	$(VENV)/bin/python benchmarks/steps.py
+	$(VENV)/bin/python benchmarks/elasticity.py
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

@@ -18,9 +18,26 @@ from elastic_ddp.step import Step
 from elastic_ddp.train_state import TrainState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from elastic_ddp.job import Job
+
+
+def open_feed(job: Job, micro_batches: Sequence[int], *, first_step: int, device: torch.device) -> MicroBatchFeed:
+    """A feed of a run's training set, from a step on, for a worker that owns some micro-batches."""
+    config = job.config
+    return MicroBatchFeed(
+        job.index,
+        seed=config.seed,
+        num_micro_batches=config.num_micro_batches,
+        micro_batch_size=config.micro_batch_size,
+        micro_batches=micro_batches,
+        first_step=first_step,
+        last_step=job.total_steps,
+        options=config.data,
+        transform=job.transform,
+        device=device,
+    )
 
 
 @dataclass
@@ -92,18 +109,7 @@ class Generation:
         if received is not None:
             state.load_state_dict(received)
         strategy = DDPStrategy(state.model, config, group)
-        feed = MicroBatchFeed(
-            job.index,
-            seed=config.seed,
-            num_micro_batches=config.num_micro_batches,
-            micro_batch_size=config.micro_batch_size,
-            micro_batches=strategy.micro_batches,
-            first_step=state.position.step,
-            last_step=job.total_steps,
-            options=config.data,
-            transform=job.transform,
-            device=group.device,
-        )
+        feed = open_feed(job, strategy.micro_batches, first_step=state.position.step, device=group.device)
         return cls(group, state, strategy, StepBuffers(state.module), feed, config.seed, config.clip_grad_norm)
 
     def gather_metrics(self, step: Step, rows: np.ndarray) -> dict[str, float]:

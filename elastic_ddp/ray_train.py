@@ -25,6 +25,8 @@ _RAY_TRAIN_SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     # The controller's own log would run through our progress display; what it decides shows in the ledger.
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
+    # How long it waits for room for its first workers, and does nothing else meanwhile. By default 60 s.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     # It reports preemptions to training functions that ask Ray Train for them, which ours do not.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # Workers stay where the driver is, so that relative paths mean the same in both.
@@ -58,6 +60,7 @@ def run_workers(
     *,
     config: RunConfig,
     storage: Storage,
+    on_controller: Callable[[Any], None],
 ) -> None:
     """Runs `work(job, rendezvous, place)` on Ray Train workers until all of them return.
 
@@ -68,6 +71,7 @@ def run_workers(
         job, rendezvous: handed to every worker.
         config: for the number of workers, their resources and how often they may be lost.
         storage: the run's folder; Ray Train's own files go to a folder in it.
+        on_controller: told of Ray Train's controller actor; to kill it ends all workers.
 
     Raises:
         ray.train.TrainingFailedError: workers were lost more often than `max_restarts`, or could not be started.
@@ -84,6 +88,7 @@ def run_workers(
     trainer = ElasticTorchTrainer(
         _run_worker,
         rendezvous=rendezvous if config.in_place else None,
+        on_controller=on_controller,
         train_loop_config={"work": work, "job": job, "rendezvous": rendezvous, "in_place": config.in_place},
         torch_config=_NoProcessGroup(),
         scaling_config=ray.train.ScalingConfig(

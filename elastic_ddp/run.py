@@ -13,7 +13,7 @@ from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
 from elastic_ddp.errors import CheckpointError, ConfigError, ElasticDDPError, WorkersLostError
 from elastic_ddp.evaluation import evaluate
-from elastic_ddp.generation import Generation
+from elastic_ddp.generation import Generation, open_feed
 from elastic_ddp.job import COMMITS, Job
 from elastic_ddp.parallel.ddp import PreparedModel
 from elastic_ddp.parallel.process_group import is_lost_peer
@@ -206,11 +206,20 @@ class Run:
     def _next_generation(self, lost: str | None, *, between_steps: bool = True) -> Generation:
         """The next generation, formed again if a peer is lost while it forms."""
         was_first = self._was_first
+        feed = None
         if not self._holds_state:
             flatten(self._state.state_dict())  # what cannot be saved is refused now, not by the first commit
+            # The first pipeline of a process takes seconds, the next one does not: nobody is to wait for a newcomer's.
+            feed = open_feed(self._job, (0,), first_step=0, device=self.device)
+            next(feed.step(0))
         for _ in range(FORMED_AGAIN):
             step = self.position.step if self._holds_state else None
-            assignment = self._link.join(step=step, between_steps=between_steps, lost=lost)
+            try:
+                assignment = self._link.join(step=step, between_steps=between_steps, lost=lost)
+            finally:
+                if feed is not None:
+                    feed.close()
+                    feed = None
             try:
                 generation = Generation.open(
                     assignment,

@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 SUMMARY = "summary.json"
 _IDENTITY = "run.json"
 WORKERS_LEAVE_S = 5.0
-"""How long workers may take to leave when the run is over."""
-RAY_TRAIN_ENDS_S = 15.0
-"""How long Ray Train may take to end those that have not left."""
+"""How long workers may take to leave when the run is over, before they are ended."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +144,8 @@ class ElasticTrainer:
         try:
             outcome = session.run()
         finally:
-            ray.kill(rendezvous)  # which ends the controller, and with it every worker
-            session.wait_for_workers()
+            ray.kill(rendezvous)
+            session.end_workers()
         return self._conclude(outcome)
 
     def _open_data(self) -> DatasetIndex:
@@ -241,6 +239,7 @@ class _Session:
         self._ledger = Ledger(job.storage, new_session())
         self._progress = Progress(job.total_steps)
         self._error: BaseException | None = None
+        self._controllers: list[Any] = []
         self._thread = threading.Thread(target=self._run_workers, name="ray-train", daemon=True)
         self._ledger.append(
             "session_started",
@@ -264,7 +263,14 @@ class _Session:
 
     def _run_workers(self) -> None:
         try:
-            run_workers(work, self._job, self._rendezvous, config=self._job.config, storage=self._job.storage)
+            run_workers(
+                work,
+                self._job,
+                self._rendezvous,
+                config=self._job.config,
+                storage=self._job.storage,
+                on_controller=self._controllers.append,
+            )
         except BaseException as error:
             self._error = error
 
@@ -299,9 +305,12 @@ class _Session:
                 self._progress.note("stopping: committing at the next step boundary (Ctrl-C again to stop at once)")
                 ray.get(self._rendezvous.stop.remote())
 
-    def wait_for_workers(self) -> None:
-        """After the rendezvous is gone: until Ray Train has ended what is left."""
-        self._thread.join(RAY_TRAIN_ENDS_S)
+    def end_workers(self) -> None:
+        """Ends what is left of them, and does not leave a thread in Ray behind: a process that exits then crashes."""
+        self._thread.join(WORKERS_LEAVE_S)
+        for controller in self._controllers:
+            ray.kill(controller)
+        self._thread.join(WORKERS_LEAVE_S)
 
     def _stopped(self) -> dict[str, Any]:
         """Stopped with no worker in a generation: the run stands where its newest commit does."""

@@ -13,6 +13,8 @@ GATHER_S = 10.0
 """How long the first generation waits for workers that were started with those that have come."""
 SETTLE_S = 0.5
 """How long a newcomer that is ready waits for others, before training is asked to let it in."""
+PATIENCE_S = 5.0
+"""The same where others are known to be on their way. Training goes on meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,8 @@ class Membership:
     current: FormedGeneration | None = None
     loss: str | None = None
     """How the current generation broke, if it did."""
+    on_their_way: int = 0
+    """Workers that were started, or are about to be, and have not come yet."""
     _waiting: dict[str, Arrival] = field(default_factory=dict)
     _gone: dict[str, str] = field(default_factory=dict)
     _leaving: set[str] = field(default_factory=set)
@@ -137,6 +141,10 @@ class Membership:
         """Members that train or wait to."""
         return len({each.id for each in self._members()} - self._gone.keys() | self._waiting.keys())
 
+    def has_seen(self, member: str) -> bool:
+        """Whether a worker has ever come."""
+        return member in self._gone or member in self._waiting or self._is_current(member)
+
     def lost(self) -> dict[str, str]:
         """Members that are dead or presumed so, and why."""
         return {member: how for member, how in self._gone.items() if how != LEFT}
@@ -151,7 +159,8 @@ class Membership:
         waiting = [each for each in self._waiting.values() if each.member.id not in self._leaving]
         newcomers = [each for each in waiting if not self._is_current(each.member.id)]
         room = self.max_workers - len(staying)
-        settled = any(now_s - each.at_s >= SETTLE_S for each in newcomers)
+        patience = PATIENCE_S if self.on_their_way else SETTLE_S
+        settled = any(now_s - each.at_s >= patience for each in newcomers)
         return room > 0 and (settled or len(newcomers) >= room)
 
     def form(self, now_s: float) -> FormedGeneration | None:

@@ -227,9 +227,16 @@ class Rendezvous:
             reconfigure=is_current and membership.wants_change(time.monotonic()),
         )
 
-    async def lost_members(self) -> dict[str, str]:
-        """Ids of the members that are dead or presumed so, and why."""
-        return self._membership.lost()
+    async def supervise(self, started: list[str], starting: int) -> dict[str, str]:
+        """The controller's word, and its answer: ids of the members that are dead or presumed so, and why.
+
+        Args:
+            started: ids of the workers there are.
+            starting: workers on their way to be.
+        """
+        async with self._changed:
+            self._membership.on_their_way = starting + sum(not self._membership.has_seen(each) for each in started)
+            return self._membership.lost()
 
     async def retire(self, member: Member) -> None:
         """A member is through."""

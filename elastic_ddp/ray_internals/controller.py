@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -44,7 +45,11 @@ class InPlaceController(TrainController):
     async def _step(self) -> TrainControllerLoopIterationResult:
         state = self.get_state()
         # The rendezvous lives as long as the run: without it this fails, and so ends the workers.
-        gone: dict[str, str] = await self.rendezvous.lost_members.remote()
+        group = self._worker_group
+        assert group is None or isinstance(group, ElasticWorkerGroup)
+        started = [actor_id(worker) for worker in group.get_workers()] if group is not None else []
+        starting = group.num_newcomers if group is not None else 0
+        gone: dict[str, str] = await self.rendezvous.supervise.remote(started, starting)
         if not isinstance(state, RunningState):
             self._wanted = None
             await asyncio.sleep(0.1)
@@ -52,8 +57,7 @@ class InPlaceController(TrainController):
         status = await self._poll_workers()
         if self._is_training_succeeded(status):
             return await self._succeed(state)
-        group = self._worker_group
-        assert isinstance(group, ElasticWorkerGroup)
+        assert group is not None
         presumed = {
             rank: RuntimeError(gone[actor_id(worker)])
             for rank, worker in enumerate(group.get_workers())
@@ -114,23 +118,26 @@ class ElasticTorchTrainer(TorchTrainer):
 
     Args:
         rendezvous: the run's rendezvous; None restarts the whole group instead, as Ray Train does.
+        on_controller: told of the controller actor, with which all workers end.
     """
 
-    def __init__(self, *args: Any, rendezvous: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rendezvous: Any, on_controller: Callable[[Any], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rendezvous = rendezvous
+        self._on_controller = on_controller
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
         return [callback for callback in callbacks if type(callback).__name__ != "PlacementGroupCleanerCallback"]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        if self._rendezvous is None:
-            return super()._initialize_and_run_controller(**arguments)  # type: ignore[misc]
-        controller_class = type("ElasticController", (InPlaceController,), {"rendezvous": self._rendezvous})
+        controller_class: Any = TrainController
+        if self._rendezvous is not None:
+            controller_class = type("ElasticController", (InPlaceController,), {"rendezvous": self._rendezvous})
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         environment = {**get_env_vars_to_propagate(), "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
         options = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": environment}}
         controller: Any = ray.remote(controller_class).options(**options).remote(**arguments)
+        self._on_controller(controller)
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())

@@ -119,11 +119,14 @@ def kill_once(
     return fault
 
 
-def hold(marker: str, *, step: int) -> Callable[..., None]:
-    """A fault: the worker of rank 0 goes no further than `step` until `marker` exists."""
+def hold(marker: str, *, step: int, world_size: int = 1) -> Callable[..., None]:
+    """A fault: the worker of rank 0 goes no further than `step` until `marker` exists; but to let others in, until
+    there are so many."""
 
     def fault(run: ed.Run, at: int) -> None:
-        while run.rank == 0 and at == step and not Path(marker).exists():
+        while run.rank == 0 and at >= step and not Path(marker).exists():
+            if run.world_size < world_size and run._link.reconfigure_requested:
+                return
             time.sleep(0.05)
 
     return fault
@@ -185,17 +188,18 @@ def drive(*arguments: str, timeout_s: float = 240, **environment: str) -> subpro
 
 
 def main() -> None:
-    """A driver of its own: `jobs.py DATA STORAGE NAME MIN:MAX [ACTION MARKER STEP]`.
+    """A driver of its own: `jobs.py DATA STORAGE NAME MIN:MAX [ACTION MARKER STEP [WORLD_SIZE]]`.
 
     ACTION is what happens in STEP: `kill-driver` kills this process, `interrupt` is Ctrl-C in its terminal (a signal to
-    the whole process group), `wait` holds the step until MARKER exists, `grow` until others wait to join.
+    the whole process group), `wait` holds the step (or a later one, with so many) until MARKER exists,
+    `grow` until others wait to join.
     """
     import ray
 
     data, storage, name, workers, *how = sys.argv[1:]
     fault = None
     if how and how[0] == "wait":
-        fault = hold(how[1], step=int(how[2]))
+        fault = hold(how[1], step=int(how[2]), world_size=int(how[3]) if how[3:] else 1)
     elif how and how[0] == "grow":
         fault = hold_for_others(how[1], step=int(how[2]))
     elif how:

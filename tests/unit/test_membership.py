@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from elastic_ddp.elastic.membership import (
     GATHER_S,
     LEFT,
+    PATIENCE_S,
     SETTLE_S,
     SUPERSEDED,
     Arrival,
@@ -594,6 +595,18 @@ def test_a_newcomer_that_asks_again_is_let_in_all_the_same() -> None:
     club.now += SETTLE_S
     assert club.wants_change
     club.all_arrive("c")
+    assert club.wants_change
+
+
+def test_a_newcomer_waits_longer_for_those_on_their_way() -> None:
+    club = club_of("ab")
+    club.membership.on_their_way = 1
+    club.all_arrive("c")
+    club.now += SETTLE_S
+    assert not club.wants_change
+    club.now += PATIENCE_S
+    assert club.wants_change
+    club.membership.on_their_way = 0
     assert club.wants_change
 
 

@@ -197,7 +197,7 @@ def test_a_survivor_goes_on_as_soon_as_the_pulse_of_the_dead_one_ends(play: Play
         dying.close()
         answer = await survivor
         assert (answer.generation, answer.rank, answer.world_size, answer.source) == (2, 0, 1, 0)
-        assert await rendezvous.lost_members() == {"a1": "its process ended"}
+        assert await rendezvous.supervise([], 0) == {"a1": "its process ended"}
         late = await join(rendezvous, member("a", 1), after=1, step=5)
         assert late == Ended("its process ended")
 
@@ -296,7 +296,7 @@ def test_a_member_that_is_through_is_no_loss_and_is_not_waited_for(play: Play, l
         await until_held(other)
         await rendezvous.retire(member("a", 1))
         assert (await other).reason == "workers left"
-        assert await rendezvous.lost_members() == {}
+        assert await rendezvous.supervise([], 0) == {}
         assert (await rendezvous.listen(member("a", 1), 1, None)).ended == LEFT
         assert await events_of(rendezvous, "worker_lost") == []
 
@@ -446,7 +446,7 @@ def test_a_member_that_falls_silent_is_lost_and_one_that_beats_is_not(play: Play
         _, silent = await asyncio.open_connection(*address)
         silent.write(b"a1\n")
         await heard(rendezvous, member("a", 0), 1, lambda signals: signals.broken)
-        assert await rendezvous.lost_members() == {"a1": "it was silent for 1 s"}
+        assert await rendezvous.supervise([], 0) == {"a1": "it was silent for 1 s"}
         await asyncio.to_thread(pulse.stop)
         silent.close()
 
