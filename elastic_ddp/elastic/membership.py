@@ -168,14 +168,13 @@ class Membership:
         survivors = [each.id for each in self._members() if each.id not in self._gone]
         if any(each not in self._waiting for each in survivors):
             return None
-        arrivals = list(self._waiting.values())
+        arrivals, least = list(self._waiting.values()), max(1, self.min_workers)
         if not all(self._waiting[each].between_steps for each in survivors):
-            arrivals = [self._waiting[each] for each in survivors]
+            arrivals, least = [self._waiting[each] for each in survivors], 1
         elif not survivors and not self._gathered(arrivals, now_s):
             return None
         chosen = self._choose(arrivals, survivors)
-        least = self.min_workers if len(arrivals) == len(self._waiting) else 1
-        if len(chosen) < max(1, least):
+        if len(chosen) < least:
             return None
         return self._formed(_by_node(chosen))
 

@@ -227,8 +227,9 @@ class Rendezvous:
             reconfigure=is_current and membership.wants_change(time.monotonic()),
         )
 
-    async def supervise(self, started: list[str], starting: int) -> dict[str, str]:
-        """The controller's word, and its answer: ids of the members that are dead or presumed so, and why.
+    async def supervise(self, started: list[str], starting: int) -> dict[str, str] | None:
+        """The controller's word, and its answer: ids of the members that are dead or presumed so, and why; None when
+        the run is over and nobody is left in it.
 
         Args:
             started: ids of the workers there are.
@@ -236,6 +237,8 @@ class Rendezvous:
         """
         async with self._changed:
             self._membership.on_their_way = starting + sum(not self._membership.has_seen(each) for each in started)
+            if (self._stop or self._ended is not None) and not self._membership.num_alive:
+                return None
             return self._membership.lost()
 
     async def retire(self, member: Member) -> None:

@@ -18,7 +18,12 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult
-from ray.train.v2._internal.execution.controller.state import RunningState, TrainControllerState
+from ray.train.v2._internal.execution.controller.state import (
+    FinishedState,
+    RunningState,
+    ShuttingDownState,
+    TrainControllerState,
+)
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
@@ -49,7 +54,10 @@ class InPlaceController(TrainController):
         assert group is None or isinstance(group, ElasticWorkerGroup)
         started = [actor_id(worker) for worker in group.get_workers()] if group is not None else []
         starting = group.num_newcomers if group is not None else 0
-        gone: dict[str, str] = await self.rendezvous.supervise.remote(started, starting)
+        gone: dict[str, str] | None = await self.rendezvous.supervise.remote(started, starting)
+        if gone is None and not isinstance(state, ShuttingDownState):
+            return self._to(state, ShuttingDownState(next_state=FinishedState()))
+        gone = gone or {}
         if not isinstance(state, RunningState):
             self._wanted = None
             await asyncio.sleep(0.1)

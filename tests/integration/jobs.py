@@ -75,15 +75,17 @@ class Counter:
         self.steps = state["steps"]
 
 
-def make_train(fault: Callable[[ed.Run, int], None] | None = None, held_out: str | None = None) -> Callable[..., None]:
+def make_train(
+    fault: Callable[[ed.Run, int], None] | None = None, held_out: str | None = None, counter: Counter | None = None
+) -> Callable[..., None]:
     """A training function; `fault(run, step)` is called in every worker in the middle of every step."""
 
     def train(run: ed.Run) -> None:
         model = run.prepare(Model())
         optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.02))
         run.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100))
-        counter = Counter()
-        run.register("counter", counter)
+        counted = counter or Counter()
+        run.register("counter", counted)
         for step in run.steps():
             with step:
                 for batch in step.micro_batches():
@@ -93,8 +95,8 @@ def make_train(fault: Callable[[ed.Run, int], None] | None = None, held_out: str
                     if fault is not None:
                         fault(run, step.index)
                 step.optimize()
-                counter.steps += 1
-                assert counter.steps == run.position.step
+                counted.steps += 1
+                assert counted.steps == run.position.step
         if held_out is not None:
             run.evaluate(loss_fn, held_out)
 

@@ -131,6 +131,59 @@ def test_a_worker_that_is_stopped_is_taken_for_dead_and_replaced(folder: Path, c
     assert lost["error"] == "it was silent for 2 s"
 
 
+class DiesInACommit(jobs.Counter):
+    """User state of a worker that is killed while it is written, in its third commit; once."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__()
+        self.marker = marker
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.steps == 30 and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().state_dict()
+
+
+def test_a_worker_that_dies_in_a_commit_takes_nothing_with_it(folder: Path, calm: ed.RunResult) -> None:
+    marker, held_out = folder / "died-in-commit", str(folder / "held-out")
+
+    def train(run: ed.Run) -> None:
+        jobs.make_train(held_out=held_out, counter=DiesInACommit(marker))(run)
+
+    result = fit(folder, "dies-in-commit", 2, train=train)
+    assert marker.exists()
+    assert_same(result, calm)
+    first, second = result.summary["generations"]
+    assert second["first_step"] == first["last_step"] == 30
+    commits = [event["step"] for event in read_ledger(Storage(result.uri)) if event["event"] == "commit"]
+    assert commits == [10, 20, 31, 41, 44], "what was not committed is committed at once"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_evaluation_that_loses_a_worker_is_done_by_those_who_are_left(
+    folder: Path, calm: ed.RunResult, rank: int
+) -> None:
+    marker, held_out = folder / f"died-in-evaluation-{rank}", str(folder / "held-out")
+
+    def train(run: ed.Run) -> None:
+        jobs.make_train()(run)
+
+        def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            if run.rank == rank and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return jobs.loss_fn(model, batch)
+
+        run.evaluate(loss_fn, held_out)
+
+    result = fit(folder, f"dies-in-evaluation-{rank}", 2, train=train)
+    assert marker.exists()
+    assert_same(result, calm)
+    assert result.metrics["validation_loss"] == calm.metrics["validation_loss"]
+    assert [each["world_size"] for each in result.summary["generations"]] == [2, 1]
+
+
 def test_survivors_go_on_alone_and_a_replacement_joins_them(folder: Path, calm: ed.RunResult) -> None:
     kill = jobs.kill_once(str(folder / "alone"), rank=1, step=12)
     hold = jobs.hold_for_others(str(folder / "joined"), step=30)
