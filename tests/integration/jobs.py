@@ -158,6 +158,7 @@ def settings(storage: str, name: str, workers: int, **changes: Any) -> dict[str,
         "max_workers": workers,
         "clip_grad_norm": 1.0,
         "log_every_steps": 1,
+        "heartbeat_timeout_s": 30.0,  # a machine that is busy with other things is no fault
         "checkpoint": {"every_steps": 10},
     }
     return {**defaults, **changes}

@@ -122,13 +122,13 @@ def test_a_worker_that_is_stopped_is_taken_for_dead_and_replaced(folder: Path, c
     marker = folder / f"stopped-{rank}"
     fault = jobs.kill_once(str(marker), rank=rank, step=27, how=signal.SIGSTOP)
     train = jobs.make_train(fault, str(folder / "held-out"))
-    result = fit(folder, f"stopped-{rank}", 2, train=train, heartbeat_timeout_s=2.0)
+    result = fit(folder, f"stopped-{rank}", 2, train=train, heartbeat_timeout_s=5.0)
     assert marker.exists()
     assert_same(result, calm)
     first, second = result.summary["generations"]
     assert second["first_step"] == first["last_step"] == 27
     lost = next(event for event in read_ledger(Storage(result.uri)) if event["event"] == "worker_lost")
-    assert lost["error"] == "it was silent for 2 s"
+    assert lost["error"] == "it was silent for 5 s"
 
 
 class DiesInACommit(jobs.Counter):
