@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -72,6 +73,8 @@ def status() -> None:
 
     from elastic_ddp.elastic.rendezvous import NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
 
+    if os.environ.get("RAY_ADDRESS") == "local":
+        raise ConfigError("RAY_ADDRESS=local is no cluster to ask; set it to the address that the run printed")
     try:
         ray.init(address="auto", namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
     except ConnectionError:

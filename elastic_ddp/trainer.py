@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -128,7 +129,10 @@ class ElasticTrainer:
             # A running cluster if there is one (RAY_ADDRESS, `ray start`), otherwise this machine.
             ray.init(log_to_driver=True, logging_level=logging.WARNING)
             address = ray.get_runtime_context().gcs_address
-            _note(f"using Ray at {address} (RAY_ADDRESS names another cluster, RAY_ADDRESS=local starts one here)")
+            if os.environ.get("RAY_ADDRESS") == "local":
+                _note(f"started Ray on this machine, at {address}")
+            else:
+                _note(f"using Ray at {address} (RAY_ADDRESS names another cluster, RAY_ADDRESS=local starts one here)")
         self._check_resources()
         resumed = CheckpointStore(self._storage.at(COMMITS), keep=self.config.checkpoint.keep).latest()
         rendezvous = start_rendezvous(
@@ -353,6 +357,8 @@ class _Session:
             self._progress.note(
                 f"a worker was lost in generation {event['generation']}: {event['error'].splitlines()[0]}"
             )
+        elif name == "newcomer_lost":
+            self._progress.note(f"a worker was lost before it trained: {event['error']}")
         elif name == "evaluating":
             self._state = f"evaluating ({event['name']})"
         elif name == "evaluation":

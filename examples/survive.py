@@ -6,6 +6,7 @@ of workers. Both are shown as `elastic-ddp show` does; their weights and samples
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -74,6 +75,7 @@ def main() -> None:
 
     assert driver(folder, "calm", 1).wait() == 0
     stormy = driver(folder, "stormy", 2)
+    atexit.register(stormy.kill)  # also when this is interrupted
     members = [event for event in wait_for_step(folder, 130) if event["event"] == "rendezvous"][-1]["members"]
     os.kill(members[0]["pid"], signal.SIGKILL)
     wait_for_step(folder, 260)

@@ -184,10 +184,12 @@ class Rendezvous:
 
     async def _on_lost(self, member: str, how: str) -> None:
         async with self._changed:
+            known = self._membership.is_gone(member) is not None
+            generation = self._membership.generation
             if self._membership.lose(member, how):
-                self._record(
-                    "worker_lost", generation=self._membership.generation, member=member, reported_by=None, error=how
-                )
+                self._record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
+            elif not known and self._ended is None:
+                self._record("newcomer_lost", generation=generation, member=member, error=how)
             self._form()
             self._changed.notify_all()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,10 @@ ROOM_WITHIN_S = 10.0
 """How long a worker that Ray Train saw room for waits for it, before that was a stale view."""
 
 
+_CHATTERS = ("scaling_policy.elastic", "failure_handling.default")
+"""They tell of every look at the cluster, and of every lost worker as if the run had failed."""
+
+
 class InPlaceController(TrainController):
     """See the module. Subclasses set `rendezvous`."""
 
@@ -43,6 +48,8 @@ class InPlaceController(TrainController):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        for module in _CHATTERS:
+            logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
         self._wanted: int | None = None
         """How many workers there should be, if that has been seen since it was acted on."""
         self._hurry = False
