@@ -188,9 +188,13 @@ class Membership:
     def _choose(self, arrivals: list[Arrival], survivors: list[str]) -> list[Arrival]:
         """Seniors first, and of those who should leave only one, if nobody else holds the newest state."""
         rank = {member: place for place, member in enumerate(survivors)}
-        arrivals = sorted(
-            arrivals, key=lambda each: (rank.get(each.member.id, len(rank)), each.at_s, each.member.rank_in_group)
-        )
+
+        def seniority(each: Arrival) -> tuple[float, ...]:
+            if not survivors:  # they begin together, whoever was ready first
+                return (each.member.rank_in_group, each.at_s)
+            return (rank.get(each.member.id, len(rank)), each.at_s, each.member.rank_in_group)
+
+        arrivals = sorted(arrivals, key=seniority)
         newest = max((each.step for each in arrivals if each.step is not None), default=None)
         staying = [each for each in arrivals if each.member.id not in self._leaving]
         if newest is not None and not any(each.step == newest for each in staying):

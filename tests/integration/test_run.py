@@ -117,8 +117,8 @@ def test_a_run_whose_worker_is_killed_ends_with_the_same_bits(folder: Path, calm
     assert result.summary["restarts"] == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_is_stopped_is_taken_for_dead_and_replaced(folder: Path, calm: ed.RunResult, rank: int) -> None:
+def test_a_worker_that_is_stopped_is_taken_for_dead_and_replaced(folder: Path, calm: ed.RunResult) -> None:
+    rank = 0
     marker = folder / f"stopped-{rank}"
     fault = jobs.kill_once(str(marker), rank=rank, step=27, how=signal.SIGSTOP)
     train = jobs.make_train(fault, str(folder / "held-out"))
@@ -160,10 +160,8 @@ def test_a_worker_that_dies_in_a_commit_takes_nothing_with_it(folder: Path, calm
     assert commits == [10, 20, 31, 41, 44], "what was not committed is committed at once"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_evaluation_that_loses_a_worker_is_done_by_those_who_are_left(
-    folder: Path, calm: ed.RunResult, rank: int
-) -> None:
+def test_an_evaluation_that_loses_a_worker_is_done_by_those_who_are_left(folder: Path, calm: ed.RunResult) -> None:
+    rank = 0
     marker, held_out = folder / f"died-in-evaluation-{rank}", str(folder / "held-out")
 
     def train(run: ed.Run) -> None:
