@@ -4,7 +4,7 @@ VENV := .venv
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test unit lint format bench clean
+.PHONY: help install train test unit chaos lint format bench clean
 
 help: ## list what there is to make
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1	\2/' | expand -t 18
@@ -19,6 +19,9 @@ test: lint ## lint, then run every test (the GPU's where there is one)
 
 unit: $(VENV)/.installed-dev ## the tests that need no Ray, in seconds
 	$(VENV)/bin/python -m pytest tests/unit $(ARGS)
+
+chaos: $(VENV)/.installed-dev ## more faults than `make test` injects
+	$(VENV)/bin/python -m pytest -m chaos $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(VENV)/bin/ruff check .

@@ -59,6 +59,7 @@ def test_a_run_that_gets_a_node_goes_on_with_more_workers_and_ends_with_the_same
     assert summaries[1]["restarts"] == 0
 
 
+@pytest.mark.chaos
 def test_a_run_without_room_waits_is_stopped_and_finishes_once_there_is_room(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     jobs.write_rows(str(tmp_path / "data"))
@@ -108,6 +109,7 @@ def test_a_node_that_dies_takes_its_workers_but_no_step(cluster: Cluster, tmp_pa
         assert after["first_step"] == before["last_step"], "no step is done again"
 
 
+@pytest.mark.chaos
 def test_a_run_that_has_lost_all_its_workers_can_be_stopped(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     jobs.write_rows(str(tmp_path / "data"))

@@ -145,6 +145,7 @@ class DiesInACommit(jobs.Counter):
         return super().state_dict()
 
 
+@pytest.mark.chaos
 def test_a_worker_that_dies_in_a_commit_takes_nothing_with_it(folder: Path, calm: ed.RunResult) -> None:
     marker, held_out = folder / "died-in-commit", str(folder / "held-out")
 
@@ -160,6 +161,7 @@ def test_a_worker_that_dies_in_a_commit_takes_nothing_with_it(folder: Path, calm
     assert commits == [10, 20, 31, 41, 44], "what was not committed is committed at once"
 
 
+@pytest.mark.chaos
 def test_an_evaluation_that_loses_a_worker_is_done_by_those_who_are_left(folder: Path, calm: ed.RunResult) -> None:
     rank = 0
     marker, held_out = folder / f"died-in-evaluation-{rank}", str(folder / "held-out")
