@@ -56,11 +56,11 @@ class InPlaceController(TrainController):
 
     async def _step(self) -> TrainControllerLoopIterationResult:
         state = self.get_state()
-        # The rendezvous lives as long as the run: without it this fails, and so ends the workers.
         group = self._worker_group
         assert group is None or isinstance(group, ElasticWorkerGroup)
         started = [actor_id(worker) for worker in group.get_workers()] if group is not None else []
         starting = group.num_newcomers if group is not None else 0
+        # The rendezvous lives as long as the run: without it this fails, and so ends the workers.
         gone: dict[str, str] | None = await self.rendezvous.supervise.remote(started, starting)
         if gone is None and not isinstance(state, ShuttingDownState):
             return self._to(state, ShuttingDownState(next_state=FinishedState()))
@@ -71,7 +71,8 @@ class InPlaceController(TrainController):
             return await super()._step()
         status = await self._poll_workers()
         if self._is_training_succeeded(status):
-            return await self._succeed(state)
+            self._latest_poll_time = float("-inf")  # Ray Train polls once more, and at once
+            return await super()._step()
         assert group is not None
         presumed = {
             rank: RuntimeError(gone[actor_id(worker)])
@@ -92,11 +93,6 @@ class InPlaceController(TrainController):
             self._adjust(group, status)
         return self._to(state, RunningState())
 
-    async def _succeed(self, state: TrainControllerState) -> TrainControllerLoopIterationResult:
-        # As Ray Train does; the poll in it returns at once.
-        self._latest_poll_time = float("-inf")
-        return await super()._step()
-
     def _adjust(self, group: ElasticWorkerGroup, status: WorkerGroupPollStatus) -> None:
         """Asks for workers that are missing, and takes those on their way a step further."""
         scaling = self._scaling_policy.scaling_config
@@ -112,7 +108,7 @@ class InPlaceController(TrainController):
             )
             if isinstance(decision, ResizeDecision):
                 self._wanted = decision.num_workers
-            group.withdraw(group.num_newcomers, waiting_s=ROOM_WITHIN_S)
+            group.withdraw(ROOM_WITHIN_S)
         missing = (self._wanted or 0) - len(group.get_workers()) - group.num_newcomers
         if missing > 0:
             group.request(missing)

@@ -126,15 +126,14 @@ class ElasticWorkerGroup(WorkerGroup):
             room = self._ask_for_room(selectors[0] if selectors else None)
             self._newcomers.append(_Newcomer(room, time.monotonic()))
 
-    def withdraw(self, num_workers: int, *, waiting_s: float = 0.0) -> None:
-        """Gives up newcomers, the last to come first, of those without room that have waited for so long."""
+    def withdraw(self, waiting_s: float) -> None:
+        """Gives up newcomers that have waited for room for so long."""
         now = time.monotonic()
-        patient = [each for each in self._newcomers if each.actor is None and now - each.asked_at >= waiting_s]
-        for each in patient[::-1][:num_workers]:
+        for each in [each for each in self._newcomers if each.actor is None and now - each.asked_at >= waiting_s]:
             self._dismiss(each)
 
-    def advance(self) -> list[Worker]:
-        """Takes newcomers as far as they get without waiting. Returns those that train from now on."""
+    def advance(self) -> None:
+        """Takes newcomers as far as they get without waiting."""
         arrived = []
         for each in list(self._newcomers):
             try:
@@ -148,7 +147,6 @@ class ElasticWorkerGroup(WorkerGroup):
                 self._dismiss(each)
         if arrived:
             self._set_workers([*self.get_workers(), *arrived])
-        return arrived
 
     def _advance(self, newcomer: _Newcomer) -> bool:
         if newcomer.actor is None:
