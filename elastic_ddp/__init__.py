@@ -1,6 +1,7 @@
 """Elastic, fault-tolerant PyTorch training on Ray: the number of workers is an implementation detail of a run."""
 
 from elastic_ddp.config import CheckpointConfig, DataConfig, DDPConfig, RunConfig
+from elastic_ddp.control import RunHandle, get_run
 from elastic_ddp.errors import ElasticDDPError
 from elastic_ddp.run import Run
 from elastic_ddp.step import Step
@@ -14,6 +15,8 @@ __all__ = [
     "ElasticTrainer",
     "Run",
     "RunConfig",
+    "RunHandle",
     "RunResult",
     "Step",
+    "get_run",
 ]

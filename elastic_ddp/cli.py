@@ -1,14 +1,13 @@
-"""The command line: `elastic-ddp run | status | show`."""
+"""The command line: `elastic-ddp run | status | resize | drain | checkpoint | stop | show`."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import logging
-import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,35 +65,89 @@ def run(
     _console.print(render(result.summary))
 
 
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="The name of a live run.")]
+
+
 @app.command()
-def status() -> None:
+def status(
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="One run, with its members; by default all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
     """Show the runs that are live on the cluster."""
-    import ray
+    from elastic_ddp.control import get_run, live_runs
 
-    from elastic_ddp.elastic.rendezvous import NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
-
-    if os.environ.get("RAY_ADDRESS") == "local":
-        raise ConfigError("RAY_ADDRESS=local is no cluster to ask; set it to the address that the run printed")
-    try:
-        ray.init(address="auto", namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
-    except ConnectionError:
-        raise ConfigError(
-            "there is no Ray cluster to ask; set RAY_ADDRESS, or run this on a node of the cluster"
-        ) from None
+    names = [run] if run is not None else live_runs()
+    runs = [get_run(name).status() for name in names]
+    if as_json:
+        print(json.dumps(runs, indent=1))
+        return
     table = Table(box=None, padding=(0, 2))
-    columns = ("name", "state", "generation", "world_size", "step", "total_steps", "loss", "last_commit")
+    columns = ("name", "state", "generation", "world_size", "step", "total_steps", "steps_per_s", "loss", "last_commit")
     for column in columns:
         table.add_column(column.replace("_", " "))
-    actors = [
-        each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE
-    ]
-    names = sorted(name for name in actors if name.startswith(RENDEZVOUS_PREFIX))
-    for name in names:
-        rendezvous: RendezvousHandle = ray.get_actor(name, namespace=NAMESPACE)
-        facts = ray.get(rendezvous.status.remote())
+    for facts in runs:
         table.add_row(*(_cell(facts[column]) for column in columns))
-    _console.print(table if names else "no run is live on this cluster")
+    _console.print(table if runs else "no run is live on this cluster")
+    if run is not None:
+        _console.print(_members(runs[0]))
+    import ray
+
     _console.print(f"(Ray at {ray.get_runtime_context().gcs_address})")
+
+
+def _members(facts: Mapping[str, Any]) -> Table:
+    """The members of one run, and what became of the last that was lost."""
+    table = Table(box=None, padding=(0, 2))
+    for column in ("rank", "node", "pid", "node id"):
+        table.add_column(column)
+    for member in facts["members"]:
+        leaving = " (draining)" if member["node_id"] in facts["draining"] else ""
+        table.add_row(str(member["rank"]), member["node"] + leaving, str(member["pid"]), member["node_id"])
+    if (lost := facts["last_loss_of_a_worker"]) is not None:
+        at = datetime.fromtimestamp(lost["time"]).astimezone().strftime("%H:%M:%S")
+        table.caption = f"a worker was lost at {at}: {lost['error'].splitlines()[0]}"
+    return table
+
+
+@app.command()
+def resize(
+    run: RunName, num_workers: Annotated[int, typer.Argument(metavar="N", help="How many workers it should have.")]
+) -> None:
+    """Have a live run train on N workers, or as many of them as there is room for."""
+    from elastic_ddp.control import get_run
+
+    get_run(run).resize(num_workers)
+    _console.print(f"run {run} is asked for {num_workers} workers")
+
+
+@app.command()
+def drain(
+    run: RunName,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's address, or its id by Ray.")],
+    deadline_s: Annotated[float, typer.Option(help="Seconds until the node is gone.")] = 30.0,
+) -> None:
+    """Have a live run's workers leave a node; returns when they have."""
+    from elastic_ddp.control import get_run
+
+    left = get_run(run).drain(node, deadline_s=deadline_s)
+    _console.print(f"{left} workers of run {run} left {node}")
+
+
+@app.command()
+def checkpoint(run: RunName) -> None:
+    """Have a live run commit at its next step boundary; returns when the commit is durable."""
+    from elastic_ddp.control import get_run
+
+    _console.print(f"run {run} committed step {get_run(run).checkpoint()}")
+
+
+@app.command()
+def stop(run: RunName) -> None:
+    """Have a live run commit and stop, as Ctrl-C in its driver does."""
+    from elastic_ddp.control import get_run
+
+    get_run(run).stop()
+    _console.print(f"run {run} commits and stops at its next step boundary; its own command resumes it")
 
 
 def _cell(value: Any) -> str:

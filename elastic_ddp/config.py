@@ -9,7 +9,17 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+import fsspec
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from elastic_ddp.errors import ConfigError
 
@@ -150,6 +160,13 @@ class RunConfig(_Settings):
     heartbeat_timeout_s: PositiveFloat = 5.0
     """Silence of a worker that is taken for its death: it is stopped, or its machine is cut off. One whose process ends
     is noticed at once. A worker that computes for long is not silent."""
+    hang_timeout_s: PositiveFloat = 600.0
+    """For how long no worker may get anywhere (to the next micro-batch, through a collective) before the run is taken
+    to hang. The stacks of all workers are recorded then, and those that others wait for are replaced. It has to be
+    longer than the longest micro-batch, the first one's compilation included."""
+    drain_deadline_s: PositiveFloat = 30.0
+    """How long a worker that gets SIGTERM may stay. It leaves at a step boundary: the next one if the others are enough
+    without it, otherwise once others have joined, or half of the time is over."""
     collective_timeout_s: PositiveFloat = 1800.0
     """How long a collective may wait for a slow worker."""
     num_threads_per_worker: PositiveInt | None = None
@@ -157,6 +174,29 @@ class RunConfig(_Settings):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     ddp: DDPConfig = Field(default_factory=DDPConfig)
+
+    @field_validator("storage")
+    @classmethod
+    def _check_storage(cls, storage: str) -> str:
+        """What can be known without a network: `ElasticTrainer` writes, reads and deletes a small object there."""
+        protocol, separator, rest = storage.partition("://")
+        if separator and protocol not in ("file", "local"):
+            if protocol not in fsspec.available_protocols():
+                raise ValueError(
+                    f"storage={storage!r}: there is no file system {protocol!r}; use a path, or a URI that "
+                    "fsspec knows, such as s3://bucket/runs"
+                )
+            return storage
+        path = Path(rest if separator else storage).expanduser().absolute()
+        there = next(each for each in (path, *path.parents) if each.exists())
+        if not there.is_dir():
+            raise ValueError(f"storage={storage!r} cannot be written: {there} is not a folder; choose another")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"storage={storage!r} cannot be written: this user may not write to {there}; change its "
+                "permissions, or choose another folder"
+            )
+        return storage
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -27,3 +27,11 @@ class TrainFunctionError(ElasticDDPError):
 
 class WorkersLostError(ElasticDDPError):
     """Workers were lost more often than `max_restarts` allows, or could not be started."""
+
+
+class DriverReplacedError(ElasticDDPError):
+    """Another driver took the run over while this one was silent, as on a machine that was suspended."""
+
+
+class PeerLostError(Exception):
+    """What was waited for will not come, as the generation broke. Never leaves a worker: the step comes again."""

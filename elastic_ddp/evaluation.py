@@ -55,6 +55,7 @@ def evaluate(
         with torch.no_grad():
             for step in range(shape.steps_per_epoch):
                 for batch in feed.step(step):
+                    generation.activity.enter("evaluation")
                     if batch.num_rows:
                         seed_all(config.seed, "evaluate", step, batch.index)
                         sums[step, batch.index] = float(loss_fn(model, batch.rows)) * batch.num_rows
@@ -62,6 +63,7 @@ def evaluate(
         feed.close()
         for module, training in was_training.items():
             module.training = training
+    generation.activity.enter("collective")
     if group.world_size > 1:
         dist.all_reduce(sums)  # every slot is one rank's and zero on the others
     slots = {Node(0, place): value for place, value in enumerate(sums.reshape(-1).tolist())}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from elastic_ddp.data.feed import MicroBatchFeed
+from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.ddp import DDPStrategy
 from elastic_ddp.parallel.handover import check_same_model, hand_over
@@ -51,6 +52,8 @@ class Generation:
     feed: MicroBatchFeed
     seed: int
     clip_grad_norm: float | None
+    activity: Activity = field(default_factory=Activity)
+    """Where this worker is; it outlives the generation."""
 
     @classmethod
     def open(
@@ -61,7 +64,9 @@ class Generation:
         state: TrainState,
         device: torch.device,
         load_state: Callable[[], dict[str, Any] | None],
-        on_group: Callable[[ProcessGroup], None],
+        on_forming: Callable[[ProcessGroup], None],
+        on_formed: Callable[[], None],
+        activity: Activity,
     ) -> Generation:
         """Forms the process group and brings every rank to the same state. Every member calls it.
 
@@ -72,19 +77,24 @@ class Generation:
             device: where the model is.
             load_state: called on rank 0 alone, and only if no rank holds a state: the one to start from, or None for
                 what the user's function built.
-            on_group: told of the process group as soon as it can be cut.
+            on_forming: told of the process group as soon as it can be cut.
+            on_formed: called when it is formed.
+            activity: this worker's.
         """
         forming: list[ProcessGroup] = []
 
         def begin(group: ProcessGroup) -> None:
             forming.append(group)
-            on_group(group)
+            on_forming(group)
 
         try:
             group = ProcessGroup.form(
                 assignment, device=device, timeout_s=job.config.collective_timeout_s, on_forming=begin
             )
-            return cls._on(group, job=job, state=state, load_state=load_state)
+            on_formed()
+            generation = cls._on(group, job=job, state=state, load_state=load_state)
+            generation.activity = activity
+            return generation
         except BaseException:
             for group in forming:
                 group.close(intact=False)
@@ -112,6 +122,11 @@ class Generation:
         feed = open_feed(job, strategy.micro_batches, first_step=state.position.step, device=group.device)
         return cls(group, state, strategy, StepBuffers(state.module), feed, config.seed, config.clip_grad_norm)
 
+    @property
+    def number(self) -> int:
+        """As the rendezvous counts them, from 1."""
+        return self.group.assignment.generation
+
     def gather_metrics(self, step: Step, rows: np.ndarray) -> dict[str, float]:
         """What was logged in a step, averaged over the rows of its global batch. Every rank calls it."""
         everyone = [json.loads(part) for part in self.group.all_gather_bytes(json.dumps(step.metrics()).encode())]
@@ -127,6 +142,11 @@ class Generation:
             weights = {m: int(rows[int(m)]) for m in sorted(places, key=int)}
             means[name] = sum(places[m] * weights[m] for m in weights) / max(1, sum(weights.values()))
         return means
+
+    def cut(self) -> None:
+        """Breaks whatever this rank and its peers wait for. From any thread."""
+        self.group.cut()
+        self.feed.interrupt()
 
     def close(self, *, intact: bool) -> None:
         """Ends the generation. See `ProcessGroup.close` for `intact`."""

@@ -14,10 +14,10 @@ import torch
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
+from elastic_ddp import ray_internals
 from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic.membership import Member
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
-from elastic_ddp.ray_internals.controller import ElasticTorchTrainer
 from elastic_ddp.storage import Storage
 
 _RAY_TRAIN_SETTINGS = {
@@ -85,11 +85,11 @@ def run_workers(
         }
     for name, value in _RAY_TRAIN_SETTINGS.items():
         os.environ.setdefault(name, value)
-    trainer = ElasticTorchTrainer(
+    trainer = _trainer(
         _run_worker,
-        rendezvous=rendezvous if config.in_place else None,
+        rendezvous=rendezvous if is_in_place(config) else None,
         on_controller=on_controller,
-        train_loop_config={"work": work, "job": job, "rendezvous": rendezvous, "in_place": config.in_place},
+        train_loop_config={"work": work, "job": job, "rendezvous": rendezvous, "in_place": is_in_place(config)},
         torch_config=_NoProcessGroup(),
         scaling_config=ray.train.ScalingConfig(
             use_gpu=config.use_gpu,
@@ -107,6 +107,21 @@ def run_workers(
     trainer.fit()
 
 
+def is_in_place(config: RunConfig) -> bool:
+    """Whether workers of a run come and go one by one. With a Ray whose internals are not known they cannot."""
+    return config.in_place and ray_internals.are_known()
+
+
+def _trainer(
+    *args: Any, rendezvous: RendezvousHandle | None, on_controller: Callable[[Any], None], **kwargs: Any
+) -> Any:
+    if not ray_internals.are_known():
+        return ray.train.torch.TorchTrainer(*args, **kwargs)
+    from elastic_ddp.ray_internals.controller import ElasticTorchTrainer
+
+    return ElasticTorchTrainer(*args, rendezvous=rendezvous, on_controller=on_controller, **kwargs)
+
+
 def _run_worker(arguments: dict[str, Any]) -> None:
     """Ray Train's train function, in every worker."""
     context = ray.train.get_context()
@@ -119,6 +134,7 @@ def _run_worker(arguments: dict[str, Any]) -> None:
         rank_in_group=context.get_world_rank(),
         group_size=context.get_world_size(),
         node=ray.util.get_node_ip_address(),
+        node_id=str(runtime.get_node_id()),
         pid=os.getpid(),
     )
     here = runtime.get_node_id()

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.commits import Commits
 from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
-from elastic_ddp.errors import CheckpointError, ConfigError, ElasticDDPError, WorkersLostError
+from elastic_ddp.errors import ConfigError, ElasticDDPError, WorkersLostError
 from elastic_ddp.evaluation import evaluate
 from elastic_ddp.generation import Generation, open_feed
-from elastic_ddp.job import COMMITS, Job
+from elastic_ddp.job import Job
 from elastic_ddp.parallel.ddp import PreparedModel
-from elastic_ddp.parallel.process_group import is_lost_peer
+from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
 from elastic_ddp.state import flatten
 from elastic_ddp.step import Step
+from elastic_ddp.telemetry.account import Account
 from elastic_ddp.train_state import Position, Stateful, TrainState
 
 if TYPE_CHECKING:
+    from elastic_ddp.data.feed import MicroBatchFeed
     from elastic_ddp.data.source import Transform
 
 Prepared = TypeVar("Prepared")
@@ -49,9 +50,9 @@ class Run:
         self._link = link
         self._state = TrainState()
         self._generation: Generation | None = None
-        self._checkpoints = CheckpointStore(job.storage.at(COMMITS), keep=job.config.checkpoint.keep)
-        self._committed_step: int | None = None
-        self._committed_at = time.monotonic()
+        self._commits = Commits(job, link)
+        self._account = Account()
+        self._activity = link.activity
         self._holds_state = False
         self._was_first = False
         self._step: Step | None = None
@@ -147,6 +148,7 @@ class Run:
                 continue
             losses += 1
             if self._generation is generation:
+                self._account.lost(in_step=True)
                 self.close(intact=False)
             if losses == LOSSES_IN_A_ROW:
                 raise WorkersLostError(f"step {step.index} was lost {losses} times in a row, the last time by: {lost}")
@@ -205,46 +207,70 @@ class Run:
     # Generations and steps.
 
     def _next_generation(self, lost: str | None, *, between_steps: bool = True) -> Generation:
-        """The next generation, formed again if a peer is lost while it forms."""
-        was_first = self._was_first
-        feed = None
-        if not self._holds_state:
-            flatten(self._state.state_dict())  # what cannot be saved is refused now, not by the first commit
-            # The first pipeline of a process takes seconds, the next one does not: nobody is to wait for a newcomer's.
-            feed = open_feed(self._job, (0,), first_step=0, device=self.device)
-            next(feed.step(0))
-            # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that
-            # has been imported and built, and next to nothing among what is new since now.
-            gc.collect()
-            gc.freeze()
+        """The next generation in which steps are made, formed again if a peer is lost while it forms."""
+        account = self._account.seconds()
+        warm_feed = None if self._holds_state else self._warm_up()
         for _ in range(FORMED_AGAIN):
+            self._activity.enter("rendezvous")
             step = self.position.step if self._holds_state else None
             try:
-                assignment = self._link.join(step=step, between_steps=between_steps, lost=lost)
-            finally:
-                if feed is not None:
-                    feed.close()
-                    feed = None
-            try:
-                generation = Generation.open(
-                    assignment,
-                    job=self._job,
-                    state=self._state,
-                    device=self.device,
-                    load_state=self._load_newest_commit,
-                    on_group=lambda group: self._link.cut_when_broken(group.cut),
+                assignment = self._link.join(
+                    step=step,
+                    between_steps=between_steps,
+                    lost=lost,
+                    committed=self._commits.durable_step,
+                    account=account,
                 )
-                break
+            finally:
+                if warm_feed is not None:
+                    warm_feed.close()
+                    warm_feed = None
+            lost = None
+            try:
+                generation = self._open(assignment)
+                if not assignment.brief:
+                    return generation
+                self._hand_on(generation)
             except BaseException as error:
                 if not is_lost_peer(error):
                     raise
                 lost = f"{type(error).__name__}: {error}"
             # Here the traceback is gone, and with it what held the process group.
             self._link.cut_when_broken(None)
-        else:
-            raise WorkersLostError(f"a generation broke {FORMED_AGAIN} times while it formed, the last time by: {lost}")
+            self.close(intact=False)
+            account = self._account.seconds()
+        raise WorkersLostError(f"a generation broke {FORMED_AGAIN} times while it formed, the last time by: {lost}")
+
+    def _warm_up(self) -> MicroBatchFeed:
+        """What nobody is to wait for when this worker joins: all that is slow the first time in a process."""
+        flatten(self._state.state_dict())  # what cannot be saved is refused now, not by the first commit
+        feed = open_feed(self._job, (0,), first_step=0, device=self.device)  # the first pipeline takes seconds
+        next(feed.step(0))
+        # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that has
+        # been imported and built, and next to nothing among what is new since now.
+        gc.collect()
+        gc.freeze()
+        return feed
+
+    def _open(self, assignment: Assignment) -> Generation:
+        """Takes this worker's place in a generation."""
+        self._account.begin()
+        self._activity.enter("hand-over")
+        generation = Generation.open(
+            assignment,
+            job=self._job,
+            state=self._state,
+            device=self.device,
+            load_state=self._commits.load_newest,
+            on_forming=lambda group: self._link.cut_when_broken(group.cut),
+            on_formed=self._account.formed,
+            activity=self._activity,
+        )
+        self._link.cut_when_broken(generation.cut)
+        self._account.ready()
+        self._activity.enter("between steps")
+        was_first, self._was_first = self._was_first, assignment.rank == 0
         self._holds_state = True
-        self._was_first = assignment.rank == 0
         if assignment.rank == 0:
             self._link.say(
                 "generation",
@@ -253,11 +279,16 @@ class Run:
                 first_step=self.position.step,
                 reason="resume" if assignment.reason == "start" and self.position.step else assignment.reason,
             )
-            if not was_first:  # what the one before committed is for the storage to say
-                newest = self._checkpoints.latest()
-                self._committed_step = newest.step if newest is not None else None
-                self._committed_at = time.monotonic()
+            if not was_first:
+                self._commits.look()
         return generation
+
+    def _hand_on(self, generation: Generation) -> None:
+        """In a brief generation, whoever was to get the state has it now. If that was nobody, it is committed."""
+        self._generation = generation
+        if not generation.group.assignment.receivers:
+            self._commit()
+        self.close(intact=True, reason="those who go handed the state on")
 
     def _together(self, what: Callable[[Generation], Result]) -> Result:
         """Something that all ranks do together outside of steps, done again in a new generation if a peer is lost in
@@ -265,9 +296,11 @@ class Run:
         lost = self._step.lost if self._step is not None else None
         for _ in range(LOSSES_IN_A_ROW):
             if lost is not None:
+                self._account.lost(in_step=False)
                 self.close(intact=False)
                 self._generation = self._next_generation(lost, between_steps=False)
             assert self._generation is not None
+            self._account.mark()
             try:
                 return what(self._generation)
             except BaseException as error:
@@ -285,11 +318,8 @@ class Run:
         """What this rank wants to happen after the step at hand. Rank 0's clock counts, and its ear."""
         if self.rank != 0:
             return {}
-        every, seconds = self.config.checkpoint.every_steps, self.config.checkpoint.every_seconds
-        due = every is not None and steps_done - (self._committed_step or 0) >= every
-        overdue = seconds is not None and time.monotonic() - self._committed_at >= seconds
         return {
-            "commit": due or overdue,
+            "commit": self._commits.are_due(steps_done),
             "stop": self._link.stop_requested,
             "reconfigure": self._link.reconfigure_requested,
         }
@@ -299,17 +329,22 @@ class Run:
         peer was lost meanwhile; the step itself is done."""
         assert self._generation is not None and step.agreed is not None
         last = self.position.step == self._job.total_steps
+        first_step_s = self._account.step_done()
         if self.rank == 0:
             self._link.progress(**self._newest(step))
+            if first_step_s is not None:
+                self._link.say("first_step", generation=self._generation.number, seconds=first_step_s)
         if step.index % self.config.log_every_steps == 0 or last:
             try:
-                metrics = self._generation.gather_metrics(step, self._job.shape.rows(step.index))
+                with self._activity.within("collective"):
+                    metrics = self._generation.gather_metrics(step, self._job.shape.rows(step.index))
             except RuntimeError as error:
                 if not is_lost_peer(error):
                     raise
                 return f"{type(error).__name__}: {error}"
             if self.rank == 0:
-                self._link.say("steps", **self._newest(step), metrics=metrics)
+                number, account = self._generation.number, self._account.seconds()
+                self._link.say("steps", generation=number, **self._newest(step), metrics=metrics, account=account)
         if step.agreed.votes["commit"] or step.agreed.votes["stop"]:
             self._commit()
         if step.agreed.votes["stop"]:
@@ -329,37 +364,13 @@ class Run:
 
     # Commits.
 
-    def _load_newest_commit(self) -> dict[str, Any] | None:
-        newest = self._checkpoints.load_latest()
-        for key, reason in self._checkpoints.rejected:
-            self._link.say("commit_rejected", key=key, reason=reason)
-        if newest is None:
-            if self._checkpoints.rejected:
-                raise CheckpointError(
-                    f"no commit of run {self.config.name!r} can be used: {dict(self._checkpoints.rejected)}. Repair or "
-                    "delete them, or use another name; the run does not silently start over"
-                )
-            return None
-        commit, state = newest
-        self._link.say("resumed", step=commit.step)
-        return state
-
     def _commit(self) -> None:
         """Makes the state durable. Rank 0 writes, the others go on."""
-        self._committed_step, self._committed_at = self.position.step, time.monotonic()
-        if self.rank != 0:
-            return
         assert self._generation is not None
-        record = {
-            "samples": self.position.samples,
-            "samples_sha256": self.position.samples_sha256,
-            "epoch": self._job.shape.epoch_of(self.position.step),
-            "generation": self._generation.group.assignment.generation,
-            "data": self._job.index.fingerprint,
-            "identity": self.config.identity(),
-        }
-        self._checkpoints.save(self._state.state_dict(), step=self.position.step, record=record)
-        self._link.say("commit", step=self.position.step, seconds=time.monotonic() - self._committed_at)
+        self._commits.note(self.position.step)
+        if self.rank == 0:
+            with self._account.checkpoint(), self._activity.within("commit"):
+                self._commits.write(self._state, generation=self._generation.number, account=self._account.seconds())
 
     def finish(self) -> dict[str, Any]:
         """After the user's function: the last commit, and what the summary says of the run. Every rank calls it."""
@@ -368,9 +379,10 @@ class Run:
         weights = self._state.weights_sha256()
 
         def commit_and_compare(generation: Generation) -> list[bytes]:
-            if self._committed_step != self.position.step:
+            if self._commits.step != self.position.step:
                 self._commit()
-            return generation.group.all_gather_bytes(weights.encode())
+            with self._activity.within("collective"):
+                return generation.group.all_gather_bytes(weights.encode())
 
         everyone = [digest.decode() for digest in self._together(commit_and_compare)]
         if len(set(everyone)) > 1:
@@ -398,8 +410,9 @@ class Run:
             if generation.group.rank == 0:
                 self._link.say(
                     "generation_ended",
-                    generation=generation.group.assignment.generation,
+                    generation=generation.number,
                     last_step=self.position.step,
                     reason=reason if intact else "a peer was lost",
+                    account=self._account.seconds(),
                 )
             generation.close(intact=intact)

@@ -36,6 +36,7 @@ class Step:
     ) -> None:
         self._generation = generation
         self._state = generation.state
+        self._activity = generation.activity
         self._control = ControlExchange(rows)
         self._votes = votes
         self._records: dict[int, MicroBatchRecord] = {}
@@ -84,11 +85,13 @@ class Step:
         strategy = self._generation.strategy
         to_compute = set(strategy.to_compute)
         self._batches = self._generation.feed.step(self.index)
+        self._activity.enter("data")
         for batch in self._batches:
             if batch.index not in to_compute:
                 continue
             self._current = batch.index
             self._records[batch.index] = MicroBatchRecord(batch.num_rows, digest_rows(batch.row_ids), _NOT_YET)
+            self._activity.enter("forward")
             strategy.prepare_forward(batch.index)
             seed_all(self._generation.seed, self.index, batch.index)
             yield batch.rows if batch.num_rows else self._padded(batch.rows)
@@ -97,6 +100,7 @@ class Step:
                     f"step {self.index}: micro-batch {batch.index} was left without step.backward(loss); call it "
                     "exactly once for each batch"
                 )
+            self._activity.enter("data")
         self._current = None
 
     def _padded(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -118,11 +122,13 @@ class Step:
         generation, micro_batch = self._generation, self._current
         record = self._records[micro_batch]
         record.loss = to_host(loss.detach())
+        is_last = micro_batch == generation.strategy.to_compute[-1]
+        self._activity.enter("reduction" if is_last else "backward")
         generation.strategy.backward(loss, micro_batch)
         generation.buffers.end_micro_batch(
             micro_batch, generation.strategy.weight(micro_batch) if record.num_rows else None
         )
-        if micro_batch == generation.strategy.to_compute[-1]:
+        if is_last:
             self._control.votes = {**self._votes(), "buffers_changed": generation.buffers.changed}
             real = {m: each for m, each in self._records.items() if each.num_rows}
             self._control.start(real, generation.group.world_size)
@@ -156,6 +162,7 @@ class Step:
             self.log(grad_norm=norm)
         # All communication of a step comes before anything changes: a peer that is lost in it leaves a step undone,
         # never half done.
+        self._activity.enter("reduction")
         agreed = self._control.wait()
         if agreed.votes["buffers_changed"]:
             generation.buffers.combine(
@@ -164,6 +171,7 @@ class Step:
                 divisor=strategy.divisor,
                 group=generation.group,
             )
+        self._activity.enter("optimizer")
         seed_all(generation.seed, self.index, "optimize")
         for optimizer in state.optimizers:
             optimizer.step()
@@ -174,6 +182,7 @@ class Step:
         self.loss = agreed.loss
         state.position = state.position.after(int(self._control.rows.sum()), agreed.row_digests)
         self.agreed = agreed
+        self._activity.enter("between steps")
 
     def metrics(self) -> dict[str, Any]:
         """What was logged, as plain numbers by name and micro-batch. Waits for the device."""

@@ -6,7 +6,8 @@ import io
 import json
 import logging
 import os
-import threading
+import socket
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -19,18 +20,20 @@ from rich.console import Console
 from rich.text import Text
 
 from elastic_ddp import errors
-from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.config import RunConfig
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import check_cpus, materialize
-from elastic_ddp.elastic.rendezvous import News, RendezvousHandle, RendezvousOptions, start_rendezvous
-from elastic_ddp.errors import ConfigError, TrainFunctionError, WorkersLostError
+from elastic_ddp.elastic.messages import RendezvousOptions
+from elastic_ddp.elastic.rendezvous import start_rendezvous
+from elastic_ddp.errors import ConfigError, TrainFunctionError
 from elastic_ddp.job import COMMITS, Job
-from elastic_ddp.parallel.control import EMPTY_CHAIN
-from elastic_ddp.ray_train import run_workers
+from elastic_ddp.lease import DriverLease
+from elastic_ddp.ray_internals import WRITTEN_FOR
+from elastic_ddp.ray_train import is_in_place
+from elastic_ddp.session import Session
 from elastic_ddp.storage import Storage
-from elastic_ddp.telemetry import Ledger, Progress, new_session, read_ledger, summarize
-from elastic_ddp.worker import work
+from elastic_ddp.telemetry import new_session, read_ledger, summarize
 
 if TYPE_CHECKING:
     from elastic_ddp.data.source import Transform
@@ -38,8 +41,6 @@ if TYPE_CHECKING:
 
 SUMMARY = "summary.json"
 _IDENTITY = "run.json"
-WORKERS_LEAVE_S = 5.0
-"""How long workers may take to leave when the run is over, before they are ended."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,24 @@ class ElasticTrainer:
         """Runs until all steps are done, and returns when `summary.json` is written.
 
         A run of this name that was interrupted goes on from its newest commit; one that is finished is left alone, and
-        its result is returned. Ctrl-C commits and stops; a second one stops at once.
+        its result is returned. Ctrl-C, or SIGTERM, commits and stops; a second one stops at once.
 
         Raises:
-            ConfigError: the run exists with other settings, or is live already.
+            ConfigError: the run exists with other settings, or has a live driver already.
+            DriverReplacedError: this driver was silent for long, and another has taken the run over.
             DataError: the data set is not usable, or is not the one that the run began with.
             TrainFunctionError: the training function raised; carries the traceback.
             WorkersLostError: workers were lost more often than `max_restarts`.
         """
+        with (
+            DriverLease(self._storage, self.config.name, new_session(), _note) as lease,
+            tempfile.TemporaryDirectory(prefix="elastic_ddp-") as memory,
+        ):
+            return self._fit(lease, memory)
+
+    def _fit(self, lease: DriverLease, memory: str) -> RunResult:
+        if self._finished(0) is None:  # else nothing is written, unless it is to make more steps
+            lease.acquire()
         index = self._open_data()
         self._claim(index)
         job = Job(
@@ -125,6 +136,7 @@ class ElasticTrainer:
         if (done := self._finished(job.total_steps)) is not None:
             _note(f"run {self.config.name!r} is finished already, after {done.steps} steps; more steps resume it")
             return done
+        lease.acquire()
         if not ray.is_initialized():
             # A running cluster if there is one (RAY_ADDRESS, `ray start`), otherwise this machine.
             ray.init(log_to_driver=True, logging_level=logging.WARNING)
@@ -133,6 +145,12 @@ class ElasticTrainer:
                 _note(f"started Ray on this machine, at {address}")
             else:
                 _note(f"using Ray at {address} (RAY_ADDRESS names another cluster, RAY_ADDRESS=local starts one here)")
+        lease.renew(ray_address=ray.get_runtime_context().gcs_address)
+        if self.config.in_place and not is_in_place(self.config):
+            _note(
+                f"Ray {version('ray')} is not the one that workers are resized in place with ({WRITTEN_FOR}): when "
+                "one comes or goes, all are started again from the newest commit"
+            )
         self._check_resources()
         resumed = CheckpointStore(self._storage.at(COMMITS), keep=self.config.checkpoint.keep).latest()
         rendezvous = start_rendezvous(
@@ -142,14 +160,19 @@ class ElasticTrainer:
                 min_workers=self.config.min_workers,
                 max_workers=self.config.max_workers,
                 heartbeat_timeout_s=self.config.heartbeat_timeout_s,
+                hang_timeout_s=self.config.hang_timeout_s,
+                in_place=is_in_place(self.config),
+                memory=memory,
+                driver={"host": socket.gethostname(), "pid": os.getpid(), "uri": self._storage.uri},
             ),
         )
-        session = _Session(job, rendezvous, resumed)
+        session = Session(job, rendezvous, resumed, lease)
         try:
             outcome = session.run()
         finally:
             ray.kill(rendezvous)
             session.end_workers()
+        lease.renew()  # else the summary is another driver's to write
         return self._conclude(outcome)
 
     def _open_data(self) -> DatasetIndex:
@@ -226,151 +249,3 @@ class ElasticTrainer:
 
 def _note(text: str) -> None:
     Console(stderr=True).print(Text(text), soft_wrap=True)
-
-
-class _Session:
-    """One life of the driver: the workers in a thread of their own, the record and the display in this one."""
-
-    def __init__(self, job: Job, rendezvous: RendezvousHandle, resumed: Commit | None) -> None:
-        self._job = job
-        resumed_from_step = resumed.step if resumed else None
-        self._newest = {
-            "step": resumed_from_step or 0,
-            "samples": resumed.record.get("samples", 0) if resumed else 0,
-            "world_size": 0,
-        }
-        self._rendezvous = rendezvous
-        self._ledger = Ledger(job.storage, new_session())
-        self._progress = Progress(job.total_steps)
-        self._error: BaseException | None = None
-        self._controllers: list[Any] = []
-        self._thread = threading.Thread(target=self._run_workers, name="ray-train", daemon=True)
-        self._ledger.append(
-            "session_started",
-            resumed_from_step=resumed_from_step,
-            config=job.config.model_dump(),
-            versions={name: version(name) for name in ("elastic-ddp", "torch", "ray", "pyarrow")},
-        )
-        self._ledger.flush()
-        self._state = "starting" if resumed_from_step is None else f"resuming from step {resumed_from_step}"
-
-    def run(self) -> dict[str, Any]:
-        """The outcome: what the workers said last, or what became of them."""
-        self._thread.start()
-        with self._progress:
-            outcome = self._follow()
-        if outcome["status"] == "failed":
-            self._ledger.append("failed", error=outcome["error"])
-        self._ledger.append("finished", **outcome)
-        self._ledger.close()
-        return outcome
-
-    def _run_workers(self) -> None:
-        try:
-            run_workers(
-                work,
-                self._job,
-                self._rendezvous,
-                config=self._job.config,
-                storage=self._job.storage,
-                on_controller=self._controllers.append,
-            )
-        except BaseException as error:
-            self._error = error
-
-    def _follow(self) -> dict[str, Any]:
-        """Writes down and shows what happens until the workers are done."""
-        seen, stopping = 0, False
-        while True:
-            try:
-                running = self._thread.is_alive()
-                news: News = ray.get(self._rendezvous.follow.remote(seen))
-                for event in news.events:
-                    self._record(dict(event))
-                    seen += 1
-                self._show(news.progress)
-                if news.events:
-                    self._ledger.flush()
-                if not running:
-                    return news.outcome or self._workers_gone(stopping)
-                if news.outcome is not None:
-                    self._thread.join(WORKERS_LEAVE_S)  # one that is stuck in a user's code is not waited for
-                    last: News = ray.get(self._rendezvous.follow.remote(seen))  # what was said on leaving
-                    for event in last.events:
-                        self._record(dict(event))
-                    return news.outcome
-                if stopping and not news.num_alive:
-                    return self._stopped()  # Ray Train may wait for room for workers for ever
-            except KeyboardInterrupt:
-                if stopping:
-                    raise
-                stopping = True
-                self._state = "stopping"
-                self._progress.note("stopping: committing at the next step boundary (Ctrl-C again to stop at once)")
-                ray.get(self._rendezvous.stop.remote())
-
-    def end_workers(self) -> None:
-        """Ends what is left of them, and does not leave a thread in Ray behind: a process that exits then crashes."""
-        self._thread.join(WORKERS_LEAVE_S)
-        for controller in self._controllers:
-            ray.kill(controller)
-        self._thread.join(WORKERS_LEAVE_S)
-
-    def _stopped(self) -> dict[str, Any]:
-        """Stopped with no worker in a generation: the run stands where its newest commit does."""
-        newest = CheckpointStore(self._job.storage.at(COMMITS), keep=1).latest()
-        record = newest.record if newest else {}
-        return {
-            "status": "stopped",
-            "steps": newest.step if newest else 0,
-            "samples": record.get("samples", 0),
-            "samples_sha256": record.get("samples_sha256", EMPTY_CHAIN),
-            "epochs": newest.step / self._job.shape.steps_per_epoch if newest else 0.0,
-        }
-
-    def _workers_gone(self, stopping: bool) -> dict[str, Any]:
-        """The workers are done and none said how it ended."""
-        if stopping:
-            return self._stopped()
-        reason = str(self._error or "all workers returned without a word")
-        return {
-            "status": "failed",
-            "kind": WorkersLostError.__name__,
-            "error": f"workers were lost more often than max_restarts={self._job.config.max_restarts} allows, or could "
-            f"not be started: {reason}",
-        }
-
-    def _record(self, event: dict[str, Any]) -> None:
-        name, at = event.pop("event"), event.pop("time")
-        self._ledger.append(name, at=at, **event)
-        if name == "generation":
-            self._state = "training"
-            self._newest |= {"step": event["first_step"], "world_size": event["world_size"]}
-            workers = "1 worker" if event["world_size"] == 1 else f"{event['world_size']} workers"
-            self._progress.note(
-                f"generation {event['generation']} ({event['reason']}): {workers} from step {event['first_step']}"
-            )
-        elif name == "commit":
-            self._progress.note(f"committed step {event['step']} in {event['seconds']:.2f} s")
-        elif name == "worker_lost":
-            self._state = "a worker was lost, waiting for its replacement"
-            self._progress.note(
-                f"a worker was lost in generation {event['generation']}: {event['error'].splitlines()[0]}"
-            )
-        elif name == "newcomer_lost":
-            self._progress.note(f"a worker was lost before it trained: {event['error']}")
-        elif name == "evaluating":
-            self._state = f"evaluating ({event['name']})"
-        elif name == "evaluation":
-            self._state = "training"
-            self._progress.note(f"{event['name']} loss {event['loss']:.4f} at step {event['step']}")
-
-    def _show(self, progress: dict[str, Any]) -> None:
-        newest = self._newest | progress
-        self._progress.update(
-            newest["step"],
-            metrics={"loss": newest["loss"]} if newest.get("loss") is not None else None,
-            samples=newest["samples"],
-            world_size=newest["world_size"],
-            state=self._state,
-        )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from elastic_ddp import signals
 from elastic_ddp.config import RunConfig
 from elastic_ddp.data.ingest import check_cpus
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
@@ -35,6 +36,7 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
 
     _make_deterministic(job.config)
     link = RendezvousLink(rendezvous, place.member, job.config.heartbeat_timeout_s)
+    signals.on_sigterm(lambda: link.leave("SIGTERM", job.config.drain_deadline_s))
     run = Run(job, link, place.device)
     outcome: dict[str, Any] = {}
     lost: str | None = None

@@ -19,7 +19,7 @@ from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.order import Chunk, EpochShape, FeedPlan, Int64Array
 from elastic_ddp.data.pipeline import ChunkPipeline
 from elastic_ddp.data.source import PreparedChunk, Transform
-from elastic_ddp.errors import DataError
+from elastic_ddp.errors import DataError, PeerLostError
 
 _CHUNKS_PER_PIPELINE = 100_000
 """A pipeline ends after about as many chunks and another goes on: Ray Data keeps 1.2 KB for each block it has seen."""
@@ -83,11 +83,13 @@ class MicroBatchFeed:
             last_step=last_step,
         )
         self._device = device
+        self._anywhere = False
+        """Whether tasks may run on other nodes than this one."""
         self._next_step = first_step
         self._changed = threading.Condition()
         self._ready: deque[MicroBatch] = deque()
         self._error: BaseException | None = None
-        self._closed = False
+        self._closed = self._interrupted = False
         self._pipeline: ChunkPipeline | None = None
         self._thread = threading.Thread(target=self._produce, name="micro-batch-feed", daemon=True)
         self._thread.start()
@@ -107,6 +109,12 @@ class MicroBatchFeed:
         self._next_step += 1
         for _ in self._plan.micro_batches:
             yield self._take()
+
+    def interrupt(self) -> None:
+        """Ends a wait for data, from another thread. What is left to do is to close it."""
+        with self._changed:
+            self._interrupted = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Stop reading and free everything, also in the middle of an epoch. May be called more than once."""
@@ -129,7 +137,9 @@ class MicroBatchFeed:
 
     def _take(self) -> MicroBatch:
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error or self._closed)
+            self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._interrupted)
+            if self._interrupted:
+                raise PeerLostError("the generation broke while this worker waited for data")
             if self._closed:
                 raise ValueError("the feed is closed")
             if not self._ready:
@@ -157,6 +167,11 @@ class MicroBatchFeed:
                         for batch in batches:
                             self._put(place(batch))
                             done += 1
+                except ray.exceptions.TaskUnschedulableError:
+                    # Ray is about to take this node away: what is left to do here is read elsewhere.
+                    if self._anywhere:
+                        raise
+                    self._anywhere = True
                 except ray.exceptions.RayError:  # a task's process is gone, for lack of memory perhaps
                     losses = losses + 1 if done == before else 1
                     if losses >= _LOSSES_IN_A_ROW:
@@ -173,7 +188,7 @@ class MicroBatchFeed:
         rows_per_step = owned * self._plan.shape.micro_batch_size
         steps = max(1, _CHUNKS_PER_PIPELINE * self._plan.options.chunk_rows // rows_per_step)
         plan = replace(self._plan, first_step=first_step, last_step=min(first_step + steps, self._plan.last_step))
-        pipeline = ChunkPipeline(self._index, plan, self._transform)
+        pipeline = ChunkPipeline(self._index, plan, self._transform, anywhere=self._anywhere)
         try:
             with self._changed:
                 if self._closed:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import pyarrow as pa
 import ray
 from ray.data import ExecutionResources, TaskPoolStrategy
 
+from elastic_ddp import ray_internals
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.data.source import (
@@ -23,7 +24,6 @@ from elastic_ddp.data.source import (
     unpack,
 )
 from elastic_ddp.errors import DataError
-from elastic_ddp.ray_internals.dataset import DatasetExecution
 
 _STORE_BYTES = 64 << 20  # finished blocks that wait in the object store; one more is always let through
 _NAME = "elastic_ddp"  # begins every name and id of our executions
@@ -32,13 +32,15 @@ _NAME = "elastic_ddp"  # begins every name and id of our executions
 class ChunkPipeline:
     """The chunks of a plan, read and transformed by tasks on this node, in order.
 
-    One thread iterates, once; any thread may close.
+    One thread iterates, once; any thread may close. `anywhere` is for a node on which Ray starts nothing any more.
     """
 
-    def __init__(self, index: DatasetIndex, plan: FeedPlan, transform: Transform | None) -> None:
-        dataset = _dataset(index, plan, transform)
+    def __init__(
+        self, index: DatasetIndex, plan: FeedPlan, transform: Transform | None, *, anywhere: bool = False
+    ) -> None:
+        dataset = _dataset(index, plan, transform, anywhere=anywhere)
         _quiet_logs()
-        self._execution = DatasetExecution(dataset)
+        self._execution = _execution(dataset)
 
     def __iter__(self) -> Iterator[PreparedChunk]:
         """Ends early when the pipeline is closed.
@@ -48,10 +50,8 @@ class ChunkPipeline:
             ray.exceptions.RayError: a task's process was lost.
         """
         try:
-            for references in self._execution:
-                blocks: list[pa.Table] = ray.get(references)
-                for block in blocks:
-                    yield from unpack(block)
+            for block in self._execution:
+                yield from unpack(block)
         except Exception as error:
             cause = _data_error(error)
             if cause is None:
@@ -64,7 +64,40 @@ class ChunkPipeline:
         self._execution.close()
 
 
-def _dataset(index: DatasetIndex, plan: FeedPlan, transform: Transform | None) -> ray.data.Dataset:
+class _Execution(Protocol):
+    """One execution of a data set: its blocks, in order. One thread iterates, once; any may close."""
+
+    def __iter__(self) -> Iterator[pa.Table]: ...
+    def close(self) -> None: ...
+
+
+class _PublicExecution:
+    """By what Ray Data makes public: it is closed when the next block comes, and costs its processes."""
+
+    def __init__(self, dataset: ray.data.Dataset) -> None:
+        self._dataset = dataset
+        self._closed = False
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        blocks: Iterable[Any] = self._dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+        for block in blocks:
+            if self._closed:
+                return
+            yield block
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def _execution(dataset: ray.data.Dataset) -> _Execution:
+    if not ray_internals.are_known():
+        return _PublicExecution(dataset)
+    from elastic_ddp.ray_internals.dataset import DatasetExecution
+
+    return DatasetExecution(dataset)
+
+
+def _dataset(index: DatasetIndex, plan: FeedPlan, transform: Transform | None, *, anywhere: bool) -> ray.data.Dataset:
     """The pipeline as a lazy Ray Data data set.
 
     Its tasks run on this node and no other: a pipeline shares the fate of its worker and is not touched by the death
@@ -73,10 +106,9 @@ def _dataset(index: DatasetIndex, plan: FeedPlan, transform: Transform | None) -
     """
     job = ray.put((index, plan))
     options = plan.options
-    remote: dict[str, Any] = {
-        "num_cpus": options.num_cpus_per_task,
-        "label_selector": {"ray.io/node-id": ray.get_runtime_context().get_node_id()},
-    }
+    remote: dict[str, Any] = {"num_cpus": options.num_cpus_per_task}
+    if not anywhere:
+        remote["label_selector"] = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     # Read and transform share a process unless several transforms are to run at a time.
     transforms = TaskPoolStrategy(size=options.concurrency if transform else 1)
     with warnings.catch_warnings():

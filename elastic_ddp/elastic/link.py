@@ -11,9 +11,11 @@ from typing import Any
 
 import ray
 
+from elastic_ddp.elastic.hang import Activity, stacks
 from elastic_ddp.elastic.membership import Member
+from elastic_ddp.elastic.messages import NOTHING, Ended, Signals
 from elastic_ddp.elastic.pulse import Pulse
-from elastic_ddp.elastic.rendezvous import NOTHING, Ended, RendezvousHandle, Signals
+from elastic_ddp.elastic.rendezvous import RendezvousHandle
 from elastic_ddp.parallel.process_group import Assignment
 
 
@@ -38,11 +40,15 @@ class RendezvousLink:
         self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         """None ends it."""
         self._progress: dict[str, Any] | None = None
+        self.activity = Activity()
+        """Where the training thread is, which tells it."""
         self._signals = Signals()
         self._generation = 0
         self._cut: Callable[[], None] | None = None
         self._closed = threading.Event()
-        self._pulse = Pulse(ray.get(rendezvous.pulse_address.remote()), member.id, heartbeat_timeout_s)
+        self._said = 0
+        """Messages that were sent."""
+        self._pulse = Pulse(lambda: ray.get(rendezvous.pulse_address.remote()), member.id, heartbeat_timeout_s)
         self._speaker = threading.Thread(target=self._speak, name="rendezvous-link-out", daemon=True)
         self._listener = threading.Thread(target=self._listen, name="rendezvous-link-in", daemon=True)
         self._speaker.start()
@@ -57,6 +63,15 @@ class RendezvousLink:
         """Whether the generation should end at its next step boundary."""
         return self._signals.reconfigure
 
+    @property
+    def commit_requested(self) -> int:
+        """The number of a request to commit at the next step boundary; 0 for none."""
+        return self._signals.commit
+
+    def leave(self, why: str, within_s: float) -> None:
+        """Asks to be let go at a step boundary."""
+        ray.get(self._rendezvous.leave.remote(self.member, within_s, why))
+
     def say(self, event: str, **fields: Any) -> None:
         """Queues an event for the run's record. Costs a queue's put."""
         self._outbox.put({"event": event, "time": time.time(), **fields})
@@ -65,20 +80,34 @@ class RendezvousLink:
         """How far training is; only the newest word is passed on. Costs an assignment."""
         self._progress = newest
 
-    def join(self, *, step: int | None, between_steps: bool = True, lost: str | None = None) -> Assignment:
+    def join(
+        self,
+        *,
+        step: int | None,
+        between_steps: bool = True,
+        lost: str | None = None,
+        committed: int | None = None,
+        account: dict[str, float] | None = None,
+    ) -> Assignment:
         """Waits for the next generation.
 
         Args:
             step: steps done in the state that this worker holds; None if it holds none.
             between_steps: whether newcomers may be in it.
             lost: how the last one broke, if it did.
+            committed: steps done in the newest commit that this worker wrote.
+            account: where the time in its last generation went.
 
         Raises:
             RunStopped: there will be none, for this worker.
         """
         while True:
             answer: Assignment | Ended | None
-            answer = ray.get(self._rendezvous.join.remote(self.member, self._generation, step, between_steps, lost))
+            answer = ray.get(
+                self._rendezvous.join.remote(
+                    self.member, self._generation, step, between_steps, lost, committed, account
+                )
+            )
             if isinstance(answer, Ended):
                 raise RunStopped(answer.reason)
             if answer is not None:
@@ -109,7 +138,7 @@ class RendezvousLink:
         ray.get(self._rendezvous.retire.remote(self.member))
         self._pulse.stop()
         if remaining := self._drain():  # said after the end
-            ray.get(self._rendezvous.take.remote(remaining, self._progress))
+            self._send(remaining)
 
     def _finish_speaking(self) -> None:
         self._outbox.put(None)
@@ -125,21 +154,31 @@ class RendezvousLink:
     def _speak(self) -> None:
         while (message := self._outbox.get()) is not None:
             try:
-                ray.get(self._rendezvous.take.remote([message], self._progress))
+                self._send([message])
             except ray.exceptions.RayError:
                 return  # the driver is gone, and this worker goes with it
 
+    def _send(self, messages: list[dict[str, Any]]) -> None:
+        """Returns when the rendezvous has them. Ray calls again if its process dies, and numbers tell that it did."""
+        first, self._said = self._said + 1, self._said + len(messages)
+        ray.get(self._rendezvous.take.remote(messages, self._progress, self.member.id, first))
+
     def _listen(self) -> None:
-        cut_in = 0
+        cut_in = shown = 0
         while not self._closed.is_set():
             generation = self._generation
             try:
-                signals: Signals = ray.get(self._rendezvous.listen.remote(self.member, generation, self._progress))
+                signals: Signals = ray.get(
+                    self._rendezvous.listen.remote(self.member, generation, self._progress, self.activity.now)
+                )
             except ray.exceptions.RayError:
                 return
             if generation != self._generation:
                 signals = replace(signals, broken=None, reconfigure=False)
             self._signals = signals
+            if signals.show_stacks > shown:
+                shown = signals.show_stacks
+                self.say("stacks", member=self.member.id, place=self.activity.now.place, stacks=stacks())
             cut = self._cut
             if cut is not None and self._must_cut(signals) and (signals.ended is not None or cut_in < generation):
                 cut_in = generation

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from elastic_ddp.telemetry.summary import WORKER_LOST
 
 LEFT = "it left"
+OVERDUE = "the time of a member that is to go was nearly up"
 SUPERSEDED = "its worker group was started again"
+DRAIN, RESIZE = "drain", "resize"
+"""Why a member is to go: its node or its process is, or there are to be fewer."""
 GATHER_S = 10.0
 """How long the first generation waits for workers that were started with those that have come."""
 SETTLE_S = 0.5
 """How long a newcomer that is ready waits for others, before training is asked to let it in."""
 PATIENCE_S = 5.0
 """The same where others are known to be on their way. Training goes on meanwhile."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """That a member is to go, at a step boundary."""
+
+    kind: str
+    given_s: float = 0.0
+    within_s: float = 0.0
+    """How long it may stay; 0 for not at all."""
+
+    def is_urgent(self, now_s: float) -> bool:
+        """The first half of a notice is for a replacement to come in, the second to leave in."""
+        return now_s - self.given_s >= self.within_s / 2
+
+
+AT_ONCE = Notice(DRAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +50,9 @@ class Member:
     """Workers that were started together with it."""
     rank_in_group: int
     node: str
-    """Where it runs; ranks of a node are neighbours."""
+    """The address of where it runs; ranks of a node are neighbours."""
+    node_id: str = ""
+    """Ray's name for the same."""
     pid: int
 
 
@@ -42,6 +65,8 @@ class Arrival:
     """Steps done in the state that it holds; None if it holds none."""
     between_steps: bool
     """Whether it may be joined by others; not in the midst of an evaluation, which only those who began it can do."""
+    committed: int | None = None
+    """Steps done in the newest commit that it wrote itself."""
     at_s: float
 
 
@@ -57,6 +82,15 @@ class FormedGeneration:
     first_step: int | None
     """Steps done in that state."""
     reason: str
+    brief: bool = False
+    """It makes no step: those who leave hand over the state, or commit it, and all come back."""
+    waited_s: float = 0.0
+    """How long there had been too few for it."""
+
+    @cached_property
+    def ids(self) -> frozenset[str]:
+        """Of its members."""
+        return frozenset(each.id for each in self.members)
 
 
 @dataclass
@@ -73,16 +107,24 @@ class Membership:
 
     min_workers: int = 1
     max_workers: int = 1
+    wanted: int | None = None
+    """Of those, how many somebody asked for; None for as many as there are."""
     generation: int = 0
     current: FormedGeneration | None = None
     loss: str | None = None
     """How the current generation broke, if it did."""
     on_their_way: int = 0
     """Workers that were started, or are about to be, and have not come yet."""
+    dismissed: dict[str, str] = field(default_factory=dict)
+    """Members that were let go, and why: `DRAIN` or `RESIZE`."""
     _waiting: dict[str, Arrival] = field(default_factory=dict)
     _gone: dict[str, str] = field(default_factory=dict)
-    _leaving: set[str] = field(default_factory=set)
+    _leaving: dict[str, Notice] = field(default_factory=dict)
+    _draining: dict[str, Notice] = field(default_factory=dict)
+    """Nodes that are to go, by Ray's name."""
     _groups: list[str] = field(default_factory=list)
+    _short_since: float | None = None
+    """Since when all survivors wait and are too few."""
 
     # What happens.
 
@@ -102,6 +144,10 @@ class Membership:
                     self.lose(older.id, SUPERSEDED)
         if member.group != self._groups[-1]:
             return SUPERSEDED
+        if member.node_id in self._draining:
+            self.ask_to_leave([member.id], self._draining[member.node_id])
+        if member.id in self._leaving and not self._is_current(member.id):
+            self._dismiss(member.id)
         if member.id in self._gone:
             return self._gone[member.id]
         if lost is not None and self._is_current(member.id):
@@ -126,9 +172,28 @@ class Membership:
         self._gone.setdefault(member, LEFT)
         self._waiting.pop(member, None)
 
-    def ask_to_leave(self, members: Iterable[str]) -> None:
-        """Members are to go at the next step boundary."""
-        self._leaving.update(members)
+    def ask_to_leave(self, members: Iterable[str], notice: Notice = AT_ONCE) -> None:
+        """Members are to go at a step boundary: at the next one if the others are enough, or can wait, without them."""
+        for member in members:
+            self._leaving.setdefault(member, notice)
+            if member in self._waiting and not self._is_current(member):
+                self._dismiss(member)
+
+    def drain(self, node_id: str, notice: Notice) -> bool:
+        """A node is to go: its members leave, and who comes from it is not let in. Returns whether that is news."""
+        if node_id in self._draining:
+            return False
+        self._draining[node_id] = notice
+        self.ask_to_leave([each.id for each in self.known() if each.node_id == node_id], notice)
+        return True
+
+    def _dismiss(self, member: str) -> None:
+        """Lets a member go in peace."""
+        if member not in self._gone:
+            notice = self._leaving.get(member)
+            self.dismissed[member] = notice.kind if notice is not None else RESIZE
+            self._gone[member] = LEFT
+            self._waiting.pop(member, None)
 
     # What follows.
 
@@ -138,8 +203,7 @@ class Membership:
 
     @property
     def num_alive(self) -> int:
-        """Members that train or wait to."""
-        return len({each.id for each in self._members()} - self._gone.keys() | self._waiting.keys())
+        return len(self.known())
 
     def has_seen(self, member: str) -> bool:
         """Whether a worker has ever come."""
@@ -149,44 +213,92 @@ class Membership:
         """Members that are dead or presumed so, and why."""
         return {member: how for member, how in self._gone.items() if how != LEFT}
 
+    @property
+    def leaving(self) -> list[str]:
+        """Members that are to go and have not gone."""
+        return [each for each in self._leaving if each not in self._gone]
+
+    @property
+    def draining(self) -> list[str]:
+        """Nodes that are to go, by Ray's name."""
+        return list(self._draining)
+
+    @property
+    def limit(self) -> int:
+        """Members that a generation may have."""
+        return self.max_workers if self.wanted is None else min(self.wanted, self.max_workers)
+
     def wants_change(self, now_s: float) -> bool:
         """Whether the members of a healthy generation should end it at their next step boundary."""
         if self.current is None or self.loss is not None:
             return False
-        staying = [each for each in self._members() if each.id not in self._leaving]
-        if len(staying) < len(self._members()):
+        staying, leaving = self._split()
+        newcomers = self._newcomers()
+        if leaving and len(staying) + len(newcomers) >= max(1, self.min_workers):
             return True
-        waiting = [each for each in self._waiting.values() if each.member.id not in self._leaving]
-        newcomers = [each for each in waiting if not self._is_current(each.member.id)]
-        room = self.max_workers - len(staying)
+        if any(self._leaving[each].is_urgent(now_s) for each in leaving) or len(staying) > self.limit:
+            return True
+        room = self.limit - len(staying)
         patience = PATIENCE_S if self.on_their_way else SETTLE_S
         settled = any(now_s - each.at_s >= patience for each in newcomers)
-        return room > 0 and (settled or len(newcomers) >= room)
+        return room > 0 and (settled or 0 < room <= len(newcomers))
+
+    def break_if_overdue(self, now_s: float) -> bool:
+        """Ends a generation in the midst of a step, if three quarters of the time of a member that is to go are over.
+        Returns whether it does just now."""
+        if self.current is None or self.loss is not None:
+            return False
+        notices = [self._leaving[each] for each in self._split()[1] if each not in self._waiting]
+        if any(each.within_s and now_s - each.given_s >= 0.75 * each.within_s for each in notices):
+            self.loss = OVERDUE
+        return self.loss is not None
+
+    def _split(self) -> tuple[list[str], list[str]]:
+        """Members of the current generation who stay, and who are to go."""
+        alive = [each.id for each in self._members() if each.id not in self._gone]
+        return [each for each in alive if each not in self._leaving], [each for each in alive if each in self._leaving]
+
+    def _newcomers(self) -> list[Arrival]:
+        return [each for each in self._waiting.values() if not self._is_current(each.member.id)]
 
     def form(self, now_s: float) -> FormedGeneration | None:
-        """The next generation, if it can be formed now."""
+        """The next generation, if it can be formed now. Who is not in it and not needed for another is dismissed."""
         survivors = [each.id for each in self._members() if each.id not in self._gone]
         if any(each not in self._waiting for each in survivors):
             return None
-        arrivals, least = list(self._waiting.values()), max(1, self.min_workers)
         if not all(self._waiting[each].between_steps for each in survivors):
-            arrivals, least = [self._waiting[each] for each in survivors], 1
-        elif not survivors and not self._gathered(arrivals, now_s):
+            return self._formed(_by_node([self._waiting[each] for each in survivors]), now_s)
+        if not survivors and not self._gathered(now_s):
             return None
-        chosen = self._choose(arrivals, survivors)
-        if len(chosen) < least:
+        arrivals = self._by_seniority(survivors)
+        chosen, brief = self._choose(arrivals, now_s)
+        taken = {each.member.id for each in chosen}
+        left_out = [each.member.id for each in arrivals if each.member.id not in taken]
+        if not chosen:
+            self._short_since = now_s if self._short_since is None else self._short_since
+            if _is_held([each for each in arrivals if each.member.id not in self._leaving], arrivals):
+                for member in left_out:
+                    if member in self._leaving and self._leaving[member].is_urgent(now_s):
+                        self._dismiss(member)
             return None
-        return self._formed(_by_node(chosen))
+        formed = self._formed(_by_node(chosen), now_s, brief=brief)
+        room = self.limit - sum(each.member.id not in self._leaving for each in chosen)
+        for member in left_out:
+            room -= member not in survivors
+            if member in self._leaving or member in survivors or (self.wanted is not None and room < 0):
+                self._dismiss(member)  # others wait, for the place of one that goes
+        return formed
 
-    def _gathered(self, arrivals: list[Arrival], now_s: float) -> bool:
+    def _gathered(self, now_s: float) -> bool:
         """Without a generation to go on from, workers that were started together begin together."""
+        arrivals = self._waiting.values()
         if not arrivals:
             return False
         together = max(each.member.group_size for each in arrivals)
         return len(arrivals) >= together or now_s - min(each.at_s for each in arrivals) >= GATHER_S
 
-    def _choose(self, arrivals: list[Arrival], survivors: list[str]) -> list[Arrival]:
-        """Seniors first, and of those who should leave only one, if nobody else holds the newest state."""
+    def _by_seniority(self, survivors: list[str]) -> list[Arrival]:
+        """Those who wait: members of the last generation first, in its order."""
         rank = {member: place for place, member in enumerate(survivors)}
 
         def seniority(each: Arrival) -> tuple[float, ...]:
@@ -194,16 +306,26 @@ class Membership:
                 return (each.member.rank_in_group, each.at_s)
             return (rank.get(each.member.id, len(rank)), each.at_s, each.member.rank_in_group)
 
-        arrivals = sorted(arrivals, key=seniority)
-        newest = max((each.step for each in arrivals if each.step is not None), default=None)
-        staying = [each for each in arrivals if each.member.id not in self._leaving]
-        if newest is not None and not any(each.step == newest for each in staying):
-            holder = next(each for each in arrivals if each.step == newest)
-            return [holder, *staying[: self.max_workers - 1]]
-        return staying[: self.max_workers]
+        return sorted(self._waiting.values(), key=seniority)
 
-    def _formed(self, chosen: list[Arrival]) -> FormedGeneration:
-        newest = max((each.step for each in chosen if each.step is not None), default=None)
+    def _choose(self, arrivals: list[Arrival], now_s: float) -> tuple[list[Arrival], bool]:
+        """Who is in the next generation, seniors first, and whether it is a brief one; nobody, if there are not
+        enough."""
+        least, most = max(1, self.min_workers), self.limit
+        staying = [each for each in arrivals if each.member.id not in self._leaving]
+        notices = [self._leaving[each.member.id] for each in arrivals if each.member.id in self._leaving]
+        if len(staying) < least and notices and not any(notice.is_urgent(now_s) for notice in notices):
+            staying, notices = arrivals, []  # they are needed, and have the time
+        if _is_held(staying, arrivals):
+            chosen = _with_the_newest(staying, most)
+            return (chosen if len(chosen) >= least else []), False
+        # Those who go alone hold the newest state. It counts more than min_workers: one of them hands it over, if there
+        # is somebody to take it, or commits it.
+        takers = staying[: most - 1]
+        return [*_with_the_newest(arrivals, 1), *takers], True
+
+    def _formed(self, chosen: list[Arrival], now_s: float, *, brief: bool = False) -> FormedGeneration:
+        newest = _newest(chosen)
         source = next((rank for rank, each in enumerate(chosen) if newest is not None and each.step == newest), None)
         receivers = tuple(rank for rank, each in enumerate(chosen) if each.step is None or each.step != newest)
         self.generation += 1
@@ -214,7 +336,10 @@ class Membership:
             receivers=receivers,
             first_step=newest,
             reason=self._reason(chosen),
+            brief=brief,
+            waited_s=0.0 if self._short_since is None else now_s - self._short_since,
         )
+        self._short_since = None
         for each in formed.members:
             del self._waiting[each.id]
         self.current, self.loss = formed, None
@@ -223,18 +348,41 @@ class Membership:
     def _reason(self, chosen: list[Arrival]) -> str:
         if self.current is None:
             return "start"
-        if self.loss is not None:
+        if self.loss not in (None, OVERDUE):
             return WORKER_LOST
         before = {each.id for each in self.current.members}
         after = {each.member.id for each in chosen}
         changes = [word for word, moved in (("joined", after - before), ("left", before - after)) if moved]
         return f"workers {' and '.join(changes)}" if changes else "formed again"
 
+    def known(self) -> list[Member]:
+        """Members that train or wait to."""
+        everyone = {each.id: each for each in [*self._members(), *(each.member for each in self._waiting.values())]}
+        return [each for each in everyone.values() if each.id not in self._gone]
+
     def _members(self) -> list[Member]:
         return list(self.current.members) if self.current is not None else []
 
     def _is_current(self, member: str) -> bool:
-        return any(each.id == member for each in self._members())
+        return self.current is not None and member in self.current.ids
+
+
+def _newest(arrivals: list[Arrival]) -> int | None:
+    return max((each.step for each in arrivals if each.step is not None), default=None)
+
+
+def _is_held(some: list[Arrival], everyone: list[Arrival]) -> bool:
+    """Whether the newest state that there is is not lost with those who are not among `some`."""
+    newest = _newest(everyone)
+    return newest is None or _newest(some) == newest or any(each.committed == newest for each in everyone)
+
+
+def _with_the_newest(arrivals: list[Arrival], most: int) -> list[Arrival]:
+    """The most senior, and among them one who holds the newest state that any of them has."""
+    chosen, newest = arrivals[:most], _newest(arrivals)
+    if newest is None or _newest(chosen) == newest:
+        return chosen
+    return [*chosen[:-1], next(each for each in arrivals if each.step == newest)]
 
 
 def _by_node(arrivals: list[Arrival]) -> list[Arrival]:

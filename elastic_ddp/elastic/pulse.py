@@ -8,6 +8,8 @@ threads is taken for death: a signal, a machine that froze, code that holds Pyth
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import socket
 import threading
 from collections.abc import Awaitable, Callable
@@ -17,35 +19,60 @@ BEATS_PER_TIMEOUT = 5
 
 
 class Pulse:
-    """A worker's side.
+    """A worker's side. If the connection ends, it looks for the rendezvous again, which may have been restarted.
 
     Args:
-        address: of the rendezvous' `PulseServer`.
+        address: tells that of the rendezvous' `PulseServer`; may wait for it, and raise if there will be none.
         member: whose pulse it is.
         timeout_s: silence that is taken for death.
     """
 
-    def __init__(self, address: tuple[str, int], member: str, timeout_s: float) -> None:
+    def __init__(self, address: Callable[[], tuple[str, int]], member: str, timeout_s: float) -> None:
+        self._address, self._member = address, member
         self._interval_s = timeout_s / BEATS_PER_TIMEOUT
-        self._stopped = threading.Event()
-        self._connection = socket.create_connection(address, timeout=30)
-        self._connection.settimeout(None)
-        self._connection.sendall(member.encode() + b"\n")
+        self._stopped, self._stopping = os.pipe()
+        self._connection = self._connect()
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
         self._thread.start()
 
+    def _connect(self) -> socket.socket:
+        connection = socket.create_connection(self._address(), timeout=30)
+        connection.settimeout(None)
+        connection.sendall(self._member.encode() + b"\n")
+        return connection
+
     def _beat(self) -> None:
-        with suppress(OSError):  # the rendezvous is gone, which others will say
-            while not self._stopped.wait(self._interval_s):
+        while not self._is_stopped_before_it_breaks():
+            self._connection.close()
+            while True:
+                try:
+                    self._connection = self._connect()
+                    break
+                except OSError:  # it is on its way, or its address is an old one
+                    if self._wait_for([self._stopped]):
+                        return
+                except Exception:  # there is none any more, which others will say
+                    return
+
+    def _is_stopped_before_it_breaks(self) -> bool:
+        with suppress(OSError):
+            while not (ready := self._wait_for([self._stopped, self._connection.fileno()])):
                 self._connection.sendall(b".")
+            return self._stopped in ready
+        return False
+
+    def _wait_for(self, descriptors: list[int]) -> list[int]:
+        return select.select(descriptors, [], [], self._interval_s)[0]
 
     def stop(self) -> None:
         """Ends it in peace: the member leaves, and did not die."""
-        self._stopped.set()
+        os.write(self._stopping, b"!")
         self._thread.join()
         with suppress(OSError):
             self._connection.sendall(b"!")
         self._connection.close()
+        os.close(self._stopped)
+        os.close(self._stopping)
 
 
 class PulseServer:
@@ -60,6 +87,8 @@ class PulseServer:
         self._timeout_s = timeout_s
         self._on_lost = on_lost
         self._server: asyncio.Server | None = None
+        self.connected: set[str] = set()
+        """Members whose pulse is heard."""
 
     async def start(self, host: str) -> tuple[str, int]:
         """Starts listening, the first time; returns the address."""
@@ -74,7 +103,9 @@ class PulseServer:
         except (TimeoutError, OSError, ValueError):
             member = ""
         if member:
+            self.connected.add(member)
             how = await self._listen(reader)
+            self.connected.discard(member)
             if how is not None:
                 await self._on_lost(member, how)
         writer.close()

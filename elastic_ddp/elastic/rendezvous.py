@@ -11,18 +11,23 @@ import os
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
-from elastic_ddp.elastic.membership import Arrival, Member, Membership
+from elastic_ddp.elastic.hang import AT_THE_START, WAITING, HangWatch, Whereabouts
+from elastic_ddp.elastic.journal import Journal
+from elastic_ddp.elastic.membership import DRAIN, Arrival, Member, Membership, Notice
+from elastic_ddp.elastic.memory import Memory, State
+from elastic_ddp.elastic.messages import NOTHING, Ended, News, Orders, RendezvousOptions, Signals
 from elastic_ddp.elastic.pulse import PulseServer
-from elastic_ddp.errors import ConfigError
+from elastic_ddp.errors import ConfigError, TrainFunctionError
 from elastic_ddp.parallel.process_group import Assignment
 
 TICK_S = 0.2
 """How often it looks at what is due by the clock."""
+STACKS_S = 2.0
+"""How long workers that hang may take to say where."""
 POLL_S = 1.0
 """How long a member's or the driver's call is held while there is nothing to say."""
 
@@ -34,58 +39,13 @@ RENDEZVOUS_PREFIX = "rendezvous-"
 """Rendezvous actors are named after their runs, in this namespace."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What a member gets instead of a generation when there is none to come."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Signals:
-    """What a member should know, whenever it asks."""
-
-    stop: bool = False
-    """Commit and stop at the next step boundary."""
-    ended: str | None = None
-    """The run is over for this member, wherever it is, and why."""
-    broken: int | None = None
-    """The generation that lost a member: who is in it leaves what it does."""
-    reconfigure: bool = False
-    """End the generation at the next step boundary: others wait to join, or are to go."""
-
-
-NOTHING = Signals()
-
-
-class News(NamedTuple):
-    """What the driver hears."""
-
-    events: list[dict[str, Any]]
-    progress: dict[str, Any]
-    """The newest."""
-    outcome: dict[str, Any] | None
-    """How the run ended, once it has."""
-    num_alive: int
-    """Members that train or wait to."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RendezvousOptions:
-    """What of a run's configuration concerns its rendezvous."""
-
-    min_workers: int
-    max_workers: int
-    heartbeat_timeout_s: float
-
-
 class Rendezvous:
     """Runs as an asyncio actor, one for each run, on the driver's node. All methods return at once or within a poll."""
 
     def __init__(self, run_name: str, total_steps: int, options: RendezvousOptions) -> None:
         import torch.distributed as dist
 
-        self._run_name, self._total_steps = run_name, total_steps
+        self._run_name, self._total_steps, self._options = run_name, total_steps, options
         self._host = ray.util.get_node_ip_address()
         listener = socket.create_server((self._host, 0))
         # The store listens on the node's own address only, and takes the socket over.
@@ -97,15 +57,20 @@ class Rendezvous:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        self._membership = Membership(min_workers=options.min_workers, max_workers=options.max_workers)
+        self._memory = Memory(options.memory)
+        state = self._memory.load()
+        self._is_second = state is not None
+        self._state = state or State(Membership(min_workers=options.min_workers, max_workers=options.max_workers))
+        self._membership = self._state.membership
         self._pulses = PulseServer(options.heartbeat_timeout_s, self._on_lost)
         self._ticker: asyncio.Task[None] | None = None
         self._formed: dict[str, Assignment] = {}
-        self._events: list[dict[str, Any]] = []
-        self._progress: dict[str, Any] = {}
-        self._stop = False
-        self._ended: str | None = None
-        self._outcome: dict[str, Any] | None = None
+        self._journal = Journal(self._memory)
+        self._account: dict[str, float] = {}
+        """The longest that those who come from the current generation gave."""
+        self._watch = HangWatch(options.hang_timeout_s)
+        self._stacks_request = 0
+        self._stacks_wanted_at: float | None = None
         lock = asyncio.Lock()
         self._changed = asyncio.Condition(lock)
         """Something changed for members."""
@@ -114,11 +79,36 @@ class Rendezvous:
 
     async def pulse_address(self) -> tuple[str, int]:
         """Where members connect their pulses."""
-        self._ticker = self._ticker or asyncio.create_task(self._tick())
-        return await self._pulses.start(self._host)
+        async with self._changed:
+            self._begin()
+            return await self._pulses.start(self._host)
+
+    def _begin(self) -> None:
+        """What needs a running loop."""
+        if self._ticker is None:
+            self._ticker = asyncio.create_task(self._tick())
+            if self._is_second:
+                members = [member.id for member in self._membership.known()]
+                self._record("rendezvous_restarted", generation=self._membership.generation, pid=os.getpid())
+                self._watch.begin(members, time.monotonic())
+                self._return = asyncio.create_task(self._look_who_came_back(members))
+
+    async def _look_who_came_back(self, members: list[str]) -> None:
+        """Members connect their pulses again. Who does not died meanwhile."""
+        await asyncio.sleep(self._options.heartbeat_timeout_s)
+        for member in members:
+            if member not in self._pulses.connected:
+                await self._on_lost(member, "it did not come back after the rendezvous was restarted")
 
     async def join(
-        self, member: Member, after: int, step: int | None, between_steps: bool, lost: str | None
+        self,
+        member: Member,
+        after: int,
+        step: int | None,
+        between_steps: bool,
+        lost: str | None,
+        committed: int | None = None,
+        account: dict[str, float] | None = None,
     ) -> Assignment | Ended | None:
         """A member's place in the next generation; None when it is not formed yet (ask again).
 
@@ -128,22 +118,30 @@ class Rendezvous:
             step: steps done in the state it holds; None if it holds none.
             between_steps: whether newcomers may be in the generation.
             lost: what broke, if it comes because that generation did.
+            committed: steps done in the newest commit that it wrote itself.
+            account: where its time in the last generation went.
         """
         async with self._changed:
-            if self._ended or (self._stop and after == 0):
-                return Ended(self._ended or "stopped")
+            if self._journal.ended or (self._state.stop and after == 0):
+                return Ended(self._journal.ended or "stopped")
             if (place := self._place(member, after)) is not None:
                 return place
             healthy = self._membership.loss is None
-            arrival = Arrival(member=member, step=step, between_steps=between_steps, at_s=time.monotonic())
+            if account and after == self._membership.generation:
+                self._account = max(self._account, account, key=lambda each: sum(each.values()))
+            arrival = Arrival(
+                member=member, step=step, between_steps=between_steps, committed=committed, at_s=time.monotonic()
+            )
             if (gone := self._membership.arrive(arrival, lost=lost)) is not None:
+                self._record_dismissals()
                 return Ended(gone)
             if healthy and self._membership.loss is not None:
                 number = self._membership.generation
                 self._record("worker_lost", generation=number, reported_by=member.id, error=self._membership.loss)
                 self._changed.notify_all()
             self._form()
-            if (place := self._place(member, after)) is None:
+            place = self._place(member, after)
+            if place is None and self._membership.is_gone(member.id) is None:
                 await _poll(self._changed)
                 place = self._place(member, after)
             if place is None and (gone := self._membership.is_gone(member.id)) is not None:
@@ -156,8 +154,12 @@ class Rendezvous:
 
     def _form(self) -> None:
         formed = self._membership.form(time.monotonic())
+        self._record_dismissals()
         if formed is None:
             return
+        self._memory.save(self._state)
+        self._watch.begin([member.id for member in formed.members], time.monotonic())
+        self._stacks_wanted_at = None
         self._formed = {
             member.id: Assignment(
                 generation=formed.number,
@@ -168,9 +170,13 @@ class Rendezvous:
                 source=formed.source,
                 receivers=formed.receivers,
                 reason=formed.reason,
+                brief=formed.brief,
             )
             for rank, member in enumerate(formed.members)
         }
+        if self._account:
+            self._record("generation_account", generation=formed.number - 1, account=self._account)
+            self._account = {}
         members = [{"rank": rank, "node": member.node, "pid": member.pid} for rank, member in enumerate(formed.members)]
         self._record(
             "rendezvous",
@@ -178,6 +184,7 @@ class Rendezvous:
             world_size=len(members),
             reason=formed.reason,
             first_step=formed.first_step,
+            waited_s=formed.waited_s,
             members=members,
         )
         self._changed.notify_all()
@@ -188,7 +195,7 @@ class Rendezvous:
             generation = self._membership.generation
             if self._membership.lose(member, how):
                 self._record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
-            elif not known and self._ended is None:
+            elif not known and self._journal.ended is None:
                 self._record("newcomer_lost", generation=generation, member=member, error=how)
             self._form()
             self._changed.notify_all()
@@ -202,17 +209,71 @@ class Rendezvous:
                 self._form()
                 if wanted != (wanted := self._membership.wants_change(time.monotonic())):
                     self._changed.notify_all()
+                if self._membership.break_if_overdue(time.monotonic()):
+                    self._record("overdue", generation=self._membership.generation)
+                    self._changed.notify_all()
+                self._look_for_a_hang(time.monotonic())
+                self._memory.save(self._state)
 
-    async def take(self, messages: list[dict[str, Any]], progress: dict[str, Any] | None) -> None:
-        """Takes a member's messages for the record, and its progress."""
+    def _look_for_a_hang(self, now_s: float) -> None:
+        """First everybody says where its threads are, then those whom others wait for are given up."""
+        for member in self._watch.places():
+            if self._membership.is_gone(member) is not None:
+                self._watch.forget(member)
+        if self._journal.ended is not None or not self._watch.is_hung(now_s):
+            self._stacks_wanted_at = None
+        elif self._stacks_wanted_at is None:
+            self._stacks_request += 1
+            self._stacks_wanted_at = now_s
+            self._changed.notify_all()
+        elif now_s - self._stacks_wanted_at >= STACKS_S:
+            self._stacks_wanted_at = None
+            self._end_hang(now_s)
+
+    def _end_hang(self, now_s: float) -> None:
+        generation, places, culprits = self._membership.generation, self._watch.places(), self._watch.culprits()
+        silent_s = self._watch.timeout_s
+        self._record("hang", generation=generation, places=places, culprits=culprits, seconds=silent_s)
+        for member in culprits:
+            how = f"it hung in '{places[member]}' for {silent_s:g} s (hang_timeout_s) while others waited for it"
+            if self._membership.lose(member, how):
+                self._record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
+        if not culprits and all(place in WAITING for place in places.values()):
+            self._membership.loss = f"no collective was completed for {silent_s:g} s (hang_timeout_s)"
+            self._record("worker_lost", generation=generation, reported_by=None, error=self._membership.loss)
+        elif not culprits:
+            where = ", ".join(sorted(set(places.values())))
+            self._end(
+                {
+                    "status": "failed",
+                    "kind": TrainFunctionError.__name__,
+                    "error": f"all workers have been in '{where}' for {silent_s:g} s (hang_timeout_s) and got nowhere; "
+                    "where exactly is in the ledger's 'stacks' events. Raise hang_timeout_s if that may take longer",
+                }
+            )
+        self._watch.begin(places, now_s)  # one more timeout for those who are left
+        self._form()
+        self._changed.notify_all()
+
+    async def take(
+        self, messages: list[dict[str, Any]], progress: dict[str, Any] | None, sender: str = "", first: int = 0
+    ) -> None:
+        """Takes a member's messages for the record, and its progress. See `Journal.take`."""
         async with self._changed:
-            self._take(messages, progress)
+            self._take(messages, progress, sender, first)
 
-    async def listen(self, member: Member, generation: int, progress: dict[str, Any] | None) -> Signals:
-        """Tells a member of a generation what it should know, held for a poll if there is nothing; takes its
-        progress."""
+    async def listen(
+        self,
+        member: Member,
+        generation: int,
+        progress: dict[str, Any] | None,
+        whereabouts: Whereabouts = AT_THE_START,
+    ) -> Signals:
+        """Tells a member of a generation what it should know, held for a poll if there is nothing; takes its progress,
+        and where it is."""
         async with self._changed:
             self._take([], progress)
+            self._watch.hear(member.id, whereabouts, time.monotonic())
             signals = self._signals(member, generation)
             if signals == NOTHING:
                 await _poll(self._changed)
@@ -223,25 +284,52 @@ class Rendezvous:
         membership = self._membership
         is_current = generation == membership.generation
         return Signals(
-            stop=self._stop,
-            ended=self._ended or membership.is_gone(member.id),
+            stop=self._state.stop,
+            ended=self._journal.ended or membership.is_gone(member.id),
             broken=generation if is_current and membership.loss is not None else None,
             reconfigure=is_current and membership.wants_change(time.monotonic()),
+            commit=self._state.open_request,
+            show_stacks=self._stacks_request if is_current else 0,
         )
 
-    async def supervise(self, started: list[str], starting: int) -> dict[str, str] | None:
-        """The controller's word, and its answer: ids of the members that are dead or presumed so, and why; None when
-        the run is over and nobody is left in it.
+    def _record_dismissals(self) -> None:
+        for member, kind in list(self._membership.dismissed.items())[self._state.recorded_dismissals :]:
+            self._record("worker_left", generation=self._membership.generation, member=member, kind=kind)
+            self._changed.notify_all()
+        if self._state.recorded_dismissals < len(self._membership.dismissed):
+            self._state.recorded_dismissals = len(self._membership.dismissed)
+            self._memory.save(self._state)
+
+    def _request_commit(self) -> None:
+        if not self._state.open_request:
+            self._state.requests += 1
+            self._state.open_request = self._state.requests
+            self._memory.save(self._state)
+            self._changed.notify_all()
+
+    async def supervise(self, started: list[str], starting: int, draining: dict[str, float]) -> Orders | None:
+        """The controller's word, and its answer; None when the run is over and nobody is left in it.
 
         Args:
             started: ids of the workers there are.
             starting: workers on their way to be.
+            draining: seconds that are left to nodes which Ray is about to take away.
         """
         async with self._changed:
-            self._membership.on_their_way = starting + sum(not self._membership.has_seen(each) for each in started)
-            if (self._stop or self._ended is not None) and not self._membership.num_alive:
+            self._begin()
+            membership = self._membership
+            membership.on_their_way = starting + sum(not membership.has_seen(each) for each in started)
+            for node_id, seconds in draining.items():
+                self._drain(node_id, seconds, "Ray")
+            if (self._state.stop or self._journal.ended is not None) and not membership.num_alive:
                 return None
-            return self._membership.lost()
+            return Orders(
+                lost=membership.lost(),
+                dismissed=list(membership.dismissed),
+                leaving=membership.leaving,
+                avoid=membership.draining,
+                limit=membership.limit,
+            )
 
     async def retire(self, member: Member) -> None:
         """A member is through."""
@@ -253,55 +341,115 @@ class Rendezvous:
         """The run is over: finished, stopped or failed, with what is to be known of it. The first word counts."""
         async with self._changed:
             self._take([], progress)
-            if self._outcome is None:
-                self._outcome = outcome
-                self._ended = str(outcome["status"])
-                self._changed.notify_all()
-                self._news.notify_all()
+            self._end(outcome)
+
+    def _end(self, outcome: dict[str, Any]) -> None:
+        if self._journal.end(outcome):
+            self._changed.notify_all()
+            self._news.notify_all()
 
     async def stop(self) -> None:
         """Asks the workers to commit and stop at the next step boundary."""
         async with self._changed:
-            self._stop = True
+            self._state.stop = True
             self._membership.min_workers = 1  # whoever holds the state can commit it
-            self._form()
-            self._changed.notify_all()
+            self._act_on_notice()
+            self._news.notify_all()
+
+    async def leave(self, member: Member, within_s: float, why: str) -> None:
+        """A member has been told to go, and says so."""
+        async with self._changed:
+            if self._membership.is_gone(member.id) is None:
+                self._record("notice", member=member.id, node=member.node, within_s=within_s, by=why)
+                self._membership.ask_to_leave([member.id], Notice(DRAIN, time.monotonic(), within_s))
+                self._act_on_notice()
+
+    async def drain(self, node: str, within_s: float) -> list[str]:
+        """A person wants the run's workers off a node, named by its address or by Ray. Returns the node's names by Ray;
+        none if the run has no worker there."""
+        async with self._changed:
+            node_ids = {each.node_id for each in self._membership.known() if node in (each.node, each.node_id)}
+            for node_id in node_ids:
+                self._drain(node_id, within_s, "a person")
+            return sorted(node_ids)
+
+    def _drain(self, node_id: str, within_s: float, by: str) -> None:
+        if self._membership.drain(node_id, Notice(DRAIN, time.monotonic(), within_s)):
+            self._record("notice", node_id=node_id, within_s=within_s, by=by)
+            self._act_on_notice()
+
+    def _act_on_notice(self) -> None:
+        self._memory.save(self._state)
+        self._form()
+        self._changed.notify_all()
+
+    async def resize(self, num_workers: int) -> None:
+        """A person wants so many workers, at most."""
+        async with self._changed:
+            self._record("resize", num_workers=num_workers)
+            self._membership.wanted = num_workers
+            self._act_on_notice()
+
+    async def checkpoint(self) -> int:
+        """Asks for a commit at the next step boundary. Returns the request's number, for `committed`."""
+        async with self._changed:
+            self._request_commit()
+            return self._state.open_request
+
+    async def committed(self, request: int) -> int | None:
+        """Steps done in the commit that answered a request; None while there is none (ask again), held for a poll."""
+        async with self._changed:
+            if self._state.open_request == request and self._journal.outcome is None:
+                await _poll(self._changed)
+            return None if self._state.open_request == request else self._journal.last("commit").get("step")
 
     async def follow(self, after: int) -> News:
         """The driver's ear, held for a poll if there is nothing after event number `after`."""
         async with self._changed:
-            if len(self._events) <= after and self._outcome is None:
+            journal = self._journal
+            if len(journal.events) <= after and journal.outcome is None:
                 await _poll(self._news)
-            return News(self._events[after:], self._progress, self._outcome, self._membership.num_alive)
+            num_alive = self._membership.num_alive
+            return News(journal.events[after:], journal.progress, journal.outcome, num_alive, self._state.stop)
 
     async def status(self) -> dict[str, Any]:
         """The newest facts, for `elastic-ddp status`."""
-        newest = {event["event"]: event for event in self._events}
-        generation = newest.get("generation", {})
+        membership = self._membership
         return {
             "name": self._run_name,
-            "state": self._state(begun=bool(generation)),
-            "generation": generation.get("generation"),
-            "world_size": generation.get("world_size"),
-            "step": self._progress.get("step"),
+            "state": self._doing(),
             "total_steps": self._total_steps,
-            "loss": self._progress.get("loss"),
-            "last_commit": newest.get("commit", {}).get("step"),
+            "min_workers": self._options.min_workers,
+            "max_workers": self._options.max_workers,
+            "wanted": membership.wanted,
+            "in_place": self._options.in_place,
+            "members": [
+                {"rank": rank, "node": each.node, "node_id": each.node_id, "pid": each.pid, "id": each.id}
+                for rank, each in enumerate(membership.current.members if membership.current is not None else ())
+                if membership.is_gone(each.id) is None
+            ],
+            "draining": membership.draining,
+            "driver": self._options.driver,
             "pid": os.getpid(),
+            **self._journal.facts(),
         }
 
-    def _state(self, *, begun: bool) -> str:
-        if self._ended or self._stop:
-            return self._ended or "stopping"
+    def _doing(self) -> str:
+        if self._journal.ended or self._state.stop:
+            return self._journal.ended or "stopping"
         if self._membership.loss is not None:
             return "waiting"
-        return "training" if begun else "starting"
+        return "training" if self._journal.last("generation") else "starting"
 
-    def _take(self, messages: list[dict[str, Any]], progress: dict[str, Any] | None = None) -> None:
-        self._progress = progress or self._progress
+    def _take(
+        self, messages: list[dict[str, Any]], progress: dict[str, Any] | None = None, sender: str = "", first: int = 0
+    ) -> None:
+        messages = self._journal.take(messages, progress, sender, first)
         if messages:
-            self._events.extend(messages)
             self._news.notify_all()
+        if any(each["event"] == "commit" and each.get("request") == self._state.open_request for each in messages):
+            self._state.open_request = 0
+            self._changed.notify_all()
 
     def _record(self, event: str, **fields: Any) -> None:
         self._take([{"event": event, "time": time.time(), **fields}])
@@ -327,6 +475,8 @@ def start_rendezvous(run_name: str, total_steps: int, options: RendezvousOptions
         namespace=NAMESPACE,
         num_cpus=0,
         max_concurrency=10_000,
+        max_restarts=-1,  # its process may die: another one goes on from its memory
+        max_task_retries=-1,
         scheduling_strategy=here,
     )
     try:

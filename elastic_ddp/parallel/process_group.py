@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from elastic_ddp.errors import PeerLostError
+
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it; 2.11 knows only the old name."""
 
@@ -46,6 +48,8 @@ class Assignment:
     """The rank whose state all begin with; None if nobody holds any, and the newest commit counts."""
     receivers: tuple[int, ...] = ()
     """The ranks that are to get it."""
+    brief: bool = False
+    """The generation makes no step: its members hand the state over, or commit it, and come back for another."""
     reason: str
     """Why this generation was formed, for the record."""
 
@@ -156,7 +160,7 @@ class ProcessGroup:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error says that a collective broke because a peer is gone, rather than that user code is wrong."""
-    if isinstance(error, dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
+    if isinstance(error, PeerLostError | dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER_SIGNS) and _is_torchs(error)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.train.torch import TorchTrainer
@@ -21,6 +22,7 @@ from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult
 from ray.train.v2._internal.execution.controller.state import (
     FinishedState,
+    RestartingState,
     RunningState,
     ShuttingDownState,
     TrainControllerState,
@@ -32,9 +34,17 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id
 
+if TYPE_CHECKING:
+    from elastic_ddp.elastic.messages import Orders
+
 ROOM_WITHIN_S = 10.0
 """How long a worker that Ray Train saw room for waits for it, before that was a stale view."""
 
+
+NO_DEADLINE_S = 60.0
+"""What a node is taken to have left if Ray says that it drains, and not until when."""
+LEAVE_WITHIN_S = 5.0
+"""How long a worker that was let go may take to leave."""
 
 _CHATTERS = ("scaling_policy.elastic", "failure_handling.default")
 """They tell of every look at the cluster, and of every lost worker as if the run had failed."""
@@ -53,6 +63,8 @@ class InPlaceController(TrainController):
         self._wanted: int | None = None
         """How many workers there should be, if that has been seen since it was acted on."""
         self._hurry = False
+        self._limit = 0
+        self._dismissed_at: dict[str, float] = {}
 
     async def _step(self) -> TrainControllerLoopIterationResult:
         state = self.get_state()
@@ -60,44 +72,68 @@ class InPlaceController(TrainController):
         assert group is None or isinstance(group, ElasticWorkerGroup)
         started = [actor_id(worker) for worker in group.get_workers()] if group is not None else []
         starting = group.num_newcomers if group is not None else 0
+        # Before the orders: a worker that has returned was dismissed by then, or the run is over.
+        status = await self._poll_workers() if isinstance(state, RunningState) else None
         # The rendezvous lives as long as the run: without it this fails, and so ends the workers.
-        gone: dict[str, str] | None = await self.rendezvous.supervise.remote(started, starting)
-        if gone is None and not isinstance(state, ShuttingDownState):
+        orders: Orders | None = await self.rendezvous.supervise.remote(started, starting, _draining())
+        if orders is None and not isinstance(state, ShuttingDownState):
             return self._to(state, ShuttingDownState(next_state=FinishedState()))
-        gone = gone or {}
-        if not isinstance(state, RunningState):
+        if orders is not None:
+            ElasticWorkerGroup.avoid = orders.avoid
+        if status is None or orders is None:
             self._wanted = None
             await asyncio.sleep(0.1)
             return await super()._step()
-        status = await self._poll_workers()
-        if self._is_training_succeeded(status):
+        assert group is not None
+        workers = {rank: actor_id(worker) for rank, worker in enumerate(group.get_workers())}
+        dismissed = {rank for rank, each in workers.items() if each in orders.dismissed}
+        lost: dict[int, Exception] = {
+            **{rank: error for rank, error in status.errors.items() if rank not in dismissed},
+            **{rank: RuntimeError(orders.lost[each]) for rank, each in workers.items() if each in orders.lost},
+        }
+        done = {rank for rank, each in status.worker_statuses.items() if not each.running}
+        through = done - dismissed - lost.keys()
+        if through and len(through) == len(workers.keys() - dismissed):
+            group.remove(dismissed)
             self._latest_poll_time = float("-inf")  # Ray Train polls once more, and at once
             return await super()._step()
-        assert group is not None
-        presumed = {
-            rank: RuntimeError(gone[actor_id(worker)])
-            for rank, worker in enumerate(group.get_workers())
-            if actor_id(worker) in gone
-        }
-        lost: dict[int, Exception] = {**status.errors, **presumed}
-        through = {rank for rank, each in status.worker_statuses.items() if not each.running and rank not in lost}
+        left = {rank for rank in dismissed if rank in done or self._has_had_time(workers[rank])}
         if lost:
             error = WorkerGroupError(error_message="workers were lost", worker_failures=lost)
             decision = self._failure_policy.make_decision(training_failed_error=error)
-            nobody_left = len(lost) + len(through) == len(group.get_workers())
+            nobody_left = len(lost) + len(through) + len(dismissed) == len(workers)
             if decision != FailureDecision.RETRY or nobody_left:
                 return self._execute_failure_decision(decision, training_failed_error=error)
-            group.remove(lost)
+        if len(left) == len(workers):
+            # Ray Train looks after no group that is empty: it starts another, as soon as there is room.
+            everyone = WorkerGroupError(error_message="all workers were drained", worker_failures={})
+            return self._to(state, RestartingState(training_failed_error=everyone))
+        if lost or left:
+            group.remove(lost.keys() | left)
             self._hurry = True
-        elif not through:  # otherwise the run is over
-            self._adjust(group, status)
+        if not through:  # otherwise the run is over
+            going = {*orders.dismissed, *orders.leaving}
+            staying = sum(actor_id(worker) not in going for worker in group.get_workers())
+            self._adjust(group, status, staying, orders.limit)
         return self._to(state, RunningState())
 
-    def _adjust(self, group: ElasticWorkerGroup, status: WorkerGroupPollStatus) -> None:
-        """Asks for workers that are missing, and takes those on their way a step further."""
+    def _has_had_time(self, worker: str) -> bool:
+        """Whether a worker that was dismissed is overdue, stuck in a user's code."""
+        now = time.monotonic()
+        return now - self._dismissed_at.setdefault(worker, now) >= LEAVE_WITHIN_S
+
+    def _adjust(self, group: ElasticWorkerGroup, status: WorkerGroupPollStatus, staying: int, limit: int) -> None:
+        """Asks for workers that are missing, and takes those on their way a step further.
+
+        Args:
+            staying: workers of the group that are not about to go.
+            limit: workers that there may be.
+        """
+        self._hurry = self._hurry or limit > self._limit
+        self._limit = limit
         scaling = self._scaling_policy.scaling_config
-        if not scaling.elasticity_enabled:
-            self._wanted = scaling.max_workers
+        if not scaling.elasticity_enabled or staying < len(group.get_workers()):
+            self._wanted = scaling.max_workers  # whose place is to be taken is in the way of Ray Train's arithmetic
         else:
             state = group.get_worker_group_state()
             if self._hurry:  # look for room now, not at the next interval
@@ -109,7 +145,8 @@ class InPlaceController(TrainController):
             if isinstance(decision, ResizeDecision):
                 self._wanted = decision.num_workers
             group.withdraw(ROOM_WITHIN_S)
-        missing = (self._wanted or 0) - len(group.get_workers()) - group.num_newcomers
+        group.keep_newcomers(limit - staying)
+        missing = min(self._wanted or 0, limit) - staying - group.num_newcomers
         if missing > 0:
             group.request(missing)
             self._wanted = None
@@ -119,6 +156,15 @@ class InPlaceController(TrainController):
         return TrainControllerLoopIterationResult(
             run_attempt_id=self._get_run_attempt_id(), previous_state=before, next_state=after
         )
+
+
+def _draining() -> dict[str, float]:
+    """Nodes that Ray is about to take away (a spot notice, the autoscaler, `ray drain-node`), and the seconds left."""
+    deadlines: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    now_ms = time.time() * 1000
+    return {
+        node: max(0.0, deadline - now_ms) / 1000 if deadline else NO_DEADLINE_S for node, deadline in deadlines.items()
+    }
 
 
 class ElasticTorchTrainer(TorchTrainer):

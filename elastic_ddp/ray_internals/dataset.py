@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import pyarrow as pa
 import ray
 from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
@@ -22,17 +23,18 @@ _REST_S = 1.0
 
 
 class DatasetExecution:
-    """One execution of a data set: references of its blocks, in order. One thread iterates, once; any may close."""
+    """One execution of a data set: its blocks, in order. One thread iterates, once; any may close."""
 
     def __init__(self, dataset: ray.data.Dataset) -> None:
         self._executor = _Executor(dataset.context, dataset.get_dataset_id())
         self._bundles = dataset._build_bundle_iterator(self._executor)
         self._executor.set_external_consumer_bytes(0)  # without it the limit on waiting blocks does not hold
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[pa.Table]:
         for bundle in self._bundles:
             self._executor.wake()
-            yield bundle.block_refs
+            blocks: list[pa.Table] = ray.get(bundle.block_refs)  # type: ignore[arg-type]
+            yield from blocks
 
     def close(self) -> None:
         """Stops the tasks but not their processes, and frees what waits in the object store."""

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -18,10 +18,12 @@ from ray.train.v2._internal.execution.context import DistributedContext
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext
-from ray.train.v2._internal.execution.worker_group.worker import Worker
+from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from elastic_ddp import signals
 
 _log = logging.getLogger(__name__)
 
@@ -68,8 +70,20 @@ def actor_id(worker: Worker) -> str:
     return str(worker.actor._actor_id.hex())
 
 
+class ElasticWorker(RayTrainWorker):
+    """Ray Train's worker process, which takes SIGTERM for a notice. Ray makes it in the process's main thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        signals.listen_for_sigterm()
+
+
 class ElasticWorkerGroup(WorkerGroup):
     """See the module. Ranks that Ray Train gives its workers are for its own books only."""
+
+    _worker_cls = ElasticWorker
+    avoid: ClassVar[list[str]] = []
+    """Nodes that no worker is to be started on, by Ray's name. The process's own, as one group may follow another."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,6 +97,8 @@ class ElasticWorkerGroup(WorkerGroup):
         return _Rooms([self._ask_for_room(selector) for selector in selectors])
 
     def _ask_for_room(self, selector: dict[str, str] | None) -> PlacementGroup:
+        if self.avoid:
+            selector = {**(selector or {}), "ray.io/node-id": f"!in({','.join(self.avoid)})"}
         return placement_group(
             [self._worker_group_context.resources_per_worker],
             strategy="PACK",
@@ -125,6 +141,11 @@ class ElasticWorkerGroup(WorkerGroup):
         for _ in range(num_workers):
             room = self._ask_for_room(selectors[0] if selectors else None)
             self._newcomers.append(_Newcomer(room, time.monotonic()))
+
+    def keep_newcomers(self, number: int) -> None:
+        """Gives up the youngest of those on their way, if there are more."""
+        for each in self._newcomers[max(0, number) :]:
+            self._dismiss(each)
 
     def withdraw(self, waiting_s: float) -> None:
         """Gives up newcomers that have waited for room for so long."""

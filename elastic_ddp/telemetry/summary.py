@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-Event = Mapping[str, Any]
+from elastic_ddp.telemetry.goodput import PARTS, STALLS, Event, goodput, stalls
 
 WORKER_LOST = "worker lost"
 """The reason of a generation that replaces one which broke."""
@@ -38,9 +38,10 @@ def summarize(
         name, status ("finished", "stopped", "failed", or "unfinished" for a run that is running or was killed),
         error, steps, total_steps (those of the configuration), epochs,
         samples, wall_seconds (from the first to the last event, summed over the sessions),
-        samples_per_second (of that time), sessions and commits (how many), restarts (generations that
-        followed a lost worker), generations, weights_sha256, samples_sha256, loss (first and last), metrics (last
-        values), storage, versions.
+        samples_per_second (of that time), goodput (seconds of each part of that time, see `goodput`), sessions and
+        commits (how many), restarts (generations that followed a lost worker), preemptions (workers that left because
+        their node or process was to go), generations (each with its `stalls`), weights_sha256, samples_sha256, loss
+        (first and last), metrics (last values), storage, versions.
     """
     events = list(events)
     started = _last(events, "session_started")
@@ -70,8 +71,10 @@ def summarize(
         "samples": samples,
         "wall_seconds": round(wall_seconds, 3),
         "samples_per_second": round(samples / wall_seconds, 3) if samples and wall_seconds else None,
+        "goodput": goodput(events),
         "sessions": len({event["session"] for event in events}),
         "restarts": sum(row["reason"] == WORKER_LOST for row in generations),
+        "preemptions": sum(event["event"] == "worker_left" and event.get("kind") == "drain" for event in events),
         "commits": len({event["step"] for event in events if event["event"] == "commit"}),
         "generations": generations,
         "weights_sha256": end.get("weights_sha256"),
@@ -97,9 +100,11 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         "epochs": None if summary["epochs"] is None else _number(summary["epochs"]),
         "samples": _samples(summary),
         "time": _duration(summary["wall_seconds"]),
+        "goodput": _goodput(summary.get("goodput") or {}),
         "loss": None if loss["first"] is None else f"{_number(loss['first'])} → {_number(loss['last'])}",
         "metrics": "  ".join(f"{key} {_number(value)}" for key, value in summary["metrics"].items()),
         "workers lost": summary["restarts"] or None,
+        "workers drained": summary.get("preemptions") or None,
         "sessions": summary["sessions"],
         "commits": summary["commits"],
         "weights": summary["weights_sha256"],
@@ -114,7 +119,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     if not summary["generations"]:
         return Group(title, facts)
     table = Table(title="generations", title_justify="left", title_style="dim", box=None, padding=(0, 2))
-    for column in ("generation", "workers", "first step", "last step"):
+    for column in ("generation", "workers", "first step", "last step", "stall"):
         table.add_column(column, justify="right", style="cyan" if column == "generation" else None)
     table.add_column("formed for", overflow="fold")
     table.add_column("ended by", overflow="fold")
@@ -124,6 +129,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
             str(row["world_size"]),
             _count(row["first_step"]),
             _count(row["last_step"]),
+            _stall(row),
             Text(str(row["reason"])),
             Text(str(row["ended_by"] or "nothing that was logged")),
         )
@@ -180,6 +186,7 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
     """One row for each generation of each session. One that was killed ends at the last step heard of in it, or where
     the next one began, whichever is later."""
     rows: list[dict[str, Any]] = []
+    stalled = stalls(events)
     current: dict[str, Any] | None = None
     committed = 0
     for event in events:
@@ -191,7 +198,9 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
                 event["session"],
                 event["generation"],
             ):
-                current = {"last_step": committed, "first_step": committed, "ended_by": None}
+                stall = stalled.get((event["session"], event["generation"]), dict.fromkeys(STALLS))
+                first = committed if event.get("first_step") is None else event["first_step"]
+                current = {"last_step": first, "first_step": first, "ended_by": None, **stall}
                 rows.append(current)
             current |= {key: event.get(key) for key in ("generation", "world_size", "reason", "session")}
             if event["event"] == "generation":
@@ -225,6 +234,20 @@ def _samples(summary: Mapping[str, Any]) -> str | None:
         return None
     rate = summary["samples_per_second"]
     return _count(summary["samples"]) + (f"  ({rate:,.0f} samples/s)" if rate else "")
+
+
+def _goodput(seconds: Mapping[str, Any]) -> str | None:
+    """The share, and the parts that are something to a tenth of a second."""
+    if seconds.get("goodput") is None:
+        return None
+    parts = [f"{part.replace('_', '-')} {seconds[part]:,.1f} s" for part in PARTS if round(seconds[part], 1)]
+    return f"{100 * seconds['goodput']:.1f} %  {' · '.join(parts)}"
+
+
+def _stall(row: Mapping[str, Any]) -> str:
+    if row.get("rendezvous_s") is None:
+        return ""
+    return f"{(row['detection_s'] or 0.0) + row['rendezvous_s'] + row['hand_over_s']:.2f} s"
 
 
 def _count(value: Any) -> str:

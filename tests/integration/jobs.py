@@ -147,6 +147,20 @@ def hold_for_others(marker: str, *, step: int) -> Callable[..., None]:
     return fault
 
 
+def hold_until_asked(marker: str, *, step: int) -> Callable[..., None]:
+    """A fault: the worker of rank 0 goes no further than `step`, until `marker` exists, but to do what the run is asked
+    for."""
+
+    def fault(run: ed.Run, at: int) -> None:
+        link = run._link
+        while run.rank == 0 and at >= step and not Path(marker).exists():
+            if link.reconfigure_requested or link.stop_requested or run._commits.is_asked_for:
+                return
+            time.sleep(0.01)
+
+    return fault
+
+
 def settings(storage: str, name: str, workers: int, **changes: Any) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "name": name,
@@ -195,16 +209,19 @@ def main() -> None:
 
     ACTION is what happens in STEP: `kill-driver` kills this process, `interrupt` is Ctrl-C in its terminal (a signal to
     the whole process group), `wait` holds the step (or a later one, with so many) until MARKER exists,
-    `grow` until others wait to join.
+    `grow` until others wait to join, `ask` until something is asked of the run.
     """
     import ray
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job, as CI may be, ignores it
     data, storage, name, workers, *how = sys.argv[1:]
     fault = None
     if how and how[0] == "wait":
         fault = hold(how[1], step=int(how[2]), world_size=int(how[3]) if how[3:] else 1)
     elif how and how[0] == "grow":
         fault = hold_for_others(how[1], step=int(how[2]))
+    elif how and how[0] == "ask":
+        fault = hold_until_asked(how[1], step=int(how[2]))
     elif how:
         # A negative pid is a process group.
         pid, number = {"kill-driver": (os.getpid(), signal.SIGKILL), "interrupt": (-os.getpgrp(), signal.SIGINT)}[

@@ -5,32 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
 
 from tests.integration import jobs
+from tests.integration.clusters import kill, row, status, until
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    """A head without workers, and one node with room for one."""
-    cluster = Cluster(
-        True, head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2 * 10**8}
-    )
-    cluster.add_node(num_cpus=1, object_store_memory=10**8)
-    yield cluster
-    cluster.shutdown()
 
 
 def test_a_run_that_gets_a_node_goes_on_with_more_workers_and_ends_with_the_same_bits(
@@ -126,43 +110,3 @@ def test_a_run_that_has_lost_all_its_workers_can_be_stopped(cluster: Cluster, tm
         output, errors = run.communicate(timeout=120)
     assert run.returncode == 0, errors
     assert "status='stopped', steps=20" in output
-
-
-def kill(cluster: Cluster, node: Any) -> None:
-    """A node goes as when its power is cut. Without their raylet alone, workers would live on for a while."""
-    raylet = node.all_processes["raylet"][0].process.pid
-    below = [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if parent_of(stat) == raylet]
-    cluster.remove_node(node, allow_graceful=False)
-    for pid in below:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def parent_of(stat: Path) -> int | None:
-    try:
-        return int(stat.read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None  # it is gone
-
-
-def row(cluster: Cluster, name: str) -> list[str]:
-    """State, generation, workers, step and steps of a run, as `elastic-ddp status` prints them; nothing if it is not
-    live."""
-    rows = [line.split() for line in status(cluster).splitlines()]
-    return next((each[1:6] for each in rows if each[:1] == [name]), [])
-
-
-def status(cluster: Cluster) -> str:
-    """What `elastic-ddp status` prints."""
-    command = [sys.executable, "-m", "elastic_ddp.cli", "status"]
-    environment = {**os.environ, "RAY_ADDRESS": cluster.address, "COLUMNS": "200"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def until(condition: Callable[[], bool], driver: subprocess.Popen[str], timeout_s: float = 120) -> None:
-    """Waits for a condition for as long as the driver lives."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert driver.poll() is None, driver.communicate()
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.2)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,13 @@ def test_the_summary_tells_the_run(calm: ed.RunResult) -> None:
         (1, 0, 44, "start")
     ]
     assert summary["wall_seconds"] > 0 and summary["samples_per_second"] > 0
+    parts = dict(summary["goodput"])
+    share, total = parts.pop("goodput"), parts.pop("total")
+    assert sum(parts.values()) == pytest.approx(total, rel=0.01)
+    assert total == pytest.approx(summary["wall_seconds"], rel=0.01)
+    assert share == pytest.approx(parts["useful"] / total, abs=0.001) and 0 < share < 1
+    assert parts["start_up"] > 0 and parts["checkpoint"] > 0
+    assert parts["redone"] == parts["detection"] == parts["waiting"] == 0, "nothing happened"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -129,6 +138,9 @@ def test_a_worker_that_is_stopped_is_taken_for_dead_and_replaced(folder: Path, c
     assert second["first_step"] == first["last_step"] == 27
     lost = next(event for event in read_ledger(Storage(result.uri)) if event["event"] == "worker_lost")
     assert lost["error"] == "it was silent for 5 s"
+    assert second["detection_s"] > 3, "the silence, but for a beat and a step"
+    assert second["rendezvous_s"] is not None and second["hand_over_s"] is not None
+    assert second["first_step_s"] > 0
 
 
 class DiesInACommit(jobs.Counter):
@@ -240,6 +252,48 @@ def test_the_same_command_resumes_a_run_whose_driver_is_gone(folder: Path, calm:
     assert summary["weights_sha256"] == calm.weights_sha256
     assert summary["samples_sha256"] == calm.samples_sha256
     assert summary["sessions"] == 2
+
+
+def until_live(driver: subprocess.Popen[str], storage: Storage) -> None:
+    """Until a driver holds the run's lease and is on Ray."""
+    while not any(json.loads(storage.read(key))["ray_address"] for key in storage.list("driver")):
+        assert driver.poll() is None, driver.communicate()
+        time.sleep(0.1)
+
+
+def test_a_second_driver_of_a_live_run_is_told_where_the_first_is_and_disturbs_nothing(
+    folder: Path, calm: ed.RunResult
+) -> None:
+    release = folder / "release"
+    how = ("two-drivers", "2", "wait", str(release), "25")
+    with jobs.driver(str(folder / "data"), str(folder / "runs"), *how) as first:
+        until_live(first, Storage(str(folder / "runs" / "two-drivers")))
+        second = drive(folder, "two-drivers")  # on a Ray of its own
+        assert second.returncode == 1
+        assert "ConfigError: run 'two-drivers'" in second.stderr
+        assert f"has a live driver: pid {first.pid} of " in second.stderr
+        assert f" on {socket.gethostname()}, since " in second.stderr
+        release.touch()
+        _, errors = first.communicate(timeout=120)
+        assert first.returncode == 0, errors
+    summary = json.loads((folder / "runs" / "two-drivers" / "summary.json").read_text())
+    assert summary["weights_sha256"] == calm.weights_sha256
+    assert (summary["sessions"], summary["restarts"]) == (1, 0)
+
+
+def test_a_driver_that_was_replaced_ends_without_a_word_on_the_run(folder: Path, cluster: None) -> None:
+    how = ("replaced", "1", "wait", str(folder / "never"), "25")
+    with jobs.driver(str(folder / "data"), str(folder / "runs"), *how) as first:
+        storage = Storage(str(folder / "runs" / "replaced"))
+        until_live(first, storage)
+        successor = {**json.loads(storage.read("driver/000001.json")), "session": "next", "host": "far", "pid": 7}
+        storage.write("driver/000002.json", json.dumps(successor).encode())
+        _, errors = first.communicate(timeout=120)
+        assert first.returncode == 1
+    assert "DriverReplacedError: run 'replaced' was taken over by another driver: pid 7 of " in errors
+    assert " on far, since " in errors
+    assert "summary.json" not in storage.list()
+    assert json.loads(storage.read("driver/000002.json")) == successor
 
 
 def test_a_finished_run_is_left_alone(folder: Path, calm: ed.RunResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,21 @@ def test_with_no_interval_a_run_commits_every_minute() -> None:
     assert (only_steps.every_seconds, only_steps.every_steps) == (None, 5)
     both = config(checkpoint={"every_steps": 5, "every_seconds": 1}).checkpoint
     assert (both.every_seconds, both.every_steps) == (1.0, 5)
+
+
+def test_storage_that_cannot_be_written_is_refused_when_the_configuration_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for storage in (str(tmp_path / "file" / "runs"), f"file://{tmp_path}/file/runs"):
+        with pytest.raises(ConfigError, match=r"storage='.*' cannot be written: .*/file is not a folder; choose"):
+            config(storage=storage)
+    with pytest.raises(ConfigError, match=r"storage='s4://b/runs': there is no file system 's4'; use a path"):
+        config(storage="s4://b/runs")
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path))  # root may write anywhere
+    with pytest.raises(ConfigError, match=rf"this user may not write to {tmp_path}; change its permissions"):
+        config(storage=str(tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()
 
 
 TOML = """

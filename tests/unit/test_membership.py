@@ -10,15 +10,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from elastic_ddp.elastic.membership import (
+    AT_ONCE,
+    DRAIN,
     GATHER_S,
     LEFT,
     PATIENCE_S,
+    RESIZE,
     SETTLE_S,
     SUPERSEDED,
     Arrival,
     FormedGeneration,
     Member,
     Membership,
+    Notice,
 )
 
 DEAD = "its process ended"
@@ -26,7 +30,9 @@ BROKEN = "connection closed by peer"
 
 
 def member(name: str, node: str = "n", group: str = "g", size: int = 2, rank: int = 0) -> Member:
-    return Member(id=name, group=group, group_size=size, rank_in_group=rank, node=node, pid=100 + rank)
+    return Member(
+        id=name, group=group, group_size=size, rank_in_group=rank, node=node, node_id=f"id of {node}", pid=100 + rank
+    )
 
 
 class Club:
@@ -48,10 +54,11 @@ class Club:
         between_steps: bool = True,
         lost: str | None = None,
         rank: int | None = None,
+        committed: int | None = None,
     ) -> str | None:
         rank = len(self.members) if rank is None else rank
         known = self.members.setdefault(name, member(name, node, group, self.size, rank))
-        arrival = Arrival(member=known, step=step, between_steps=between_steps, at_s=self.now)
+        arrival = Arrival(member=known, step=step, between_steps=between_steps, committed=committed, at_s=self.now)
         return self.membership.arrive(arrival, lost=lost)
 
     def all_arrive(self, names: Iterable[str], step: int | None = None) -> None:
@@ -75,10 +82,11 @@ class Club:
         return self.membership.wants_change(self.now)
 
 
-def club_of(names: str, max_workers: int = 8, min_workers: int = 1) -> Club:
+def club_of(names: str, max_workers: int = 8, min_workers: int = 1, nodes: dict[str, str] | None = None) -> Club:
     """A club with a healthy first generation."""
     club = Club(max_workers, min_workers, size=len(names))
-    club.all_arrive(names)
+    for name in names:
+        assert club.arrive(name, node=(nodes or {}).get(name, "n")) is None
     assert sorted(club.names()) == sorted(names)
     return club
 
@@ -489,13 +497,13 @@ def test_the_last_holder_of_the_newest_state_is_kept_once_and_then_asked_to_go()
     club.all_arrive("ab", 5)
     generation = club.formed()
     assert [each.id for each in generation.members] == ["a", "c"]
-    assert (generation.source, generation.receivers) == (0, (1,))
+    assert (generation.source, generation.receivers, generation.brief) == (0, (1,), True)
     assert club.wants_change
-    club.membership.retire("b")
-    club.all_arrive("ac", 6)
+    club.all_arrive("ac", 5)
     generation = club.formed()
     assert [each.id for each in generation.members] == ["c"]
-    assert (generation.source, generation.receivers, generation.first_step) == (0, (), 6)
+    assert (generation.source, generation.receivers, generation.first_step) == (0, (), 5)
+    assert not generation.brief
     assert generation.reason == "workers left"
 
 
@@ -526,6 +534,154 @@ def test_one_who_should_leave_is_kept_when_nobody_else_is_there() -> None:
     club.all_arrive("a", 5)
     generation = club.formed()
     assert ([each.id for each in generation.members], generation.reason) == (["a"], "formed again")
+
+
+def test_members_that_all_leave_go_once_the_newest_state_is_committed() -> None:
+    club = club_of("ab")
+    club.membership.ask_to_leave("ab")
+    club.arrive("a", 5, committed=5)
+    club.arrive("b", 5)
+    assert club.form() is None
+    assert club.membership.dismissed == {"a": DRAIN, "b": DRAIN}
+    assert club.membership.lost() == {}
+    club.all_arrive("cd")
+    generation = club.formed()
+    assert [each.id for each in generation.members] == ["c", "d"]
+    assert (generation.source, generation.number) == (None, 2)
+
+
+def test_of_members_that_all_leave_one_commits_first_and_makes_no_step() -> None:
+    club = club_of("ab", min_workers=2)
+    club.membership.ask_to_leave("ab")
+    club.arrive("a", 5, committed=4)
+    club.arrive("b", 5)
+    generation = club.formed()
+    assert ([each.id for each in generation.members], generation.brief, generation.receivers) == (["a"], True, ())
+    assert club.membership.dismissed == {"b": DRAIN}
+    club.arrive("a", 5, committed=5)
+    assert club.form() is None
+    assert club.membership.dismissed == {"b": DRAIN, "a": DRAIN}
+
+
+def test_a_survivor_that_leaves_commits_though_there_are_fewer_than_min_workers() -> None:
+    club = club_of("ab", min_workers=2)
+    club.membership.lose("b", DEAD)
+    club.arrive("a", 5, lost=BROKEN)
+    assert club.form() is None
+    club.membership.ask_to_leave("a")
+    assert club.names() == ["a"]
+
+
+def test_a_step_that_outlasts_three_quarters_of_a_notice_is_broken() -> None:
+    club = club_of("ab", min_workers=2)
+    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
+    club.now += 14.9
+    assert not club.membership.break_if_overdue(club.now)
+    club.now += 0.1
+    assert club.membership.break_if_overdue(club.now)
+    assert not club.membership.break_if_overdue(club.now)
+    club.all_arrive("abc", 5)
+    generation = club.formed()
+    assert ([each.id for each in generation.members], generation.reason) == (["a", "c"], "workers joined and left")
+
+
+def test_one_who_waits_to_leave_breaks_nothing() -> None:
+    club = club_of("ab", min_workers=2)
+    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
+    club.arrive("b", 5)
+    club.now += 20
+    assert not club.membership.break_if_overdue(club.now)
+
+
+def test_one_with_notice_stays_while_it_is_needed_for_half_of_the_time() -> None:
+    club = club_of("ab", min_workers=2)
+    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
+    assert not club.wants_change
+    club.now += 9.9
+    assert not club.wants_change
+    club.now += 0.1
+    assert club.wants_change
+    club.all_arrive("ab", 5)
+    assert club.form() is None  # and a keeps the state until there are enough
+    assert club.membership.dismissed == {"b": DRAIN}
+    club.all_arrive("c")
+    generation = club.formed()
+    assert ([each.id for each in generation.members], generation.source) == (["a", "c"], 0)
+
+
+def test_one_with_notice_leaves_as_soon_as_another_has_come() -> None:
+    club = club_of("ab", min_workers=2, max_workers=2)
+    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
+    club.all_arrive("c")
+    assert club.wants_change
+    club.all_arrive("ab", 5)
+    assert club.names() == ["a", "c"]
+    assert club.membership.dismissed == {"b": DRAIN}
+
+
+def test_one_with_notice_still_counts_when_another_is_lost() -> None:
+    club = club_of("abc", min_workers=2)
+    club.membership.ask_to_leave("c", Notice(DRAIN, club.now, 20.0))
+    club.membership.lose("b", DEAD)
+    club.all_arrive("ac", 5)
+    assert club.names() == ["a", "c"]
+
+
+def test_a_node_that_is_drained_lets_its_members_go_and_nobody_in() -> None:
+    club = club_of("abc", nodes={"c": "x"})
+    assert club.membership.drain("id of x", AT_ONCE)
+    assert not club.membership.drain("id of x", AT_ONCE)
+    assert club.wants_change
+    assert club.arrive("d", node="x") == LEFT
+    club.all_arrive("abc", 5)
+    assert club.names() == ["a", "b"]
+    assert club.membership.dismissed == {"d": DRAIN, "c": DRAIN}
+
+
+def test_a_newcomer_that_is_told_to_go_is_let_go_at_once() -> None:
+    club = club_of("ab")
+    club.all_arrive("c")
+    club.membership.ask_to_leave("c")
+    assert club.membership.dismissed == {"c": DRAIN}
+    assert not club.wants_change
+
+
+def test_a_run_that_is_made_smaller_lets_the_last_ranks_go() -> None:
+    club = club_of("abcd")
+    club.membership.wanted = 2
+    assert club.wants_change
+    club.all_arrive("abcd", 5)
+    assert club.names() == ["a", "b"]
+    assert club.membership.dismissed == {"c": RESIZE, "d": RESIZE}
+    assert not club.wants_change
+
+
+def test_a_run_that_is_made_smaller_while_it_breaks_keeps_one_who_made_the_last_step() -> None:
+    club = club_of("abc")
+    club.membership.wanted = 1
+    club.arrive("a", 5, lost=BROKEN)
+    club.arrive("b", 5)
+    club.arrive("c", 6)
+    assert club.names() == ["c"]
+
+
+def test_a_newcomer_that_was_not_wanted_any_more_is_let_go() -> None:
+    club = club_of("abc", max_workers=4)
+    club.all_arrive("d")
+    club.membership.wanted = 2
+    club.all_arrive("abc", 5)
+    assert club.names() == ["a", "b"]
+    assert club.membership.dismissed == {"c": RESIZE, "d": RESIZE}
+
+
+def test_nobody_leaves_in_the_midst_of_an_evaluation() -> None:
+    club = club_of("abc")
+    club.membership.ask_to_leave("a")
+    club.membership.lose("c", DEAD)
+    club.arrive("a", 5, between_steps=False)
+    club.arrive("b", 5, between_steps=False)
+    assert club.names() == ["a", "b"]
+    assert club.wants_change
 
 
 # Groups.
@@ -786,12 +942,7 @@ class Histories(RuleBasedStateMachine):
             self.comes_back(each, BROKEN)
             self.form()
 
-    @precondition(
-        lambda self: (
-            any(not each.leaving for each in self.survivors())
-            and sum(not each.leaving for each in self.survivors() + self.newcomers()) > 1
-        )
-    )
+    @precondition(lambda self: any(not each.leaving for each in self.survivors()))
     @rule(data=st.data())
     def a_worker_is_asked_to_leave(self, data: st.DataObject) -> None:
         leaving = self.any_of(data, [each for each in self.survivors() if not each.leaving])
@@ -823,6 +974,9 @@ class Histories(RuleBasedStateMachine):
         before = self.generation
         broken = self.broken
         formed = self.membership.form(self.now)
+        for name in self.membership.dismissed:
+            assert self.workers[name].leaving
+            self.workers[name].alive = False
         if formed is None:
             self.check_that_there_is_a_reason(waiting, survivors)
             return
@@ -865,11 +1019,16 @@ class Histories(RuleBasedStateMachine):
         if not survivors:
             assert len(waiting) >= self.size or self.now - min(each.at_s for each in waiting) >= GATHER_S
         if all(each.between_steps for each in survivors):
-            assert len(members) >= self.membership.min_workers
+            assert len(members) >= self.membership.min_workers or any(each.leaving for each in members)
         else:
             assert all(each in survivors for each in members)
+            return
         assert all(each in members for each in survivors if not each.leaving)
-        assert sum(each.leaving for each in members) <= 1
+        # Who leaves is kept only where nobody else has the newest state: one to hand it over, or all to commit it.
+        if any(each.leaving for each in members):
+            newest = max(each.step or 0 for each in waiting)
+            assert not any(each.step == newest and not each.leaving for each in waiting)
+            assert sum(each.leaving for each in members) == 1
 
     def check_state(
         self, formed: FormedGeneration, members: list[Worker], waiting: list[Worker], survivors: list[Worker]
@@ -902,7 +1061,7 @@ class Histories(RuleBasedStateMachine):
         if self.broken:
             assert not wanted
             return
-        leaving = any(each.leaving for each in self.current())
+        leaving = any(each.leaving and each.alive for each in self.current())
         newcomers = [each for each in self.newcomers() if not each.leaving]
         room = self.membership.max_workers - len(self.current())
         if leaving or (room > 0 and any(self.now - each.at_s >= SETTLE_S for each in newcomers)):

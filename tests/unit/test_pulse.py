@@ -27,7 +27,7 @@ HOST = "127.0.0.1"
 BEATS_UNTIL_ITS_INPUT_ENDS = """
 import sys
 from elastic_ddp.elastic.pulse import Pulse
-pulse = Pulse((sys.argv[1], int(sys.argv[2])), "worker", float(sys.argv[3]))
+pulse = Pulse(lambda: (sys.argv[1], int(sys.argv[2])), "worker", float(sys.argv[3]))
 print("connected", flush=True)
 sys.stdin.read()
 """
@@ -178,7 +178,7 @@ def test_everybody_who_dies_is_heard_once() -> None:
 
 def test_a_peaceful_stop_is_no_loss() -> None:
     async def scenario(ear: Ear, address: tuple[str, int]) -> None:
-        pulse = await asyncio.to_thread(Pulse, address, "peaceful", BEATING_S)
+        pulse = await asyncio.to_thread(Pulse, lambda: address, "peaceful", BEATING_S)
         await asyncio.to_thread(pulse.stop)
         other = await connected(address, "silent")  # from now on; it is lost after the other would have been
         assert await ear.until_lost() == [("silent", f"it was silent for {BEATING_S:g} s")]
@@ -189,7 +189,7 @@ def test_a_peaceful_stop_is_no_loss() -> None:
 
 def test_a_stop_ends_the_thread_whatever_became_of_the_rendezvous() -> None:
     listener = socket.create_server((HOST, 0))
-    pulse = Pulse(listener.getsockname(), "worker", SHORT_S)
+    pulse = Pulse(listener.getsockname, "worker", SHORT_S)
     connection, _ = listener.accept()
     connection.close()
     listener.close()
@@ -222,7 +222,7 @@ def test_one_that_computes_for_long_keeps_its_pulse() -> None:
                 total = sum(range(10_000))
             assert total
 
-        pulse = await asyncio.to_thread(Pulse, address, "busy", BEATING_S)
+        pulse = await asyncio.to_thread(Pulse, lambda: address, "busy", BEATING_S)
         computing = threading.Thread(target=compute)
         computing.start()
         try:
@@ -243,7 +243,7 @@ def test_one_that_computes_for_long_keeps_its_pulse() -> None:
 @pytest.mark.parametrize("timeouts", [1.2, 2.0])
 def test_a_rendezvous_that_was_stopped_itself_takes_nobody_for_dead(timeouts: float) -> None:
     async def scenario(ear: Ear, address: tuple[str, int]) -> None:
-        pulse = await asyncio.to_thread(Pulse, address, "worker", BEATING_S)
+        pulse = await asyncio.to_thread(Pulse, lambda: address, "worker", BEATING_S)
         first = await connected(address, "first")
         first.close()
         await ear.until_lost()  # so the worker, who came before, is listened to

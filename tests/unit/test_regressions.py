@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.config import RunConfig
-from elastic_ddp.elastic.rendezvous import Ended, Rendezvous
+from elastic_ddp.elastic.messages import Ended
+from elastic_ddp.elastic.rendezvous import Rendezvous
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.ddp import PreparedModel

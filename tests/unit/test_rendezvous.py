@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch.distributed as dist
 
 from elastic_ddp.elastic import membership as membership_module
 from elastic_ddp.elastic import rendezvous as rendezvous_module
+from elastic_ddp.elastic.hang import Whereabouts
 from elastic_ddp.elastic.membership import LEFT, SUPERSEDED, Member
+from elastic_ddp.elastic.messages import NOTHING, Ended, News, RendezvousOptions, Signals
 from elastic_ddp.elastic.pulse import Pulse
-from elastic_ddp.elastic.rendezvous import NOTHING, Ended, News, Rendezvous, RendezvousOptions, Signals
+from elastic_ddp.elastic.rendezvous import Rendezvous
 from elastic_ddp.parallel.process_group import Assignment
 
 LIMIT_S = 20.0
@@ -25,7 +28,13 @@ Play = Callable[..., Any]
 
 def member(group: str, rank: int, size: int = 2) -> Member:
     return Member(
-        id=f"{group}{rank}", group=group, rank_in_group=rank, group_size=size, node=f"10.0.0.{rank}", pid=100 + rank
+        id=f"{group}{rank}",
+        group=group,
+        rank_in_group=rank,
+        group_size=size,
+        node=f"10.0.0.{rank}",
+        node_id=f"id{rank}",
+        pid=100 + rank,
     )
 
 
@@ -197,7 +206,7 @@ def test_a_survivor_goes_on_as_soon_as_the_pulse_of_the_dead_one_ends(play: Play
         dying.close()
         answer = await survivor
         assert (answer.generation, answer.rank, answer.world_size, answer.source) == (2, 0, 1, 0)
-        assert await rendezvous.supervise([], 0) == {"a1": "its process ended"}
+        assert (await rendezvous.supervise([], 0, {})).lost == {"a1": "its process ended"}
         late = await join(rendezvous, member("a", 1), after=1, step=5)
         assert late == Ended("its process ended")
 
@@ -296,7 +305,7 @@ def test_a_member_that_is_through_is_no_loss_and_is_not_waited_for(play: Play, l
         await until_held(other)
         await rendezvous.retire(member("a", 1))
         assert (await other).reason == "workers left"
-        assert await rendezvous.supervise([], 0) == {}
+        assert (await rendezvous.supervise([], 0, {})).lost == {}
         assert (await rendezvous.listen(member("a", 1), 1, None)).ended == LEFT
         assert await events_of(rendezvous, "worker_lost") == []
 
@@ -343,7 +352,7 @@ def test_the_driver_is_held_until_there_is_news(play: Play, long_polls: None) ->
 
 def test_a_driver_without_news_is_answered_within_a_poll(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
-        assert await rendezvous.follow(0) == News([], {}, None, 0)
+        assert await rendezvous.follow(0) == News([], {}, None, 0, False)
 
     play(scenario)
 
@@ -442,12 +451,217 @@ def test_a_member_that_falls_silent_is_lost_and_one_that_beats_is_not(play: Play
     async def scenario(rendezvous: Rendezvous) -> None:
         address = await rendezvous.pulse_address()
         await started(rendezvous)
-        pulse = await asyncio.to_thread(Pulse, address, "a0", 1.0)
+        pulse = await asyncio.to_thread(Pulse, lambda: address, "a0", 1.0)
         _, silent = await asyncio.open_connection(*address)
         silent.write(b"a1\n")
         await heard(rendezvous, member("a", 0), 1, lambda signals: signals.broken)
-        assert await rendezvous.supervise([], 0) == {"a1": "it was silent for 1 s"}
+        assert (await rendezvous.supervise([], 0, {})).lost == {"a1": "it was silent for 1 s"}
         await asyncio.to_thread(pulse.stop)
         silent.close()
 
     play(scenario, RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=1.0))
+
+
+# What it is asked for.
+
+
+def where(number: int, place: str) -> Whereabouts:
+    return Whereabouts(number, place)
+
+
+def test_a_member_that_asks_to_go_is_let_go_at_the_next_boundary_and_recorded(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        listening = asyncio.create_task(heard(rendezvous, member("a", 0), 1, lambda signals: signals.reconfigure))
+        await until_held(listening)
+        await rendezvous.leave(member("a", 1), 0.0, "SIGTERM")
+        await listening
+        first, second = await asyncio.gather(
+            joined(rendezvous, member("a", 0), 1, 5), join(rendezvous, member("a", 1), 1, 5)
+        )
+        assert (first.generation, first.world_size, first.reason) == (2, 1, "workers left")
+        assert second == Ended(LEFT)
+        assert [each["by"] for each in await events_of(rendezvous, "notice")] == ["SIGTERM"]
+        assert [(each["member"], each["kind"]) for each in await events_of(rendezvous, "worker_left")] == [
+            ("a1", "drain")
+        ]
+        orders = await rendezvous.supervise(["a0", "a1"], 0, {})
+        assert orders is not None and (orders.dismissed, orders.lost, orders.leaving) == (["a1"], {}, [])
+
+    play(scenario)
+
+
+def test_of_members_that_all_leave_one_is_to_commit_first(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        orders = await rendezvous.supervise(["a0", "a1"], 0, {"id0": 0.0, "id1": 0.0})
+        assert orders is not None and sorted(orders.leaving) == ["a0", "a1"] and orders.avoid == ["id0", "id1"]
+        await heard(rendezvous, member("a", 0), 1, lambda signals: signals.reconfigure)
+        first, second = await asyncio.gather(
+            joined(rendezvous, member("a", 0), 1, 5), join(rendezvous, member("a", 1), 1, 5)
+        )
+        assert first.brief and first.world_size == 1
+        assert second == Ended(LEFT)
+        assert await rendezvous.join(member("a", 0), 2, 5, True, None, 5) == Ended(LEFT)
+        assert [each["by"] for each in await events_of(rendezvous, "notice")] == ["Ray", "Ray"]
+
+    play(scenario)
+
+
+def test_who_asks_for_a_commit_is_told_when_there_is_one(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        request = await rendezvous.checkpoint()
+        assert await rendezvous.checkpoint() == request, "one commit answers both"
+        assert await rendezvous.committed(request) is None
+        signals = await heard(rendezvous, member("a", 0), 1, lambda signals: signals.commit)
+        await rendezvous.take([{"event": "commit", "step": 4, "request": None, "time": 0.0}], None)
+        assert await rendezvous.committed(request) is None
+        await rendezvous.take([{"event": "commit", "step": 7, "request": signals.commit, "time": 0.0}], None)
+        assert await rendezvous.committed(request) == 7
+        assert await rendezvous.checkpoint() == request + 1
+
+    play(scenario)
+
+
+def test_a_node_is_drained_by_its_address_or_by_its_id(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous, size=3)
+        assert await rendezvous.drain("10.0.0.1", 0.0) == ["id1"]
+        assert await rendezvous.drain("id2", 0.0) == ["id2"]
+        assert await rendezvous.drain("elsewhere", 0.0) == []
+        status = await rendezvous.status()
+        assert status["draining"] == ["id1", "id2"]
+        assert len(status["members"]) == 3, "they are still here"
+
+    play(scenario)
+
+
+def test_a_run_that_is_made_smaller_says_so_to_the_controller(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous, size=3)
+        await rendezvous.resize(1)
+        await heard(rendezvous, member("a", 0, 3), 1, lambda signals: signals.reconfigure)
+        answers = await asyncio.gather(*(join(rendezvous, member("a", rank, 3), 1, 5) for rank in range(3)))
+        assert answers[1:] == [Ended(LEFT), Ended(LEFT)]
+        orders = await rendezvous.supervise(["a0", "a1", "a2"], 0, {})
+        assert orders is not None and (orders.limit, orders.dismissed) == (1, ["a1", "a2"])
+
+    play(scenario)
+
+
+# Hangs.
+
+
+def hang_options(timeout_s: float) -> RendezvousOptions:
+    return RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, hang_timeout_s=timeout_s)
+
+
+def test_a_worker_that_hangs_is_given_up_after_all_have_said_where_they_are(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_module, "STACKS_S", 0.3)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+
+        async def listens(rank: int, place: str) -> list[Signals]:
+            everything = []
+            while not (everything and (everything[-1].broken or everything[-1].ended)):
+                everything.append(await rendezvous.listen(member("a", rank), 1, None, where(7, place)))
+            return everything
+
+        waits, hangs = await asyncio.gather(listens(0, "reduction"), listens(1, "forward"))
+        assert any(each.show_stacks for each in waits) and any(each.show_stacks for each in hangs)
+        assert "it hung in 'forward' for 0.3 s (hang_timeout_s)" in str(hangs[-1].ended)
+        (hang,) = await events_of(rendezvous, "hang")
+        assert hang["culprits"] == ["a1"] and hang["places"] == {"a0": "reduction", "a1": "forward"}
+
+    play(scenario, hang_options(0.3))
+
+
+def test_a_collective_that_nobody_completes_is_tried_again(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_module, "STACKS_S", 0.1)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        for rank in (0, 1):
+            await rendezvous.listen(member("a", rank), 1, None, where(7, "reduction"))
+        while not (await rendezvous.listen(member("a", 0), 1, None, where(7, "reduction"))).broken:
+            await asyncio.sleep(0)
+        assert not (await rendezvous.supervise(["a0", "a1"], 0, {})).lost  # type: ignore[union-attr]
+
+    play(scenario, hang_options(0.3))
+
+
+def test_a_function_in_which_all_workers_are_stuck_ends_the_run(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_module, "STACKS_S", 0.1)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        for rank in (0, 1):
+            await rendezvous.listen(member("a", rank), 1, None, where(7, "forward"))
+        news = await rendezvous.follow(10_000)
+        while news.outcome is None:
+            news = await rendezvous.follow(10_000)
+        assert news.outcome["status"] == "failed"
+        assert "all workers have been in 'forward' for 0.3 s (hang_timeout_s)" in news.outcome["error"]
+
+    play(scenario, hang_options(0.3))
+
+
+# A second life.
+
+
+def test_a_restarted_rendezvous_knows_what_the_one_before_knew(play: Play, tmp_path: Path) -> None:
+    options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=0.3, memory=str(tmp_path))
+    said = [{"event": "commit", "step": 5, "request": None, "time": 0.0}]
+
+    async def first_life(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous, size=3)
+        await rendezvous.take(said, None, "a0", 1)
+        await rendezvous.resize(2)
+        await rendezvous.drain("id2", 100.0)
+
+    async def second_life(rendezvous: Rendezvous) -> None:
+        host, port = await rendezvous.pulse_address()
+        pulses = [Pulse(lambda: (host, port), f"a{rank}", 30.0) for rank in (0, 2)]
+        await rendezvous.take(said, None, "a0", 1)  # it had not heard that it arrived
+        assert len(await events_of(rendezvous, "commit")) == 1
+        status = await rendezvous.status()
+        assert (status["wanted"], status["draining"], len(status["members"])) == (2, ["id2"], 3)
+        assert status["last_commit"] == 5
+        await heard(rendezvous, member("a", 0, 3), 1, lambda signals: signals.broken)
+        (lost,) = await events_of(rendezvous, "worker_lost")
+        assert (lost["member"], lost["error"]) == ("a1", "it did not come back after the rendezvous was restarted")
+        first, leaving = await asyncio.gather(
+            joined(rendezvous, member("a", 0, 3), 1, 6), join(rendezvous, member("a", 2, 3), 1, 6)
+        )
+        assert (first.generation, first.rank, first.world_size) == (2, 0, 1)
+        assert leaving == Ended(LEFT)
+        for pulse in pulses:
+            pulse.stop()
+
+    play(first_life, options)
+    play(second_life, options)
+
+
+def test_an_outcome_is_not_forgotten(play: Play, tmp_path: Path) -> None:
+    options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, memory=str(tmp_path))
+
+    async def first_life(rendezvous: Rendezvous) -> None:
+        await rendezvous.end(None, {"status": "finished", "steps": 9})
+
+    async def second_life(rendezvous: Rendezvous) -> None:
+        assert (await rendezvous.follow(0)).outcome == {"status": "finished", "steps": 9}
+
+    play(first_life, options)
+    play(second_life, options)

@@ -21,6 +21,7 @@ from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.config import RunConfig
 from elastic_ddp.data.feed import MicroBatch
 from elastic_ddp.data.order import EpochShape
+from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.elastic.link import RunStopped
 from elastic_ddp.errors import CheckpointError, ConfigError, WorkersLostError
 from elastic_ddp.job import COMMITS, Job
@@ -41,13 +42,23 @@ class FakeLink:
     def __init__(self, store_port: int) -> None:
         self.stop_requested = False
         self.reconfigure_requested = False
+        self.commit_requested = 0
+        self.activity = Activity()
         self.said: list[dict[str, Any]] = []
         self.joins: list[tuple[int | None, bool]] = []
         """With what step it came, and whether between steps."""
         self.losses: list[str | None] = []
         self._store_port = store_port
 
-    def join(self, *, step: int | None, between_steps: bool = True, lost: str | None = None) -> Assignment:
+    def join(
+        self,
+        *,
+        step: int | None,
+        between_steps: bool,
+        lost: str | None,
+        committed: int | None,
+        account: dict[str, float],
+    ) -> Assignment:
         self.joins.append((step, between_steps))
         self.losses.append(lost)
         reason = "worker lost" if lost is not None else "workers joined" if self.reconfigure_requested else "start"

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from elastic_ddp.telemetry.goodput import STALLS
 from elastic_ddp.telemetry.summary import render, summarize
 
 
@@ -61,10 +62,11 @@ RUN = [
 
 def test_a_run_over_two_sessions_is_one_summary() -> None:
     summary = summarize(RUN)
-    generations = summary.pop("generations")
+    generations, goodput = summary.pop("generations"), summary.pop("goodput")
+    assert (goodput["total"], goodput["goodput"]) == (15.0, None), "no account was written down"
     assert summary == {
         "name": "mnist", "status": "finished", "error": None, "steps": 40, "epochs": 1, "samples": 400,
-        "total_steps": None,
+        "total_steps": None, "preemptions": 0,
         "wall_seconds": 15.0, "samples_per_second": 26.667, "sessions": 2, "restarts": 1, "commits": 3,
         "weights_sha256": "aa", "samples_sha256": "bb", "loss": {"first": 2.5, "last": 1.0},
         "metrics": {"accuracy": 0.9, "final": 3.0}, "storage": "s3://b/runs", "versions": {"torch": "2.13.0"},
@@ -77,7 +79,72 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
     assert [row["reason"] for row in generations] == ["start", "worker lost", "resumed"]
     assert [row["ended_by"] for row in generations] == ["worker lost", "the driver was lost", "finished"]
     assert [row["session"] for row in generations] == ["s1", "s1", "s2"]
+    assert {row[name] for row in generations for name in STALLS} == {None}
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+
+def accounted(number: int, step: int, **account: float) -> tuple[str, dict[str, Any]]:
+    return "generation_ended", {"generation": number, "last_step": step, "account": account, "reason": "it ended"}
+
+
+def rendezvous(number: int, first_step: int | None, reason: str) -> tuple[str, dict[str, Any]]:
+    fields = {"generation": number, "world_size": 2, "first_step": first_step, "reason": reason}
+    return "rendezvous", fields
+
+
+DRAINED = session(
+    "s1", 100.0,
+    STARTED,
+    rendezvous(1, None, "start"),
+    generation(1, 2, 0, "start"),
+    ("first_step", {"generation": 1, "seconds": 0.2}),
+    ("worker_left", {"generation": 1, "member": "b", "node": "n", "kind": "drain"}),
+    ("worker_left", {"generation": 1, "member": "c", "node": "n", "kind": "drain"}),
+    ("worker_left", {"generation": 1, "member": "d", "node": "n", "kind": "resize"}),
+    accounted(1, 7, rendezvous=0.25, hand_over=0.5, useful=5.25),
+    rendezvous(2, 7, "workers left"),
+    generation(2, 1, 7, "workers left"),
+    accounted(2, 9, rendezvous=0.125, hand_over=0.25, useful=1.5),
+    ("finished", {"status": "finished", "steps": 9, "samples": 90}),
+)  # fmt: skip
+
+
+def test_the_summary_says_where_the_time_went_and_what_each_generation_cost() -> None:
+    summary = summarize(DRAINED)
+    assert summary["goodput"] == {
+        "useful": 6.75, "redone": 0.0, "detection": 0.0, "rendezvous": 1.375, "hand_over": 0.75, "checkpoint": 0.0,
+        "waiting": 0.0, "start_up": 1.0, "shut_down": 1.125, "total": 11.0, "goodput": 0.6136,
+    }  # fmt: skip
+    assert summary["goodput"]["total"] == summary["wall_seconds"]
+    assert (summary["preemptions"], summary["restarts"]) == (2, 0)
+    assert [[row[name] for name in STALLS] for row in summary["generations"]] == [
+        [None, 0.25, 0.5, 0.2],
+        [0.0, 1.125, 0.25, None],
+    ]
+    text = shown(summary)
+    assert "61.4 %  useful 6.8 s · rendezvous 1.4 s · hand-over 0.8 s · start-up 1.0 s · shut-down 1.1 s" in text
+    assert "redone" not in text and "waiting" not in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["workers", "drained", "2"] in lines
+    assert ["2", "1", "7", "9", "1.38", "s", "workers", "left", "it", "ended"] in lines
+
+
+def test_the_time_until_a_loss_was_noticed_is_part_of_the_stall() -> None:
+    told = accounted(1, 7, rendezvous=0.25, hand_over=0.5, useful=3.25, detection=2.0)[1]
+    summary = summarize([{**event, **told} if event["seq"] == 7 else event for event in DRAINED])
+    assert summary["generations"][1]["detection_s"] == 2.0
+    assert "3.38 s" in shown(summary) and "detection 2.0 s" in shown(summary)
+
+
+def test_a_summary_that_was_written_by_an_older_version_is_shown() -> None:
+    summary = summarize(RUN)
+    del summary["goodput"], summary["preemptions"]
+    for row in summary["generations"]:
+        for name in STALLS:
+            del row[name]
+    text = shown(summary)
+    assert "goodput" not in text and "workers drained" not in text and "worker lost" in text
+    assert "goodput" not in shown(summarize(RUN)), "nothing was measured"
 
 
 def test_every_prefix_of_a_run_can_be_summarized_and_shown() -> None:

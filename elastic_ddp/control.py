@@ -1,0 +1,146 @@
+"""A live run, from another process on its cluster: what it does, and what it should do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from elastic_ddp.elastic.rendezvous import NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
+from elastic_ddp.errors import ConfigError, ElasticDDPError
+
+_ASK_AGAIN_S = 0.2
+
+
+class RunHandle:
+    """A run that is live; from `get_run`. Its methods return once the run has taken note, unless they say otherwise.
+
+    All of them raise `ElasticDDPError` if the run has ended meanwhile.
+    """
+
+    def __init__(self, name: str, rendezvous: RendezvousHandle) -> None:
+        self.name = name
+        self._rendezvous = rendezvous
+
+    def status(self) -> Mapping[str, Any]:
+        """What the run does now: its state, generation, members (rank, node, pid), step, steps_per_s, loss, the last
+        commit and the last loss of a worker."""
+        status: Mapping[str, Any] = self._ask("status")
+        return status
+
+    def resize(self, num_workers: int) -> None:
+        """Has the run train on so many workers, or as many of them as there is room for, until it is told otherwise.
+
+        Workers that are too many leave at the next step boundary, without a step lost; more join as they are ready.
+
+        Raises:
+            ConfigError: `num_workers` is not from `min_workers` to `max_workers`, or the run is not resized in place.
+        """
+        status = self._in_place("resized")
+        least, most = status["min_workers"], status["max_workers"]
+        if not least <= num_workers <= most:
+            raise ConfigError(
+                f"num_workers={num_workers} is not from min_workers={least} to max_workers={most} of run "
+                f"{self.name!r}; choose one that is, or stop the run and resume it with other bounds"
+            )
+        self._ask("resize", num_workers)
+
+    def drain(self, node: str, *, deadline_s: float = 30.0) -> int:
+        """Has the run's workers leave a node, and puts none on it any more. Returns how many left, once they have.
+
+        They leave at the next step boundary if the others are at least `min_workers`. Otherwise training goes on until
+        others have joined, for half of the time at most; then they leave all the same, and the last one hands over its
+        state or commits it.
+
+        Args:
+            node: its address or its id by Ray; `status` names them.
+            deadline_s: seconds until the node is gone.
+
+        Raises:
+            ConfigError: the run has no worker there, or is not resized in place.
+            ElasticDDPError: workers are still there after the deadline.
+        """
+        self._in_place("drained")
+        node_ids = self._ask("drain", node, deadline_s)
+        if not node_ids:
+            known = sorted({f"{each['node']} ({each['node_id']})" for each in self.status()["members"]})
+            raise ConfigError(
+                f"run {self.name!r} has no worker on node {node!r}; its nodes are {', '.join(known) or 'none yet'}"
+            )
+        end, leaving = time.monotonic() + deadline_s, set[str]()
+        while here := {each["id"] for each in self.status()["members"] if each["node_id"] in node_ids}:
+            leaving |= here
+            if time.monotonic() > end:
+                raise ElasticDDPError(
+                    f"{len(here)} workers of run {self.name!r} are still on node {node} after {deadline_s:g} s: a step "
+                    "of theirs takes longer; give a longer deadline"
+                )
+            time.sleep(_ASK_AGAIN_S)
+        return len(leaving)
+
+    def checkpoint(self) -> int:
+        """Has the run commit at the next step boundary. Returns the steps in the commit, once it is durable."""
+        request = self._ask("checkpoint")
+        while (step := self._ask("committed", request)) is None:
+            pass  # the rendezvous holds the call
+        return int(step)
+
+    def stop(self) -> None:
+        """Has the run commit and stop at the next step boundary, as Ctrl-C in its driver does. The same command resumes
+        it."""
+        self._ask("stop")
+
+    def _in_place(self, what: str) -> Mapping[str, Any]:
+        status = self.status()
+        if not status["in_place"]:
+            raise ConfigError(f"run {self.name!r} has in_place=False, and cannot be {what} while it is live; stop it")
+        return status
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            return ray.get(getattr(self._rendezvous, method).remote(*arguments))
+        except ray.exceptions.RayActorError as error:
+            raise ElasticDDPError(f"run {self.name!r} has ended") from error
+
+
+def live_runs() -> list[str]:
+    """Names of the runs that are live on the cluster of this process; connects to it first if need be.
+
+    Raises:
+        ConfigError: there is no cluster.
+    """
+    _connect()
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = [each["name"] for each in actors if each["namespace"] == NAMESPACE]
+    return sorted(name.removeprefix(RENDEZVOUS_PREFIX) for name in names if name.startswith(RENDEZVOUS_PREFIX))
+
+
+def get_run(name: str) -> RunHandle:
+    """A run that is live on the cluster of this process; connects to it first if need be.
+
+    Raises:
+        ConfigError: there is no cluster, or no such run on it.
+    """
+    _connect()
+    try:
+        return RunHandle(name, ray.get_actor(RENDEZVOUS_PREFIX + name, namespace=NAMESPACE))
+    except ValueError:
+        others = ", ".join(live_runs()) or "none"
+        raise ConfigError(f"run {name!r} is not live on this cluster; live are: {others}") from None
+
+
+def _connect() -> None:
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS") == "local":
+        raise ConfigError("RAY_ADDRESS=local is no cluster to ask; set it to the address that the run printed")
+    try:
+        ray.init(address="auto", namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
+    except ConnectionError:
+        raise ConfigError(
+            "there is no Ray cluster to ask; set RAY_ADDRESS, or run this on a node of the cluster"
+        ) from None

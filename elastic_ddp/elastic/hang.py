@@ -1,0 +1,98 @@
+"""How a hang is told from slowness: workers count what they do, and one that hangs counts no more."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+WAITING = ("reduction", "rendezvous", "hand-over", "collective")
+"""Where a worker waits for its peers."""
+
+
+class Whereabouts(NamedTuple):
+    """Where a worker is in its loop."""
+
+    number: int
+    """Grows whenever the worker goes from one place to the next."""
+    place: str
+
+
+AT_THE_START = Whereabouts(0, "start")
+
+
+class Activity:
+    """A worker's side. Moving costs an assignment."""
+
+    def __init__(self) -> None:
+        self.now = AT_THE_START
+
+    def enter(self, place: str) -> None:
+        self.now = Whereabouts(self.now.number + 1, place)
+
+    @contextmanager
+    def within(self, place: str) -> Iterator[None]:
+        """A place for the time of a block, then the one before it."""
+        before = self.now.place
+        self.enter(place)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+
+@dataclass
+class _Seen:
+    whereabouts: Whereabouts
+    since_s: float
+
+
+class HangWatch:
+    """The rendezvous' side: without Ray, clocks or threads.
+
+    Args:
+        timeout_s: for how long nobody may get anywhere.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._seen: dict[str, _Seen] = {}
+
+    def begin(self, members: Iterable[str], now_s: float) -> None:
+        """These are to be watched from now on."""
+        self._seen = {member: _Seen(Whereabouts(-1, "start"), now_s) for member in members}
+
+    def hear(self, member: str, whereabouts: Whereabouts, now_s: float) -> None:
+        seen = self._seen.get(member)
+        if seen is not None and seen.whereabouts != whereabouts:
+            self._seen[member] = _Seen(whereabouts, now_s)
+
+    def forget(self, member: str) -> None:
+        """It is dead, or gone."""
+        self._seen.pop(member, None)
+
+    def is_hung(self, now_s: float) -> bool:
+        """Whether none of them has got anywhere for the timeout."""
+        return bool(self._seen) and all(now_s - each.since_s >= self.timeout_s for each in self._seen.values())
+
+    def places(self) -> dict[str, str]:
+        """Where each was last."""
+        return {member: seen.whereabouts.place for member, seen in self._seen.items()}
+
+    def culprits(self) -> list[str]:
+        """Those that others wait for; nobody, if none of them waits, or all do."""
+        stuck = [member for member, place in self.places().items() if place not in WAITING]
+        return stuck if len(stuck) < len(self._seen) else []
+
+
+def stacks() -> str:
+    """The Python stacks of all threads of this process, the training thread's first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames().items()
+    ordered = sorted(frames, key=lambda each: not names.get(each[0], "").startswith("TrainingThread"))
+    parts = [f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in ordered]
+    return "\n".join(parts)

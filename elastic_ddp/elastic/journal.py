@@ -1,0 +1,96 @@
+"""What the rendezvous has heard of a run, for the driver and for those who ask."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from elastic_ddp.elastic.memory import Memory
+from elastic_ddp.telemetry.progress import MovingRate
+
+
+class Journal:
+    """Events in order, the newest progress, and how the run ended.
+
+    Attributes:
+        events: all of them, as the driver may ask again.
+        progress: the newest word of a worker on how far training is.
+        outcome: how the run ended, once it has; the first word counts.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.progress: dict[str, Any] = {}
+        self.outcome: dict[str, Any] | None = None
+        self._memory = memory
+        self._newest: dict[str, dict[str, Any]] = {}
+        self._heard: dict[str, int] = {}
+        """The number of the last message of every sender."""
+        self._rate = MovingRate()
+        for line in memory.lines():
+            self._add(line)
+
+    @property
+    def ended(self) -> str | None:
+        """The status that the run ended with."""
+        return None if self.outcome is None else str(self.outcome["status"])
+
+    def take(
+        self, events: list[dict[str, Any]], progress: dict[str, Any] | None, sender: str = "", first: int = 0
+    ) -> list[dict[str, Any]]:
+        """Takes messages, and returns those that were not known.
+
+        Args:
+            events: in order.
+            progress: the sender's newest.
+            sender, first: whose they are, and the first one's number. Senders number their messages from 1, and may
+                send one twice; without a sender none is.
+        """
+        if progress is not None:
+            self.progress = progress
+            self._rate.add(time.monotonic(), progress.get("step", 0), progress.get("samples", 0))
+        known = self._heard.get(sender, 0) if sender else 0
+        new = [(first + place, event) for place, event in enumerate(events) if not sender or first + place > known]
+        lines = [{"sender": sender, "number": number, "event": event} for number, event in new]
+        self._memory.append(lines)
+        for line in lines:
+            self._add(line)
+        return [event for _, event in new]
+
+    def end(self, outcome: dict[str, Any]) -> bool:
+        """Takes how the run ended. Returns whether that is news."""
+        if self.outcome is not None:
+            return False
+        line = {"outcome": outcome}
+        self._memory.append([line])
+        self._add(line)
+        return True
+
+    def _add(self, line: dict[str, Any]) -> None:
+        if "outcome" in line:
+            self.outcome = line["outcome"]
+            return
+        event = line["event"]
+        self.events.append(event)
+        self._newest[event["event"]] = event
+        if line["sender"]:
+            self._heard[line["sender"]] = line["number"]
+        if event["event"] == "generation":
+            self._rate.clear()  # time without training is no measure of it
+
+    def last(self, event: str) -> dict[str, Any]:
+        """The newest event of a kind; empty if there was none."""
+        return self._newest.get(event, {})
+
+    def facts(self) -> dict[str, Any]:
+        """How far the run is, for `elastic-ddp status`."""
+        generation, lost = self.last("generation"), self.last("worker_lost")
+        return {
+            "generation": generation.get("generation"),
+            "world_size": generation.get("world_size"),
+            "step": self.progress.get("step"),
+            "steps_per_s": self._rate.steps_per_s,
+            "loss": self.progress.get("loss"),
+            "last_commit": self.last("commit").get("step"),
+            "last_loss_of_a_worker": {key: lost[key] for key in ("time", "error")} if lost else None,
+        }

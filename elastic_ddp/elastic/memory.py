@@ -1,0 +1,78 @@
+"""What a rendezvous knows, on the disk of the driver's node: its process may die, and another go on from there.
+
+A file with the state is replaced whenever that changes. Events are appended to another, each before the sender is told
+that it arrived; a sender that hears nothing sends again, under the same number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from elastic_ddp.elastic.membership import Membership
+
+
+@dataclass
+class State:
+    """Everything that has to outlive the process."""
+
+    membership: Membership
+    stop: bool = False
+    """The run was asked to commit and stop."""
+    requests: int = 0
+    """Requests to commit so far."""
+    open_request: int = 0
+    """The one that was not met yet, if any."""
+    recorded_dismissals: int = 0
+
+
+_STATE = TypeAdapter(State)
+_PASSING: Any = {"membership": {"_waiting"}}
+"""Those who wait ask again."""
+
+
+class Memory:
+    """The two files. Without a folder nothing is kept.
+
+    Args:
+        folder: of this run alone, on a disk of this node.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self._state = Path(folder, "state.json") if folder is not None else None
+        self._events = Path(folder, "events.jsonl") if folder is not None else None
+        self._saved = b""
+
+    def load(self) -> State | None:
+        """The state that a process before this one left; None for the first."""
+        if self._state is None or not self._state.exists():
+            return None
+        return _STATE.validate_json(self._state.read_bytes())
+
+    def save(self, state: State) -> None:
+        """Costs nothing if nothing changed."""
+        if self._state is None or (data := _STATE.dump_json(state, exclude=_PASSING)) == self._saved:
+            return
+        temporary = self._state.with_suffix(".new")
+        temporary.write_bytes(data)
+        os.replace(temporary, self._state)
+        self._saved = data
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What was appended so far. The last line may be torn, and then was not acknowledged."""
+        if self._events is None or not self._events.exists():
+            return []
+        whole, _, torn = self._events.read_bytes().rpartition(b"\n")
+        if torn:
+            self._events.write_bytes(whole + b"\n")
+        return [json.loads(line) for line in whole.split(b"\n") if line]
+
+    def append(self, lines: list[dict[str, Any]]) -> None:
+        if self._events is not None and lines:
+            with self._events.open("ab") as file:
+                file.write(b"".join(json.dumps(line, default=str).encode() + b"\n" for line in lines))

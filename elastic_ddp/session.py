@@ -1,0 +1,174 @@
+"""One life of a run's driver: the workers in a thread of their own, the record and the display in the main one."""
+
+from __future__ import annotations
+
+import threading
+from importlib.metadata import version
+from typing import Any
+
+import ray
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.elastic.messages import News
+from elastic_ddp.elastic.rendezvous import RendezvousHandle
+from elastic_ddp.errors import WorkersLostError
+from elastic_ddp.job import COMMITS, Job
+from elastic_ddp.lease import DriverLease
+from elastic_ddp.parallel.control import EMPTY_CHAIN
+from elastic_ddp.ray_train import run_workers
+from elastic_ddp.signals import StopRequests
+from elastic_ddp.telemetry import Ledger, Progress
+from elastic_ddp.worker import work
+
+WORKERS_LEAVE_S = 5.0
+"""How long workers may take to leave when the run is over, before they are ended."""
+
+
+class Session:
+    """See the module. `run` it once, then `end_workers`, whatever became of it."""
+
+    def __init__(self, job: Job, rendezvous: RendezvousHandle, resumed: Commit | None, lease: DriverLease) -> None:
+        self._job = job
+        self._lease = lease
+        resumed_from_step = resumed.step if resumed else None
+        self._newest = {
+            "step": resumed_from_step or 0,
+            "samples": resumed.record.get("samples", 0) if resumed else 0,
+            "world_size": 0,
+        }
+        self._rendezvous = rendezvous
+        self._ledger = Ledger(job.storage, lease.session)
+        self._progress = Progress(job.total_steps)
+        self._stop_requests = StopRequests()
+        self._error: BaseException | None = None
+        self._controllers: list[Any] = []
+        self._thread = threading.Thread(target=self._run_workers, name="ray-train", daemon=True)
+        self._ledger.append(
+            "session_started",
+            resumed_from_step=resumed_from_step,
+            config=job.config.model_dump(),
+            versions={name: version(name) for name in ("elastic-ddp", "torch", "ray", "pyarrow")},
+        )
+        self._ledger.flush()
+        self._state = "starting" if resumed_from_step is None else f"resuming from step {resumed_from_step}"
+
+    def run(self) -> dict[str, Any]:
+        """The outcome: what the workers said last, or what became of them."""
+        self._thread.start()
+        with self._progress, self._stop_requests:
+            outcome = self._follow()
+        if outcome["status"] == "failed":
+            self._ledger.append("failed", error=outcome["error"])
+        self._ledger.append("finished", **outcome)
+        self._ledger.close()
+        return outcome
+
+    def _run_workers(self) -> None:
+        try:
+            run_workers(
+                work,
+                self._job,
+                self._rendezvous,
+                config=self._job.config,
+                storage=self._job.storage,
+                on_controller=self._controllers.append,
+            )
+        except BaseException as error:
+            self._error = error
+
+    def _follow(self) -> dict[str, Any]:
+        """Writes down and shows what happens until the workers are done."""
+        seen, stopping = 0, False
+        while True:
+            self._lease.check()
+            if self._stop_requests.count > 1:
+                raise KeyboardInterrupt
+            if self._stop_requests.count and not stopping:
+                ray.get(self._rendezvous.stop.remote())
+            running = self._thread.is_alive()
+            news: News = ray.get(self._rendezvous.follow.remote(seen))
+            if news.stopping and not stopping:
+                stopping, self._state = True, "stopping"
+                self._progress.note("stopping: committing at the next step boundary (Ctrl-C again to stop at once)")
+            for event in news.events:
+                self._record(dict(event))
+                seen += 1
+            self._show(news.progress)
+            if news.events:
+                self._ledger.flush()
+            if not running:
+                return news.outcome or self._workers_gone(stopping)
+            if news.outcome is not None:
+                self._thread.join(WORKERS_LEAVE_S)  # one that is stuck in a user's code is not waited for
+                last: News = ray.get(self._rendezvous.follow.remote(seen))  # what was said on leaving
+                for event in last.events:
+                    self._record(dict(event))
+                return news.outcome
+            if stopping and not news.num_alive:
+                return self._stopped()  # Ray Train may wait for room for workers for ever
+
+    def end_workers(self) -> None:
+        """Ends what is left of them, and does not leave a thread in Ray behind: a process that exits then crashes."""
+        self._thread.join(WORKERS_LEAVE_S)
+        for controller in self._controllers:
+            ray.kill(controller)
+        self._thread.join(WORKERS_LEAVE_S)
+
+    def _stopped(self) -> dict[str, Any]:
+        """Stopped with no worker in a generation: the run stands where its newest commit does."""
+        newest = CheckpointStore(self._job.storage.at(COMMITS), keep=1).latest()
+        record = newest.record if newest else {}
+        return {
+            "status": "stopped",
+            "steps": newest.step if newest else 0,
+            "samples": record.get("samples", 0),
+            "samples_sha256": record.get("samples_sha256", EMPTY_CHAIN),
+            "epochs": newest.step / self._job.shape.steps_per_epoch if newest else 0.0,
+        }
+
+    def _workers_gone(self, stopping: bool) -> dict[str, Any]:
+        """The workers are done and none said how it ended."""
+        if stopping:
+            return self._stopped()
+        reason = str(self._error or "all workers returned without a word")
+        return {
+            "status": "failed",
+            "kind": WorkersLostError.__name__,
+            "error": f"workers were lost more often than max_restarts={self._job.config.max_restarts} allows, or could "
+            f"not be started: {reason}",
+        }
+
+    def _record(self, event: dict[str, Any]) -> None:
+        name, at = event.pop("event"), event.pop("time")
+        self._ledger.append(name, at=at, **event)
+        if name == "generation":
+            self._state = "training"
+            self._newest |= {"step": event["first_step"], "world_size": event["world_size"]}
+            workers = "1 worker" if event["world_size"] == 1 else f"{event['world_size']} workers"
+            self._progress.note(
+                f"generation {event['generation']} ({event['reason']}): {workers} from step {event['first_step']}"
+            )
+        elif name == "commit":
+            self._progress.note(f"committed step {event['step']} in {event['seconds']:.2f} s")
+        elif name == "worker_lost":
+            self._state = "a worker was lost, waiting for its replacement"
+            self._progress.note(
+                f"a worker was lost in generation {event['generation']}: {event['error'].splitlines()[0]}"
+            )
+        elif name == "newcomer_lost":
+            self._progress.note(f"a worker was lost before it trained: {event['error']}")
+        elif name == "evaluating":
+            self._state = f"evaluating ({event['name']})"
+        elif name == "evaluation":
+            self._state = "training"
+            self._progress.note(f"{event['name']} loss {event['loss']:.4f} at step {event['step']}")
+
+    def _show(self, progress: dict[str, Any]) -> None:
+        newest = self._newest | progress
+        self._progress.update(
+            newest["step"],
+            metrics={"loss": newest["loss"]} if newest.get("loss") is not None else None,
+            samples=newest["samples"],
+            world_size=newest["world_size"],
+            state=self._state,
+        )

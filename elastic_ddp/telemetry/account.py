@@ -1,0 +1,70 @@
+"""What a worker tells of its time in a generation; `goodput` makes a run's account of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from elastic_ddp.telemetry.stopwatch import Stopwatch, split_lost
+
+_TYPICAL_OF = 20
+
+
+class Account:
+    """The phases of a generation in one worker, in the order in which they come: `begin`, `formed`, `ready`, steps, and
+    a loss perhaps."""
+
+    def __init__(self, watch: Stopwatch | None = None) -> None:
+        self._watch = watch or Stopwatch()
+        self._steps: deque[float] = deque(maxlen=_TYPICAL_OF)
+        self._is_first = False
+
+    def begin(self) -> None:
+        """The worker has its place, and forms the process group."""
+        self._watch.start("rendezvous")
+
+    def formed(self) -> None:
+        """The process group is formed, and all get the same state."""
+        self._watch.enter("hand_over")
+
+    def ready(self) -> None:
+        """Steps can be made."""
+        self._watch.enter("useful")
+        self._watch.mark()
+        self._is_first = True
+
+    def step_done(self) -> float | None:
+        """A step is made. Returns how long it took if it is the generation's first."""
+        seconds, is_first, self._is_first = self._watch.since_mark(), self._is_first, False
+        self._watch.mark()
+        if is_first:  # it waits for the first rows, and is no typical one
+            return seconds
+        self._steps.append(seconds)
+        return None
+
+    def mark(self) -> None:
+        """What is lost from here on is not the work before it."""
+        self._watch.mark()
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Training waits for a commit."""
+        try:
+            with self._watch.within("checkpoint"):
+                yield
+        finally:
+            self._watch.mark()
+
+    def lost(self, *, in_step: bool) -> None:
+        """A peer was lost since the last mark: that time was for nothing. In a step, what is longer than a typical one
+        went into noticing it."""
+        typical_s = statistics.median(self._steps) if in_step and self._steps else None
+        redone_s, detection_s = split_lost(self._watch.since_mark(), typical_s)
+        self._watch.move("useful", "redone", redone_s)
+        self._watch.move("useful", "detection", detection_s)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase since `begin`."""
+        return self._watch.seconds()

@@ -1,0 +1,78 @@
+"""A hang is told from slowness, and the one that others wait for is named."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from elastic_ddp.elastic.hang import Activity, HangWatch, Whereabouts, stacks
+
+
+def watch_of(*members: str) -> HangWatch:
+    watch = HangWatch(timeout_s=10.0)
+    watch.begin(members, 0.0)
+    return watch
+
+
+def test_nobody_hangs_who_gets_somewhere_before_the_timeout() -> None:
+    watch = watch_of("a", "b")
+    assert not watch.is_hung(9.0)
+    watch.hear("a", Whereabouts(1, "data"), 9.0)
+    assert not watch.is_hung(10.0)
+    assert not watch.is_hung(18.0), "b is waiting for a, which is slow"
+    assert watch.is_hung(19.0)
+
+
+def test_the_same_word_again_is_no_progress() -> None:
+    watch = watch_of("a")
+    for now in range(11):
+        watch.hear("a", Whereabouts(3, "forward"), float(now))
+    assert watch.is_hung(10.0)
+
+
+def test_the_one_that_others_wait_for_is_the_culprit() -> None:
+    watch = watch_of("a", "b", "c")
+    watch.hear("a", Whereabouts(5, "reduction"), 0.0)
+    watch.hear("b", Whereabouts(4, "forward"), 0.0)
+    watch.hear("c", Whereabouts(9, "rendezvous"), 0.0)
+    assert watch.culprits() == ["b"]
+
+
+def test_nobody_is_named_if_all_wait_or_none_does() -> None:
+    watch = watch_of("a", "b")
+    for member in "ab":
+        watch.hear(member, Whereabouts(5, "reduction"), 0.0)
+    assert watch.culprits() == []
+    for member in "ab":
+        watch.hear(member, Whereabouts(6, "forward"), 0.0)
+    assert watch.culprits() == []
+
+
+def test_the_dead_do_not_hang() -> None:
+    watch = watch_of("a")
+    watch.forget("a")
+    assert not watch.is_hung(100.0)
+
+
+def test_an_activity_comes_back_to_where_it_was() -> None:
+    activity = Activity()
+    activity.enter("forward")
+    with activity.within("collective"):
+        assert activity.now == Whereabouts(2, "collective")
+    assert activity.now == Whereabouts(3, "forward")
+
+
+def test_stacks_name_every_thread_and_what_it_is_in() -> None:
+    go_on = threading.Event()
+
+    def stuck_in_a_function() -> None:
+        go_on.wait()
+
+    thread = threading.Thread(target=stuck_in_a_function, name="TrainingThread(x)")
+    thread.start()
+    while "stuck_in_a_function" not in stacks():
+        time.sleep(0.01)
+    assert stacks().startswith("Thread TrainingThread(x):")
+    assert "test_stacks_name_every_thread" in stacks()
+    go_on.set()
+    thread.join()
