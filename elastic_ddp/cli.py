@@ -20,13 +20,16 @@ from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import read_ledger, render, summarize
 
+_JOB = 'train = "file.py:function", data = "s3://bucket/train/"'
+
 app = typer.Typer(
     help="Elastic, fault-tolerant PyTorch training on Ray.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_console = Console()
+# Not on a terminal nobody can widen it, and what is cut off cannot be searched for.
+_console = Console(width=None if sys.stdout.isatty() else 200)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -41,6 +44,8 @@ def run(
     The `[job]` table names the training function and its data: `train = "module:function"` or `"file.py:function"`, and
     `data = "s3://bucket/train/"`; `transform` may name a function like `train`. All else in the file are settings.
     """
+    if not job.exists():
+        raise ConfigError(f"{job}: there is no such file; give a Python script or a TOML file")
     if job.suffix == ".py":
         sys.argv = [str(job), *context.args]
         sys.path.insert(0, str(job.resolve().parent))
@@ -51,11 +56,12 @@ def run(
     from elastic_ddp.trainer import ElasticTrainer
 
     table = read_toml(job).get("job", {})
+    if not table:
+        raise ConfigError(f"{job}: there is no [job] table; it says what to run: {_JOB}")
     unknown = sorted(set(table) - {"train", "data", "transform"})
     if unknown or not {"train", "data"} <= set(table):
         raise ConfigError(
-            f"{job}: [job] holds {sorted(table)}; it takes train and data, and may have transform: "
-            'train = "file.py:function", data = "s3://bucket/train/"'
+            f"{job}: [job] holds {sorted(table)}; it takes train and data, and may have transform: {_JOB}"
         )
     transform = _load_function(table["transform"], job) if "transform" in table else None
     trainer = ElasticTrainer(
@@ -65,7 +71,7 @@ def run(
     _console.print(render(result.summary))
 
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="The name of a live run.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A live run: its name, or <storage>/<name>.")]
 
 
 @app.command()
@@ -117,7 +123,7 @@ def resize(
     from elastic_ddp.control import get_run
 
     get_run(run).resize(num_workers)
-    _console.print(f"run {run} is asked for {num_workers} workers")
+    _console.print(f"run {run} is to have {num_workers} workers: `elastic-ddp status` tells how many it has")
 
 
 @app.command()
@@ -129,8 +135,11 @@ def drain(
     """Have a live run's workers leave a node; returns when they have."""
     from elastic_ddp.control import get_run
 
-    left = get_run(run).drain(node, deadline_s=deadline_s)
-    _console.print(f"{left} workers of run {run} left {node}")
+    handle = get_run(run)
+    left = handle.drain(node, deadline_s=deadline_s)
+    _console.print(f"{left} {'worker' if left == 1 else 'workers'} of run {run} left {node}")
+    if handle.status()["state"] == "waiting":
+        _console.print("it has no other node: it is committed, and waits for one (or stop it)")
 
 
 @app.command()
@@ -173,7 +182,7 @@ def show(
 def _load_function(reference: str, job: Path) -> Callable[..., Any]:
     """The function that a `[job]` table names: `module:function`, or `file.py:function` beside the TOML file."""
     sys.path.insert(0, "")  # a module beside the person who types, as `python -m` finds it
-    where, _, name = reference.rpartition(":")
+    where, _, name = reference.rpartition(":") if isinstance(reference, str) else ("", "", "")
     if not where:
         raise ConfigError(f"{job}: {reference!r} names no function; write module:function or file.py:function")
     if where.endswith(".py"):
@@ -182,8 +191,8 @@ def _load_function(reference: str, job: Path) -> Callable[..., Any]:
         where = path.stem
     try:
         function = getattr(importlib.import_module(where), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{job}: {reference!r} cannot be loaded: {error}") from error
+    except Exception as error:  # whatever the module does when it is imported
+        raise ConfigError(f"{job}: {reference!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ConfigError(f"{job}: {reference!r} is a {type(function).__name__}, not a function")
     return function

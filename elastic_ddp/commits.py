@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.errors import CheckpointError
+from elastic_ddp.errors import CheckpointError, PeerLostError
 from elastic_ddp.job import COMMITS
 
 if TYPE_CHECKING:
@@ -83,7 +83,12 @@ class Commits:
             "data": self._job.index.fingerprint,
             "identity": self._job.config.identity(),
         }
-        self._store.save(state.state_dict(), step=position.step, record=record)
+
+        def fence() -> None:
+            if not self._link.is_member_of(generation):
+                raise PeerLostError(f"generation {generation} is over, and this worker was presumed dead")
+
+        self._store.save(state.state_dict(), step=position.step, record=record, fence=fence)
         self.durable_step, self._answered = position.step, self._request
         self._link.say(
             "commit",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -42,6 +43,10 @@ _within: ContextVar[bool] = ContextVar("within", default=False)
 
 def _accept_list(value: Any) -> Any:
     """TOML and JSON have lists where there are tuples here."""
+    if isinstance(value, str):
+        raise ValueError(f'{value!r} is one string; give a list of names, such as ["{value}"]')
+    if isinstance(value, list | tuple) and len(set(map(str, value))) < len(value):
+        raise ValueError(f"{value!r} names something twice; give each name once")
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -180,6 +185,12 @@ class RunConfig(_Settings):
     def _check_storage(cls, storage: str) -> str:
         """What can be known without a network: `ElasticTrainer` writes, reads and deletes a small object there."""
         protocol, separator, rest = storage.partition("://")
+        if not storage.strip() or (separator and protocol != "memory" and not rest.strip("/")):
+            raise ValueError(f"storage={storage!r} names no place; give a path or a URI such as s3://bucket/runs")
+        if not separator and re.match(r"[a-z0-9]{2,}:/", storage):
+            raise ValueError(
+                f"storage={storage!r} is neither a path nor a URI; did you mean {storage.replace(':/', '://')}?"
+            )
         if separator and protocol not in ("file", "local"):
             if protocol not in fsspec.available_protocols():
                 raise ValueError(
@@ -220,6 +231,16 @@ class RunConfig(_Settings):
                 f"max_workers={self.max_workers} is above the {self.num_micro_batches} micro-batches of a step "
                 f"(global_batch_size={self.global_batch_size} / micro_batch_size={self.micro_batch_size}), and a "
                 f"worker needs one; use max_workers={self.num_micro_batches} or a smaller micro_batch_size"
+            )
+        for name in self.resources_per_worker:
+            if name.upper() in ("CPU", "GPU") and name != name.upper():
+                raise ValueError(
+                    f"resources_per_worker {name}: Ray knows no such resource; did you mean {name.upper()}?"
+                )
+        if self.hang_timeout_s < self.heartbeat_timeout_s:
+            raise ValueError(
+                f"hang_timeout_s={self.hang_timeout_s:g} is below heartbeat_timeout_s={self.heartbeat_timeout_s:g}: "
+                "a hang is what is left when all workers are alive; raise it"
             )
         gpus = self.resources_per_worker.get("GPU", 0.0)
         if gpus not in (0.0, 1.0):

@@ -12,6 +12,8 @@ import ray
 
 from elastic_ddp.elastic.rendezvous import NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
 from elastic_ddp.errors import ConfigError, ElasticDDPError
+from elastic_ddp.lease import holder
+from elastic_ddp.storage import Storage
 
 _ASK_AGAIN_S = 0.2
 
@@ -54,7 +56,7 @@ class RunHandle:
 
         They leave at the next step boundary if the others are at least `min_workers`. Otherwise training goes on until
         others have joined, for half of the time at most; then they leave all the same, and the last one hands over its
-        state or commits it.
+        state or commits it. The run uses the node no more, until its driver is started again.
 
         Args:
             node: its address or its id by Ray; `status` names them.
@@ -119,28 +121,40 @@ def live_runs() -> list[str]:
     return sorted(name.removeprefix(RENDEZVOUS_PREFIX) for name in names if name.startswith(RENDEZVOUS_PREFIX))
 
 
-def get_run(name: str) -> RunHandle:
-    """A run that is live on the cluster of this process; connects to it first if need be.
+def get_run(run: str) -> RunHandle:
+    """A live run, by its name on the cluster of this process, or by its folder `<storage>/<name>`, which knows its
+    cluster. Connects to that first if need be.
 
     Raises:
         ConfigError: there is no cluster, or no such run on it.
     """
-    _connect()
+    name = run.rstrip("/").rpartition("/")[2]
+    address = None
+    if "/" in run:
+        driver = holder(Storage(run))
+        if driver is None or driver.ray_address is None:
+            raise ConfigError(f"{run}: no driver of this run is live; give <storage>/<name> of one that is")
+        address = driver.ray_address
+    _connect(address)
     try:
         return RunHandle(name, ray.get_actor(RENDEZVOUS_PREFIX + name, namespace=NAMESPACE))
     except ValueError:
-        others = ", ".join(live_runs()) or "none"
-        raise ConfigError(f"run {name!r} is not live on this cluster; live are: {others}") from None
+        others, here = ", ".join(live_runs()) or "none", ray.get_runtime_context().gcs_address
+        raise ConfigError(
+            f"run {name!r} is not live on the cluster at {here}; live there are: {others}. Where there are "
+            "several, set RAY_ADDRESS to the one that the run printed, or give <storage>/<name>"
+        ) from None
 
 
-def _connect() -> None:
+def _connect(address: str | None = None) -> None:
     if ray.is_initialized():
         return
-    if os.environ.get("RAY_ADDRESS") == "local":
+    if address is None and os.environ.get("RAY_ADDRESS") == "local":
         raise ConfigError("RAY_ADDRESS=local is no cluster to ask; set it to the address that the run printed")
     try:
-        ray.init(address="auto", namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
+        ray.init(address=address or "auto", namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
     except ConnectionError:
         raise ConfigError(
-            "there is no Ray cluster to ask; set RAY_ADDRESS, or run this on a node of the cluster"
+            f"there is no Ray cluster {f'at {address}' if address else ''} to ask; set RAY_ADDRESS, or run this on a "
+            "node of the cluster"
         ) from None

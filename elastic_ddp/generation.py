@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from elastic_ddp.batching import micro_batch_ranges, processing_order
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.parallel.buffers import StepBuffers
@@ -52,7 +53,7 @@ class Generation:
     feed: MicroBatchFeed
     seed: int
     clip_grad_norm: float | None
-    activity: Activity = field(default_factory=Activity)
+    activity: Activity
     """Where this worker is; it outlives the generation."""
 
     @classmethod
@@ -82,6 +83,7 @@ class Generation:
             activity: this worker's.
         """
         forming: list[ProcessGroup] = []
+        feeds: list[MicroBatchFeed] = []
 
         def begin(group: ProcessGroup) -> None:
             forming.append(group)
@@ -92,20 +94,38 @@ class Generation:
                 assignment, device=device, timeout_s=job.config.collective_timeout_s, on_forming=begin
             )
             on_formed()
-            generation = cls._on(group, job=job, state=state, load_state=load_state)
-            generation.activity = activity
-            return generation
+            if assignment.first_step is not None:
+                # The first rows come while the state does. Not before the group is formed: it knows its connections by
+                # those that were opened meanwhile.
+                owned = processing_order(micro_batch_ranges(job.config.num_micro_batches, group.world_size)[group.rank])
+                feeds.append(open_feed(job, owned, first_step=assignment.first_step, device=device))
+            cls._share_state(group, state=state, load_state=load_state)
+            assert state.model is not None
+            strategy = DDPStrategy(state.model, job.config, group)
+            if not feeds:
+                feeds.append(open_feed(job, strategy.micro_batches, first_step=state.position.step, device=device))
+            return cls(
+                group,
+                state,
+                strategy,
+                StepBuffers(state.module),
+                feeds[0],
+                job.config.seed,
+                job.config.clip_grad_norm,
+                activity,
+            )
         except BaseException:
+            for feed in feeds:
+                feed.close()
             for group in forming:
                 group.close(intact=False)
             raise
 
-    @classmethod
-    def _on(
-        cls, group: ProcessGroup, *, job: Job, state: TrainState, load_state: Callable[[], dict[str, Any] | None]
-    ) -> Generation:
-        config = job.config
-        assert state.model is not None
+    @staticmethod
+    def _share_state(
+        group: ProcessGroup, *, state: TrainState, load_state: Callable[[], dict[str, Any] | None]
+    ) -> None:
+        """Brings all ranks to the state of the most advanced."""
         check_same_model(state.module, group)
         source, receivers = group.assignment.source, group.assignment.receivers
         if source is None:
@@ -118,9 +138,6 @@ class Generation:
         received = hand_over(mine, group, source=source, receivers=receivers)
         if received is not None:
             state.load_state_dict(received)
-        strategy = DDPStrategy(state.model, config, group)
-        feed = open_feed(job, strategy.micro_batches, first_step=state.position.step, device=group.device)
-        return cls(group, state, strategy, StepBuffers(state.module), feed, config.seed, config.clip_grad_norm)
 
     @property
     def number(self) -> int:

@@ -105,6 +105,12 @@ class Driver:
         return None if self.pid == os.getpid() else True
 
 
+def holder(storage: Storage) -> Driver | None:
+    """The driver that holds a run's lease, or held it when it died; None if there is none."""
+    lease = _newest(storage)
+    return None if lease is None or lease.released else lease.driver
+
+
 @dataclass(frozen=True)
 class _Lease:
     """What was seen of a lease."""
@@ -298,25 +304,13 @@ class DriverLease:
             if newest.term > term:
                 self._storage.delete(_key(term))
             return False
-        for older in self._terms():
+        for older in _terms(self._storage):
             if older < term:
                 self._storage.delete(_key(older))
         return True
 
     def _newest(self) -> _Lease | None:
-        """The lease that counts, None if there never was one."""
-        for _ in range(_READ_TRIES):
-            if not (terms := self._terms()):
-                return None
-            try:
-                return _parse(terms[-1], self._storage.read(_key(terms[-1])))
-            except FileNotFoundError:
-                continue  # there is a newer one since
-        raise StorageError(f"{_key(terms[-1])!r} in {self._storage.uri} is listed, and cannot be read: it is not there")
-
-    def _terms(self) -> list[int]:
-        matches = (_OBJECT.fullmatch(key) for key in self._storage.list("driver"))
-        return sorted(int(match[1]) for match in matches if match)
+        return _newest(self._storage)
 
     def _content(self, *, released: bool = False) -> bytes:
         return json.dumps({**asdict(self._driver), "count": self._count, "released": released}, indent=1).encode()
@@ -324,6 +318,23 @@ class DriverLease:
 
 def _key(term: int) -> str:
     return f"driver/{term:06d}.json"
+
+
+def _newest(storage: Storage) -> _Lease | None:
+    """The lease that counts, None if there never was one."""
+    for _ in range(_READ_TRIES):
+        if not (terms := _terms(storage)):
+            return None
+        try:
+            return _parse(terms[-1], storage.read(_key(terms[-1])))
+        except FileNotFoundError:
+            continue  # there is a newer one since
+    raise StorageError(f"{_key(terms[-1])!r} in {storage.uri} is listed, and cannot be read: it is not there")
+
+
+def _terms(storage: Storage) -> list[int]:
+    matches = (_OBJECT.fullmatch(key) for key in storage.list("driver"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _parse(term: int, data: bytes) -> _Lease:

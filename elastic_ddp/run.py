@@ -11,7 +11,7 @@ import torch
 from elastic_ddp.commits import Commits
 from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
-from elastic_ddp.errors import ConfigError, ElasticDDPError, WorkersLostError
+from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerLostError, WorkersLostError
 from elastic_ddp.evaluation import evaluate
 from elastic_ddp.generation import Generation, open_feed
 from elastic_ddp.job import Job
@@ -88,7 +88,8 @@ class Run:
     def _prepare_model(self, module: torch.nn.Module) -> PreparedModel:
         if self._state.model is not None:
             raise ConfigError(
-                "run.prepare got a second model; put the parts into one torch.nn.ModuleDict and prepare that"
+                "run.prepare got a second model; write a torch.nn.Module that holds the parts and whose forward calls "
+                "them, and prepare that"
             )
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise ConfigError("run.prepare got a DistributedDataParallel; give it the plain model, it wraps it itself")
@@ -169,7 +170,7 @@ class Run:
         Args:
             loss_fn: from the model and a batch to the mean loss over the batch's rows.
             data: Parquet, as for `ElasticTrainer`.
-            transform: as for `ElasticTrainer`.
+            transform: as for `ElasticTrainer`, whose own is not applied here.
             name: of the result, in the record.
         """
         if self._generation is None:
@@ -346,7 +347,10 @@ class Run:
                 number, account = self._generation.number, self._account.seconds()
                 self._link.say("steps", generation=number, **self._newest(step), metrics=metrics, account=account)
         if step.agreed.votes["commit"] or step.agreed.votes["stop"]:
-            self._commit()
+            try:
+                self._commit()
+            except PeerLostError as error:  # the others went on without this worker
+                return str(error)
         if step.agreed.votes["stop"]:
             raise RunStopped("stop was requested")
         if step.agreed.votes["reconfigure"] and not last:
@@ -376,21 +380,26 @@ class Run:
         """After the user's function: the last commit, and what the summary says of the run. Every rank calls it."""
         if self._generation is None:
             raise ConfigError("the training function returned without looping over run.steps(); nothing was trained")
+        if self._step is not None and self._step.agreed is not None:  # a loop that ended early left it open
+            step, self._step = self._step, None
+            self._end_step(step)
         weights = self._state.weights_sha256()
-
-        def commit_and_compare(generation: Generation) -> list[bytes]:
-            if self._commits.step != self.position.step:
-                self._commit()
-            with self._activity.within("collective"):
-                return generation.group.all_gather_bytes(weights.encode())
-
-        everyone = [digest.decode() for digest in self._together(commit_and_compare)]
+        everyone = [digest.decode() for digest in self._together(lambda generation: self._compare(generation, weights))]
         if len(set(everyone)) > 1:
             raise ElasticDDPError(
                 f"ranks ended with different weights: {dict(enumerate(everyone))}; something in the training function "
                 "depends on the rank, the host or the time, or uses a nondeterministic operation"
             )
+        self._together(lambda generation: self._commit_the_end())
         return {"weights_sha256": weights, **self.progress()}
+
+    def _compare(self, generation: Generation, weights: str) -> list[bytes]:
+        with self._activity.within("collective"):
+            return generation.group.all_gather_bytes(weights.encode())
+
+    def _commit_the_end(self) -> None:
+        if self._commits.step != self.position.step:
+            self._commit()
 
     def progress(self) -> dict[str, Any]:
         """How far the run is, as the summary says it."""

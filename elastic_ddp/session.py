@@ -93,6 +93,8 @@ class Session:
             for event in news.events:
                 self._record(dict(event))
                 seen += 1
+            if not news.num_alive and self._state == "training" and news.outcome is None:
+                self._state = "waiting for workers, which need a node that is not drained"
             self._show(news.progress)
             if news.events:
                 self._ledger.flush()
@@ -155,6 +157,12 @@ class Session:
             self._progress.note(
                 f"a worker was lost in generation {event['generation']}: {event['error'].splitlines()[0]}"
             )
+        elif name == "worker_left":
+            self._progress.note(f"a worker left ({'its node is drained' if event['kind'] == 'drain' else 'resized'})")
+        elif name == "hang":
+            self._progress.note(f"nobody got anywhere for {event['seconds']:g} s; the ledger has everybody's stacks")
+        elif name == "rendezvous_restarted":
+            self._progress.note("the rendezvous was restarted; training went on meanwhile")
         elif name == "newcomer_lost":
             self._progress.note(f"a worker was lost before it trained: {event['error']}")
         elif name == "evaluating":

@@ -42,6 +42,7 @@ class Step:
         self._records: dict[int, MicroBatchRecord] = {}
         self._logged: dict[str, dict[int | None, float]] = {}
         self._current: int | None = None
+        self._entered = False
         self._batches: Iterator[MicroBatch] = iter(())
         self.index = generation.state.position.step
         """The step's number, from 0."""
@@ -55,6 +56,7 @@ class Step:
         """How a peer was lost in the step. If `agreed` is None too, the step was not made and comes again."""
 
     def __enter__(self) -> Step:
+        self._entered = True
         self._state.module.zero_grad(set_to_none=True)
         self._generation.strategy.begin_step(self._control.rows)
         self._generation.buffers.begin()
@@ -82,6 +84,8 @@ class Step:
         Every micro-batch has `micro_batch_size` rows, but in the last step of an epoch, where it may be shorter. Random
         generators (torch's, NumPy's, Python's) are seeded for each, so dropout is the same at every world size.
         """
+        if not self._entered:
+            raise ConfigError(f"step {self.index} was used outside its block; write `with step:` around it")
         strategy = self._generation.strategy
         to_compute = set(strategy.to_compute)
         self._batches = self._generation.feed.step(self.index)
@@ -137,6 +141,10 @@ class Step:
         """Logs scalars under their names. Within `micro_batches()` they are averaged over the rows of the global batch;
         after it they have to be the same on every rank. Written to the ledger every `log_every_steps` steps."""
         for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ConfigError(f"step.log got {name} of shape {tuple(value.shape)}; log one number under a name")
+            if not isinstance(value, torch.Tensor | float | int | np.number | np.ndarray):
+                raise ConfigError(f"step.log got {name}={value!r}; log a number")
             number = value.detach() if isinstance(value, torch.Tensor) else value
             self._logged.setdefault(name, {})[self._current] = number  # type: ignore[assignment]
 

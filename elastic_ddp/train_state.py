@@ -65,6 +65,13 @@ class TrainState:
                 "run.prepare got an optimizer before the model; prepare the model first, then build the "
                 "optimizer from its parameters"
             )
+        if any(optimizer is each for each in self.optimizers):
+            raise ConfigError(f"run.prepare got the same {type(optimizer).__name__} twice; prepare each optimizer once")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "run.prepare got an LBFGS, which evaluates the model again and again within a step; use an optimizer "
+                "whose step() takes no closure"
+            )
         known = {id(parameter) for parameter in self.module.parameters()}
         strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
         if strangers:

@@ -139,10 +139,10 @@ class ElasticTrainer:
         lease.acquire()
         if not ray.is_initialized():
             # A running cluster if there is one (RAY_ADDRESS, `ray start`), otherwise this machine.
-            ray.init(log_to_driver=True, logging_level=logging.WARNING)
+            context: Any = ray.init(log_to_driver=True, logging_level=logging.WARNING)
             address = ray.get_runtime_context().gcs_address
-            if os.environ.get("RAY_ADDRESS") == "local":
-                _note(f"started Ray on this machine, at {address}")
+            if str(context.address_info["session_dir"]).endswith(f"_{os.getpid()}"):  # who began the session
+                _note(f"started Ray on this machine, at {address} (RAY_ADDRESS names a cluster to use instead)")
             else:
                 _note(f"using Ray at {address} (RAY_ADDRESS names another cluster, RAY_ADDRESS=local starts one here)")
         lease.renew(ray_address=ray.get_runtime_context().gcs_address)
@@ -152,6 +152,18 @@ class ElasticTrainer:
                 "one comes or goes, all are started again from the newest commit"
             )
         self._check_resources()
+        groups, lanes = len(index.group_rows), self.config.num_micro_batches
+        if (times := (groups + lanes - 1) / groups) > 1.5:
+            _note(
+                f"the data set has {groups:,} row groups for the {lanes} micro-batches of a step, and what lies in "
+                f"several lanes is read for each: {times:.1f} times the data set in an epoch. Write it with row groups "
+                f"of {max(1, index.num_rows // (10 * lanes)):,} rows or fewer (row_group_size of pyarrow and Ray Data)"
+            )
+        if index.num_rows < self.config.global_batch_size:
+            _note(
+                f"the data set has {index.num_rows:,} rows, fewer than global_batch_size="
+                f"{self.config.global_batch_size:,}: every step is an epoch, of those rows"
+            )
         resumed = CheckpointStore(self._storage.at(COMMITS), keep=self.config.checkpoint.keep).latest()
         rendezvous = start_rendezvous(
             self.config.name,
@@ -179,16 +191,21 @@ class ElasticTrainer:
         source = self._data
         if isinstance(source, ray.data.Dataset):
             source = materialize(source, self._storage)
-        if isinstance(source, PathLike):
-            source = str(source)
-        return open_index(source, self._storage, columns=self.config.data.columns)
+        return open_index(source, self._storage, columns=self.config.data.columns, may_replace=not self._has_commits())
+
+    def _has_commits(self) -> bool:
+        """Whether there is anything that another data set or other settings could not go on from."""
+        return bool(self._storage.list(f"{COMMITS}/commits"))
 
     def _claim(self, index: DatasetIndex) -> None:
-        """Writes down what defines the run, or compares it with what is written."""
+        """Writes down what defines the run, or compares it with what is written once something was trained."""
         mine = {**self.config.identity(), "data": index.fingerprint}
         try:
             self._storage.create(_IDENTITY, json.dumps(mine, indent=1).encode())
         except FileExistsError:
+            if not self._has_commits():
+                self._storage.write(_IDENTITY, json.dumps(mine, indent=1).encode())
+                return
             theirs = json.loads(self._storage.read(_IDENTITY))
             changed = [
                 f"{key} was {theirs.get(key)!r} and is {mine.get(key)!r}"

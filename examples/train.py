@@ -6,6 +6,7 @@ text is by default the source of Python's standard library. Run it again with th
 
 import argparse
 import math
+import re
 
 import torch
 from gpt import GPT, next_byte_loss
@@ -34,7 +35,7 @@ def main() -> None:
         if held_out:
             run.evaluate(next_byte_loss, held_out)
 
-    low, _, high = options.workers.partition(":")
+    low, _, high = options.workers.groups()
     config = ed.RunConfig(
         name=options.name,
         storage=options.storage,
@@ -73,7 +74,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--held-out", help="Parquet to evaluate on, when --data is Parquet")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--workers", default="2", metavar="MIN:MAX", help="how many workers, or from how many to how many"
+        "--workers",
+        default="2",
+        type=lambda text: re.fullmatch(r"(\d+)(:(\d+))?", text) or parser.error(f"--workers {text}: give 2, or 1:4"),
+        metavar="MIN:MAX",
+        help="how many workers, or from how many to how many",
     )
     parser.add_argument("--global-batch-size", type=int, default=32)
     parser.add_argument("--micro-batch-size", type=int, default=8)

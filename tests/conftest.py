@@ -8,6 +8,10 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("any machine", deadline=None)  # one that is busy with other things is no fault
+settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -68,7 +68,14 @@ class CheckpointStore:
         self.rejected: list[tuple[str, str]] = []
         """Key of the manifest and the reason for every commit that this store has passed over."""
 
-    def save(self, state: dict[str, Any], *, step: int, record: dict[str, Any]) -> Commit:
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        record: dict[str, Any],
+        fence: Callable[[], None] = lambda: None,
+    ) -> Commit:
         """Commit a state; only one rank calls this. Returns when the commit is durable.
 
         A step is committed once: if it is already, by an attempt that verifies, that commit is returned and nothing
@@ -79,6 +86,8 @@ class CheckpointStore:
             state: Components by name (letters, digits, `_` and `-`), each a tree for `elastic_ddp.state.flatten`.
             step: Steps that the state has behind it.
             record: Facts to keep in the manifest; JSON values.
+            fence: Called when all is written but the manifest; raises if this saver may not commit any more, and then
+                nothing was.
 
         Raises:
             CheckpointError: the state or the record holds something that cannot be kept.
@@ -98,6 +107,12 @@ class CheckpointStore:
             objects.append(self._write(f"{prefix}/{_SKELETON}", json.dumps(skeletons, separators=(",", ":")).encode()))
         except StorageError:
             with suppress(StorageError):  # the first failure is the one to report
+                self._storage.delete_tree(prefix)
+            raise
+        try:
+            fence()
+        except BaseException:
+            with suppress(StorageError):
                 self._storage.delete_tree(prefix)
             raise
         # From here on a failure leaves the objects alone: the manifest may have been stored and its answer lost.

@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -25,6 +26,10 @@ from elastic_ddp.errors import DataError
 _TAIL_BYTES = 64 * 1024  # read at once from a file's end: most footers are smaller
 _MAGIC = b"PAR1"
 _MAX_GAP_BYTES = 64 * 1024  # unwanted bytes between two wanted ranges that are cheaper to read than to ask again
+
+
+Source = str | PathLike[str] | Sequence[str | PathLike[str]]
+"""What stands for a data set: a path or URI of a file or folder, a glob, or a list of these."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,24 @@ def filesystem_of(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
     return fs, path
 
 
-def list_files(source: str | Sequence[str]) -> list[DataFile]:
+def entries_of(source: Source) -> list[str]:
+    """A data set's source as the list that it stands for.
+
+    Raises:
+        DataError: it is, or holds, something that names no file.
+    """
+    if not isinstance(source, str | PathLike | list | tuple):
+        raise DataError(f"data={source!r} is a {type(source).__name__}; give a path, a URI, a glob or a list of them")
+    entries = [source] if isinstance(source, str | PathLike) else list(source)
+    if not entries:
+        raise DataError("data=[]: the list of files is empty; give at least one file, folder or glob")
+    for entry in entries:
+        if not isinstance(entry, str | PathLike) or not str(entry).strip():
+            raise DataError(f"data={entry!r} names no file; give a path, a URI, a glob or a list of them")
+    return [str(entry) for entry in entries]
+
+
+def list_files(source: Source) -> list[DataFile]:
     """The Parquet files of a file, folder, glob or list of these, in the data set's stored order.
 
     A folder stands for all `*.parquet` below it, but those in a path with a part that begins with `.` or `_`. Files
@@ -59,17 +81,14 @@ def list_files(source: str | Sequence[str]) -> list[DataFile]:
     Raises:
         DataError: an entry stands for no file.
     """
-    sources = [source] if isinstance(source, str) else list(source)
-    if not sources:
-        raise DataError("data=[]: the list of files is empty; give at least one file, folder or glob")
-    return [file for entry in sources for file in _list(entry)]
+    return [file for entry in entries_of(source) for file in _list(entry)]
 
 
 def _list(source: str) -> list[DataFile]:
     fs, path = filesystem_of(source)
     fs.invalidate_cache()  # what was listed earlier in this process may have changed since
     try:
-        if fsspec.core.has_magic(path):
+        if fsspec.core.has_magic(path) and not fs.exists(path):
             found = fs.glob(path, detail=True)
             wanted = {name: info for name, info in found.items() if info["type"] == "file"}
         elif fs.isdir(path):

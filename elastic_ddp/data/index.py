@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_ddp.data.files import DataFile, filesystem_of, list_files, read_footer
+from elastic_ddp.data.files import DataFile, Source, entries_of, filesystem_of, list_files, read_footer
 from elastic_ddp.data.order import Int64Array
 from elastic_ddp.errors import DataError
 
@@ -33,6 +33,9 @@ class Storage(Protocol):
 
     def create(self, key: str, data: bytes) -> None:
         """Write a new object; FileExistsError where there is one."""
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write an object, or another in its place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +101,7 @@ class DatasetIndex:
         )
 
 
-def build_index(source: str | Sequence[str], columns: Sequence[str] | None = None, threads: int = 16) -> DatasetIndex:
+def build_index(source: Source, columns: Sequence[str] | None = None, threads: int = 16) -> DatasetIndex:
     """Index a Parquet file, folder, glob or list of these, reading `threads` footers at a time.
 
     Raises:
@@ -107,8 +110,11 @@ def build_index(source: str | Sequence[str], columns: Sequence[str] | None = Non
     return _index_files(source, list_files(source), columns, threads)
 
 
-def open_index(source: str | Sequence[str], storage: Storage, columns: Sequence[str] | None = None) -> DatasetIndex:
-    """The index that the run already has for this source, or a new one that the run then keeps.
+def open_index(
+    source: Source, storage: Storage, columns: Sequence[str] | None = None, *, may_replace: bool = False
+) -> DatasetIndex:
+    """The index that the run already has for this source, or a new one that the run then keeps; `may_replace` one of
+    files that have changed since.
 
     Raises:
         DataError: files changed, went or came since the run's index was built; what `build_index` raises.
@@ -123,7 +129,13 @@ def open_index(source: str | Sequence[str], storage: Storage, columns: Sequence[
             storage.create(key, index.to_bytes())
         except FileExistsError:  # another driver of this run came first: its index counts
             index = DatasetIndex.from_bytes(storage.read(key))
-    check_unchanged(index.files, files)
+    try:
+        check_unchanged(index.files, files)
+    except DataError:
+        if not may_replace:
+            raise
+        index = _index_files(source, files, columns, threads=16)
+        storage.write(key, index.to_bytes())
     return index
 
 
@@ -151,19 +163,16 @@ def check_unchanged(indexed: Sequence[DataFile], listed: Sequence[DataFile]) -> 
     )
 
 
-def _source_hash(source: str | Sequence[str], columns: Sequence[str] | None) -> str:
-    sources = [source] if isinstance(source, str) else list(source)
+def _source_hash(source: Source, columns: Sequence[str] | None) -> str:
     absolute = []
-    for entry in sources:
+    for entry in entries_of(source):
         fs, path = filesystem_of(entry)
         absolute.append(fs.unstrip_protocol(path))
     text = json.dumps([absolute, None if columns is None else list(columns)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _index_files(
-    source: str | Sequence[str], files: list[DataFile], columns: Sequence[str] | None, threads: int
-) -> DatasetIndex:
+def _index_files(source: Source, files: list[DataFile], columns: Sequence[str] | None, threads: int) -> DatasetIndex:
     with ThreadPoolExecutor(threads, thread_name_prefix="footers") as pool:
         footers = list(pool.map(lambda file: _read_footer(file), files))
     first = footers[0].schema

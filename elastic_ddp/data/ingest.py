@@ -34,6 +34,8 @@ def materialize(dataset: ray.data.Dataset, storage: Storage) -> str:
     try:
         # Not by pyarrow's own S3 writer: it commits a partial object when it fails, and not every server takes it.
         dataset.write_parquet(path, filesystem=filesystem, row_group_size=_ROWS_PER_GROUP)
+        if not any(key.endswith(".parquet") for key in storage.list(name)):
+            raise DataError("the ray.data.Dataset has no rows; give one that has")
         storage.create(_MARKER, json.dumps({"folder": name}).encode())
     except FileExistsError:  # another driver of this run came first: its copy counts
         storage.delete_tree(name)

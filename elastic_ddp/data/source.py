@@ -255,7 +255,11 @@ def _check_tensors(rows: Arrays, *, transformed: bool) -> None:
                 if transformed
                 else f"turn {name!r} into numbers with a transform, or choose other columns with data.columns"
             )
-            held = "strings, or lists of different lengths" if values.dtype.kind in "OUST" else f"{values.dtype} values"
+            held = (
+                "strings, structs, decimals or lists of different lengths"
+                if values.dtype.kind in "OUST"
+                else f"{values.dtype} values"
+            )
             raise DataError(f"column {name!r} holds {held}, which no tensor can hold: {fix}")
 
 

@@ -68,6 +68,10 @@ class RendezvousLink:
         """The number of a request to commit at the next step boundary; 0 for none."""
         return self._signals.commit
 
+    def is_member_of(self, generation: int) -> bool:
+        """Whether the rendezvous still counts on this worker in a generation. Waits for Ray."""
+        return bool(ray.get(self._rendezvous.is_member_of.remote(self.member, generation)))
+
     def leave(self, why: str, within_s: float) -> None:
         """Asks to be let go at a step boundary."""
         ray.get(self._rendezvous.leave.remote(self.member, within_s, why))

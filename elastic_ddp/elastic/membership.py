@@ -205,6 +205,15 @@ class Membership:
     def num_alive(self) -> int:
         return len(self.known())
 
+    def is_training(self) -> bool:
+        """Whether there is a healthy generation, none of whose members waits for another."""
+        return (
+            self.current is not None
+            and self.loss is None
+            and not self.current.ids & self._waiting.keys()
+            and (not self.current.ids <= self._gone.keys())
+        )
+
     def has_seen(self, member: str) -> bool:
         """Whether a worker has ever come."""
         return member in self._gone or member in self._waiting or self._is_current(member)
@@ -335,7 +344,7 @@ class Membership:
             source=source,
             receivers=receivers,
             first_step=newest,
-            reason=self._reason(chosen),
+            reason="workers leave" if brief else self._reason(chosen),
             brief=brief,
             waited_s=0.0 if self._short_since is None else now_s - self._short_since,
         )

@@ -170,6 +170,7 @@ class Rendezvous:
                 source=formed.source,
                 receivers=formed.receivers,
                 reason=formed.reason,
+                first_step=formed.first_step,
                 brief=formed.brief,
             )
             for rank, member in enumerate(formed.members)
@@ -356,6 +357,13 @@ class Rendezvous:
             self._act_on_notice()
             self._news.notify_all()
 
+    async def is_member_of(self, member: Member, generation: int) -> bool:
+        """Whether a member is one of the current generation, and not presumed dead: only then may it commit."""
+        async with self._changed:
+            current = self._membership.current
+            is_current = current is not None and current.number == generation and member.id in current.ids
+            return is_current and self._membership.is_gone(member.id) is None
+
     async def leave(self, member: Member, within_s: float, why: str) -> None:
         """A member has been told to go, and says so."""
         async with self._changed:
@@ -399,6 +407,8 @@ class Rendezvous:
     async def committed(self, request: int) -> int | None:
         """Steps done in the commit that answered a request; None while there is none (ask again), held for a poll."""
         async with self._changed:
+            if not self._membership.num_alive and self._journal.last("commit"):
+                self._state.open_request = 0  # nobody holds anything newer
             if self._state.open_request == request and self._journal.outcome is None:
                 await _poll(self._changed)
             return None if self._state.open_request == request else self._journal.last("commit").get("step")
@@ -437,9 +447,9 @@ class Rendezvous:
     def _doing(self) -> str:
         if self._journal.ended or self._state.stop:
             return self._journal.ended or "stopping"
-        if self._membership.loss is not None:
-            return "waiting"
-        return "training" if self._journal.last("generation") else "starting"
+        if not self._journal.last("generation"):
+            return "starting"
+        return "training" if self._membership.is_training() else "waiting"
 
     def _take(
         self, messages: list[dict[str, Any]], progress: dict[str, Any] | None = None, sender: str = "", first: int = 0

@@ -134,7 +134,20 @@ class DDPStrategy:
         return replica
 
     def begin_step(self, rows: np.ndarray) -> None:
-        """A new step; `rows` holds the row count of each of its M micro-batches."""
+        """A new step; `rows` holds the row count of each of its M micro-batches.
+
+        Raises:
+            ConfigError: other parameters are to be trained than when the generation began, which no rank reduces.
+        """
+        trained = {name: each for name, each in self._model.module.named_parameters() if each.requires_grad}
+        if changed := sorted(
+            name for name in trained.keys() | self._trained.keys() if trained.get(name) is not self._trained.get(name)
+        ):
+            raise ConfigError(
+                f"parameters {', '.join(changed[:5])} were added, replaced, frozen or unfrozen inside run.steps(), and "
+                "a run trains the same ones from its first step to its last; to freeze some for a while, give them a "
+                "param_group of their own with lr=0 (a scheduler can raise it)"
+            )
         self._rows = rows
         self.num_leaves = int(np.count_nonzero(rows))
         self.divisor = int(rows.sum()) / self.micro_batch_size

@@ -13,6 +13,8 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.state import flatten, unflatten
 
+CHUNK_BYTES = 16 << 20
+
 
 def hand_over(state: Any, group: ProcessGroup, *, source: int, receivers: Sequence[int]) -> Any:
     """The state of rank `source`, on the receivers; others get None, and nothing is sent to them. Every rank calls it.
@@ -35,13 +37,13 @@ def hand_over(state: Any, group: ProcessGroup, *, source: int, receivers: Sequen
     received = json.loads(group.broadcast_bytes(header, source, among))
     for key, (dtype, shape) in received["layout"].items():
         if group.rank == source:
-            value = tensors[key].detach().cpu().contiguous()
+            value = tensors[key].detach().contiguous()
         else:
-            value = torch.empty(shape, dtype=getattr(torch, dtype))
+            value = tensors[key] = torch.empty(shape, dtype=getattr(torch, dtype))
         if value.numel():
-            # As bytes: gloo does not know every dtype.
-            dist.broadcast(value.reshape(-1).view(torch.uint8), source, group=among)
-        tensors[key] = value
+            # As bytes, as gloo does not know every dtype, and in pieces: the source holds no second copy on the host.
+            for piece in value.reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
+                dist.broadcast(piece.cpu(), source, group=among)
     return None if group.rank == source else unflatten(received["skeleton"], tensors)
 
 

@@ -48,6 +48,8 @@ class Assignment:
     """The rank whose state all begin with; None if nobody holds any, and the newest commit counts."""
     receivers: tuple[int, ...] = ()
     """The ranks that are to get it."""
+    first_step: int | None = None
+    """Steps done in that state."""
     brief: bool = False
     """The generation makes no step: its members hand the state over, or commit it, and come back for another."""
     reason: str

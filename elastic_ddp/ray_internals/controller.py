@@ -16,8 +16,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult
 from ray.train.v2._internal.execution.controller.state import (
@@ -60,6 +62,7 @@ class InPlaceController(TrainController):
         super().__init__(*args, **kwargs)
         for module in _CHATTERS:
             logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
+        logging.getLogger(TrainController.__module__).addFilter(_is_news)
         self._wanted: int | None = None
         """How many workers there should be, if that has been seen since it was acted on."""
         self._hurry = False
@@ -74,8 +77,10 @@ class InPlaceController(TrainController):
         starting = group.num_newcomers if group is not None else 0
         # Before the orders: a worker that has returned was dismissed by then, or the run is over.
         status = await self._poll_workers() if isinstance(state, RunningState) else None
-        # The rendezvous lives as long as the run: without it this fails, and so ends the workers.
-        orders: Orders | None = await self.rendezvous.supervise.remote(started, starting, _draining())
+        try:
+            orders: Orders | None = await self.rendezvous.supervise.remote(started, starting, _draining())
+        except RayActorError:
+            orders = None  # the driver ended it, and with it the run
         if orders is None and not isinstance(state, ShuttingDownState):
             return self._to(state, ShuttingDownState(next_state=FinishedState()))
         if orders is not None:
@@ -156,6 +161,12 @@ class InPlaceController(TrainController):
         return TrainControllerLoopIterationResult(
             run_attempt_id=self._get_run_attempt_id(), previous_state=before, next_state=after
         )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """That there is no room for workers is told by the run's state, and not with a traceback every ten seconds."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, WorkerGroupStartupTimeoutError)
 
 
 def _draining() -> dict[str, float]:

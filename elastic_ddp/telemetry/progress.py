@@ -99,7 +99,9 @@ class Progress:
         self._state = state
         self._rate.add(now, step, samples)
         finished = self._total is not None and step >= self._total and step != self._shown_step
-        if now - self._shown_at >= self._interval_s or state != self._shown_state or finished:
+        # A state that lasts is not news every few seconds, unless a line is redrawn in its place.
+        interval_s = self._interval_s * (1 if self._live is not None or state == "training" else 6)
+        if now - self._shown_at >= interval_s or state != self._shown_state or finished:
             self._shown_at, self._shown_state, self._shown_step = now, state, step
             if self._live is not None:
                 self._live.update(self._line(), refresh=True)

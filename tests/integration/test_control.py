@@ -36,19 +36,22 @@ def connected(cluster: Cluster) -> Iterator[Cluster]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """The run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("calm")
+    (folder / "data").mkdir()
+    jobs.write_rows(str(folder / "data"))
+    done = jobs.drive(str(folder / "data"), str(folder / "runs"), "calm", "1")
+    assert done.returncode == 0, done.stderr
+    return summary(folder, "calm")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "data").mkdir()
     jobs.write_rows(str(tmp_path / "data"))
     return tmp_path
-
-
-@pytest.fixture
-def calm(connected: Cluster, folder: Path) -> Mapping[str, Any]:
-    """The run that nothing disturbs."""
-    done = jobs.drive(str(folder / "data"), str(folder / "runs"), "calm", "1", RAY_ADDRESS=connected.address)
-    assert done.returncode == 0, done.stderr
-    return summary(folder, "calm")
 
 
 def asked(cluster: Cluster, folder: Path, workers: str) -> Any:
@@ -103,7 +106,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [each for each in read_ledger(Storage(str(folder / "runs" / NAME))) if each["event"] == kind]
 
 
-def test_a_live_run_does_what_it_is_asked_for(connected: Cluster, folder: Path, calm: Mapping[str, Any]) -> None:
+def test_a_live_run_does_what_it_is_asked_for(calm: Mapping[str, Any], connected: Cluster, folder: Path) -> None:
     cluster = connected
     node = cluster.add_node(num_cpus=2, object_store_memory=10**8)
     with asked(cluster, folder, "1:3") as run:
@@ -137,8 +140,9 @@ def test_a_live_run_does_what_it_is_asked_for(connected: Cluster, folder: Path, 
     assert not events(folder, "worker_lost")
 
 
+@pytest.mark.chaos
 def test_a_worker_that_gets_sigterm_leaves_between_two_steps_and_is_replaced(
-    connected: Cluster, folder: Path, calm: Mapping[str, Any]
+    calm: Mapping[str, Any], connected: Cluster, folder: Path
 ) -> None:
     connected.add_node(num_cpus=1, object_store_memory=10**8)
     with asked(connected, folder, "1:2") as run:
@@ -161,7 +165,7 @@ def test_a_worker_that_gets_sigterm_leaves_between_two_steps_and_is_replaced(
 
 
 def test_the_last_worker_commits_before_ray_takes_its_node_away(
-    connected: Cluster, folder: Path, calm: Mapping[str, Any]
+    calm: Mapping[str, Any], connected: Cluster, folder: Path
 ) -> None:
     cluster = connected
     with asked(cluster, folder, "1") as run:

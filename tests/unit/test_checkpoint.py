@@ -131,6 +131,19 @@ def test_a_saver_that_comes_second_removes_its_attempt_and_takes_the_first_commi
     assert storage.list("step=4") == sorted(item.key for item in rival[0].objects)
 
 
+def test_a_saver_that_may_not_commit_any_more_leaves_nothing(storage: Storage) -> None:
+    save(storage, 1)
+    before = storage.list()
+
+    def refuse() -> None:
+        raise CheckpointError("its generation is over")
+
+    with pytest.raises(CheckpointError, match="its generation is over"):
+        CheckpointStore(storage, keep=3).save(make_state(2), step=2, record={"step": 2}, fence=refuse)
+    assert storage.list() == before
+    assert restored_step(storage) == 1
+
+
 def test_a_bad_commit_is_made_again_when_its_step_comes_again(storage: Storage) -> None:
     save(storage, 3)
     [bad] = save(storage, 4)

@@ -151,11 +151,10 @@ def test_run_needs_no_transform(job: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("table", "held"),
     [
-        ("", "[]"),
         ('[job]\ntrain = "job.py:train"', "['train']"),
         ('[job]\ntrain = "job.py:train"\ndata = "data/"\nmodel = "gpt"', "['data', 'model', 'train']"),
     ],
-    ids=["no-table", "data-missing", "unknown-key"],
+    ids=["data-missing", "unknown-key"],
 )
 def test_a_job_table_with_other_keys_is_refused_with_those_it_takes(job: Path, table: str, held: str) -> None:
     job.write_text(SETTINGS + table)
@@ -171,8 +170,11 @@ def test_a_job_table_with_other_keys_is_refused_with_those_it_takes(job: Path, t
     ("reference", "message"),
     [
         ("train", "'train' names no function; write module:function or file.py:function"),
-        ("nowhere.py:train", "'nowhere.py:train' cannot be loaded: No module named 'nowhere'"),
-        ("job.py:missing", "'job.py:missing' cannot be loaded: module 'job' has no attribute 'missing'"),
+        ("nowhere.py:train", "'nowhere.py:train' cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
+        (
+            "job.py:missing",
+            "'job.py:missing' cannot be loaded: AttributeError: module 'job' has no attribute 'missing'",
+        ),
         ("job.py:number", "'job.py:number' is a int, not a function"),
     ],
 )
@@ -181,6 +183,15 @@ def test_a_function_that_cannot_be_loaded_is_refused(job: Path, reference: str, 
     with pytest.raises(ConfigError) as caught:
         invoke("run", str(job))
     assert str(caught.value) == f"{job}: {message}"
+
+
+def test_a_job_without_a_table_or_with_a_number_for_a_function_is_refused(job: Path) -> None:
+    job.write_text(SETTINGS)
+    with pytest.raises(ConfigError, match=r"there is no \[job\] table; it says what to run: train = "):
+        invoke("run", str(job))
+    job.write_text(SETTINGS + '[job]\ntrain = 3\ndata = "data/"')
+    with pytest.raises(ConfigError, match=r"3 names no function; write module:function or file.py:function"):
+        invoke("run", str(job))
 
 
 def test_a_setting_that_is_wrong_is_refused_before_anything_starts(job: Path) -> None:
@@ -196,7 +207,7 @@ def test_a_file_takes_no_further_arguments(job: Path) -> None:
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing\.toml': there is no such file"):
+    with pytest.raises(ConfigError, match=r"missing\.toml: there is no such file; give a Python script or a TOML file"):
         invoke("run", str(tmp_path / "missing.toml"))
 
 

@@ -70,7 +70,6 @@ def test_an_unknown_setting_like_no_other_is_answered_with_all_of_them() -> None
         ({"steps": True}, "steps=True: input should be a valid integer"),
         ({"resize_interval_s": True}, "resize_interval_s=True: input should be a valid number"),
         ({"data": {"shuffle": 1}}, "data.shuffle=1: input should be a valid boolean"),
-        ({"data": {"columns": "x"}}, "data.columns='x': input should be a valid tuple"),
         ({"data": {"columns": ["x", 3]}}, "data.columns.1=3: input should be a valid string"),
         ({"data": 3}, "data=3: input should be a valid dictionary or instance of DataConfig"),
         ({"storage": Path("runs")}, f"storage={Path('runs')!r}: input should be a valid string"),
@@ -199,6 +198,22 @@ def test_a_name_may_have_up_to_a_hundred_letters_digits_dots_and_dashes() -> Non
 )
 def test_values_that_cannot_work_together_are_refused_with_ones_that_can(changes: dict[str, Any], message: str) -> None:
     assert refusal(**changes) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"columns": "x"}}, "'x' is one string; give a list of names, such as [\"x\"]"),
+        ({"data": {"columns": ["x", "x"]}}, "['x', 'x'] names something twice; give each name once"),
+        ({"resources_per_worker": {"CPU": 1, "gpu": 1}}, "Ray knows no such resource; did you mean GPU?"),
+        ({"hang_timeout_s": 1.0}, "hang_timeout_s=1 is below heartbeat_timeout_s=5"),
+        ({"storage": "s3:/bucket/runs"}, "is neither a path nor a URI; did you mean s3://bucket/runs?"),
+        ({"storage": "s3://"}, "storage='s3://' names no place; give a path or a URI"),
+        ({"storage": " "}, "storage=' ' names no place; give a path or a URI"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_with_what_may_be(changes: dict[str, Any], message: str) -> None:
+    assert message in refusal(**changes)
 
 
 def test_what_a_refusal_proposes_is_accepted() -> None:

@@ -423,6 +423,7 @@ def test_the_status_follows_the_run(play: Play, long_polls: None) -> None:
         fresh = await rendezvous.status()
         assert (fresh["name"], fresh["state"], fresh["total_steps"]) == ("lm", "starting", 100)
         assert fresh["step"] is fresh["last_commit"] is fresh["generation"] is None
+        await started(rendezvous)
         said = [{"event": "generation", "generation": 1, "world_size": 2}, {"event": "commit", "step": 5}]
         await rendezvous.take(said, {"step": 6, "loss": 0.5})
         assert (await rendezvous.status())["state"] == "training"

@@ -43,6 +43,7 @@ class FakeLink:
         self.stop_requested = False
         self.reconfigure_requested = False
         self.commit_requested = 0
+        self.presumed_dead = False
         self.activity = Activity()
         self.said: list[dict[str, Any]] = []
         self.joins: list[tuple[int | None, bool]] = []
@@ -72,6 +73,9 @@ class FakeLink:
             source=None if step is None else 0,
             reason=reason,
         )
+
+    def is_member_of(self, generation: int) -> bool:
+        return generation == len(self.joins) and not self.presumed_dead
 
     def say(self, event: str, **fields: Any) -> None:
         self.said.append({"event": event, **fields})
@@ -219,7 +223,8 @@ def test_a_second_model_is_refused(new_run: NewRun) -> None:
     run = new_run()
     run.prepare(Model())
     assert says(run, lambda run: run.prepare(Model())) == (
-        "run.prepare got a second model; put the parts into one torch.nn.ModuleDict and prepare that"
+        "run.prepare got a second model; write a torch.nn.Module that holds the parts and whose forward calls them, "
+        "and prepare that"
     )
 
 
@@ -631,6 +636,93 @@ def test_commits_come_every_so_many_steps(new_run: NewRun) -> None:
     run = new_run(steps=7, checkpoint={"every_steps": 3})
     train(run)
     assert link_of(run).steps_of("commit") == [3, 6, 7]
+
+
+def test_a_worker_that_is_presumed_dead_commits_nothing_and_asks_for_its_place(new_run: NewRun) -> None:
+    run = new_run(steps=7, checkpoint={"every_steps": 3})
+    link = link_of(run)
+    link.presumed_dead = True
+    taken = []
+
+    def in_step(step: Step) -> None:
+        taken.append(step.index)
+        link.presumed_dead = len(link.joins) < 2
+
+    train(run, in_step)
+    assert link.steps_of("commit") == [6, 7], "of step 3, the others made one"
+    assert taken == list(range(7)), "what is done is not done again"
+    assert len(link.joins) == 2 and "was presumed dead" in str(link.losses[1])
+
+
+def test_parameters_that_change_inside_the_loop_are_refused_by_name(new_run: NewRun) -> None:
+    def unfreeze(model: torch.nn.Module) -> None:
+        next(model.parameters()).requires_grad_(True)
+
+    def add(model: torch.nn.Module) -> None:
+        model.register_parameter("added", torch.nn.Parameter(torch.zeros(1)))
+
+    for change, name in ((unfreeze, next(iter(dict(Model().named_parameters())))), (add, "added")):
+        run = new_run(steps=3)
+        module = Model()
+        next(module.parameters()).requires_grad_(change is not unfreeze)
+        model: Any = run.prepare(module)
+        run.prepare(torch.optim.AdamW((each for each in model.parameters() if each.requires_grad), lr=0.1))
+        with pytest.raises(ConfigError, match=rf"parameters {name} were added.*give them a param_group.*lr=0"):
+            for step in run.steps():
+                if step.index == 1:
+                    change(model.module)
+                with step:
+                    for batch in step.micro_batches():
+                        step.backward(model(batch["x"]).square().mean())
+                    step.optimize()
+
+
+def test_what_would_train_something_else_is_refused(new_run: NewRun) -> None:
+    def twice(run: Run) -> None:
+        model: Any = run.prepare(Model())
+        optimizer = run.prepare(torch.optim.AdamW(model.parameters()))
+        run.prepare(optimizer)
+
+    def closure(run: Run) -> None:
+        model: Any = run.prepare(Model())
+        run.prepare(torch.optim.LBFGS(model.parameters()))
+
+    def without_a_block(run: Run) -> None:
+        model = prepared(run)
+        for step in run.steps():
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+
+    def logs(value: Any) -> Callable[[Run], None]:
+        def body(run: Run) -> None:
+            prepared(run)
+            for step in run.steps():
+                with step:
+                    step.log(accuracy=value)
+
+        return body
+
+    assert says(new_run(), twice) == "run.prepare got the same AdamW twice; prepare each optimizer once"
+    assert "takes no closure" in says(new_run(), closure)
+    assert says(new_run(), without_a_block).endswith("outside its block; write `with step:` around it")
+    assert "got accuracy of shape (3,); log one number" in says(new_run(), logs(torch.zeros(3)))
+    assert "got accuracy='high'; log a number" in says(new_run(), logs("high"))
+
+
+def test_a_loop_that_ends_early_has_its_last_step_in_the_record(new_run: NewRun) -> None:
+    run = new_run(steps=6, log_every_steps=1)
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+        if step.index == 3:
+            break
+    outcome = run.finish()
+    assert outcome["steps"] == 4
+    assert link_of(run).steps_of("steps") == [1, 2, 3, 4]
+    assert link_of(run).steps_of("commit")[-1] == 4
 
 
 def test_losses_and_logged_values_are_means_over_the_rows_of_the_global_batch(new_run: NewRun) -> None:

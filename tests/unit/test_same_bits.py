@@ -11,6 +11,7 @@ import torch
 
 from elastic_ddp.config import RunConfig
 from elastic_ddp.data.order import EpochShape
+from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.generation import Generation
 from elastic_ddp.parallel.buffers import StepBuffers
@@ -173,7 +174,10 @@ def train(group: ProcessGroup, config: RunConfig, num_rows: int, model_type: typ
     strategy = DDPStrategy(model, config, group)
     shape = EpochShape(num_rows, config.num_micro_batches, config.micro_batch_size)
     feed: Any = FakeFeed(shape, strategy.micro_batches)
-    generation = Generation(group, state, strategy, StepBuffers(state.module), feed, config.seed, config.clip_grad_norm)
+    buffers = StepBuffers(state.module)
+    generation = Generation(
+        group, state, strategy, buffers, feed, config.seed, config.clip_grad_norm, activity=Activity()
+    )
     losses = []
     assert config.steps
     for index in range(config.steps):
