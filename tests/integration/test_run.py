@@ -281,6 +281,7 @@ def test_a_second_driver_of_a_live_run_is_told_where_the_first_is_and_disturbs_n
     assert (summary["sessions"], summary["restarts"]) == (1, 0)
 
 
+@pytest.mark.chaos
 def test_a_driver_that_was_replaced_ends_without_a_word_on_the_run(folder: Path, cluster: None) -> None:
     how = ("replaced", "1", "wait", str(folder / "never"), "25")
     with jobs.driver(str(folder / "data"), str(folder / "runs"), *how) as first:
