@@ -6,7 +6,6 @@ text is by default the source of Python's standard library. Run it again with th
 
 import argparse
 import math
-import re
 
 import torch
 from gpt import GPT, next_byte_loss
@@ -35,7 +34,7 @@ def main() -> None:
         if held_out:
             run.evaluate(next_byte_loss, held_out)
 
-    low, _, high = options.workers.groups()
+    low, high = options.workers
     config = ed.RunConfig(
         name=options.name,
         storage=options.storage,
@@ -43,8 +42,8 @@ def main() -> None:
         steps=options.steps,
         global_batch_size=options.global_batch_size,
         micro_batch_size=options.micro_batch_size,
-        min_workers=int(low),
-        max_workers=int(high or low),
+        min_workers=low,
+        max_workers=high,
         resources_per_worker={"CPU": 1.0, "GPU": 1.0} if options.gpu else {"CPU": 1.0},
         precision=options.precision,
         reduction=options.reduction,
@@ -62,6 +61,11 @@ def warm_cosine(done: float) -> float:
     return min(1.0, done / 0.1 + 0.01) * (0.5 + 0.5 * math.cos(math.pi * min(done, 1.0)))
 
 
+def workers(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="gpt", help="of the run; the same name resumes it")
@@ -73,13 +77,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--held-out", help="Parquet to evaluate on, when --data is Parquet")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument(
-        "--workers",
-        default="2",
-        type=lambda text: re.fullmatch(r"(\d+)(:(\d+))?", text) or parser.error(f"--workers {text}: give 2, or 1:4"),
-        metavar="MIN:MAX",
-        help="how many workers, or from how many to how many",
-    )
+    parser.add_argument("--workers", default="2", type=workers, metavar="MIN:MAX", help="how many, or from how many on")
     parser.add_argument("--global-batch-size", type=int, default=32)
     parser.add_argument("--micro-batch-size", type=int, default=8)
     parser.add_argument("--context", type=int, default=128, help="bytes that the model sees")

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -37,8 +38,8 @@ class RendezvousLink:
     def __init__(self, rendezvous: RendezvousHandle, member: Member, heartbeat_timeout_s: float) -> None:
         self.member = member
         self._rendezvous = rendezvous
-        self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        """None ends it."""
+        self._outbox: queue.SimpleQueue[dict[str, Any] | tuple[int, Future[bool]] | None] = queue.SimpleQueue()
+        """Messages, questions whether a generation is still this worker's, and None, which ends it."""
         self._progress: dict[str, Any] | None = None
         self.activity = Activity()
         """Where the training thread is, which tells it."""
@@ -69,8 +70,11 @@ class RendezvousLink:
         return self._signals.commit
 
     def is_member_of(self, generation: int) -> bool:
-        """Whether the rendezvous still counts on this worker in a generation. Waits for Ray."""
-        return bool(ray.get(self._rendezvous.is_member_of.remote(self.member, generation)))
+        """Whether the rendezvous still counts on this worker in a generation. Waits for the answer, which the link's
+        thread asks for, after all that was said before."""
+        answer: Future[bool] = Future()
+        self._outbox.put((generation, answer))
+        return answer.result()
 
     def leave(self, why: str, within_s: float) -> None:
         """Asks to be let go at a step boundary."""
@@ -152,14 +156,21 @@ class RendezvousLink:
         """What waits to be sent, up to the end."""
         messages = []
         while not self._outbox.empty() and (message := self._outbox.get()) is not None:
-            messages.append(message)
+            if isinstance(message, dict):
+                messages.append(message)
         return messages
 
     def _speak(self) -> None:
         while (message := self._outbox.get()) is not None:
             try:
-                self._send([message])
-            except ray.exceptions.RayError:
+                if isinstance(message, dict):
+                    self._send([message])
+                else:
+                    generation, answer = message
+                    answer.set_result(ray.get(self._rendezvous.is_member_of.remote(self.member, generation)))
+            except ray.exceptions.RayError as error:
+                if isinstance(message, tuple):
+                    message[1].set_exception(error)
                 return  # the driver is gone, and this worker goes with it
 
     def _send(self, messages: list[dict[str, Any]]) -> None:
