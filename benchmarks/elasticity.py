@@ -1,8 +1,11 @@
-"""What a change of membership costs: `python benchmarks/elasticity.py` prints a table and writes its figures as JSON.
+"""What a change of membership costs, beside what it costs with others: `python benchmarks/elasticity.py [--peers all]`.
 
-A run on two workers, over gloo. Again and again one of them is killed (SIGKILL, rank 0 and rank 1 in turn); the other
-goes on alone, and a replacement that Ray Train starts joins it. A stall is the time between two ends of steps that a
-change lies between, less the median of the steps before it. All that the run tells the benchmark is when steps ended.
+The same small workload (`peers/workload.py`) and the same events on every system: a worker is added, one is killed
+(SIGKILL, of a seeded rank), one is taken away with notice. Every worker writes down when it completed which step; from
+that alone come the stalls and the steps that were done twice (`peers/measures.py`). Without --peers, elastic_ddp alone.
+
+Writes results.json and table.md into a folder, and with peers elasticity.png and elasticity.svg, which need
+`pip install 'elastic_ddp[bench]'`.
 """
 
 from __future__ import annotations
@@ -11,167 +14,187 @@ import argparse
 import json
 import os
 import platform
+import random
 import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from importlib.metadata import version
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-import torch
+from peers import report
+from peers.measures import Event, has_begun, is_settled, measure
+from peers.ours import ElasticDDP
+from peers.ray_train import RayTrain, RayTrainTuned
+from peers.system import System
+from peers.torch_ft import TorchFT, TorchFTTuned
+from peers.torchrun import Torchrun, TorchrunTuned
+from peers.workload import GLOBAL_BATCH_SIZE, WAIT_S, StepEnd
 from rich.console import Console
 from rich.table import Table
 
-FEATURES = 256
-ROWS = 131_072
-TARGETS = {"kill a worker": 0.35, "add a worker": 0.15}
+SYSTEMS: dict[str, type[System]] = {
+    system.about.name: system
+    for system in (ElasticDDP, RayTrain, RayTrainTuned, Torchrun, TorchrunTuned, TorchFT, TorchFTTuned)
+}
+WORKERS = {"add": (2, 3), "kill": (3, 3), "drain": (3, 2)}
+"""By event: workers before, and after it."""
+TARGETS = {"a worker is killed": 0.35, "a worker joins": 0.15}
+"""Seconds that elastic_ddp may stall."""
+
+console = Console()
 
 
-def write_dataset(folder: Path) -> None:
-    """128 MiB: more than pipelines hold ready, so that they are at work when membership changes."""
-    values = np.random.default_rng(0).normal(size=(ROWS * FEATURES,)).astype(np.float32)
-    table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(values), FEATURES)})
-    pq.write_table(table, folder / "rows.parquet", row_group_size=1024)
+def wait_until(
+    system: System, condition: Callable[[list[StepEnd]], bool], patience_s: float
+) -> tuple[bool, list[StepEnd]]:
+    """Whether it came true in time, and the steps so far."""
+    end = time.monotonic() + patience_s
+    while not condition(ends := system.step_ends()):
+        if time.monotonic() > end or system.ended():
+            return False, ends
+        time.sleep(0.5)
+    return True, ends
 
 
-# The run.
+def cause(event: str, system: System, rank: int, *, patience_s: float) -> dict[str, Any]:
+    """Does it to a run that trains, waits until it trains on as it should, and measures."""
+    at, load, victim = time.time(), os.getloadavg()[0], None
+    if event == "add":
+        system.add_worker()
+    elif event == "kill":
+        victim = system.kill_worker(rank)
+    else:
+        system.drain_worker()
+    happened = Event(at, WORKERS[event][1], victim)
+    _, ends = wait_until(system, partial(is_settled, event=happened), patience_s)
+    figures = measure(ends, happened, now=time.time(), ended=system.ended())
+    return {"rank": rank if event == "kill" else None, "load": load, **figures}
 
 
-def run(folder: str, width: int) -> None:
-    import ray
-
-    import elastic_ddp as ed
-
-    def train(run: ed.Run) -> None:
-        net = torch.nn.Sequential(torch.nn.Linear(FEATURES, width), torch.nn.ReLU(), torch.nn.Linear(width, FEATURES))
-        model = run.prepare(net)
-        run.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
-        with open(f"{folder}/steps-{os.getpid()}", "w", buffering=1) as log:
-            for step in run.steps():
-                with step:
-                    for batch in step.micro_batches():
-                        step.backward((model(batch["x"]) - batch["x"]).square().mean())
-                    step.optimize()
-                if step.agreed is not None:
-                    log.write(f"{time.time()} {step.index} {run.rank} {run.world_size}\n")
-
-    config = {"name": "elasticity", "storage": folder, "steps": 10**6, "max_workers": 2, "resize_interval_s": 1.0}
-    config |= {"global_batch_size": 64, "micro_batch_size": 16, "checkpoint": {"every_seconds": 3600.0}}
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="error")
-    ed.ElasticTrainer(train, f"{folder}/data", config).fit()
-
-
-# The faults.
-
-
-@dataclass(frozen=True)
-class StepEnd:
-    time: float
-    step: int
-    rank: int
-    world_size: int
-    pid: int
-
-
-def step_ends(folder: Path) -> list[StepEnd]:
-    """Of all workers, in the order in which they happened."""
-    ends = []
-    for path in folder.glob("steps-*"):
-        for line in path.read_text().splitlines():
-            fields = line.split()
-            if len(fields) == 4:
-                ends.append(StepEnd(float(fields[0]), *map(int, fields[1:]), int(path.name.partition("-")[2])))  # type: ignore[call-arg]
-    return sorted(ends, key=lambda end: end.time)
-
-
-def wait_until(folder: Path, world_size: int, steps: int, process: subprocess.Popen[bytes]) -> list[StepEnd]:
-    """The ends of steps, once the newest `steps` were all made by so many workers."""
-    while True:
-        ends = step_ends(folder)
-        newest = [end for end in ends if ends and end.step > ends[-1].step - steps]
-        if len(newest) >= steps * world_size and all(end.world_size == world_size for end in newest):
-            return ends
-        if process.poll() is not None:
-            raise SystemExit("the run ended by itself")
-        time.sleep(0.2)
-
-
-def stalls(ends: list[StepEnd], kills: list[float]) -> dict[str, list[float]]:
-    """Seconds by kind of change, each less a step's usual time."""
-    first: dict[int, StepEnd] = {}
-    for end in ends:
-        first.setdefault(end.step, end)
-    line = [first[step] for step in sorted(first)]
-    found: dict[str, list[float]] = {name: [] for name in TARGETS}
-    for place in range(1, len(line)):
-        before, after = line[place - 1], line[place]
-        around = line[max(0, place - 20) : place]
-        usual = statistics.median(b.time - a.time for a, b in pairwise(around)) if place > 2 else 0.0
-        gap = after.time - before.time - usual
-        if any(before.time <= kill < after.time for kill in kills):
-            found["kill a worker"].append(gap)
-        elif after.world_size > before.world_size:
-            found["add a worker"].append(gap)
+def run_system(
+    make: type[System], scratch: Path, *, events: list[str], repeats: int, seed: int, patience_s: float
+) -> dict[str, list[dict[str, Any]]]:
+    """All events, one after the other, in one run for as long as it survives them and otherwise in a new one."""
+    found: dict[str, list[dict[str, Any]]] = {event: [] for event in events}
+    ranks = random.Random(seed)
+    system: System | None = None
+    workers, begun = 0, False
+    try:
+        for _ in range(repeats):
+            rank = ranks.randrange(WORKERS["kill"][0])
+            for event in events:
+                if system is None or workers != WORKERS[event][0]:
+                    if system is not None:
+                        system.stop()
+                    system = make(Path(tempfile.mkdtemp(dir=scratch)))
+                    system.start(WORKERS[event][0])
+                    condition = partial(has_begun, workers=WORKERS[event][0])
+                    begun, _ = wait_until(system, condition, patience_s)
+                if begun:
+                    figures = cause(event, system, rank, patience_s=patience_s)
+                else:
+                    figures = {"recovered": False, "outcome": f"it did not start in {patience_s:g} s"}
+                    console.print((system.folder / "log").read_text(errors="replace")[-4000:], markup=False)
+                found[event].append(figures)
+                workers = WORKERS[event][1] if figures["recovered"] else 0
+                console.print(f"{make.about.name}, {event}: {_in_words(figures)}", highlight=False, soft_wrap=True)
+    finally:
+        if system is not None:
+            system.stop()
     return found
 
 
-def measure(folder: Path, *, cycles: int, width: int) -> dict[str, Any]:
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen([sys.executable, __file__, "--run", str(folder), str(width)], stdout=log, stderr=log)
-        kills: list[float] = []
+def _in_words(figures: dict[str, Any]) -> str:
+    if not figures["recovered"]:
+        return str(figures["outcome"])
+    return (
+        f"stall {figures['stall_s']:.2f} s, {figures['steps_done_twice']} steps done twice, "
+        f"all at work after {figures['all_at_work_after_s']:.1f} s"
+    )
+
+
+def describe_machine() -> dict[str, Any]:
+    versions = {}
+    for name in ("torch", "ray", "torchft"):
         try:
-            for cycle in range(cycles + 1):
-                ends = wait_until(folder, 2, 40, process)
-                if cycle < cycles:
-                    victim = next(end.pid for end in reversed(ends) if end.rank == cycle % 2)
-                    kills.append(time.time())
-                    os.kill(victim, signal.SIGKILL)
-                    wait_until(folder, 1, 20, process)
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-        finally:
-            if process.poll() is None:
-                process.kill()
-    made = [end.step for end in ends if end.rank == 0]
-    return {"stalls": stalls(ends, kills), "steps": max(made) + 1, "steps_done_twice": len(made) - len(set(made))}
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {"cpus": os.cpu_count(), "python": platform.python_version(), **versions}
+
+
+def print_ours(results: dict[str, Any]) -> None:
+    """Every change on its own: that a worker is killed is one, that another replaces it the next."""
+    changes: dict[str, list[float]] = {}
+    events = results["systems"][ElasticDDP.about.name]["events"]
+    for event, each in events.items():
+        for figures in each:
+            for change in figures.get("changes", []):
+                joins = change["to"] > change["from"]
+                name = "a worker joins" if joins else "a worker is killed" if event == "kill" else "a worker leaves"
+                changes.setdefault(name, []).append(change["stall_s"])
+    table = Table("elastic_ddp", "stall, s: median (least to most)", "times", "target")
+    for name, seconds in changes.items():
+        table.add_row(name, report.spread(seconds), str(len(seconds)), str(TARGETS.get(name, "")))
+    console.print(table)
+    twice = sum(figures.get("steps_done_twice", 0) for each in events.values() for figures in each)
+    console.print(f"{twice} steps done twice")
 
 
 def main() -> None:
+    peers = [name for name in SYSTEMS if name != ElasticDDP.about.name]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/elasticity.json"))
-    parser.add_argument("--cycles", type=int, default=8, help="kills, and so replacements")
-    parser.add_argument("--width", type=int, default=1024, help="of the model's hidden layer")
-    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)  # how the run is started
+    parser.add_argument("--peers", default="", help=f"all, or some of {','.join(peers)}")
+    parser.add_argument("--repeats", type=int, default=3, help="of every event, on every system")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/elasticity"), help="folder of the results")
+    parser.add_argument("--events", default=",".join(WORKERS), help="some of add,kill,drain")
+    parser.add_argument("--seed", type=int, default=0, help="of the ranks that are killed")
+    parser.add_argument("--patience-s", type=float, default=120.0, help="until a system is said not to recover")
     options = parser.parse_args()
-    if options.run:
-        run(options.run[0], int(options.run[1]))
-        return
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "data").mkdir()
-        write_dataset(Path(name) / "data")
-        results = measure(Path(name), cycles=options.cycles, width=options.width)
-    versions = {name: version(name) for name in ("torch", "ray")}
-    results["machine"] = {"cpus": os.cpu_count(), "python": platform.python_version(), **versions}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=2) + "\n")
-    table = Table("", "median s", "least", "most", "times", "target")
-    for kind, seconds in results["stalls"].items():
-        figures = [f"{value:.2f}" for value in (statistics.median(seconds), min(seconds), max(seconds))]
-        table.add_row(kind, *figures, str(len(seconds)), f"{TARGETS[kind]}")
-    console = Console()
+    chosen = peers if options.peers == "all" else [name for name in options.peers.split(",") if name]
+    events = options.events.split(",")
+    if unknown := sorted({*chosen} - {*peers}) + sorted({*events} - {*WORKERS}):
+        parser.error(f"no {', '.join(unknown)}: peers are {', '.join(peers)}, events {', '.join(WORKERS)}")
+    needs = {"matplotlib": bool(chosen), "torchft": any(name.startswith("torchft") for name in chosen)}
+    if missing := [name for name, needed in needs.items() if needed and find_spec(name) is None]:
+        parser.error(f"{' and '.join(missing)} missing; pip install 'elastic_ddp[bench]' brings what peers need")
+
+    results: dict[str, Any] = {
+        "machine": describe_machine(),
+        "workload": {"global_batch_size": GLOBAL_BATCH_SIZE, "wait_s": WAIT_S},
+        "repeats": options.repeats,
+        "seed": options.seed,
+        "patience_s": options.patience_s,
+        "systems": {},
+    }
     console.print(f"{results['machine']}")
-    console.print(table)
-    console.print(
-        f"{results['steps']} steps, {results['steps_done_twice']} of them done twice; written to {options.output}"
-    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # like Ctrl-C: what was started is ended
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        os.environ["RAY_TMPDIR"] = scratch  # or whoever calls ray.init() on this machine would join our clusters
+        for name in [ElasticDDP.about.name, *chosen]:
+            system = SYSTEMS[name]
+            found = run_system(
+                system,
+                Path(scratch),
+                events=events,
+                repeats=options.repeats,
+                seed=options.seed,
+                patience_s=options.patience_s,
+            )
+            results["systems"][name] = {**asdict(system.about), "events": found}
+            (options.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    (options.out / "table.md").write_text(report.markdown(results))
+    if chosen:
+        report.plot(results, options.out)
+    print_ours(results)
+    console.print(f"written to {options.out}")
 
 
 if __name__ == "__main__":

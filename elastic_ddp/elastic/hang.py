@@ -83,9 +83,14 @@ class HangWatch:
         """Where each was last."""
         return {member: seen.whereabouts.place for member, seen in self._seen.items()}
 
-    def culprits(self) -> list[str]:
-        """Those that others wait for; nobody, if none of them waits, or all do."""
-        stuck = [member for member, place in self.places().items() if place not in WAITING]
+    def culprits(self, *, is_broken: bool) -> list[str]:
+        """Those that others wait for; nobody, if none of them waits, or all do.
+
+        Args:
+            is_broken: the generation has ended, and all should have come to the rendezvous since.
+        """
+        waiting = ("rendezvous",) if is_broken else WAITING
+        stuck = [member for member, place in self.places().items() if place not in waiting]
         return stuck if len(stuck) < len(self._seen) else []
 
 

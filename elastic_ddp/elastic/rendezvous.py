@@ -193,8 +193,9 @@ class Rendezvous:
     async def _on_lost(self, member: str, how: str) -> None:
         async with self._changed:
             known = self._membership.is_gone(member) is not None
-            generation = self._membership.generation
-            if self._membership.lose(member, how):
+            generation, current = self._membership.generation, self._membership.current
+            was_in_it = not known and current is not None and member in current.ids
+            if self._membership.lose(member, how) or was_in_it:
                 self._record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
             elif not known and self._journal.ended is None:
                 self._record("newcomer_lost", generation=generation, member=member, error=how)
@@ -232,13 +233,14 @@ class Rendezvous:
             self._end_hang(now_s)
 
     def _end_hang(self, now_s: float) -> None:
-        generation, places, culprits = self._membership.generation, self._watch.places(), self._watch.culprits()
+        generation, places = self._membership.generation, self._watch.places()
+        culprits = self._watch.culprits(is_broken=self._membership.loss is not None)
         silent_s = self._watch.timeout_s
         self._record("hang", generation=generation, places=places, culprits=culprits, seconds=silent_s)
         for member in culprits:
             how = f"it hung in '{places[member]}' for {silent_s:g} s (hang_timeout_s) while others waited for it"
-            if self._membership.lose(member, how):
-                self._record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
+            self._membership.lose(member, how)
+            self._record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
         if not culprits and all(place in WAITING for place in places.values()):
             self._membership.loss = f"no collective was completed for {silent_s:g} s (hang_timeout_s)"
             self._record("worker_lost", generation=generation, reported_by=None, error=self._membership.loss)

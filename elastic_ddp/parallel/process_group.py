@@ -20,6 +20,8 @@ from elastic_ddp.errors import PeerLostError
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it; 2.11 knows only the old name."""
 
+CONNECT_S = 5.0
+"""How long the store of a generation may take to be reached."""
 _OURS, _TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 _LOST_PEER_SIGNS = (
@@ -90,7 +92,15 @@ class ProcessGroup:
             on_forming: told of the group before it waits for its peers, so that it can be cut from there on.
         """
         before = _connections()
-        store = dist.TCPStore(assignment.store_host, assignment.store_port, is_master=False, wait_for_workers=False)
+        # Soon or not at all: the rendezvous that hosts it may have died since, and its next one has another address.
+        store = dist.TCPStore(
+            assignment.store_host,
+            assignment.store_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=CONNECT_S),
+        )
+        store.set_timeout(datetime.timedelta(seconds=timeout_s))
         group = cls(assignment, device, _connections() - before)
         on_forming(group)
         dist.init_process_group(

@@ -164,6 +164,7 @@ def test_a_worker_that_gets_sigterm_leaves_between_two_steps_and_is_replaced(
     assert same_bits(summary(folder, NAME), calm)
 
 
+@pytest.mark.chaos
 def test_the_last_worker_commits_before_ray_takes_its_node_away(
     calm: Mapping[str, Any], connected: Cluster, folder: Path
 ) -> None:

@@ -230,7 +230,7 @@ def drive(folder: Path, name: str, *how: str, workers: int = 2) -> subprocess.Co
     return jobs.drive(str(folder / "data"), str(folder / "runs"), name, str(workers), *how)
 
 
-@pytest.mark.parametrize("how", ["kill-driver", "interrupt"])
+@pytest.mark.parametrize("how", ["kill-driver", pytest.param("interrupt", marks=pytest.mark.chaos)])
 def test_the_same_command_resumes_a_run_whose_driver_is_gone(folder: Path, calm: ed.RunResult, how: str) -> None:
     marker = folder / how
     first = drive(folder, how, how, str(marker), "25")
@@ -261,6 +261,7 @@ def until_live(driver: subprocess.Popen[str], storage: Storage) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.chaos
 def test_a_second_driver_of_a_live_run_is_told_where_the_first_is_and_disturbs_nothing(
     folder: Path, calm: ed.RunResult
 ) -> None:

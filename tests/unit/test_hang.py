@@ -35,17 +35,26 @@ def test_the_one_that_others_wait_for_is_the_culprit() -> None:
     watch.hear("a", Whereabouts(5, "reduction"), 0.0)
     watch.hear("b", Whereabouts(4, "forward"), 0.0)
     watch.hear("c", Whereabouts(9, "rendezvous"), 0.0)
-    assert watch.culprits() == ["b"]
+    assert watch.culprits(is_broken=False) == ["b"]
 
 
 def test_nobody_is_named_if_all_wait_or_none_does() -> None:
     watch = watch_of("a", "b")
     for member in "ab":
         watch.hear(member, Whereabouts(5, "reduction"), 0.0)
-    assert watch.culprits() == []
+    assert watch.culprits(is_broken=False) == []
     for member in "ab":
         watch.hear(member, Whereabouts(6, "forward"), 0.0)
-    assert watch.culprits() == []
+    assert watch.culprits(is_broken=False) == []
+
+
+def test_once_a_generation_is_broken_all_but_those_at_the_rendezvous_are_culprits() -> None:
+    watch = watch_of("a", "b", "c")
+    watch.hear("a", Whereabouts(5, "rendezvous"), 0.0)
+    watch.hear("b", Whereabouts(4, "hand-over"), 0.0)
+    watch.hear("c", Whereabouts(9, "reduction"), 0.0)
+    assert watch.culprits(is_broken=True) == ["b", "c"]
+    assert watch.culprits(is_broken=False) == []
 
 
 def test_the_dead_do_not_hang() -> None:

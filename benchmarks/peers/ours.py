@@ -1,0 +1,74 @@
+"""elastic_ddp, with its defaults."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from peers import workload
+from peers.ray_cluster import RaySystem
+from peers.system import About, module
+from peers.workload import FEATURES, GLOBAL_BATCH_SIZE, StepLog, loss_fn, make_model, wait
+
+ROWS = 131_072
+
+
+class ElasticDDP(RaySystem):
+    about = About(
+        name="elastic_ddp",
+        settings="defaults; rows from Parquet through Ray Data",
+        not_kept="nothing: the same batches, every sample once, the same bits at every number of workers",
+    )
+
+    def start_driver(self, address: str) -> None:
+        write_dataset(self.folder / "data")
+        self.spawn(module("ours", str(self.folder)), RAY_ADDRESS=address)
+
+
+def write_dataset(folder: Path) -> None:
+    """128 MiB: more than pipelines hold ready, so that they are at work when membership changes."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    values = np.random.default_rng(0).normal(size=(ROWS * FEATURES,)).astype(np.float32)
+    table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(values), FEATURES)})
+    pq.write_table(table, folder / "rows.parquet", row_group_size=1024)
+
+
+def run(folder: str) -> None:
+    from ray import cloudpickle
+
+    import elastic_ddp as ed
+
+    cloudpickle.register_pickle_by_value(workload)  # nodes do not have this folder among their modules
+
+    def train(run: ed.Run) -> None:
+        model = run.prepare(make_model())
+        run.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        log = StepLog(folder)
+        for step in run.steps():
+            with step:
+                wait()
+                for batch in step.micro_batches():
+                    step.backward(loss_fn(model, batch["x"]))
+                step.optimize()
+            if step.agreed is not None:
+                log.step_ended(step.index, rank=run.rank, world_size=run.world_size)
+
+    config = ed.RunConfig(
+        name="elasticity",
+        storage=folder,
+        steps=10**6,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        micro_batch_size=GLOBAL_BATCH_SIZE // 4,
+        max_workers=3,
+    )
+    ed.ElasticTrainer(train, f"{folder}/data", config).fit()
+
+
+if __name__ == "__main__":
+    run(sys.argv[1])

@@ -1,0 +1,135 @@
+"""torchft: replicas that train on while others fail, each under a torchrun of its own, and a lighthouse.
+
+The workers are started as torchft's own torchx component does it: a replica is one worker under torchrun, which starts
+it again when it dies. A replica whose torchrun is gone too is replaced by nobody.
+"""
+
+# No `from __future__ import annotations`: DDP compares the annotations of a communication hook with the types.
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peers.system import About, System, free_port
+from peers.workload import GLOBAL_BATCH_SIZE, StepLog, loss_fn, make_model, make_rows, wait
+
+_START_WORKERS = 2
+_MAX_REPLICAS = 16
+"""torchft's sampler cuts the data into shards by the most replicas that there may be."""
+
+
+NOT_KEPT = (
+    "the samples in flight, and while a replica is missing those of its shard; the batch, which grows and shrinks with "
+    "the workers; the bits of an undisturbed run. It starts no replacement itself: here torchrun does, for a process "
+    "but not for a machine"
+)
+
+
+class TorchFT(System):
+    about = About(
+        name="torchft",
+        settings=(
+            "0.2.0 with a fix of its DDP hook on gloo; --min_replicas 1 --quorum_tick_ms 50 --join_timeout_ms 1000 "
+            "--heartbeat_timeout_ms 1000; torchrun --max-restarts=10 for each replica"
+        ),
+        not_kept=NOT_KEPT,
+        remarks={"kill": "the torchrun of the killed replica starts it again"},
+    )
+    heartbeat_timeout_ms = 1000
+
+    def start(self, num_workers: int) -> None:
+        port = free_port()
+        self._lighthouse = f"http://localhost:{port}"
+        command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"0.0.0.0:{port}"]
+        command += ["--min_replicas", "1", "--quorum_tick_ms", "50", "--join_timeout_ms", "1000"]
+        self.spawn([*command, "--heartbeat_timeout_ms", str(self.heartbeat_timeout_ms)], RUST_BACKTRACE="1")
+        self._replicas: list[subprocess.Popen[bytes]] = []
+        self._started = 0
+        for _ in range(num_workers):
+            self.add_worker()
+
+    def add_worker(self) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1"]
+        command += ["--max-restarts=10", f"--master-port={free_port()}", "-m", "peers.torch_ft"]
+        environment = {"TORCHFT_LIGHTHOUSE": self._lighthouse, "REPLICA_GROUP_ID": str(self._started)}
+        self._replicas.append(self.spawn(command, **environment))
+        self._started += 1
+
+    def drain_worker(self) -> None:
+        """torchrun hands the signal on, and the worker leaves when its step is done."""
+        self._replicas.pop().send_signal(signal.SIGTERM)
+
+    def ended(self) -> bool:
+        return all(replica.poll() is not None for replica in self._replicas)
+
+
+class TorchFTTuned(TorchFT):
+    about = replace(TorchFT.about, name="torchft-tuned", settings="the same with --heartbeat_timeout_ms 300")
+    heartbeat_timeout_ms = 300
+
+
+def _comm_hook(manager: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The one line that torchft 0.2.0 needs on gloo. Its own hook hands on the future inside of torchft's, and after an
+    error there is none, so that the survivors of a lost replica die of an assertion. Here the all-reduce has been
+    waited for, and a finished future says the same."""
+    manager.allreduce(bucket.buffer()).wait()
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def train(folder: str, replica: int) -> None:
+    from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
+
+    DistributedDataParallel._comm_hook = staticmethod(_comm_hook)
+    leaving = []
+    signal.signal(signal.SIGTERM, lambda *_: leaving.append(True))
+
+    def state_dict() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        min_replica_size=1,
+        load_state_dict=load_state_dict,
+        state_dict=state_dict,
+        replica_id=f"elasticity_{replica}",
+        timeout=timedelta(seconds=30),
+    )
+    model = DistributedDataParallel(manager, make_model())
+    optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    rows = torch.utils.data.TensorDataset(make_rows())
+    sampler = DistributedSampler(
+        rows, replica_rank=replica % _MAX_REPLICAS, num_replica_groups=_MAX_REPLICAS, group_rank=0, num_replicas=1
+    )
+    loader = torch.utils.data.DataLoader(rows, batch_size=GLOBAL_BATCH_SIZE // _START_WORKERS, sampler=sampler)
+    log, steps_done = StepLog(folder), 0
+    while True:
+        for (x,) in loader:
+            optimizer.zero_grad()
+            wait()
+            loss_fn(model, x).backward()
+            optimizer.step()
+            # A step that an error spoiled is not counted; in its first one, a newcomer only gets the others' state.
+            if manager.current_step() > steps_done and manager.is_participating():
+                rank = manager.participating_rank()
+                log.step_ended(manager.current_step() - 1, rank=rank, world_size=manager.num_participants())
+            steps_done = manager.current_step()
+            if leaving:
+                manager.shutdown()
+                return
+
+
+if __name__ == "__main__":
+    train(os.environ["FOLDER"], int(os.environ["REPLICA_GROUP_ID"]))

@@ -1,0 +1,35 @@
+"""The data set of the chaos tests, and the run that nothing disturbs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.chaos.runs import Trial
+from tests.integration import jobs
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chaos")
+    (folder / "data").mkdir()
+    jobs.write_rows(str(folder / "data"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_node() -> Iterator[None]:
+    """Ray on this machine, with room for one worker more than the runs have."""
+    ray.init("local", num_cpus=4, include_dashboard=False, logging_level="WARNING")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def calm(one_node: None, folder: Path) -> Mapping[str, Any]:
+    """The summary of the undisturbed run, on one worker. A run that is finished is left alone, and told again."""
+    return Trial(folder, "calm", settings={"max_workers": 1}).fit().summary
