@@ -11,6 +11,7 @@ import torch
 
 from elastic_ddp.batching import micro_batch_ranges, processing_order
 from elastic_ddp.data.feed import MicroBatchFeed
+from elastic_ddp.data.feeds import Feeds
 from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.ddp import DDPStrategy
@@ -20,26 +21,36 @@ from elastic_ddp.step import Step
 from elastic_ddp.train_state import TrainState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from elastic_ddp.job import Job
 
 
-def open_feed(job: Job, micro_batches: Sequence[int], *, first_step: int, device: torch.device) -> MicroBatchFeed:
-    """A feed of a run's training set, from a step on, for a worker that owns some micro-batches."""
+def feeds_of(job: Job, device: torch.device) -> Feeds:
+    """The feeds of a worker, of a run's training set."""
     config = job.config
-    return MicroBatchFeed(
-        job.index,
-        seed=config.seed,
-        num_micro_batches=config.num_micro_batches,
-        micro_batch_size=config.micro_batch_size,
-        micro_batches=micro_batches,
-        first_step=first_step,
-        last_step=job.total_steps,
-        options=config.data,
-        transform=job.transform,
-        device=device,
-    )
+
+    def make(micro_batches: tuple[int, ...], first_step: int, after: Callable[[], object]) -> MicroBatchFeed:
+        return MicroBatchFeed(
+            job.index,
+            seed=config.seed,
+            num_micro_batches=config.num_micro_batches,
+            micro_batch_size=config.micro_batch_size,
+            micro_batches=micro_batches,
+            first_step=first_step,
+            last_step=job.total_steps,
+            options=config.data,
+            transform=job.transform,
+            device=device,
+            after=after,
+        )
+
+    return Feeds(make)
+
+
+def micro_batches_of(rank: int, *, num_micro_batches: int, world_size: int) -> tuple[int, ...]:
+    """What a rank computes in every step, in its order."""
+    return tuple(processing_order(micro_batch_ranges(num_micro_batches, world_size)[rank]))
 
 
 @dataclass
@@ -51,6 +62,7 @@ class Generation:
     strategy: DDPStrategy
     buffers: StepBuffers
     feed: MicroBatchFeed
+    feeds: Feeds
     seed: int
     clip_grad_norm: float | None
     activity: Activity
@@ -64,6 +76,7 @@ class Generation:
         job: Job,
         state: TrainState,
         device: torch.device,
+        feeds: Feeds,
         load_state: Callable[[], dict[str, Any] | None],
         on_forming: Callable[[ProcessGroup], None],
         on_formed: Callable[[], None],
@@ -76,6 +89,7 @@ class Generation:
             job: what the run is.
             state: this rank's objects; on ranks that lag, overwritten by those of the most advanced.
             device: where the model is.
+            feeds: this worker's, of which it takes one.
             load_state: called on rank 0 alone, and only if no rank holds a state: the one to start from, or None for
                 what the user's function built.
             on_forming: told of the process group as soon as it can be cut.
@@ -83,40 +97,42 @@ class Generation:
             activity: this worker's.
         """
         forming: list[ProcessGroup] = []
-        feeds: list[MicroBatchFeed] = []
+        opened: list[MicroBatchFeed] = []
+        owned = micro_batches_of(
+            assignment.rank, num_micro_batches=job.config.num_micro_batches, world_size=assignment.world_size
+        )
 
         def begin(group: ProcessGroup) -> None:
             forming.append(group)
             on_forming(group)
 
         try:
+            feeds.settle(owned, assignment.first_step)
             group = ProcessGroup.form(
                 assignment, device=device, timeout_s=job.config.collective_timeout_s, on_forming=begin
             )
             on_formed()
             if assignment.first_step is not None:
-                # The first rows come while the state does. Not before the group is formed: it knows its connections by
-                # those that were opened meanwhile.
-                owned = processing_order(micro_batch_ranges(job.config.num_micro_batches, group.world_size)[group.rank])
-                feeds.append(open_feed(job, owned, first_step=assignment.first_step, device=device))
+                opened.append(feeds.open(owned, assignment.first_step))  # its first rows come while the state does
             cls._share_state(group, state=state, load_state=load_state)
             assert state.model is not None
             strategy = DDPStrategy(state.model, job.config, group)
-            if not feeds:
-                feeds.append(open_feed(job, strategy.micro_batches, first_step=state.position.step, device=device))
+            if not opened:
+                opened.append(feeds.open(owned, state.position.step))
             return cls(
                 group,
                 state,
                 strategy,
                 StepBuffers(state.module),
-                feeds[0],
+                opened[0],
+                feeds,
                 job.config.seed,
                 job.config.clip_grad_norm,
                 activity,
             )
         except BaseException:
-            for feed in feeds:
-                feed.close()
+            for feed in opened:
+                feeds.close(feed)
             for group in forming:
                 group.close(intact=False)
             raise
@@ -167,6 +183,6 @@ class Generation:
 
     def close(self, *, intact: bool) -> None:
         """Ends the generation. See `ProcessGroup.close` for `intact`."""
-        self.feed.close()
+        self.feeds.close(self.feed)
         self.strategy.close()
         self.group.close(intact=intact)

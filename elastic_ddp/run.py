@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,9 +12,10 @@ import torch
 from elastic_ddp.commits import Commits
 from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
+from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerLostError, WorkersLostError
 from elastic_ddp.evaluation import evaluate
-from elastic_ddp.generation import Generation, open_feed
+from elastic_ddp.generation import Generation, feeds_of, micro_batches_of
 from elastic_ddp.job import Job
 from elastic_ddp.parallel.ddp import PreparedModel
 from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
@@ -23,7 +25,6 @@ from elastic_ddp.telemetry.account import Account
 from elastic_ddp.train_state import Position, Stateful, TrainState
 
 if TYPE_CHECKING:
-    from elastic_ddp.data.feed import MicroBatchFeed
     from elastic_ddp.data.source import Transform
 
 Prepared = TypeVar("Prepared")
@@ -31,6 +32,10 @@ Result = TypeVar("Result")
 
 FORMED_AGAIN = 10
 """Times that a generation may break while it forms, before something else than a death is taken for the cause."""
+LONG_STEP_S = 1.0
+"""Steps beside which the tenth of a second is nothing that the first rows take to come."""
+PREPARE_S = 5.0
+"""How long training goes on while a worker reads the first rows of its part in the next generation."""
 LOSSES_IN_A_ROW = 3
 """Times that the same processes lose the same step before it is taken for a fault in it rather than in a connection."""
 
@@ -51,6 +56,9 @@ class Run:
         self._state = TrainState()
         self._generation: Generation | None = None
         self._commits = Commits(job, link)
+        self._feeds = feeds_of(job, device)
+        self._preparing_since: float | None = None
+        """Since when this worker gets ready for another generation."""
         self._account = Account()
         self._activity = link.activity
         self._holds_state = False
@@ -210,22 +218,19 @@ class Run:
     def _next_generation(self, lost: str | None, *, between_steps: bool = True) -> Generation:
         """The next generation in which steps are made, formed again if a peer is lost while it forms."""
         account = self._account.seconds()
-        warm_feed = None if self._holds_state else self._warm_up()
+        if not self._holds_state:
+            self._warm_up()
         for _ in range(FORMED_AGAIN):
             self._activity.enter("rendezvous")
             step = self.position.step if self._holds_state else None
-            try:
-                assignment = self._link.join(
-                    step=step,
-                    between_steps=between_steps,
-                    lost=lost,
-                    committed=self._commits.durable_step,
-                    account=account,
-                )
-            finally:
-                if warm_feed is not None:
-                    warm_feed.close()
-                    warm_feed = None
+            assignment = self._link.join(
+                step=step,
+                between_steps=between_steps,
+                lost=lost,
+                committed=self._commits.durable_step,
+                account=account,
+                while_waiting=self._read_ahead,
+            )
             lost = None
             try:
                 generation = self._open(assignment)
@@ -242,16 +247,37 @@ class Run:
             account = self._account.seconds()
         raise WorkersLostError(f"a generation broke {FORMED_AGAIN} times while it formed, the last time by: {lost}")
 
-    def _warm_up(self) -> MicroBatchFeed:
+    def _warm_up(self) -> None:
         """What nobody is to wait for when this worker joins: all that is slow the first time in a process."""
         flatten(self._state.state_dict())  # what cannot be saved is refused now, not by the first commit
-        feed = open_feed(self._job, (0,), first_step=0, device=self.device)  # the first pipeline takes seconds
-        next(feed.step(0))
+        self._read_ahead(self._link.ask_for_prospect() or Prospect(rank=0, world_size=1, step=0))
+        self._feeds.wait()  # the first pipeline takes seconds
         # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that has
         # been imported and built, and next to nothing among what is new since now.
         gc.collect()
         gc.freeze()
-        return feed
+
+    def _read_ahead(self, prospect: Prospect) -> bool:
+        """Has the rows of a place that this worker may get read. Returns whether the first of them are there."""
+        if prospect.step >= self.total_steps:
+            return True
+        micro_batches = micro_batches_of(
+            prospect.rank, num_micro_batches=self.config.num_micro_batches, world_size=prospect.world_size
+        )
+        return self._feeds.prepare(micro_batches, prospect.step)
+
+    def _is_ready_to_change(self, steps_done: int) -> bool:
+        """Whether membership may change after the step at hand, for all that this worker knows."""
+        if not self._link.reconfigure_requested:
+            self._preparing_since = None
+            return self._link.is_deaf and self.rank != 0  # it will not hear, and is in nobody's way
+        if self._preparing_since is None:
+            self._preparing_since = time.monotonic()
+        prospect = self._link.prospect
+        if prospect is None or self._account.typical_step_s >= LONG_STEP_S:
+            return True
+        is_ready = self._read_ahead(prospect._replace(step=steps_done))
+        return is_ready or time.monotonic() - self._preparing_since >= PREPARE_S
 
     def _open(self, assignment: Assignment) -> Generation:
         """Takes this worker's place in a generation."""
@@ -262,6 +288,7 @@ class Run:
             job=self._job,
             state=self._state,
             device=self.device,
+            feeds=self._feeds,
             load_state=self._commits.load_newest,
             on_forming=lambda group: self._link.cut_when_broken(group.cut),
             on_formed=self._account.formed,
@@ -316,13 +343,15 @@ class Run:
         return Step(self._generation, shape.rows(step), shape.epoch_of(step), lambda: self._votes(step + 1))
 
     def _votes(self, steps_done: int) -> dict[str, bool]:
-        """What this rank wants to happen after the step at hand. Rank 0's clock counts, and its ear."""
+        """What this rank wants to happen after the step at hand. Rank 0's clock counts, and its ear; membership
+        changes when all are ready for that."""
+        reconfigure = self._is_ready_to_change(steps_done)
         if self.rank != 0:
-            return {}
+            return {"reconfigure": reconfigure}
         return {
             "commit": self._commits.are_due(steps_done),
             "stop": self._link.stop_requested,
-            "reconfigure": self._link.reconfigure_requested,
+            "reconfigure": reconfigure,
         }
 
     def _end_step(self, step: Step) -> str | None:
@@ -353,7 +382,7 @@ class Run:
                 return str(error)
         if step.agreed.votes["stop"]:
             raise RunStopped("stop was requested")
-        if step.agreed.votes["reconfigure"] and not last:
+        if step.agreed.votes["reconfigure"] == self.world_size and not last:
             self.close(intact=True, reason="workers were to join or leave")
         return None
 
@@ -410,6 +439,10 @@ class Run:
             "samples": self.position.samples,
             "samples_sha256": self.position.samples_sha256,
         }
+
+    def shut_down(self) -> None:
+        """Nothing is read any more. For the end of the run in this worker, after `close`."""
+        self._feeds.shut_down()
 
     def close(self, *, intact: bool, reason: str = "the run ended") -> None:
         """Leaves the generation, if there is one; `intact` when all its members do, for that reason."""

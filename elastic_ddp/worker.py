@@ -61,6 +61,7 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
             outcome = _failure(error)
     # From here on outside the except block: a traceback would keep the process group, and its connections, alive.
     if not outcome and lost is None:
+        run.shut_down()
         link.close()
         return
     if lost is not None:
@@ -75,6 +76,7 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
             may_tell = True  # all have: the first may be lost before it tells
         if may_tell:
             link.end(**outcome)
+    run.shut_down()
     link.close()
     if lost is not None:
         raise WorkersLostError(f"the training function was left by an error of a lost peer: {lost}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -23,6 +23,8 @@ from elastic_ddp.errors import DataError, PeerLostError
 
 _CHUNKS_PER_PIPELINE = 100_000
 """A pipeline ends after about as many chunks and another goes on: Ray Data keeps 1.2 KB for each block it has seen."""
+_REST_WITHIN_S = 0.5
+"""How long another feed waits for one that is to rest."""
 _LOSSES_IN_A_ROW = 3
 """Pipelines that may be lost without a micro-batch in between."""
 
@@ -55,6 +57,7 @@ class MicroBatchFeed:
     Args:
         micro_batches: the numbers this worker owns, in the order in which it takes them inside a step.
         device: where the tensors are to be; on CUDA they are copied from pinned memory on a stream of their own.
+        after: what is to be done, in the background, before anything is read.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class MicroBatchFeed:
         options: DataConfig,
         transform: Transform | None = None,
         device: torch.device,
+        after: Callable[[], object] = lambda: None,
     ) -> None:
         self._index = index
         self._transform = transform
@@ -85,11 +89,14 @@ class MicroBatchFeed:
         self._device = device
         self._anywhere = False
         """Whether tasks may run on other nodes than this one."""
-        self._next_step = first_step
+        self._next_step = self._skipped_to = first_step
         self._changed = threading.Condition()
-        self._ready: deque[MicroBatch] = deque()
+        self._ready: deque[tuple[int, MicroBatch]] = deque()
+        """With the step that each belongs to."""
         self._error: BaseException | None = None
         self._closed = self._interrupted = False
+        self._after = after
+        self._may_rest = self._rests = False
         self._pipeline: ChunkPipeline | None = None
         self._thread = threading.Thread(target=self._produce, name="micro-batch-feed", daemon=True)
         self._thread.start()
@@ -109,6 +116,45 @@ class MicroBatchFeed:
         self._next_step += 1
         for _ in self._plan.micro_batches:
             yield self._take()
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """The numbers it gives, in its order."""
+        return self._plan.micro_batches
+
+    @property
+    def next_step(self) -> int:
+        """The step that may be taken next."""
+        return self._next_step
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `step` would not have to wait, for its first micro-batch at least."""
+        with self._changed:
+            return bool(self._ready) or self._error is not None
+
+    def wait(self) -> None:
+        """Until that is so."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._interrupted)
+
+    def skip_to(self, step: int) -> None:
+        """Leaves out the steps before this one. It does not wait for them."""
+        with self._changed:
+            if step < self._next_step:
+                raise ValueError(f"step {step} asked of a feed that stands at step {self._next_step}")
+            self._next_step = self._skipped_to = step
+            while self._ready and self._ready[0][0] < step:
+                self._ready.popleft()
+            self._changed.notify_all()
+
+    def rest(self) -> None:
+        """Lets the process of its pipeline go, for another feed, and lives on what has been read. Returns when that is
+        so, or soon. Once all is used up, it starts another pipeline."""
+        with self._changed:
+            self._may_rest = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._rests or self._error or self._closed, timeout=_REST_WITHIN_S)
 
     def interrupt(self) -> None:
         """Ends a wait for data, from another thread. What is left to do is to close it."""
@@ -145,7 +191,7 @@ class MicroBatchFeed:
             if not self._ready:
                 assert self._error is not None
                 raise self._error
-            batch = self._ready.popleft()
+            _, batch = self._ready.popleft()
             self._changed.notify_all()
         if batch.ready is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -157,16 +203,23 @@ class MicroBatchFeed:
     def _produce(self) -> None:
         """The background thread."""
         try:
+            self._after()
             place = _Placer(self._device)
             done = self._plan.first_step * len(self._plan.micro_batches)  # micro-batches, counted from step 0
             losses = 0
             while done < self._plan.last_step * len(self._plan.micro_batches):
                 before = done
+                if self._closed:
+                    raise _Closed
                 try:
                     with closing(self._run_pipeline(done)) as batches:
                         for batch in batches:
-                            self._put(place(batch))
+                            self._put(batch, done // len(self._plan.micro_batches), place)
                             done += 1
+                except _EndedEarly:
+                    if not self._closed and not self._rests:
+                        raise RuntimeError("the pipeline ended before its plan did") from None
+                    self._rests = False  # all that it had read is used up
                 except ray.exceptions.TaskUnschedulableError:
                     # Ray is about to take this node away: what is left to do here is read elsewhere.
                     if self._anywhere:
@@ -176,6 +229,9 @@ class MicroBatchFeed:
                     losses = losses + 1 if done == before else 1
                     if losses >= _LOSSES_IN_A_ROW:
                         raise
+            with self._changed:
+                self._rests = True
+                self._changed.notify_all()
         except BaseException as error:  # also what closing does to a pipeline; nobody is there to see that
             with self._changed:
                 self._error = error
@@ -200,13 +256,29 @@ class MicroBatchFeed:
         finally:
             pipeline.close()
 
-    def _put(self, batch: MicroBatch) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._plan.options.prefetch_micro_batches)
-            if self._closed:
-                raise _Closed
-            self._ready.append(batch)
-            self._changed.notify_all()
+    def _put(self, batch: _HostBatch, step: int, place: _Placer) -> None:
+        if step < self._skipped_to:
+            return
+        placed, room = place(batch), self._plan.options.prefetch_micro_batches
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._may_rest or len(self._ready) < room)
+                if self._closed:
+                    raise _Closed
+                if not self._may_rest:
+                    if step >= self._skipped_to:  # it was not left out meanwhile
+                        self._ready.append((step, placed))
+                        self._changed.notify_all()
+                    return
+            assert self._pipeline is not None
+            self._pipeline.gather()
+            with self._changed:
+                self._may_rest, self._rests = False, True
+                self._changed.notify_all()
+
+
+class _EndedEarly(Exception):
+    """A pipeline ended before the end of its plan."""
 
 
 class _Closed(Exception):
@@ -251,7 +323,7 @@ def _cut(plan: FeedPlan, prepared: Iterator[PreparedChunk]) -> Iterator[_HostBat
 
 def _expect(chunk: Chunk, found: PreparedChunk | None) -> PreparedChunk:
     if found is None:
-        raise _Closed("the pipeline ended early")
+        raise _EndedEarly
     wanted = (chunk.lane.epoch, chunk.lane.number, chunk.number, chunk.stop - chunk.start)
     came = (found.epoch, found.lane, found.number, len(found.row_ids))
     if came != wanted:

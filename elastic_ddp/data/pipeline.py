@@ -59,6 +59,11 @@ class ChunkPipeline:
             message, _, _ = str(cause).partition("\nFailed to apply ")  # Ray adds advice on Ray Data
             raise DataError(message.rstrip()) from error
 
+    def gather(self) -> bool:
+        """Stop the tasks and free their processes; the iteration goes on to the end of what is ready, and ends there.
+        For the thread that iterates. Returns whether that could be done."""
+        return self._execution.gather()
+
     def close(self) -> None:
         """Stop the tasks and free what waits in the object store."""
         self._execution.close()
@@ -68,6 +73,7 @@ class _Execution(Protocol):
     """One execution of a data set: its blocks, in order. One thread iterates, once; any may close."""
 
     def __iter__(self) -> Iterator[pa.Table]: ...
+    def gather(self) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -84,6 +90,9 @@ class _PublicExecution:
             if self._closed:
                 return
             yield block
+
+    def gather(self) -> bool:
+        return False
 
     def close(self) -> None:
         self._closed = True

@@ -14,10 +14,13 @@ import ray
 
 from elastic_ddp.elastic.hang import Activity, stacks
 from elastic_ddp.elastic.membership import Member
-from elastic_ddp.elastic.messages import NOTHING, Ended, Signals
+from elastic_ddp.elastic.messages import NOTHING, Ended, Prospect, Signals
 from elastic_ddp.elastic.pulse import Pulse
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
 from elastic_ddp.parallel.process_group import Assignment
+
+_OF_A_GENERATION: Any = {"broken": None, "reconfigure": False, "prospect": None}
+"""Signals that mean one generation and no other."""
 
 
 class RunStopped(BaseException):
@@ -47,6 +50,8 @@ class RendezvousLink:
         self._generation = 0
         self._cut: Callable[[], None] | None = None
         self._closed = threading.Event()
+        self.is_deaf = False
+        """Whether nothing comes in any more: Ray is gone from this node."""
         self._said = 0
         """Messages that were sent."""
         self._pulse = Pulse(lambda: ray.get(rendezvous.pulse_address.remote()), member.id, heartbeat_timeout_s)
@@ -63,6 +68,16 @@ class RendezvousLink:
     def reconfigure_requested(self) -> bool:
         """Whether the generation should end at its next step boundary."""
         return self._signals.reconfigure
+
+    @property
+    def prospect(self) -> Prospect | None:
+        """This worker's place after that; None if it has none."""
+        return self._signals.prospect
+
+    def ask_for_prospect(self) -> Prospect | None:
+        """The place that it would have if it joined now; None if that cannot be said."""
+        prospect: Prospect | None = ray.get(self._rendezvous.prospect.remote(self.member))
+        return prospect
 
     @property
     def commit_requested(self) -> int:
@@ -96,6 +111,7 @@ class RendezvousLink:
         lost: str | None = None,
         committed: int | None = None,
         account: dict[str, float] | None = None,
+        while_waiting: Callable[[Prospect], object] = lambda prospect: None,
     ) -> Assignment:
         """Waits for the next generation.
 
@@ -105,12 +121,13 @@ class RendezvousLink:
             lost: how the last one broke, if it did.
             committed: steps done in the newest commit that this worker wrote.
             account: where the time in its last generation went.
+            while_waiting: told now and then of the place it may get.
 
         Raises:
             RunStopped: there will be none, for this worker.
         """
         while True:
-            answer: Assignment | Ended | None
+            answer: Assignment | Ended | Prospect | None
             answer = ray.get(
                 self._rendezvous.join.remote(
                     self.member, self._generation, step, between_steps, lost, committed, account
@@ -118,9 +135,11 @@ class RendezvousLink:
             )
             if isinstance(answer, Ended):
                 raise RunStopped(answer.reason)
-            if answer is not None:
+            if isinstance(answer, Prospect):
+                while_waiting(answer)
+            elif answer is not None:
                 self._generation = answer.generation
-                self._signals = replace(self._signals, broken=None, reconfigure=False)  # said of the one before
+                self._signals = replace(self._signals, **_OF_A_GENERATION)  # said of the one before
                 return answer
 
     def cut_when_broken(self, cut: Callable[[], None] | None) -> None:
@@ -187,9 +206,10 @@ class RendezvousLink:
                     self._rendezvous.listen.remote(self.member, generation, self._progress, self.activity.now)
                 )
             except ray.exceptions.RayError:
+                self.is_deaf = True
                 return
             if generation != self._generation:
-                signals = replace(signals, broken=None, reconfigure=False)
+                signals = replace(signals, **_OF_A_GENERATION)
             self._signals = signals
             if signals.show_stacks > shown:
                 shown = signals.show_stacks

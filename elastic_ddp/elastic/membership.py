@@ -298,6 +298,24 @@ class Membership:
                 self._dismiss(member)  # others wait, for the place of one that goes
         return formed
 
+    def prospects(self, now_s: float, also: Member | None = None) -> dict[str, tuple[int, int]]:
+        """Ranks in the next generation, and its size, as things stand; of nobody, if that cannot be said.
+
+        Args:
+            also: somebody who has not come yet.
+        """
+        members = [each for each in self._members() if each.id not in self._gone]
+        if not members or self.loss is not None:
+            return {}
+        newcomers = sorted(self._newcomers(), key=lambda each: (each.at_s, each.member.rank_in_group))
+        if also is not None and all(each.member.id != also.id for each in newcomers):
+            newcomers.append(Arrival(member=also, step=None, between_steps=True, at_s=now_s))
+        there = [Arrival(member=each, step=0, between_steps=True, at_s=now_s) for each in members]
+        chosen, brief = self._choose([*there, *newcomers], now_s)
+        if brief:
+            return {}
+        return {each.member.id: (rank, len(chosen)) for rank, each in enumerate(_by_node(chosen))}
+
     def _gathered(self, now_s: float) -> bool:
         """Without a generation to go on from, workers that were started together begin together."""
         arrivals = self._waiting.values()

@@ -13,6 +13,15 @@ class Ended:
     reason: str
 
 
+class Prospect(NamedTuple):
+    """A member's place in a generation that was not formed yet, as things stand."""
+
+    rank: int
+    world_size: int
+    step: int
+    """Steps done a while ago."""
+
+
 @dataclass(frozen=True)
 class Signals:
     """What a member should know, whenever it asks."""
@@ -25,6 +34,8 @@ class Signals:
     """The generation that lost a member: who is in it leaves what it does."""
     reconfigure: bool = False
     """End the generation at the next step boundary: others wait to join, or are to go."""
+    prospect: Prospect | None = None
+    """Its place after that; None if it has none."""
     commit: int = 0
     """The number of a request to commit at the next step boundary; 0 for none."""
     show_stacks: int = 0

@@ -19,7 +19,7 @@ from elastic_ddp.elastic.hang import AT_THE_START, WAITING, HangWatch, Whereabou
 from elastic_ddp.elastic.journal import Journal
 from elastic_ddp.elastic.membership import DRAIN, Arrival, Member, Membership, Notice
 from elastic_ddp.elastic.memory import Memory, State
-from elastic_ddp.elastic.messages import NOTHING, Ended, News, Orders, RendezvousOptions, Signals
+from elastic_ddp.elastic.messages import NOTHING, Ended, News, Orders, Prospect, RendezvousOptions, Signals
 from elastic_ddp.elastic.pulse import PulseServer
 from elastic_ddp.errors import ConfigError, TrainFunctionError
 from elastic_ddp.parallel.process_group import Assignment
@@ -65,6 +65,7 @@ class Rendezvous:
         self._pulses = PulseServer(options.heartbeat_timeout_s, self._on_lost)
         self._ticker: asyncio.Task[None] | None = None
         self._formed: dict[str, Assignment] = {}
+        self._prospects: dict[str, tuple[int, int]] = {}
         self._journal = Journal(self._memory)
         self._account: dict[str, float] = {}
         """The longest that those who come from the current generation gave."""
@@ -109,8 +110,9 @@ class Rendezvous:
         lost: str | None,
         committed: int | None = None,
         account: dict[str, float] | None = None,
-    ) -> Assignment | Ended | None:
-        """A member's place in the next generation; None when it is not formed yet (ask again).
+    ) -> Assignment | Ended | Prospect | None:
+        """A member's place in the next generation. When that is not formed yet, its place in prospect, or None: ask
+        again.
 
         Args:
             member: who asks.
@@ -146,7 +148,24 @@ class Rendezvous:
                 place = self._place(member, after)
             if place is None and (gone := self._membership.is_gone(member.id)) is not None:
                 return Ended(gone)
-            return place
+            return place or self._prospect(member.id)
+
+    async def prospect(self, member: Member) -> Prospect | None:
+        """The place of somebody who is about to join."""
+        async with self._changed:
+            if member.id not in self._prospects:
+                self._prospects |= self._membership.prospects(time.monotonic(), also=member)
+            return self._prospect(member.id)
+
+    def _prospect(self, member: str) -> Prospect | None:
+        place = self._prospects.get(member)
+        return None if place is None else Prospect(*place, self._journal.progress.get("step", 0))
+
+    def _look_ahead(self, now_s: float) -> None:
+        """Who would be where, while the members of a generation get ready for another."""
+        before, self._prospects = self._prospects, self._membership.prospects(now_s)
+        if before != self._prospects and self._membership.wants_change(now_s):
+            self._changed.notify_all()
 
     def _place(self, member: Member, after: int) -> Assignment | None:
         assignment = self._formed.get(member.id)
@@ -209,6 +228,7 @@ class Rendezvous:
             await asyncio.sleep(TICK_S)
             async with self._changed:
                 self._form()
+                self._look_ahead(time.monotonic())
                 if wanted != (wanted := self._membership.wants_change(time.monotonic())):
                     self._changed.notify_all()
                 if self._membership.break_if_overdue(time.monotonic()):
@@ -286,11 +306,13 @@ class Rendezvous:
     def _signals(self, member: Member, generation: int) -> Signals:
         membership = self._membership
         is_current = generation == membership.generation
+        reconfigure = is_current and membership.wants_change(time.monotonic())
         return Signals(
             stop=self._state.stop,
             ended=self._journal.ended or membership.is_gone(member.id),
             broken=generation if is_current and membership.loss is not None else None,
-            reconfigure=is_current and membership.wants_change(time.monotonic()),
+            reconfigure=reconfigure,
+            prospect=self._prospect(member.id) if reconfigure else None,
             commit=self._state.open_request,
             show_stacks=self._stacks_request if is_current else 0,
         )
@@ -391,6 +413,7 @@ class Rendezvous:
     def _act_on_notice(self) -> None:
         self._memory.save(self._state)
         self._form()
+        self._look_ahead(time.monotonic())
         self._changed.notify_all()
 
     async def resize(self, num_workers: int) -> None:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,13 +59,20 @@ class Assignment:
     """Why this generation was formed, for the record."""
 
 
+class _Socket(NamedTuple):
+    """One socket: its descriptor may be another's after it."""
+
+    descriptor: int
+    inode: int
+
+
 @dataclass
 class ProcessGroup:
     """The open process group of a generation. Form it with `form`; every rank has to call it."""
 
     assignment: Assignment
     device: torch.device
-    _sockets: set[int] = field(default_factory=set, repr=False)
+    _sockets: set[_Socket] = field(default_factory=set, repr=False)
 
     @property
     def rank(self) -> int:
@@ -103,6 +111,9 @@ class ProcessGroup:
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
         group = cls(assignment, device, _connections() - before)
         on_forming(group)
+        # Peers look for each other in the store under the group's number in its process, and torch counts one that
+        # could not be formed too: who failed once would never meet who did not.
+        dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore(f"generation{assignment.generation}", store),
@@ -185,25 +196,27 @@ def _is_torchs(error: BaseException) -> bool:
     return raised_in.is_relative_to(_OURS) or raised_in.is_relative_to(_TORCHS)
 
 
-def _connections() -> set[int]:
-    """Descriptors of this process's connected sockets. Not listeners: gloo ends the process when its own is shut."""
+def _connections() -> set[_Socket]:
+    """This process's connected sockets. Not listeners: gloo ends the process when its own is shut."""
     found = set()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            status = os.fstat(descriptor)
+            if stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
                     if connection.family in (socket.AF_INET, socket.AF_INET6):
                         connection.getpeername()
-                        found.add(descriptor)
+                        found.add(_Socket(descriptor, status.st_ino))
         except OSError:
             continue
     return found
 
 
-def _shut_down(descriptors: set[int]) -> None:
-    for descriptor in descriptors:
+def _shut_down(sockets: set[_Socket]) -> None:
+    for descriptor, inode in sockets:
         try:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+                if os.fstat(connection.fileno()).st_ino == inode:
+                    connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             continue  # closed already

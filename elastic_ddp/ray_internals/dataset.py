@@ -9,6 +9,7 @@ executor itself.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,16 +30,35 @@ class DatasetExecution:
         self._executor = _Executor(dataset.context, dataset.get_dataset_id())
         self._bundles = dataset._build_bundle_iterator(self._executor)
         self._executor.set_external_consumer_bytes(0)  # without it the limit on waiting blocks does not hold
+        self._gathered: deque[pa.Table] | None = None
 
     def __iter__(self) -> Iterator[pa.Table]:
-        for bundle in self._bundles:
+        while self._gathered is None:
+            bundle = next(self._bundles, None)
+            if bundle is None:
+                return
             self._executor.wake()
-            blocks: list[pa.Table] = ray.get(bundle.block_refs)  # type: ignore[arg-type]
-            yield from blocks
+            yield from _blocks_of(bundle)
+        while self._gathered:
+            yield self._gathered.popleft()
+
+    def gather(self) -> bool:
+        """Takes the blocks that are ready, for the iteration to end with, and stops the tasks. For the thread that
+        iterates."""
+        if self._gathered is None:
+            ready = [next(self._bundles) for _ in range(self._executor.num_ready)]
+            self._gathered = deque(block for bundle in ready for block in _blocks_of(bundle))
+            self.close()
+        return True
 
     def close(self) -> None:
         """Stops the tasks but not their processes, and frees what waits in the object store."""
         self._executor.shutdown(force=False)
+
+
+def _blocks_of(bundle: Any) -> list[pa.Table]:
+    blocks: list[pa.Table] = ray.get(bundle.block_refs)
+    return blocks
 
 
 class _NoAutoscaler:
@@ -74,6 +94,12 @@ class _Executor(StreamingExecutor):
         self._metadata_fetcher = InlineMetadataFetcher()
         self._awake = threading.Event()
         self._closing = False
+
+    @property
+    def num_ready(self) -> int:
+        """Bundles that need not be waited for."""
+        assert self._output_node is not None
+        return len(self._output_node[1].output_queue)
 
     def wake(self) -> None:
         """A block was taken: there may be room for more."""

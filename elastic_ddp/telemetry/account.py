@@ -44,6 +44,11 @@ class Account:
         self._steps.append(seconds)
         return None
 
+    @property
+    def typical_step_s(self) -> float:
+        """Of this generation's last steps; 0 while there was only one."""
+        return statistics.median(self._steps) if self._steps else 0.0
+
     def mark(self) -> None:
         """What is lost from here on is not the work before it."""
         self._watch.mark()
@@ -60,7 +65,7 @@ class Account:
     def lost(self, *, in_step: bool) -> None:
         """A peer was lost since the last mark: that time was for nothing. In a step, what is longer than a typical one
         went into noticing it."""
-        typical_s = statistics.median(self._steps) if in_step and self._steps else None
+        typical_s = self.typical_step_s if in_step and self._steps else None
         redone_s, detection_s = split_lost(self._watch.since_mark(), typical_s)
         self._watch.move("useful", "redone", redone_s)
         self._watch.move("useful", "detection", detection_s)

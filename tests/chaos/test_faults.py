@@ -15,7 +15,7 @@ from elastic_ddp.errors import TrainFunctionError
 from tests.chaos.faults import Fault, drive
 from tests.chaos.runs import Trial
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.usefixtures("one_node")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_node")]
 
 PLACES = (
     "data",
@@ -30,13 +30,16 @@ PLACES = (
 )
 NO_CODE_OF_THE_USER = ("rendezvous",)
 """Where nothing of the user's runs that could hang or raise. The last backward of a step is in the reduction."""
+IN_EVERY_TEST_RUN = ("SIGKILL-hand-over-1", "rendezvous-reduction-0")
+"""The rest is for `make chaos`."""
 LOSS = Fault(2, 27, "reduction", "SIGKILL")
 """What leads to another generation."""
 
 
 def table(*hows: str, ranks: tuple[int, ...] = (0, 1), but: tuple[str, ...] = ()) -> list[Any]:
     rows = [(how, place, rank) for how in hows for place in PLACES if place not in but for rank in ranks]
-    return [pytest.param(*row, id=name_of(*row)) for row in rows]
+    marks = {row: () if name_of(*row) in IN_EVERY_TEST_RUN else (pytest.mark.chaos,) for row in rows}
+    return [pytest.param(*row, id=name_of(*row), marks=marks[row]) for row in rows]
 
 
 def name_of(how: str, place: str, rank: int) -> str:
@@ -59,7 +62,7 @@ def trial(folder: Path, how: str, place: str, rank: int) -> Trial:
     if how in ("SIGSTOP", "gil", "rendezvous"):
         settings["heartbeat_timeout_s"] = 3.0
     if how == "hang":
-        settings["hang_timeout_s"] = 8.0
+        settings |= {"hang_timeout_s": 8.0, "heartbeat_timeout_s": 8.0}
     return Trial(folder, name_of(how, place, rank), faults_at(place, rank, how), settings)
 
 

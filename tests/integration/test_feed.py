@@ -103,6 +103,22 @@ def test_workers_together_get_what_one_worker_gets_over_two_epochs(index: Datase
     assert collect(make_feed(index, concurrency=2)) == whole
 
 
+def test_steps_that_are_left_out_change_nothing_of_those_that_follow(index: DatasetIndex) -> None:
+    whole = collect(make_feed(index))
+    with make_feed(index, micro_batches=[2, 1]) as feed:
+        feed.skip_to(1)  # before anything is there
+        feed.wait()
+        assert feed.is_ready
+        feed.skip_to(4)  # with some of it there, and some on its way
+        for step in (4, 5, 30):
+            feed.skip_to(step)
+            for batch in feed.step(step):
+                assert batch.row_ids.tolist() == whole[step, batch.index][0]
+                assert batch.rows["noise"].tolist() == whole[step, batch.index][1]
+        with pytest.raises(ValueError, match="step 30 asked of a feed that stands at step 31"):
+            feed.skip_to(30)
+
+
 def test_an_empty_micro_batch_holds_one_row_that_does_not_count(tmp_path: Path) -> None:
     pq.write_table(content(0, 33), tmp_path / "a.parquet")
     with make_feed(build_index(str(tmp_path)), first_step=1, last_step=2) as feed:
@@ -178,6 +194,21 @@ def wait_until(condition: Callable[[], bool]) -> None:
             return
         deadline.wait(0.02)
     raise AssertionError("the condition did not come about within 10 s")
+
+
+def test_a_feed_that_rests_lives_on_what_it_has_and_then_reads_on(index: DatasetIndex) -> None:
+    whole = collect(make_feed(index))
+    with make_feed(index, large, last_step=20) as feed:
+        found = {0: list(feed.step(0))}
+        wait_until(lambda: len(pipelines()) == 1)
+        feed.rest()
+        wait_until(lambda: not pipelines())
+        with make_feed(index, first_step=5) as next_one:
+            next_one.wait()
+            assert [batch.row_ids.tolist() for batch in next_one.step(5)] == [whole[5, m][0] for m in range(4)]
+        found |= {step: list(feed.step(step)) for step in range(1, 20)}
+    for step, batches in found.items():
+        assert [batch.row_ids.tolist() for batch in batches] == [whole[step, m][0] for m in range(4)]
 
 
 def test_closing_in_the_middle_frees_tasks_and_threads_and_may_be_repeated(index: DatasetIndex) -> None:

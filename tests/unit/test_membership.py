@@ -394,6 +394,39 @@ def test_max_workers_is_not_exceeded_and_who_came_first_gets_in_first() -> None:
     assert club.names() == ["b", "d", "c"]
 
 
+def in_prospect(club: Club, also: str | None = None) -> list[str]:
+    """Who would be in the next generation, in rank order."""
+    newcomer = member(also, "n") if also is not None else None
+    places = club.membership.prospects(club.now, newcomer)
+    assert [place for place, _ in sorted(places.values())] == list(range(len(places)))
+    assert all(size == len(places) for _, size in places.values())
+    return sorted(places, key=lambda each: places[each])
+
+
+def test_members_and_newcomers_are_told_the_places_that_they_get() -> None:
+    club = club_of("abc", max_workers=4, nodes={"a": "x", "b": "y", "c": "x"})
+    assert in_prospect(club) == ["a", "c", "b"]
+    assert in_prospect(club, also="d") == ["a", "c", "b", "d"]
+    club.arrive("d", node="y")
+    assert in_prospect(club) == in_prospect(club, also="e") == ["a", "c", "b", "d"], "there is room for one"
+    club.membership.ask_to_leave(["c"])
+    assert in_prospect(club, also="e") == ["a", "b", "d", "e"], "who comes takes the place of who goes"
+    club.all_arrive("abc", 5)
+    assert club.names() == ["a", "b", "d"]
+
+
+def test_nothing_is_in_prospect_where_nothing_is_known() -> None:
+    club = Club(size=2)
+    club.arrive("a")
+    assert in_prospect(club) == in_prospect(club, also="b") == [], "nobody trains yet"
+    club = club_of("ab", min_workers=2)
+    club.membership.lose("a", DEAD)
+    assert in_prospect(club, also="c") == [], "a generation that broke is waited for by all"
+    club = club_of("ab")
+    club.membership.ask_to_leave("ab")
+    assert in_prospect(club) == [], "they are to commit before they go"
+
+
 def test_the_first_generation_takes_no_more_than_max_workers() -> None:
     club = Club(max_workers=2, size=3)
     club.all_arrive("abc")
@@ -1070,6 +1103,16 @@ class Histories(RuleBasedStateMachine):
             assert wanted
         elif not self.newcomers():
             assert not wanted
+
+    @invariant()
+    def places_in_prospect_are_those_of_a_generation(self) -> None:
+        if self.generation is None:
+            return
+        places = self.membership.prospects(self.now)
+        assert sorted(places.values()) == [(rank, len(places)) for rank in range(len(places))]
+        alive = {each.member.id for each in [*self.waiting(), *self.training()]}
+        assert places.keys() <= alive and len(places) <= self.membership.max_workers
+        assert not (places and self.broken)
 
     @invariant()
     def the_living_are_counted(self) -> None:

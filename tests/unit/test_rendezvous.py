@@ -14,7 +14,7 @@ from elastic_ddp.elastic import membership as membership_module
 from elastic_ddp.elastic import rendezvous as rendezvous_module
 from elastic_ddp.elastic.hang import Whereabouts
 from elastic_ddp.elastic.membership import LEFT, SUPERSEDED, Member
-from elastic_ddp.elastic.messages import NOTHING, Ended, News, RendezvousOptions, Signals
+from elastic_ddp.elastic.messages import NOTHING, Ended, News, Prospect, RendezvousOptions, Signals
 from elastic_ddp.elastic.pulse import Pulse
 from elastic_ddp.elastic.rendezvous import Rendezvous
 from elastic_ddp.parallel.process_group import Assignment
@@ -71,7 +71,7 @@ async def join(
     step: int | None = None,
     between_steps: bool = True,
     lost: str | None = None,
-) -> Assignment | Ended | None:
+) -> Assignment | Ended | Prospect | None:
     return await rendezvous.join(who, after, step, between_steps, lost)
 
 
@@ -81,7 +81,7 @@ async def started(rendezvous: Rendezvous, group: str = "a", size: int = 2) -> li
 
 async def joined(rendezvous: Rendezvous, who: Member, after: int = 0, step: int | None = None) -> Assignment:
     """Asks, as a link does, until there is an answer."""
-    while (answer := await join(rendezvous, who, after, step)) is None:
+    while (answer := await join(rendezvous, who, after, step)) is None or isinstance(answer, Prospect):
         await asyncio.sleep(0)
     assert isinstance(answer, Assignment)
     return answer
@@ -273,7 +273,7 @@ def test_a_newcomer_is_let_in_at_a_step_boundary(play: Play, long_polls: None, m
         await started(rendezvous)
         asked = asyncio.create_task(heard(rendezvous, member("a", 0), 1, lambda signals: signals.reconfigure))
         newcomer = asyncio.create_task(joined(rendezvous, member("a", 2)))
-        assert await asked == Signals(reconfigure=True)
+        assert await asked == Signals(reconfigure=True, prospect=Prospect(rank=0, world_size=3, step=0))
         assert not newcomer.done()
         answers = [
             *await asyncio.gather(*(joined(rendezvous, member("a", rank), after=1, step=7) for rank in range(2))),

@@ -23,6 +23,7 @@ from elastic_ddp.data.feed import MicroBatch
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.elastic.link import RunStopped
+from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import CheckpointError, ConfigError, WorkersLostError
 from elastic_ddp.job import COMMITS, Job
 from elastic_ddp.parallel.ddp import PreparedModel
@@ -42,6 +43,8 @@ class FakeLink:
     def __init__(self, store_port: int) -> None:
         self.stop_requested = False
         self.reconfigure_requested = False
+        self.prospect: Prospect | None = None
+        self.is_deaf = False
         self.commit_requested = 0
         self.presumed_dead = False
         self.activity = Activity()
@@ -59,6 +62,7 @@ class FakeLink:
         lost: str | None,
         committed: int | None,
         account: dict[str, float],
+        while_waiting: Callable[[Prospect], object],
     ) -> Assignment:
         self.joins.append((step, between_steps))
         self.losses.append(lost)
@@ -71,8 +75,12 @@ class FakeLink:
             store_host="127.0.0.1",
             store_port=self._store_port,
             source=None if step is None else 0,
+            first_step=step,
             reason=reason,
         )
+
+    def ask_for_prospect(self) -> Prospect | None:
+        return None
 
     def is_member_of(self, generation: int) -> bool:
         return generation == len(self.joins) and not self.presumed_dead
@@ -100,22 +108,33 @@ class FakeFeed:
 
     def __init__(self, index: FakeIndex, **options: Any) -> None:
         self._shape = EpochShape(index.num_rows, options["num_micro_batches"], options["micro_batch_size"])
-        self._micro_batches, self._next_step = options["micro_batches"], options["first_step"]
-        self._stream = self._all_from(self._next_step)
+        self.micro_batches: tuple[int, ...] = options["micro_batches"]
+        self.is_ready = True
+        self.skip_to(options["first_step"])
+
+    def skip_to(self, step: int) -> None:
+        self.next_step = step
+        self._stream = self._all_from(step)
 
     def _all_from(self, first_step: int) -> Iterator[MicroBatch]:
         for step in itertools.count(first_step):
-            for m in self._micro_batches:
+            for m in self.micro_batches:
                 start, stop = self._shape.span(step, m)
                 ids = np.arange(start, stop) * self._shape.num_micro_batches + m
                 x = np.random.default_rng([step, m]).normal(size=(len(ids) or 1, 3)).astype(np.float32)
                 yield MicroBatch(m, {"x": torch.from_numpy(x)}, ids)
 
     def step(self, step: int) -> Iterator[MicroBatch]:
-        assert step == self._next_step
-        self._next_step += 1
-        for _ in self._micro_batches:
+        assert step == self.next_step
+        self.next_step += 1
+        for _ in self.micro_batches:
             yield next(self._stream)
+
+    def wait(self) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+    def rest(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -586,6 +605,52 @@ def test_a_request_to_reconfigure_ends_the_generation_at_the_step_boundary_and_c
         (2, 3, "workers joined"),
     ]
     assert train(new_run(folder="calm")) == reconfigured
+
+
+def test_training_goes_on_until_the_first_rows_of_the_next_generation_are_there(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(steps=12)
+    opened: list[tuple[int, FakeFeed]] = []
+    make = run._feeds._make
+
+    def make_slow_ones(micro_batches: tuple[int, ...], step: int, after: Callable[[], object]) -> Any:
+        feed: Any = make(micro_batches, step, after)
+        feed.is_ready = not opened  # the warm-up's is
+        opened.append((step, feed))
+        return feed
+
+    monkeypatch.setattr(run._feeds, "_make", make_slow_ones)
+    generations = []
+
+    def ask(step: Step) -> None:
+        generations.append(len(link_of(run).joins))
+        if step.index == 2:
+            link_of(run).reconfigure_requested, link_of(run).prospect = True, Prospect(0, 1, step=0)
+        if step.index == 5:
+            opened[-1][1].is_ready = True
+
+    slow = train(run, ask)
+    assert generations == [1] * 6 + [2] * 6
+    assert [step for step, _ in opened] == [0, 0, 3], "the warm-up's, the first and the next generation's"
+    assert opened[-1][1].next_step == 12, "which it used"
+    assert train(new_run(folder="calm", steps=12)) == slow
+
+
+def test_training_does_not_wait_forever_for_the_rows_of_the_next_generation(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run()
+    monkeypatch.setattr("elastic_ddp.run.PREPARE_S", 0.0)
+    never_ready = property(lambda feed: False, lambda feed, value: None)
+
+    def ask(step: Step) -> None:
+        if step.index == 2:
+            monkeypatch.setattr(FakeFeed, "is_ready", never_ready, raising=False)
+            link_of(run).reconfigure_requested, link_of(run).prospect = True, Prospect(0, 1, step=0)
+
+    assert train(run, ask)["steps"] == 6
+    assert link_of(run).joins == [(None, True), (3, True)]
 
 
 def test_nobody_is_let_in_after_the_last_step(new_run: NewRun) -> None:

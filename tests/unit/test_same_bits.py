@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from elastic_ddp.config import RunConfig
+from elastic_ddp.data.feeds import Feeds
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.errors import ConfigError
@@ -176,7 +177,15 @@ def train(group: ProcessGroup, config: RunConfig, num_rows: int, model_type: typ
     feed: Any = FakeFeed(shape, strategy.micro_batches)
     buffers = StepBuffers(state.module)
     generation = Generation(
-        group, state, strategy, buffers, feed, config.seed, config.clip_grad_norm, activity=Activity()
+        group,
+        state,
+        strategy,
+        buffers,
+        feed,
+        Feeds(lambda owned, step, after: feed),
+        config.seed,
+        config.clip_grad_norm,
+        activity=Activity(),
     )
     losses = []
     assert config.steps
