@@ -75,6 +75,14 @@ class Counter:
         self.steps = state["steps"]
 
 
+def get_ready(run: ed.Run, at: int) -> None:
+    """Steps are so short here that the run would be over before a worker has the first rows of its next place."""
+    while run._link.reconfigure_requested and run._link._signals.broken is None:
+        if run._is_ready_to_change(at + 1):
+            return
+        time.sleep(0.01)
+
+
 def make_train(
     fault: Callable[[ed.Run, int], None] | None = None, held_out: str | None = None, counter: Counter | None = None
 ) -> Callable[..., None]:
@@ -91,6 +99,7 @@ def make_train(
                 for batch in step.micro_batches():
                     loss = loss_fn(model, batch)
                     step.log(twice=2 * loss)
+                    get_ready(run, step.index)
                     step.backward(loss)
                     if fault is not None:
                         fault(run, step.index)
