@@ -565,7 +565,7 @@ def hang_options(timeout_s: float) -> RendezvousOptions:
 def test_a_worker_that_hangs_is_given_up_after_all_have_said_where_they_are(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous_module, "STACKS_S", 0.3)
+    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.3)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.pulse_address()
@@ -587,7 +587,7 @@ def test_a_worker_that_hangs_is_given_up_after_all_have_said_where_they_are(
 
 
 def test_a_collective_that_nobody_completes_is_tried_again(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_module, "STACKS_S", 0.1)
+    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.1)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.pulse_address()
@@ -602,7 +602,7 @@ def test_a_collective_that_nobody_completes_is_tried_again(play: Play, monkeypat
 
 
 def test_a_function_in_which_all_workers_are_stuck_ends_the_run(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_module, "STACKS_S", 0.1)
+    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.1)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.pulse_address()

@@ -1,0 +1,333 @@
+"""What a rendezvous decides and puts on record, without Ray, threads or asyncio: who is in which generation, what its
+members should know, and what is due by the clock.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from elastic_ddp.elastic.hang import WAITING, HangWatch, Whereabouts
+from elastic_ddp.elastic.journal import Journal
+from elastic_ddp.elastic.membership import DRAIN, Arrival, Member, Membership, Notice
+from elastic_ddp.elastic.memory import Memory, State
+from elastic_ddp.elastic.messages import Ended, Orders, Prospect, RendezvousOptions, Signals
+from elastic_ddp.errors import TrainFunctionError
+from elastic_ddp.parallel.process_group import Assignment
+
+STACKS_S = 2.0
+"""How long workers that hang may take to say where."""
+
+
+class Assembly:
+    """Every call is made under one lock, and may leave something to tell.
+
+    Args:
+        options: what it goes by.
+        store: host and port of the store in which members of a generation find each other.
+
+    Attributes:
+        changed: there is something new for members, who have not been told.
+        has_news: the same for the driver.
+    """
+
+    def __init__(self, options: RendezvousOptions, store: tuple[str, int]) -> None:
+        self._options = options
+        self._host, self._port = store
+        self._memory = Memory(options.memory)
+        state = self._memory.load()
+        self.is_second = state is not None
+        """Whether another process was the rendezvous before this one."""
+        self.state = state or State(Membership(min_workers=options.min_workers, max_workers=options.max_workers))
+        self.membership = self.state.membership
+        self.journal = Journal(self._memory)
+        self.changed = self.has_news = False
+        self._formed: dict[str, Assignment] = {}
+        self._prospects: dict[str, tuple[int, int]] = {}
+        self._wanted_change = False
+        self._account: dict[str, float] = {}
+        """The longest that those who come from the current generation gave."""
+        self._watch = HangWatch(options.hang_timeout_s)
+        self._stacks_request = 0
+        self._stacks_wanted_at: float | None = None
+
+    def go_on(self) -> list[str]:
+        """Takes up what the process before this one left, whose members it returns."""
+        members = [member.id for member in self.membership.known()]
+        self.record("rendezvous_restarted", generation=self.membership.generation, pid=os.getpid())
+        self._watch.begin(members, time.monotonic())
+        return members
+
+    # Members.
+
+    def arrive(self, arrival: Arrival, *, after: int, lost: str | None, account: dict[str, float] | None) -> None:
+        """A member comes from generation `after`, 0 for none."""
+        healthy = self.membership.loss is None
+        if account and after == self.membership.generation:
+            self._account = max(self._account, account, key=lambda each: sum(each.values()))
+        if self.membership.arrive(arrival, lost=lost) is not None:
+            self._record_dismissals()
+            return
+        if healthy and self.membership.loss is not None:
+            number, error = self.membership.generation, self.membership.loss
+            self.record("worker_lost", generation=number, reported_by=arrival.member.id, error=error)
+            self.changed = True
+        self.form()
+
+    def place_of(self, member: str, after: int) -> Assignment | Ended | None:
+        """A member's place in a generation later than `after`, or why it gets none; None if that is open."""
+        assignment = self._formed.get(member)
+        if assignment is not None and assignment.generation > after:
+            return assignment
+        gone = self.membership.is_gone(member)
+        return Ended(gone) if gone is not None else None
+
+    def prospect_of(self, member: str) -> Prospect | None:
+        """The place that a member may get."""
+        place = self._prospects.get(member)
+        return None if place is None else Prospect(*place, self.journal.progress.get("step", 0))
+
+    def expect(self, member: Member) -> None:
+        """Somebody is about to join, and has a prospect from here on."""
+        if member.id not in self._prospects:
+            self._prospects |= self.membership.prospects(time.monotonic(), also=member)
+
+    def lose(self, member: str, how: str) -> None:
+        """A member's pulse ended."""
+        known = self.membership.is_gone(member) is not None
+        generation, current = self.membership.generation, self.membership.current
+        was_in_it = not known and current is not None and member in current.ids
+        if self.membership.lose(member, how) or was_in_it:
+            self.record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
+        elif not known and self.journal.ended is None:
+            self.record("newcomer_lost", generation=generation, member=member, error=how)
+        self.form()
+        self.changed = True
+
+    def hear(self, member: str, whereabouts: Whereabouts) -> None:
+        """A member says where it is."""
+        self._watch.hear(member, whereabouts, time.monotonic())
+
+    def signals(self, member: Member, generation: int) -> Signals:
+        """What a member of a generation should know."""
+        membership = self.membership
+        is_current = generation == membership.generation
+        reconfigure = is_current and membership.wants_change(time.monotonic())
+        return Signals(
+            stop=self.state.stop,
+            ended=self.journal.ended or membership.is_gone(member.id),
+            broken=generation if is_current and membership.loss is not None else None,
+            reconfigure=reconfigure,
+            prospect=self.prospect_of(member.id) if reconfigure else None,
+            commit=self.state.open_request,
+            show_stacks=self._stacks_request if is_current else 0,
+        )
+
+    def is_member_of(self, member: Member, generation: int) -> bool:
+        """Whether a member is one of the current generation, and not presumed dead: only then may it commit."""
+        current = self.membership.current
+        is_current = current is not None and current.number == generation and member.id in current.ids
+        return is_current and self.membership.is_gone(member.id) is None
+
+    # Generations.
+
+    def form(self) -> None:
+        """Forms the next generation if that can be."""
+        formed = self.membership.form(time.monotonic())
+        self._record_dismissals()
+        if formed is None:
+            return
+        self.save()
+        self._watch.begin([member.id for member in formed.members], time.monotonic())
+        self._stacks_wanted_at = None
+        self._formed = {
+            member.id: Assignment(
+                generation=formed.number,
+                rank=rank,
+                world_size=len(formed.members),
+                store_host=self._host,
+                store_port=self._port,
+                source=formed.source,
+                receivers=formed.receivers,
+                reason=formed.reason,
+                first_step=formed.first_step,
+                brief=formed.brief,
+            )
+            for rank, member in enumerate(formed.members)
+        }
+        if self._account:
+            self.record("generation_account", generation=formed.number - 1, account=self._account)
+            self._account = {}
+        members = [{"rank": rank, "node": member.node, "pid": member.pid} for rank, member in enumerate(formed.members)]
+        self.record(
+            "rendezvous",
+            generation=formed.number,
+            world_size=len(members),
+            reason=formed.reason,
+            first_step=formed.first_step,
+            waited_s=formed.waited_s,
+            members=members,
+        )
+        self.changed = True
+
+    def _record_dismissals(self) -> None:
+        for member, kind in list(self.membership.dismissed.items())[self.state.recorded_dismissals :]:
+            self.record("worker_left", generation=self.membership.generation, member=member, kind=kind)
+            self.changed = True
+        if self.state.recorded_dismissals < len(self.membership.dismissed):
+            self.state.recorded_dismissals = len(self.membership.dismissed)
+            self.save()
+
+    # By the clock.
+
+    def tick(self) -> None:
+        """What is due: members who waited long enough, notices that run out, hangs."""
+        now_s = time.monotonic()
+        self.form()
+        self._look_ahead(now_s)
+        if self._wanted_change != (wanted := self.membership.wants_change(now_s)):
+            self._wanted_change = wanted
+            self.changed = True
+        if self.membership.break_if_overdue(now_s):
+            self.record("overdue", generation=self.membership.generation)
+            self.changed = True
+        self._look_for_a_hang(now_s)
+        self.save()
+
+    def _look_ahead(self, now_s: float) -> None:
+        """Who would be where, while the members of a generation get ready for another."""
+        before, self._prospects = self._prospects, self.membership.prospects(now_s)
+        if before != self._prospects and self.membership.wants_change(now_s):
+            self.changed = True
+
+    def _look_for_a_hang(self, now_s: float) -> None:
+        """First everybody says where its threads are, then those whom others wait for are given up."""
+        for member in self._watch.places():
+            if self.membership.is_gone(member) is not None:
+                self._watch.forget(member)
+        if self.journal.ended is not None or not self._watch.is_hung(now_s):
+            self._stacks_wanted_at = None
+        elif self._stacks_wanted_at is None:
+            self._stacks_request += 1
+            self._stacks_wanted_at = now_s
+            self.changed = True
+        elif now_s - self._stacks_wanted_at >= STACKS_S:
+            self._stacks_wanted_at = None
+            self._end_hang(now_s)
+
+    def _end_hang(self, now_s: float) -> None:
+        generation, places = self.membership.generation, self._watch.places()
+        culprits = self._watch.culprits(is_broken=self.membership.loss is not None)
+        silent_s = self._watch.timeout_s
+        self.record("hang", generation=generation, places=places, culprits=culprits, seconds=silent_s)
+        for member in culprits:
+            how = f"it hung in '{places[member]}' for {silent_s:g} s (hang_timeout_s) while others waited for it"
+            self.membership.lose(member, how)
+            self.record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
+        if not culprits and all(place in WAITING for place in places.values()):
+            self.membership.loss = f"no collective was completed for {silent_s:g} s (hang_timeout_s)"
+            self.record("worker_lost", generation=generation, reported_by=None, error=self.membership.loss)
+        elif not culprits:
+            where = ", ".join(sorted(set(places.values())))
+            self.end(
+                {
+                    "status": "failed",
+                    "kind": TrainFunctionError.__name__,
+                    "error": f"all workers have been in '{where}' for {silent_s:g} s (hang_timeout_s) and got nowhere; "
+                    "where exactly is in the ledger's 'stacks' events. Raise hang_timeout_s if that may take longer",
+                }
+            )
+        self._watch.begin(places, now_s)  # one more timeout for those who are left
+        self.form()
+        self.changed = True
+
+    # What others want of it.
+
+    def act(self) -> None:
+        """Somebody is to go, or to come: does what follows from that, whatever happens to this process."""
+        self.save()
+        self.form()
+        self._look_ahead(time.monotonic())
+        self.changed = True
+
+    def ask_to_leave(self, member: Member, within_s: float, why: str) -> None:
+        """A member has been told to go."""
+        if self.membership.is_gone(member.id) is None:
+            self.record("notice", member=member.id, node=member.node, within_s=within_s, by=why)
+            self.membership.ask_to_leave([member.id], Notice(DRAIN, time.monotonic(), within_s))
+            self.act()
+
+    def drain(self, node_id: str, within_s: float, by: str) -> None:
+        """A node is to go, if that was not known."""
+        if self.membership.drain(node_id, Notice(DRAIN, time.monotonic(), within_s)):
+            self.record("notice", node_id=node_id, within_s=within_s, by=by)
+            self.act()
+
+    def request_commit(self) -> int:
+        """Asks for a commit at the next step boundary; returns the request's number."""
+        if not self.state.open_request:
+            self.state.requests += 1
+            self.state.open_request = self.state.requests
+            self.save()
+            self.changed = True
+        return self.state.open_request
+
+    def orders(self) -> Orders:
+        """For the controller."""
+        membership = self.membership
+        return Orders(
+            lost=membership.lost(),
+            dismissed=list(membership.dismissed),
+            leaving=membership.leaving,
+            avoid=membership.draining,
+            limit=membership.limit,
+        )
+
+    def doing(self) -> str:
+        """In a word."""
+        if self.journal.ended or self.state.stop:
+            return self.journal.ended or "stopping"
+        if not self.journal.last("generation"):
+            return "starting"
+        return "training" if self.membership.is_training() else "waiting"
+
+    def facts(self) -> dict[str, Any]:
+        """For `elastic-ddp status`."""
+        membership = self.membership
+        return {
+            "state": self.doing(),
+            "wanted": membership.wanted,
+            "members": [
+                {"rank": rank, "node": each.node, "node_id": each.node_id, "pid": each.pid, "id": each.id}
+                for rank, each in enumerate(membership.current.members if membership.current is not None else ())
+                if membership.is_gone(each.id) is None
+            ],
+            "draining": membership.draining,
+            **self.journal.facts(),
+        }
+
+    # The record.
+
+    def take(
+        self, messages: list[dict[str, Any]], progress: dict[str, Any] | None = None, sender: str = "", first: int = 0
+    ) -> None:
+        """Takes messages for the record, and how far training is. See `Journal.take`."""
+        messages = self.journal.take(messages, progress, sender, first)
+        self.has_news = self.has_news or bool(messages)
+        if any(each["event"] == "commit" and each.get("request") == self.state.open_request for each in messages):
+            self.state.open_request = 0
+            self.changed = True
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Puts an event of its own on record."""
+        self.take([{"event": event, "time": time.time(), **fields}])
+
+    def end(self, outcome: dict[str, Any]) -> None:
+        """The run is over. The first word counts."""
+        if self.journal.end(outcome):
+            self.changed = self.has_news = True
+
+    def save(self) -> None:
+        """For a process after this one."""
+        self._memory.save(self.state)
