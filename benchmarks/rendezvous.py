@@ -19,6 +19,7 @@ from rich.table import Table
 from elastic_ddp.elastic.membership import Member
 from elastic_ddp.elastic.messages import RendezvousOptions
 from elastic_ddp.elastic.rendezvous import start_rendezvous
+from elastic_ddp.parallel.process_group import Assignment
 
 TARGET_S = 1.0
 
@@ -41,10 +42,10 @@ def meet(rendezvous: Any, members: list[Member], after: int, lost: str | None) -
     while waiting:
         step = None if after == 0 else 10
         answers = ray.get([rendezvous.join.remote(each, after, step, True, lost) for each in waiting])
-        placed = [answer for answer in answers if answer is not None]
+        placed = [answer for answer in answers if isinstance(answer, Assignment)]
         assert all(answer.world_size == len(members) for answer in placed)
         generation = max([generation, *(answer.generation for answer in placed)])
-        waiting = [each for each, answer in zip(waiting, answers, strict=True) if answer is None]
+        waiting = [each for each, answer in zip(waiting, answers, strict=True) if not isinstance(answer, Assignment)]
     return time.monotonic() - begun, generation
 
 

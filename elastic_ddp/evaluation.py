@@ -46,6 +46,7 @@ def evaluate(
         transform=transform,
         device=device,
     )
+    generation.also_reading = feed
     model = generation.state.model
     assert model is not None
     sums = torch.zeros(shape.steps_per_epoch, config.num_micro_batches, dtype=torch.float64)
@@ -60,6 +61,7 @@ def evaluate(
                         seed_all(config.seed, "evaluate", step, batch.index)
                         sums[step, batch.index] = float(loss_fn(model, batch.rows)) * batch.num_rows
     finally:
+        generation.also_reading = None
         feed.close()
         for module, training in was_training.items():
             module.training = training

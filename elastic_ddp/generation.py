@@ -67,6 +67,8 @@ class Generation:
     clip_grad_norm: float | None
     activity: Activity
     """Where this worker is; it outlives the generation."""
+    also_reading: MicroBatchFeed | None = None
+    """The feed of an evaluation, while there is one."""
 
     @classmethod
     def open(
@@ -81,6 +83,7 @@ class Generation:
         on_forming: Callable[[ProcessGroup], None],
         on_formed: Callable[[], None],
         activity: Activity,
+        attempt: int = 0,
     ) -> Generation:
         """Forms the process group and brings every rank to the same state. Every member calls it.
 
@@ -95,6 +98,7 @@ class Generation:
             on_forming: told of the process group as soon as it can be cut.
             on_formed: called when it is formed.
             activity: this worker's.
+            attempt: how often in a row that has failed.
         """
         forming: list[ProcessGroup] = []
         opened: list[MicroBatchFeed] = []
@@ -109,7 +113,11 @@ class Generation:
         try:
             feeds.settle(owned, assignment.first_step)
             group = ProcessGroup.form(
-                assignment, device=device, timeout_s=job.config.collective_timeout_s, on_forming=begin
+                assignment,
+                device=device,
+                timeout_s=job.config.collective_timeout_s,
+                attempt=attempt,
+                on_forming=begin,
             )
             on_formed()
             if assignment.first_step is not None:
@@ -180,6 +188,8 @@ class Generation:
         """Breaks whatever this rank and its peers wait for. From any thread."""
         self.group.cut()
         self.feed.interrupt()
+        if (other := self.also_reading) is not None:
+            other.interrupt()
 
     def close(self, *, intact: bool) -> None:
         """Ends the generation. See `ProcessGroup.close` for `intact`."""

@@ -11,6 +11,7 @@ import torch
 
 from elastic_ddp.commits import Commits
 from elastic_ddp.config import RunConfig
+from elastic_ddp.elastic.assembly import PREPARE_S
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerLostError, WorkersLostError
@@ -34,8 +35,6 @@ FORMED_AGAIN = 10
 """Times that a generation may break while it forms, before something else than a death is taken for the cause."""
 LONG_STEP_S = 1.0
 """Steps beside which the tenth of a second is nothing that the first rows take to come."""
-PREPARE_S = 5.0
-"""How long training goes on while a worker reads the first rows of its part in the next generation."""
 LOSSES_IN_A_ROW = 3
 """Times that the same processes lose the same step before it is taken for a fault in it rather than in a connection."""
 
@@ -140,6 +139,7 @@ class Run:
         while True:
             if self._generation is None:
                 self._generation = self._next_generation(lost)
+                losses = losses if self._generation.group.assignment.again else 0
             if self.position.step >= self._job.total_steps:
                 return
             generation, self._step = self._generation, self._next_step()
@@ -160,7 +160,11 @@ class Run:
                 self._account.lost(in_step=True)
                 self.close(intact=False)
             if losses == LOSSES_IN_A_ROW:
-                raise WorkersLostError(f"step {step.index} was lost {losses} times in a row, the last time by: {lost}")
+                raise WorkersLostError(
+                    f"step {step.index} was lost {losses} times in a row by the same workers, none of which died, so "
+                    f"it is not tried again. The last time: {lost}. If a rank needs longer than others in it, raise "
+                    "collective_timeout_s"
+                )
 
     def evaluate(
         self,
@@ -220,7 +224,8 @@ class Run:
         account = self._account.seconds()
         if not self._holds_state:
             self._warm_up()
-        for _ in range(FORMED_AGAIN):
+        attempt = 0
+        while attempt < FORMED_AGAIN:
             self._activity.enter("rendezvous")
             step = self.position.step if self._holds_state else None
             assignment = self._link.join(
@@ -232,8 +237,9 @@ class Run:
                 while_waiting=self._read_ahead,
             )
             lost = None
+            attempt = attempt + 1 if assignment.again else 0
             try:
-                generation = self._open(assignment)
+                generation = self._open(assignment, attempt)
                 if not assignment.brief:
                     return generation
                 self._hand_on(generation)
@@ -245,7 +251,10 @@ class Run:
             self._link.cut_when_broken(None)
             self.close(intact=False)
             account = self._account.seconds()
-        raise WorkersLostError(f"a generation broke {FORMED_AGAIN} times while it formed, the last time by: {lost}")
+        raise WorkersLostError(
+            f"a generation of the same workers broke {FORMED_AGAIN} times while it formed, though none of them died. "
+            f"The last time: {lost}. Look at the network between the nodes"
+        )
 
     def _warm_up(self) -> None:
         """What nobody is to wait for when this worker joins: all that is slow the first time in a process."""
@@ -270,16 +279,16 @@ class Run:
         """Whether membership may change after the step at hand, for all that this worker knows."""
         if not self._link.reconfigure_requested:
             self._preparing_since = None
-            return self._link.is_deaf and self.rank != 0  # it will not hear, and is in nobody's way
+            return self._link.is_deaf  # it will not hear, and is in nobody's way
         if self._preparing_since is None:
             self._preparing_since = time.monotonic()
         prospect = self._link.prospect
-        if prospect is None or self._account.typical_step_s >= LONG_STEP_S:
+        if prospect is None or self._account.step_s >= LONG_STEP_S:
             return True
         is_ready = self._read_ahead(prospect._replace(step=steps_done))
         return is_ready or time.monotonic() - self._preparing_since >= PREPARE_S
 
-    def _open(self, assignment: Assignment) -> Generation:
+    def _open(self, assignment: Assignment, attempt: int = 0) -> Generation:
         """Takes this worker's place in a generation."""
         self._account.begin()
         self._activity.enter("hand-over")
@@ -293,6 +302,7 @@ class Run:
             on_forming=lambda group: self._link.cut_when_broken(group.cut),
             on_formed=self._account.formed,
             activity=self._activity,
+            attempt=attempt,
         )
         self._link.cut_when_broken(generation.cut)
         self._account.ready()
@@ -322,11 +332,13 @@ class Run:
         """Something that all ranks do together outside of steps, done again in a new generation if a peer is lost in
         it. Nobody can join meanwhile."""
         lost = self._step.lost if self._step is not None else None
-        for _ in range(LOSSES_IN_A_ROW):
+        losses = 0
+        while losses < LOSSES_IN_A_ROW:
             if lost is not None:
                 self._account.lost(in_step=False)
                 self.close(intact=False)
                 self._generation = self._next_generation(lost, between_steps=False)
+                losses = losses if self._generation.group.assignment.again else 0
             assert self._generation is not None
             self._account.mark()
             try:
@@ -335,7 +347,11 @@ class Run:
                 if not is_lost_peer(error):
                     raise
                 lost = f"{type(error).__name__}: {error}"
-        raise WorkersLostError(f"a peer was lost {LOSSES_IN_A_ROW} times in a row, the last time by: {lost}")
+                losses += 1
+        raise WorkersLostError(
+            f"what all workers do together outside of steps was lost {LOSSES_IN_A_ROW} times in a row, though none of "
+            f"them died. The last time: {lost}. If a rank needs longer than others there, raise collective_timeout_s"
+        )
 
     def _next_step(self) -> Step:
         assert self._generation is not None

@@ -211,11 +211,12 @@ class MicroBatchFeed:
                 before = done
                 if self._closed:
                     raise _Closed
+                done = max(done, self._skipped_to * len(self._plan.micro_batches))
                 try:
                     with closing(self._run_pipeline(done)) as batches:
                         for batch in batches:
-                            self._put(batch, done // len(self._plan.micro_batches), place)
-                            done += 1
+                            self._put(batch, place)
+                            done = batch.number + 1
                 except _EndedEarly:
                     if not self._closed and not self._rests:
                         raise RuntimeError("the pipeline ended before its plan did") from None
@@ -240,7 +241,7 @@ class MicroBatchFeed:
     def _run_pipeline(self, done: int) -> Generator[_HostBatch]:
         """Micro-batches from the `done`-th on, until the pipeline has done its share."""
         owned = len(self._plan.micro_batches)
-        first_step, skipped = divmod(done, owned)
+        first_step = done // owned
         rows_per_step = owned * self._plan.shape.micro_batch_size
         steps = max(1, _CHUNKS_PER_PIPELINE * self._plan.options.chunk_rows // rows_per_step)
         plan = replace(self._plan, first_step=first_step, last_step=min(first_step + steps, self._plan.last_step))
@@ -250,14 +251,14 @@ class MicroBatchFeed:
                 if self._closed:
                     raise _Closed
                 self._pipeline = pipeline
-            for position, batch in enumerate(_cut(plan, iter(pipeline))):
-                if position >= skipped:
+            for batch in _cut(plan, iter(pipeline), lambda: self._skipped_to):
+                if batch.number >= done:
                     yield batch
         finally:
             pipeline.close()
 
-    def _put(self, batch: _HostBatch, step: int, place: _Placer) -> None:
-        if step < self._skipped_to:
+    def _put(self, batch: _HostBatch, place: _Placer) -> None:
+        if batch.step < self._skipped_to:
             return
         placed, room = place(batch), self._plan.options.prefetch_micro_batches
         while True:
@@ -266,8 +267,8 @@ class MicroBatchFeed:
                 if self._closed:
                     raise _Closed
                 if not self._may_rest:
-                    if step >= self._skipped_to:  # it was not left out meanwhile
-                        self._ready.append((step, placed))
+                    if batch.step >= self._skipped_to:  # it was not left out meanwhile
+                        self._ready.append((batch.step, placed))
                         self._changed.notify_all()
                     return
             assert self._pipeline is not None
@@ -289,28 +290,35 @@ class _Closed(Exception):
 class _HostBatch:
     """A micro-batch as pieces of chunks, still in the object store's memory."""
 
+    step: int
+    number: int
+    """Of all that this worker takes, from step 0 on."""
     index: int
     pieces: list[dict[str, np.ndarray]]
     row_ids: Int64Array
 
 
-def _cut(plan: FeedPlan, prepared: Iterator[PreparedChunk]) -> Iterator[_HostBatch]:
-    """Cut the chunks of a plan, which come in its order, into its micro-batches."""
+def _cut(plan: FeedPlan, prepared: Iterator[PreparedChunk], skipped_to: Callable[[], int]) -> Iterator[_HostBatch]:
+    """Cut the chunks of a plan, which come in its order, into its micro-batches, but for steps that are left out."""
     chunks = plan.chunks()
     epoch = -1
     lanes: dict[int, deque[tuple[Chunk, PreparedChunk]]] = {}
     for step in range(plan.first_step, plan.last_step):
+        if step < skipped_to():
+            continue
         if plan.shape.epoch_of(step) != epoch:
             epoch = plan.shape.epoch_of(step)
             lanes = {}
-        for micro_batch in plan.micro_batches:
+        for place, micro_batch in enumerate(plan.micro_batches):
             lane, start, stop = plan.source(step, micro_batch)
             held = lanes.setdefault(lane, deque())
             while held and held[0][0].stop <= start:
                 held.popleft()
             while not held or held[-1][0].stop < stop:
-                chunk = next(chunks)  # in the order of need, so it is one of this very lane
-                held.append((chunk, _expect(chunk, next(prepared, None))))
+                chunk = next(chunks)  # in the order of need: after steps that were left out, perhaps another lane's
+                content = _expect(chunk, next(prepared, None))
+                if chunk.lane.epoch == epoch:
+                    lanes.setdefault(chunk.lane.number, deque()).append((chunk, content))
             pieces, row_ids = [], []
             for chunk, content in held:
                 inside = slice(max(start - chunk.start, 0), min(stop, chunk.stop) - chunk.start)
@@ -318,7 +326,7 @@ def _cut(plan: FeedPlan, prepared: Iterator[PreparedChunk]) -> Iterator[_HostBat
                     pieces.append({name: values[inside] for name, values in content.columns.items()})
                     row_ids.append(content.row_ids[inside])
             counted = np.concatenate(row_ids)[: plan.shape.rows_in_micro_batch(step, micro_batch)]
-            yield _HostBatch(micro_batch, pieces, counted)
+            yield _HostBatch(step, step * len(plan.micro_batches) + place, micro_batch, pieces, counted)
 
 
 def _expect(chunk: Chunk, found: PreparedChunk | None) -> PreparedChunk:

@@ -12,6 +12,9 @@ from collections.abc import Callable
 
 from elastic_ddp.data.feed import MicroBatchFeed
 
+_FAR = 500
+"""Steps that are sooner entered anew than reached by leaving out those before them."""
+
 
 class Feeds:
     """Used by the training thread alone.
@@ -46,9 +49,11 @@ class Feeds:
     def settle(self, micro_batches: tuple[int, ...], step: int | None) -> None:
         """To be called before a process group forms: it knows its connections by those that are opened meanwhile, and a
         feed that has not its first rows yet may open some. So does one whose rows are not what is needed."""
-        if self._prepared is not None and not (
-            step is not None and _fits(self._prepared, micro_batches, step) and self._prepared.is_ready
-        ):
+        if self._prepared is None:
+            return
+        if step is not None and _fits(self._prepared, micro_batches, step) and self._prepared.is_ready:
+            self._prepared.skip_to(step)
+        else:
             self._prepared.close()
             self._prepared = None
 
@@ -92,4 +97,4 @@ def _nothing() -> None: ...
 
 
 def _fits(feed: MicroBatchFeed, micro_batches: tuple[int, ...], step: int) -> bool:
-    return feed.micro_batches == micro_batches and feed.next_step <= step
+    return feed.micro_batches == micro_batches and feed.next_step <= step < feed.next_step + _FAR

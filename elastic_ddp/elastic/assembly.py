@@ -16,6 +16,8 @@ from elastic_ddp.elastic.messages import Ended, Orders, Prospect, RendezvousOpti
 from elastic_ddp.errors import TrainFunctionError
 from elastic_ddp.parallel.process_group import Assignment
 
+PREPARE_S = 5.0
+"""How long training goes on while members read the first rows of their parts in the next generation."""
 STACKS_S = 2.0
 """How long workers that hang may take to say where."""
 
@@ -86,12 +88,17 @@ class Assembly:
     def prospect_of(self, member: str) -> Prospect | None:
         """The place that a member may get."""
         place = self._prospects.get(member)
-        return None if place is None else Prospect(*place, self.journal.progress.get("step", 0))
+        return None if place is None else Prospect(*place, self._steps_done)
 
-    def expect(self, member: Member) -> None:
-        """Somebody is about to join, and has a prospect from here on."""
-        if member.id not in self._prospects:
-            self._prospects |= self.membership.prospects(time.monotonic(), also=member)
+    def prospect_of_one_to_come(self, member: Member) -> Prospect | None:
+        """The place that somebody may get who has not come yet."""
+        places = self.membership.prospects(time.monotonic(), also=member)
+        return Prospect(*places[member.id], self._steps_done) if member.id in places else None
+
+    @property
+    def _steps_done(self) -> int:
+        """A while ago."""
+        return int(self.journal.progress.get("step", 0))
 
     def lose(self, member: str, how: str) -> None:
         """A member's pulse ended."""
@@ -102,6 +109,7 @@ class Assembly:
             self.record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
         elif not known and self.journal.ended is None:
             self.record("newcomer_lost", generation=generation, member=member, error=how)
+        self._prospects = {}  # of a generation that does not come to be
         self.form()
         self.changed = True
 
@@ -113,16 +121,20 @@ class Assembly:
         """What a member of a generation should know."""
         membership = self.membership
         is_current = generation == membership.generation
-        reconfigure = is_current and membership.wants_change(time.monotonic())
+        reconfigure = is_current and self._wanted_change and membership.wants_change(time.monotonic())
         return Signals(
             stop=self.state.stop,
             ended=self.journal.ended or membership.is_gone(member.id),
             broken=generation if is_current and membership.loss is not None else None,
             reconfigure=reconfigure,
-            prospect=self.prospect_of(member.id) if reconfigure else None,
+            prospect=self.prospect_of(member.id) if reconfigure and self._has_time() else None,
             commit=self.state.open_request,
             show_stacks=self._stacks_request if is_current else 0,
         )
+
+    def _has_time(self) -> bool:
+        """Whether those who are to go can wait for others to get ready."""
+        return self.membership.has_time(time.monotonic(), PREPARE_S)
 
     def is_member_of(self, member: Member, generation: int) -> bool:
         """Whether a member is one of the current generation, and not presumed dead: only then may it commit."""
@@ -141,6 +153,7 @@ class Assembly:
         self.save()
         self._watch.begin([member.id for member in formed.members], time.monotonic())
         self._stacks_wanted_at = None
+        self._prospects = {}
         self._formed = {
             member.id: Assignment(
                 generation=formed.number,
@@ -153,6 +166,7 @@ class Assembly:
                 reason=formed.reason,
                 first_step=formed.first_step,
                 brief=formed.brief,
+                again=formed.again,
             )
             for rank, member in enumerate(formed.members)
         }
@@ -186,9 +200,6 @@ class Assembly:
         now_s = time.monotonic()
         self.form()
         self._look_ahead(now_s)
-        if self._wanted_change != (wanted := self.membership.wants_change(now_s)):
-            self._wanted_change = wanted
-            self.changed = True
         if self.membership.break_if_overdue(now_s):
             self.record("overdue", generation=self.membership.generation)
             self.changed = True
@@ -196,9 +207,10 @@ class Assembly:
         self.save()
 
     def _look_ahead(self, now_s: float) -> None:
-        """Who would be where, while the members of a generation get ready for another."""
-        before, self._prospects = self._prospects, self.membership.prospects(now_s)
-        if before != self._prospects and self.membership.wants_change(now_s):
+        """Whether membership is to change, and who would be where then: members are told both at once."""
+        before = (self._wanted_change, self._prospects)
+        self._wanted_change, self._prospects = self.membership.wants_change(now_s), self.membership.prospects(now_s)
+        if before != (self._wanted_change, self._prospects):
             self.changed = True
 
     def _look_for_a_hang(self, now_s: float) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from elastic_ddp.elastic.pulse import Pulse
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
 from elastic_ddp.parallel.process_group import Assignment
 
+_AGAIN_S = 1.0
+"""How long until something is asked again that failed in the rendezvous."""
 _OF_A_GENERATION: Any = {"broken": None, "reconfigure": False, "prospect": None}
 """Signals that mean one generation and no other."""
 
@@ -89,7 +92,10 @@ class RendezvousLink:
         thread asks for, after all that was said before."""
         answer: Future[bool] = Future()
         self._outbox.put((generation, answer))
-        return answer.result()
+        while self._speaker.is_alive():
+            with suppress(TimeoutError):
+                return answer.result(timeout=1.0)
+        return answer.done() and answer.result()  # the driver is gone, and this worker goes with it
 
     def leave(self, why: str, within_s: float) -> None:
         """Asks to be let go at a step boundary."""
@@ -153,9 +159,10 @@ class RendezvousLink:
         return signals.ended is not None or signals.broken == self._generation
 
     def end(self, **outcome: Any) -> None:
-        """Says that the run is over and how. Returns when the rendezvous has it, with all messages before it."""
+        """Says that the run is over and how. Returns when the rendezvous has it, with all messages before it. It is
+        not taken of a worker that was presumed dead."""
         self._finish_speaking()
-        ray.get(self._rendezvous.end.remote(self._progress, outcome))
+        ray.get(self._rendezvous.end.remote(self.member, self._progress, outcome))
 
     def close(self) -> None:
         """Ends the threads; what was said before has been delivered."""
@@ -186,7 +193,7 @@ class RendezvousLink:
                     self._send([message])
                 else:
                     generation, answer = message
-                    answer.set_result(ray.get(self._rendezvous.is_member_of.remote(self.member, generation)))
+                    answer.set_result(self._insist(self._rendezvous.is_member_of, self.member, generation))
             except ray.exceptions.RayError as error:
                 if isinstance(message, tuple):
                     message[1].set_exception(error)
@@ -194,16 +201,25 @@ class RendezvousLink:
 
     def _send(self, messages: list[dict[str, Any]]) -> None:
         """Returns when the rendezvous has them. Ray calls again if its process dies, and numbers tell that it did."""
-        first, self._said = self._said + 1, self._said + len(messages)
-        ray.get(self._rendezvous.take.remote(messages, self._progress, self.member.id, first))
+        self._insist(self._rendezvous.take, messages, self._progress, self.member.id, self._said + 1)
+        self._said += len(messages)
+
+    def _insist(self, method: Any, *arguments: Any) -> Any:
+        """Asks the rendezvous until it can do it: the disk of its node may be full for a while."""
+        while True:
+            try:
+                return ray.get(method.remote(*arguments))
+            except ray.exceptions.RayTaskError:
+                if self._closed.wait(_AGAIN_S):
+                    raise
 
     def _listen(self) -> None:
         cut_in = shown = 0
         while not self._closed.is_set():
             generation = self._generation
             try:
-                signals: Signals = ray.get(
-                    self._rendezvous.listen.remote(self.member, generation, self._progress, self.activity.now)
+                signals: Signals = self._insist(
+                    self._rendezvous.listen, self.member, generation, self._progress, self.activity.now
                 )
             except ray.exceptions.RayError:
                 self.is_deaf = True

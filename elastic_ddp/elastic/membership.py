@@ -30,12 +30,22 @@ class Notice:
     within_s: float = 0.0
     """How long it may stay; 0 for not at all."""
 
+    @property
+    def ends_s(self) -> float:
+        return self.given_s + self.within_s
+
     def is_urgent(self, now_s: float) -> bool:
         """The first half of a notice is for a replacement to come in, the second to leave in."""
         return now_s - self.given_s >= self.within_s / 2
 
+    def is_overdue(self, now_s: float) -> bool:
+        """When three quarters are over a step is not waited for any more."""
+        return self.within_s > 0 and now_s - self.given_s >= 0.75 * self.within_s
+
 
 AT_ONCE = Notice(DRAIN)
+_SHORTER_BY_S = 1.0
+"""By how much less a notice has to leave than one before it, to be another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +94,8 @@ class FormedGeneration:
     reason: str
     brief: bool = False
     """It makes no step: those who leave hand over the state, or commit it, and all come back."""
+    again: bool = False
+    """It has the members of the one before it."""
     waited_s: float = 0.0
     """How long there had been too few for it."""
 
@@ -122,6 +134,8 @@ class Membership:
     _leaving: dict[str, Notice] = field(default_factory=dict)
     _draining: dict[str, Notice] = field(default_factory=dict)
     """Nodes that are to go, by Ray's name."""
+    _broken_for: set[str] = field(default_factory=set)
+    """Members for whose notices a step was broken off: once is enough."""
     _groups: list[str] = field(default_factory=list)
     _short_since: float | None = None
     """Since when all survivors wait and are too few."""
@@ -175,13 +189,15 @@ class Membership:
     def ask_to_leave(self, members: Iterable[str], notice: Notice = AT_ONCE) -> None:
         """Members are to go at a step boundary: at the next one if the others are enough, or can wait, without them."""
         for member in members:
-            self._leaving.setdefault(member, notice)
+            self._leaving[member] = _earlier(self._leaving.get(member), notice)
             if member in self._waiting and not self._is_current(member):
                 self._dismiss(member)
 
     def drain(self, node_id: str, notice: Notice) -> bool:
-        """A node is to go: its members leave, and who comes from it is not let in. Returns whether that is news."""
-        if node_id in self._draining:
+        """A node is to go: its members leave, and who comes from it is not let in. Returns whether that is news; a
+        shorter notice is."""
+        before = self._draining.get(node_id)
+        if before is not None and notice.ends_s >= before.ends_s - _SHORTER_BY_S:
             return False
         self._draining[node_id] = notice
         self.ask_to_leave([each.id for each in self.known() if each.node_id == node_id], notice)
@@ -255,12 +271,19 @@ class Membership:
     def break_if_overdue(self, now_s: float) -> bool:
         """Ends a generation in the midst of a step, if three quarters of the time of a member that is to go are over.
         Returns whether it does just now."""
-        if self.current is None or self.loss is not None:
+        if self.current is None or self.loss is not None or self.current.brief:
             return False
-        notices = [self._leaving[each] for each in self._split()[1] if each not in self._waiting]
-        if any(each.within_s and now_s - each.given_s >= 0.75 * each.within_s for each in notices):
+        leaving = {each for each in self._split()[1] if each not in self._waiting}
+        overdue = {each for each in leaving if self._leaving[each].is_overdue(now_s)} - self._broken_for
+        if overdue:
+            self._broken_for |= overdue
             self.loss = OVERDUE
-        return self.loss is not None
+        return bool(overdue)
+
+    def has_time(self, now_s: float, needed_s: float) -> bool:
+        """Whether members that are to go can stay for so long."""
+        notices = [self._leaving[each] for each in self._split()[1]]
+        return not any(each.within_s and each.is_overdue(now_s + needed_s) for each in notices)
 
     def _split(self) -> tuple[list[str], list[str]]:
         """Members of the current generation who stay, and who are to go."""
@@ -276,7 +299,14 @@ class Membership:
         if any(each not in self._waiting for each in survivors):
             return None
         if not all(self._waiting[each].between_steps for each in survivors):
-            return self._formed(_by_node([self._waiting[each] for each in survivors]), now_s)
+            arrivals = [self._waiting[each] for each in survivors]
+            staying = [each for each in arrivals if not self._is_overdue(each.member.id, now_s)]
+            if staying and _is_held(staying, arrivals):
+                for each in arrivals:
+                    if each not in staying:
+                        self._dismiss(each.member.id)
+                arrivals = staying
+            return self._formed(_by_node(arrivals), now_s)
         if not survivors and not self._gathered(now_s):
             return None
         arrivals = self._by_seniority(survivors)
@@ -315,6 +345,9 @@ class Membership:
         if brief:
             return {}
         return {each.member.id: (rank, len(chosen)) for rank, each in enumerate(_by_node(chosen))}
+
+    def _is_overdue(self, member: str, now_s: float) -> bool:
+        return member in self._leaving and self._leaving[member].is_overdue(now_s)
 
     def _gathered(self, now_s: float) -> bool:
         """Without a generation to go on from, workers that were started together begin together."""
@@ -364,6 +397,7 @@ class Membership:
             first_step=newest,
             reason="workers leave" if brief else self._reason(chosen),
             brief=brief,
+            again=self.current is not None and self.current.ids == {each.member.id for each in chosen},
             waited_s=0.0 if self._short_since is None else now_s - self._short_since,
         )
         self._short_since = None
@@ -392,6 +426,13 @@ class Membership:
 
     def _is_current(self, member: str) -> bool:
         return self.current is not None and member in self.current.ids
+
+
+def _earlier(one: Notice | None, other: Notice) -> Notice:
+    """Of two notices, the one that leaves less time. Without a deadline there is none to keep."""
+    if one is None or not one.within_s:
+        return other
+    return other if other.within_s and other.ends_s < one.ends_s else one
 
 
 def _newest(arrivals: list[Arrival]) -> int | None:

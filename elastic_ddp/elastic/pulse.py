@@ -15,6 +15,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from elastic_ddp.parallel.process_group import spare
+
 BEATS_PER_TIMEOUT = 5
 
 
@@ -37,6 +39,7 @@ class Pulse:
 
     def _connect(self) -> socket.socket:
         connection = socket.create_connection(self._address(), timeout=30)
+        spare(connection)
         connection.settimeout(None)
         connection.sendall(self._member.encode() + b"\n")
         return connection

@@ -8,6 +8,7 @@ in `assembly`; here is who calls, and who waits.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import time
@@ -24,6 +25,8 @@ from elastic_ddp.elastic.messages import NOTHING, Ended, News, Orders, Prospect,
 from elastic_ddp.elastic.pulse import PulseServer
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.process_group import Assignment
+
+_log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 """How often it looks at what is due by the clock."""
@@ -101,8 +104,11 @@ class Rendezvous:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            async with self._turn() as assembly:
-                assembly.tick()
+            try:
+                async with self._turn() as assembly:
+                    assembly.tick()
+            except Exception:  # a full disk, perhaps, and not for good
+                _log.exception("the rendezvous could not do what was due")
 
     async def _look_who_came_back(self, members: list[str]) -> None:
         """Members connect their pulses again. Who does not died meanwhile."""
@@ -154,8 +160,7 @@ class Rendezvous:
     async def prospect(self, member: Member) -> Prospect | None:
         """The place of somebody who is about to join."""
         async with self._turn() as assembly:
-            assembly.expect(member)
-            return assembly.prospect_of(member.id)
+            return assembly.prospect_of_one_to_come(member)
 
     async def listen(
         self,
@@ -167,7 +172,8 @@ class Rendezvous:
         """Tells a member of a generation what it should know, held for a poll if there is nothing; takes its progress,
         and where it is."""
         async with self._turn() as assembly:
-            assembly.take([], progress)
+            if assembly.membership.is_gone(member.id) is None:
+                assembly.take([], progress)
             assembly.hear(member.id, whereabouts)
             if (signals := assembly.signals(member, generation)) == NOTHING:
                 await self._poll(self._changed)
@@ -197,11 +203,13 @@ class Rendezvous:
             assembly.membership.retire(member.id)
             assembly.form()
 
-    async def end(self, progress: dict[str, Any] | None, outcome: dict[str, Any]) -> None:
-        """The run is over: finished, stopped or failed, with what is to be known of it. The first word counts."""
+    async def end(self, member: Member, progress: dict[str, Any] | None, outcome: dict[str, Any]) -> None:
+        """The run is over: finished, stopped or failed, with what is to be known of it. The first word counts, and none
+        of a member that is presumed dead: the run went on without it."""
         async with self._turn() as assembly:
-            assembly.take([], progress)
-            assembly.end(outcome)
+            if assembly.membership.is_gone(member.id) is None:
+                assembly.take([], progress)
+                assembly.end(outcome)
 
     # The controller and the driver.
 

@@ -1,4 +1,9 @@
-"""State from one rank to others over the process group, and the check that all ranks built the same model."""
+"""State from one rank to others over the process group, and the check that all ranks built the same model.
+
+Those who take part form a chain: everybody hands a piece to the next while it waits for the one after it, so that it
+takes hardly longer for many receivers than for one. It needs no group of its own, whose connections would have to be
+made, and to be cut when a peer is lost.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +29,20 @@ def hand_over(state: Any, group: ProcessGroup, *, source: int, receivers: Sequen
     """
     if not receivers:
         return None
-    partners = sorted({source, *receivers})
-    among = None if len(partners) == group.world_size else dist.new_group(partners)
-    if group.rank not in partners:
+    ranks = [source, *receivers]
+    if group.rank not in ranks:
         return None
+    chain = _Chain(ranks, group.rank)
     tensors: dict[str, torch.Tensor] = {}
-    header = None
+    header = torch.empty(0, dtype=torch.uint8)
     if group.rank == source:
         skeleton, tensors = flatten(state)
         layout = {key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in tensors.items()}
-        header = json.dumps({"skeleton": skeleton, "layout": layout}).encode()
-    received = json.loads(group.broadcast_bytes(header, source, among))
+        text = json.dumps({"skeleton": skeleton, "layout": layout}).encode()
+        header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    size = chain.pass_on(torch.tensor([len(header)]))
+    header = chain.pass_on(header if group.rank == source else torch.empty(int(size), dtype=torch.uint8))
+    received = json.loads(header.numpy().tobytes())
     for key, (dtype, shape) in received["layout"].items():
         if group.rank == source:
             value = tensors[key].detach().contiguous()
@@ -43,8 +51,35 @@ def hand_over(state: Any, group: ProcessGroup, *, source: int, receivers: Sequen
         if value.numel():
             # As bytes, as gloo does not know every dtype, and in pieces: the source holds no second copy on the host.
             for piece in value.reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
-                dist.broadcast(piece.cpu(), source, group=among)
+                chain.pass_on(piece.cpu())
+    chain.finish()
     return None if group.rank == source else unflatten(received["skeleton"], tensors)
+
+
+class _Chain:
+    """Ranks of which each gives what it gets to the next one."""
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        place = ranks.index(rank)
+        self._before = ranks[place - 1] if place else None
+        self._next = ranks[place + 1] if place + 1 < len(ranks) else None
+        self._sent: dist.Work | None = None
+        self._piece: torch.Tensor | None = None
+
+    def pass_on(self, piece: torch.Tensor) -> torch.Tensor:
+        """A tensor on the CPU: the first rank's own, and on the others filled with that."""
+        if self._before is not None:
+            dist.recv(piece, self._before)
+        self.finish()
+        if self._next is not None:
+            self._sent, self._piece = dist.isend(piece, self._next), piece
+        return piece
+
+    def finish(self) -> None:
+        """Until everything has gone."""
+        if self._sent is not None:
+            self._sent.wait()
+        self._sent = self._piece = None
 
 
 def check_same_model(module: torch.nn.Module, group: ProcessGroup) -> None:

@@ -23,6 +23,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 CONNECT_S = 5.0
 """How long the store of a generation may take to be reached."""
+FORM_S = 1.0
+"""How long the ranks of a group, all of which have come, may take to connect to each other, the first time they try."""
 _OURS, _TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 _LOST_PEER_SIGNS = (
@@ -55,6 +57,8 @@ class Assignment:
     """Steps done in that state."""
     brief: bool = False
     """The generation makes no step: its members hand the state over, or commit it, and come back for another."""
+    again: bool = False
+    """It has the members of the one before it."""
     reason: str
     """Why this generation was formed, for the record."""
 
@@ -73,6 +77,7 @@ class ProcessGroup:
     assignment: Assignment
     device: torch.device
     _sockets: set[_Socket] = field(default_factory=set, repr=False)
+    _is_cut: bool = False
 
     @property
     def rank(self) -> int:
@@ -89,6 +94,7 @@ class ProcessGroup:
         *,
         device: torch.device,
         timeout_s: float,
+        attempt: int = 0,
         on_forming: Callable[[ProcessGroup], None] = lambda group: None,
     ) -> ProcessGroup:
         """Joins the generation's group: gloo for CPU tensors and, with a GPU, NCCL for CUDA tensors.
@@ -96,7 +102,13 @@ class ProcessGroup:
         The store is a long-lived one in the rendezvous; a prefix for each generation makes forming a group take
         milliseconds, and keeps a stale member of an older generation out of it.
 
+        A rank that dies after it has published its address, and before it has connected, leaves gloo waiting where
+        nothing frees it, for five times the group's timeout. So ranks meet in the store first, where a wait can be cut,
+        and then connect within a short timeout, which is `timeout_s` from there on.
+
         Args:
+            timeout_s: for every collective.
+            attempt: how often in a row that has failed; each time it may take twice as long.
             on_forming: told of the group before it waits for its peers, so that it can be cut from there on.
         """
         before = _connections()
@@ -111,17 +123,23 @@ class ProcessGroup:
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
         group = cls(assignment, device, _connections() - before)
         on_forming(group)
+        own = dist.PrefixStore(f"generation{assignment.generation}", store)
+        own.set(f"here{assignment.rank}", "")
+        own.wait([f"here{rank}" for rank in range(assignment.world_size)])
         # Peers look for each other in the store under the group's number in its process, and torch counts one that
         # could not be formed too: who failed once would never meet who did not.
         dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(f"generation{assignment.generation}", store),
+            store=own,
             rank=assignment.rank,
             world_size=assignment.world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=datetime.timedelta(seconds=min(timeout_s, FORM_S * 2**attempt)),
         )
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
         group._sockets = _connections() - before
+        if group._is_cut:
+            raise PeerLostError("a peer was lost while the group was formed")
         dist.barrier()
         return group
 
@@ -145,22 +163,23 @@ class ProcessGroup:
 
     def cut(self) -> None:
         """Breaks every collective in flight, on this rank and on its peers. From any thread."""
+        self._is_cut = True
         _shut_down(self._sockets)
         if self.device.type == "cuda":
             dist.distributed_c10d._abort_process_group()
 
-    def broadcast_bytes(self, data: bytes | None, source: int = 0, among: dist.ProcessGroup | None = None) -> bytes:
-        """The bytes of rank `source`, on every rank, or on every one `among` whom they are sent."""
+    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        """The bytes of rank `source`, on every rank."""
         if self.world_size == 1:
             assert data is not None
             return data
         size = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
-        dist.broadcast(size, source, group=among)
+        dist.broadcast(size, source)
         payload = (
             torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
         )
         if payload.numel():
-            dist.broadcast(payload, source, group=among)
+            dist.broadcast(payload, source)
         return payload.numpy().tobytes()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -212,8 +231,18 @@ def _connections() -> set[_Socket]:
     return found
 
 
+_spared: set[int] = set()
+
+
+def spare(connection: socket.socket) -> None:
+    """Keeps a connection that may be opened while a group forms from being cut with the group."""
+    _spared.add(os.fstat(connection.fileno()).st_ino)
+
+
 def _shut_down(sockets: set[_Socket]) -> None:
     for descriptor, inode in sockets:
+        if inode in _spared:
+            continue
         try:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 if os.fstat(connection.fileno()).st_ino == inode:

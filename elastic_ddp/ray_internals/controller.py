@@ -30,7 +30,7 @@ from ray.train.v2._internal.execution.controller.state import (
     TrainControllerState,
 )
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
+from ray.train.v2._internal.execution.scaling_policy import ResizeDecision, autoscaling_coordinator_client
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2.api.exceptions import WorkerGroupError
 
@@ -43,6 +43,9 @@ ROOM_WITHIN_S = 10.0
 """How long a worker that Ray Train saw room for waits for it, before that was a stale view."""
 
 
+SAID_AGAIN_S, BELIEVED_S = 5, 15
+"""How often Ray is told how many workers the run would have, and for how long it keeps room for them. By default 20 s
+and 180 s: so long a driver that was killed would stand in the way of the one that goes on with the run."""
 NO_DEADLINE_S = 60.0
 """What a node is taken to have left if Ray says that it drains, and not until when."""
 LEAVE_WITHIN_S = 5.0
@@ -63,6 +66,8 @@ class InPlaceController(TrainController):
         for module in _CHATTERS:
             logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
         logging.getLogger(TrainController.__module__).addFilter(_is_news)
+        autoscaling_coordinator_client.AUTOSCALING_REQUESTS_INTERVAL_S = SAID_AGAIN_S
+        autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = BELIEVED_S
         self._wanted: int | None = None
         """How many workers there should be, if that has been seen since it was acted on."""
         self._hurry = False

@@ -19,6 +19,8 @@ from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
+_GATHERED = 4
+"""Blocks that are kept at most when the tasks are stopped: enough for many steps, and no burden on the object store."""
 _REST_S = 1.0
 """How long an executor rests at most while its consumer has blocks to take."""
 
@@ -46,14 +48,16 @@ class DatasetExecution:
         """Takes the blocks that are ready, for the iteration to end with, and stops the tasks. For the thread that
         iterates."""
         if self._gathered is None:
-            ready = [next(self._bundles) for _ in range(self._executor.num_ready)]
+            ready = [next(self._bundles) for _ in range(min(self._executor.num_ready, _GATHERED))]
             self._gathered = deque(block for bundle in ready for block in _blocks_of(bundle))
-            self.close()
+            self._executor.shutdown(force=False)
         return True
 
     def close(self) -> None:
         """Stops the tasks but not their processes, and frees what waits in the object store."""
         self._executor.shutdown(force=False)
+        if self._gathered is not None:
+            self._gathered.clear()
 
 
 def _blocks_of(bundle: Any) -> list[pa.Table]:

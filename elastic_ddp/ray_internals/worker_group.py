@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Any, ClassVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 from ray.train.v2._internal.execution.context import DistributedContext
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
@@ -163,7 +163,7 @@ class ElasticWorkerGroup(WorkerGroup):
                     self._newcomers.remove(each)
                     self._rooms[actor_id(each.worker)] = each.room
                     arrived.append(each.worker)
-            except (RayActorError, RayTaskError) as error:
+            except RayError as error:
                 _log.warning("a worker that was to be added failed to start: %s", error)
                 self._dismiss(each)
         if arrived:

@@ -45,8 +45,12 @@ class Account:
         return None
 
     @property
-    def typical_step_s(self) -> float:
-        """Of this generation's last steps; 0 while there was only one."""
+    def step_s(self) -> float:
+        """How long a step takes: a typical one of the last, or what the one at hand took so far."""
+        return max(self._typical_s, self._watch.since_mark())
+
+    @property
+    def _typical_s(self) -> float:
         return statistics.median(self._steps) if self._steps else 0.0
 
     def mark(self) -> None:
@@ -65,7 +69,7 @@ class Account:
     def lost(self, *, in_step: bool) -> None:
         """A peer was lost since the last mark: that time was for nothing. In a step, what is longer than a typical one
         went into noticing it."""
-        typical_s = self.typical_step_s if in_step and self._steps else None
+        typical_s = self._typical_s if in_step and self._steps else None
         redone_s, detection_s = split_lost(self._watch.since_mark(), typical_s)
         self._watch.move("useful", "redone", redone_s)
         self._watch.move("useful", "detection", detection_s)

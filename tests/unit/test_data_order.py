@@ -63,7 +63,7 @@ def rows_of_window(lane: Lane, window: int, first_row_ids: np.ndarray) -> np.nda
 
 def micro_batches(plan: FeedPlan) -> MicroBatches:
     found: MicroBatches = {}
-    batches = _cut(plan, read(plan))
+    batches = _cut(plan, read(plan), lambda: 0)
     for step in range(plan.first_step, plan.last_step):
         for number in plan.micro_batches:
             batch = next(batches)

@@ -618,6 +618,60 @@ def test_a_step_that_outlasts_three_quarters_of_a_notice_is_broken() -> None:
     assert ([each.id for each in generation.members], generation.reason) == (["a", "c"], "workers joined and left")
 
 
+def test_a_notice_breaks_one_generation_and_no_other() -> None:
+    club = club_of("ab", min_workers=2)
+    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
+    club.now += 15
+    assert club.membership.break_if_overdue(club.now)
+    for name in "ab":  # an evaluation has to be made again, and a alone does not hold the newest state
+        club.arrive(name, 5 if name == "b" else 4, between_steps=False)
+    assert club.names() == ["a", "b"]
+    club.now += 1
+    assert not club.membership.break_if_overdue(club.now)
+
+
+def test_one_whose_time_is_nearly_up_leaves_in_an_evaluation_too_if_others_hold_the_state() -> None:
+    club = club_of("abc")
+    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
+    club.now += 15
+    assert club.membership.break_if_overdue(club.now)
+    for name in "abc":
+        club.arrive(name, 5, between_steps=False)
+    assert club.names() == ["a", "c"]
+    assert club.membership.dismissed == {"b": DRAIN}
+
+
+def test_a_generation_in_which_state_is_handed_on_is_not_broken_by_a_notice() -> None:
+    club = club_of("ab", min_workers=2)
+    club.membership.ask_to_leave("ab", Notice(DRAIN, club.now, 20.0))
+    club.now += 10
+    club.all_arrive("ab", 5)
+    assert club.formed().brief
+    club.now += 6
+    assert not club.membership.break_if_overdue(club.now)
+
+
+def test_of_two_notices_the_one_that_leaves_less_time_counts() -> None:
+    club = club_of("ab", min_workers=2, nodes={"b": "x"})
+    assert club.membership.drain("id of x", Notice(DRAIN, club.now, 600.0))
+    assert club.membership.drain("id of x", Notice(DRAIN, club.now, 60.0))
+    assert not club.membership.drain("id of x", Notice(DRAIN, club.now, 60.0)), "that is no news"
+    assert not club.membership.drain("id of x", Notice(DRAIN, club.now, 600.0))
+    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 600.0))
+    club.now += 30
+    assert club.wants_change, "half of the minute is over"
+    assert club.membership.has_time(club.now, 14.9)
+    assert not club.membership.has_time(club.now, 15.0)
+
+
+def test_a_generation_knows_whether_it_has_the_members_of_the_one_before() -> None:
+    club = club_of("ab")
+    club.all_arrive("ab", 5)
+    assert club.formed().again
+    club.all_arrive("abc", 6)
+    assert not club.formed().again
+
+
 def test_one_who_waits_to_leave_breaks_nothing() -> None:
     club = club_of("ab", min_workers=2)
     club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from elastic_ddp.parallel import process_group
 from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
 from tests.ranks import run_ranks
 
@@ -26,3 +30,49 @@ def form_after_a_failure(group: ProcessGroup) -> str:
 
 def test_a_rank_that_could_not_form_one_group_meets_others_in_the_next() -> None:
     assert run_ranks(2, form_after_a_failure) == ["0001", "0001"]
+
+
+class DiesOnceItIsKnown(dist.Store):
+    """A store in which a rank publishes its address, and then dies before it connects to the others."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        super().__init__()
+        self._store = _PrefixStore(prefix, store)
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def wait(self, *arguments: Any) -> None:
+        self._store.wait(*arguments)
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError("the power went out, and the network: connection closed by peer")
+
+
+_PrefixStore = dist.PrefixStore
+
+
+def lose_a_peer_that_has_published_its_address(group: ProcessGroup, victim: int) -> float:
+    """Seconds until a rank knows. Afterwards both form another group, in which one of them is slow."""
+    group.close(intact=True)
+    begun = time.monotonic()
+    forming: list[ProcessGroup] = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as caught:
+        if group.rank == victim:
+            patch.setattr(process_group.dist, "PrefixStore", DiesOnceItIsKnown)
+        assignment = replace(group.assignment, generation=2)
+        ProcessGroup.form(assignment, device=CPU, timeout_s=60, on_forming=forming.append)
+    forming[0].close(intact=False)
+    assert group.rank == victim or is_lost_peer(caught.value), caught.value
+    seconds = time.monotonic() - begun
+    group = ProcessGroup.form(replace(group.assignment, generation=3), device=CPU, timeout_s=60)
+    if group.rank == 1:
+        time.sleep(1.5 * process_group.FORM_S)
+    group.all_gather_bytes(b"")
+    return seconds
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_before_it_has_connected_does_not_hold_the_others_up(victim: int) -> None:
+    seconds = run_ranks(2, lose_a_peer_that_has_published_its_address, victim)
+    assert max(seconds) < 60

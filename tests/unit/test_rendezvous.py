@@ -393,8 +393,8 @@ def test_the_first_outcome_counts_and_ends_everyone(play: Play, long_polls: None
         driver = asyncio.create_task(rendezvous.follow(1))
         await until_held(waiting, joining, driver)
         await rendezvous.take([{"event": "commit", "step": 9}], None)
-        await rendezvous.end({"step": 9}, {"status": "failed", "error": "the first"})
-        await rendezvous.end(None, {"status": "finished"})
+        await rendezvous.end(member("a", 0), {"step": 9}, {"status": "failed", "error": "the first"})
+        await rendezvous.end(member("a", 0), None, {"status": "finished"})
         assert await waiting == Signals(ended="failed")
         news = await rendezvous.follow(1)
         assert [event["step"] for event in news.events] == [9]  # nothing that was said before the end is lost
@@ -411,7 +411,7 @@ def test_a_member_that_waits_when_the_run_ends_is_told_when_it_asks_again(play: 
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         joining = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=9))
-        await rendezvous.end(None, {"status": "finished"})
+        await rendezvous.end(member("a", 0), None, {"status": "finished"})
         answers = [await joining, await join(rendezvous, member("a", 0), after=1, step=9)]
         assert answers[-1] == Ended("finished")
 
@@ -431,7 +431,7 @@ def test_the_status_follows_the_run(play: Play, long_polls: None) -> None:
         status = await rendezvous.status()
         assert (status["state"], status["generation"], status["world_size"]) == ("stopping", 1, 2)
         assert (status["step"], status["loss"], status["last_commit"]) == (6, 0.5, 5)
-        await rendezvous.end(None, {"status": "stopped"})
+        await rendezvous.end(member("a", 0), None, {"status": "stopped"})
         assert (await rendezvous.status())["state"] == "stopped"
 
     play(scenario)
@@ -659,7 +659,7 @@ def test_an_outcome_is_not_forgotten(play: Play, tmp_path: Path) -> None:
     options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, memory=str(tmp_path))
 
     async def first_life(rendezvous: Rendezvous) -> None:
-        await rendezvous.end(None, {"status": "finished", "steps": 9})
+        await rendezvous.end(member("a", 0), None, {"status": "finished", "steps": 9})
 
     async def second_life(rendezvous: Rendezvous) -> None:
         assert (await rendezvous.follow(0)).outcome == {"status": "finished", "steps": 9}

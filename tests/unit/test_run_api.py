@@ -47,6 +47,8 @@ class FakeLink:
         self.is_deaf = False
         self.commit_requested = 0
         self.presumed_dead = False
+        self.is_again = True
+        """Whether a generation after the first has the members of the one before."""
         self.activity = Activity()
         self.said: list[dict[str, Any]] = []
         self.joins: list[tuple[int | None, bool]] = []
@@ -76,6 +78,7 @@ class FakeLink:
             store_port=self._store_port,
             source=None if step is None else 0,
             first_step=step,
+            again=self.is_again and len(self.joins) > 1,
             reason=reason,
         )
 
@@ -561,9 +564,22 @@ def test_a_step_that_is_lost_again_and_again_ends_the_run(new_run: NewRun) -> No
             lost.append(step.index)
             raise dist.DistNetworkError(LOST_PEER)
 
-    with pytest.raises(WorkersLostError, match="step 3 was lost 3 times in a row, the last time by: DistNetworkError"):
+    with pytest.raises(WorkersLostError, match=r"step 3 was lost 3 times in a row by the same .* last time: DistNet"):
         train(new_run(), lose_a_peer)
     assert lost == [3, 3, 3]
+
+
+def test_a_step_in_which_one_worker_after_the_other_dies_is_made_by_those_who_are_left(new_run: NewRun) -> None:
+    run, lost = new_run(), []
+    link_of(run).is_again = False
+
+    def lose_a_peer(step: Step) -> None:
+        if step.index == 3 and len(lost) < 5:
+            lost.append(step.index)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    assert train(run, lose_a_peer) == train(new_run(folder="calm"))
+    assert lost == [3] * 5
 
 
 @pytest.mark.parametrize("text", ["timed out waiting for the tokenizer", LOST_PEER, "NCCL_SOCKET_IFNAME is not set"])
