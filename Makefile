@@ -4,7 +4,7 @@ VENV := .venv
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test unit chaos lint format bench clean
+.PHONY: help install train test unit chaos lint format bench soak clean
 
 help: ## list what there is to make
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1	\2/' | expand -t 18
@@ -36,6 +36,10 @@ bench: $(VENV)/.installed-dev ## measure what data, steps and changes of members
 	$(VENV)/bin/python benchmarks/data.py
 	$(VENV)/bin/python benchmarks/steps.py
 	$(VENV)/bin/python benchmarks/elasticity.py
+	$(VENV)/bin/python benchmarks/rendezvous.py
+
+soak: $(VENV)/.installed-dev ## train for twenty minutes while something happens every twenty seconds
+	$(VENV)/bin/python benchmarks/soak.py $(ARGS)
 
 clean: ## remove .venv and every cache
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

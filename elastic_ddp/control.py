@@ -88,7 +88,7 @@ class RunHandle:
         """Has the run commit at the next step boundary. Returns the steps in the commit, once it is durable."""
         request = self._ask("checkpoint")
         while (step := self._ask("committed", request)) is None:
-            pass  # the rendezvous holds the call
+            time.sleep(_ASK_AGAIN_S)
         return int(step)
 
     def stop(self) -> None:

@@ -238,7 +238,10 @@ class Assembly:
             self.membership.lose(member, how)
             self.record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
         if not culprits and all(place in WAITING for place in places.values()):
-            self.membership.loss = f"no collective was completed for {silent_s:g} s (hang_timeout_s)"
+            self.membership.loss = (
+                f"no collective was completed for {silent_s:g} s (hang_timeout_s), and nobody is to blame; the "
+                "ledger's 'stacks' events say where everybody was. Raise hang_timeout_s if a step may take longer"
+            )
             self.record("worker_lost", generation=generation, reported_by=None, error=self.membership.loss)
         elif not culprits:
             where = ", ".join(sorted(set(places.values())))

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 import elastic_ddp as ed
+from elastic_ddp.parallel import handover
 from tests.integration import jobs
 from tests.integration.clusters import parent_of
 
@@ -35,7 +36,7 @@ class Fault:
     step: int
     """The worker has done as many steps, or more."""
     place: str
-    """As the worker's `Activity` names it."""
+    """As the worker's `Activity` names it, or `transfer`, in the midst of a hand-over of state."""
     how: str
     """`SIGKILL`, `SIGSTOP` or `SIGTERM`; `SIGSEGV`, a real one; `gil`, a deadlock that holds Python's lock; `hang`, one
     that does not; `raise`, an error of the user's code; `rendezvous` or `driver`, whose process is killed; `node`,
@@ -128,8 +129,11 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
     rank, generation = run._link.member.rank_in_group, 0
 
     def enter_and_fail(place: str) -> None:
-        nonlocal rank, generation
         enter(place)
+        fail_in(place)
+
+    def fail_in(place: str) -> None:
+        nonlocal rank, generation
         if run._generation is not None:
             rank, generation = run.rank, run._generation.number
         for number, fault in enumerate(faults):
@@ -142,6 +146,15 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
                 _fail(fault, run)
 
     run._activity.enter = enter_and_fail  # type: ignore[method-assign]
+    pass_on = handover._Chain.pass_on
+
+    def pass_on_and_fail(chain: handover._Chain, piece: Any) -> Any:
+        passed = pass_on(chain, piece)
+        if piece.numel() > 1:  # neither the first nor the last one
+            fail_in("transfer")
+        return passed
+
+    handover._Chain.pass_on = pass_on_and_fail  # type: ignore[method-assign]
 
 
 def _claim(marker: Path, here: Happened) -> bool:

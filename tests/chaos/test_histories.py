@@ -87,6 +87,13 @@ def test_a_join_and_a_loss_in_the_same_moment(
     assert sizes(summary)[:2] == [3, 2]
 
 
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_loss_in_the_midst_of_a_hand_over(folder: Path, calm: Mapping[str, Any], how: str, rank: int) -> None:
+    run = Trial(folder, f"transfer-{how}-{rank}", [Fault(rank, 0, "transfer", how)], {"heartbeat_timeout_s": 3.0})
+    run.check(run.fit().summary, calm)
+
+
 def test_a_worker_that_dies_again_and_again_right_after_it_joined(folder: Path, calm: Mapping[str, Any]) -> None:
     faults = [Fault(1, 5, "data", "SIGKILL")] * 5
     run = Trial(folder, "flapping", faults, {"max_workers": 2})

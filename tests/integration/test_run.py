@@ -17,6 +17,7 @@ import ray
 import torch
 
 import elastic_ddp as ed
+from elastic_ddp import ray_internals
 from elastic_ddp.errors import ConfigError, DataError, TrainFunctionError, WorkersLostError
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import read_ledger
@@ -112,7 +113,7 @@ def test_the_summary_tells_the_run(calm: ed.RunResult) -> None:
     assert parts["redone"] == parts["detection"] == parts["waiting"] == 0, "nothing happened"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.chaos)])
 def test_a_run_whose_worker_is_killed_ends_with_the_same_bits(folder: Path, calm: ed.RunResult, rank: int) -> None:
     marker = folder / f"killed-{rank}"
     fault = jobs.kill_once(str(marker), rank=rank, step=27)
@@ -126,6 +127,7 @@ def test_a_run_whose_worker_is_killed_ends_with_the_same_bits(folder: Path, calm
     assert result.summary["restarts"] == 1
 
 
+@pytest.mark.chaos
 def test_a_worker_that_is_stopped_is_taken_for_dead_and_replaced(folder: Path, calm: ed.RunResult) -> None:
     rank = 0
     marker = folder / f"stopped-{rank}"
@@ -221,6 +223,22 @@ def test_workers_that_are_not_resized_in_place_restart_from_the_newest_commit(fo
         (0, "start"),
         (20, "worker lost"),
     ]
+
+
+@pytest.mark.chaos
+def test_with_a_ray_whose_internals_are_not_known_the_group_is_restarted(
+    folder: Path, calm: ed.RunResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.ray_internals.are_known", lambda: False)
+    fault = jobs.kill_once(str(folder / "unknown"), rank=1, step=27)
+
+    def train(run: ed.Run) -> None:
+        ray_internals.are_known = lambda: False  # in the worker too
+        jobs.make_train(fault, str(folder / "held-out"))(run)
+
+    result = fit(folder, "unknown", 2, train=train)
+    assert_same(result, calm)
+    assert [each["first_step"] for each in result.summary["generations"]] == [0, 20]
 
 
 def drive(folder: Path, name: str, *how: str, workers: int = 2) -> subprocess.CompletedProcess[str]:
