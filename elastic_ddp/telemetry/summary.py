@@ -210,13 +210,19 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
         elif current is None or event["event"] == "session_started":
             current = None  # events of a session before its first generation belong to none
         elif event["session"] == current["session"]:
+            # A worker's last word on a generation may come after the rendezvous' first one on the next.
+            about = next((row for row in rows[-2:] if _is_about(event, row)), current)
             if (step := _step_of(event)) is not None:
-                current["last_step"] = step
+                about["last_step"] = step
             if event["event"] == "generation_ended":
-                current["ended_by"] = event.get("reason")
+                about["ended_by"] = event.get("reason")
             elif event["event"] in ("finished", "failed") and current["ended_by"] is None:
                 current["ended_by"] = event.get("status", "failed")
     return rows
+
+
+def _is_about(event: Event, row: Mapping[str, Any]) -> bool:
+    return (event["session"], event.get("generation")) == (row["session"], row["generation"])
 
 
 def _close(row: dict[str, Any], following: Mapping[str, Any]) -> None:

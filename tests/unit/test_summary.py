@@ -220,3 +220,25 @@ def test_a_generation_whose_first_worker_died_before_it_could_speak_is_told_by_t
         (2, 1, 20, 20),
     ]
     assert rows[0]["ended_by"] == "a worker was lost"
+
+
+def test_a_word_on_a_generation_that_comes_after_the_next_was_formed_is_not_about_that() -> None:
+    formed = [{"generation": number, "world_size": 3 - number, "reason": "start"} for number in (1, 2, 3)]
+    events = session(
+        "a",
+        0.0,
+        STARTED,
+        ("rendezvous", formed[0]),
+        ("generation", {**formed[0], "first_step": 0}),
+        ("rendezvous", formed[1]),
+        ("generation_ended", {"generation": 1, "last_step": 7, "reason": "workers were to join or leave"}),
+        ("generation", {**formed[1], "first_step": 7}),
+        ("rendezvous", formed[2]),
+        ("generation", {**formed[2], "first_step": 8}),
+    )
+    rows = summarize(events)["generations"]
+    assert [(row["first_step"], row["last_step"], row["ended_by"]) for row in rows] == [
+        (0, 7, "workers were to join or leave"),
+        (7, 8, "a worker was lost"),
+        (8, 8, None),
+    ]
