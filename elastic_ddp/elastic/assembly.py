@@ -276,7 +276,8 @@ class Assembly:
     def drain(self, node_id: str, within_s: float, by: str) -> None:
         """A node is to go, if that was not known."""
         if self.membership.drain(node_id, Notice(DRAIN, time.monotonic(), within_s)):
-            self.record("notice", node_id=node_id, within_s=within_s, by=by)
+            if any(each.node_id == node_id for each in self.membership.known()):
+                self.record("notice", node_id=node_id, within_s=within_s, by=by)
             self.act()
 
     def request_commit(self) -> int:
