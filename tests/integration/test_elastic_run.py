@@ -17,6 +17,7 @@ from tests.integration.clusters import kill, row, status, until
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.chaos
 def test_a_run_that_gets_a_node_goes_on_with_more_workers_and_ends_with_the_same_bits(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -113,7 +113,8 @@ def test_the_summary_tells_the_run(calm: ed.RunResult) -> None:
     assert parts["redone"] == parts["detection"] == parts["waiting"] == 0, "nothing happened"
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.chaos)])
+@pytest.mark.chaos  # in every test run there are rows of the table in tests/chaos
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_whose_worker_is_killed_ends_with_the_same_bits(folder: Path, calm: ed.RunResult, rank: int) -> None:
     marker = folder / f"killed-{rank}"
     fault = jobs.kill_once(str(marker), rank=rank, step=27)
@@ -198,6 +199,7 @@ def test_an_evaluation_that_loses_a_worker_is_done_by_those_who_are_left(folder:
     assert [each["world_size"] for each in result.summary["generations"]] == [2, 1]
 
 
+@pytest.mark.chaos
 def test_survivors_go_on_alone_and_a_replacement_joins_them(folder: Path, calm: ed.RunResult) -> None:
     kill = jobs.kill_once(str(folder / "alone"), rank=1, step=12)
     hold = jobs.hold_for_others(str(folder / "joined"), step=30)
@@ -320,6 +322,7 @@ def test_a_finished_run_is_left_alone(folder: Path, calm: ed.RunResult) -> None:
     assert read_ledger(Storage(calm.uri)) == events
 
 
+@pytest.mark.chaos
 def test_a_finished_run_goes_on_when_it_is_given_more_steps(folder: Path, calm: ed.RunResult) -> None:
     fit(folder, "longer", 1, steps=15, train=jobs.make_train())
     result = fit(folder, "longer", 2, train=jobs.make_train())
@@ -342,6 +345,7 @@ def test_an_error_of_the_training_function_ends_the_run_once_with_its_traceback(
     assert not any(event["event"] == "worker_lost" for event in events)
 
 
+@pytest.mark.chaos
 def test_a_run_that_failed_goes_on_when_the_function_is_mended(folder: Path, cluster: None) -> None:
     def wrong(run: ed.Run, step: int) -> None:
         if step == 22:
