@@ -272,9 +272,9 @@ class MicroBatchFeed:
                         self._changed.notify_all()
                     return
             assert self._pipeline is not None
-            self._pipeline.gather()
+            rests = self._pipeline.gather()
             with self._changed:
-                self._may_rest, self._rests = False, True
+                self._may_rest, self._rests = False, rests
                 self._changed.notify_all()
 
 

@@ -124,8 +124,9 @@ class ProcessGroup:
         group = cls(assignment, device, _connections() - before)
         on_forming(group)
         own = dist.PrefixStore(f"generation{assignment.generation}", store)
-        own.set(f"here{assignment.rank}", "")
-        own.wait([f"here{rank}" for rank in range(assignment.world_size)])
+        if own.add("here", 1) == assignment.world_size:
+            own.set("all", "")
+        own.wait(["all"])
         # Peers look for each other in the store under the group's number in its process, and torch counts one that
         # could not be formed too: who failed once would never meet who did not.
         dist.distributed_c10d._world.group_count = 0

@@ -42,6 +42,9 @@ class DiesOnceItIsKnown(dist.Store):
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
 
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
     def wait(self, *arguments: Any) -> None:
         self._store.wait(*arguments)
 
