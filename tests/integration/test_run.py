@@ -396,11 +396,11 @@ def test_a_finished_run_with_other_settings_is_refused_rather_than_returned(fold
 
 def test_a_run_cannot_change_its_settings_or_its_data(folder: Path, calm: ed.RunResult) -> None:
     with pytest.raises(ConfigError, match=r"seed was 0 and is 1.*use another name"):
-        fit(folder, "longer", 1, seed=1, steps=50)
+        fit(folder, "calm", 1, seed=1, steps=50)
     other = folder / "other"
     other.mkdir()
     jobs.write_rows(str(other), rows=50, seed=3)
-    config = jobs.settings(str(folder / "runs"), "longer", 1, steps=50)
+    config = jobs.settings(str(folder / "runs"), "calm", 1, steps=50)
     with pytest.raises(ConfigError, match="data was"):
         ed.ElasticTrainer(jobs.make_train(), str(other), config).fit()
 
