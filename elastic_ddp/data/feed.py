@@ -220,7 +220,9 @@ class MicroBatchFeed:
                 except _EndedEarly:
                     if not self._closed and not self._rests:
                         raise RuntimeError("the pipeline ended before its plan did") from None
-                    self._rests = False  # all that it had read is used up
+                    with self._changed:  # until all that it had read is used up
+                        self._changed.wait_for(lambda: self._closed or not self._ready)
+                        self._rests = False
                 except ray.exceptions.TaskUnschedulableError:
                     # Ray is about to take this node away: what is left to do here is read elsewhere.
                     if self._anywhere:

@@ -211,7 +211,7 @@ def test_a_feed_that_rests_lives_on_what_it_has_and_then_reads_on(index: Dataset
     whole = collect(make_feed(index))
     with make_feed(index, large, last_step=20) as feed:
         found = {0: list(feed.step(0))}
-        wait_until(lambda: len(pipelines()) == 1)
+        wait_until(lambda: len(pipelines()) == 1 and feed.is_ready)
         feed.rest()
         wait_until(lambda: not pipelines())
         with make_feed(index, first_step=5) as next_one:
