@@ -1,8 +1,9 @@
 """What a change of membership costs, beside what it costs with others: `python benchmarks/elasticity.py [--peers all]`.
 
 The same small workload (`peers/workload.py`) and the same events on every system: a worker is added, one is killed
-(SIGKILL, of a seeded rank), one is taken away with notice. Every worker writes down when it completed which step; from
-that alone come the stalls and the steps that were done twice (`peers/measures.py`). Without --peers, elastic_ddp alone.
+(SIGKILL, of a seeded rank), one is taken away with notice, a machine dies or falls silent with the worker on it. Every
+worker writes down when it completed which step; from that alone come the stalls and the steps that were done twice
+(`peers/measures.py`). Without --peers, elastic_ddp alone.
 
 Writes results.json and table.md into a folder, and with peers elasticity.png and elasticity.svg, which need
 `pip install 'elastic_ddp[bench]'`.
@@ -38,14 +39,33 @@ from peers.workload import GLOBAL_BATCH_SIZE, WAIT_S, StepEnd
 from rich.console import Console
 from rich.table import Table
 
+from elastic_ddp import RunConfig
+
 SYSTEMS: dict[str, type[System]] = {
     system.about.name: system
     for system in (ElasticDDP, RayTrain, RayTrainTuned, Torchrun, TorchrunTuned, TorchFT, TorchFTTuned)
 }
-WORKERS = {"add": (2, 3), "kill": (3, 3), "drain": (3, 2)}
+WORKERS = {"add": (2, 3), "kill": (3, 3), "drain": (3, 2), "node": (3, 2), "silence": (3, 2), "resize": (3, 2)}
 """By event: workers before, and after it."""
-TARGETS = {"a worker is killed": 0.35, "a worker joins": 0.15}
+JOINS = "a worker joins"
+CHANGES = {
+    "kill": "a worker is killed",
+    "drain": "a worker is drained",
+    "node": "a machine dies",
+    "silence": "a machine falls silent",
+    "resize": "resized to one less",
+}
+TARGETS = {
+    JOINS: 0.15,
+    CHANGES["kill"]: 0.35,
+    CHANGES["drain"]: 0.15,
+    CHANGES["resize"]: 0.15,
+    CHANGES["node"]: 0.35,
+    CHANGES["silence"]: RunConfig.model_fields["heartbeat_timeout_s"].default + 0.35,
+}
 """Seconds that elastic_ddp may stall."""
+MOST_FAILURES = 2
+"""An event from which a system has not recovered so many times is not repeated on it."""
 
 console = Console()
 
@@ -69,8 +89,12 @@ def cause(event: str, system: System, rank: int, *, patience_s: float) -> dict[s
         system.add_worker()
     elif event == "kill":
         victim = system.kill_worker(rank)
-    else:
+    elif event == "drain":
         system.drain_worker()
+    elif event == "resize":
+        system.resize(WORKERS[event][1])
+    else:
+        system.lose_machine(signal.SIGKILL if event == "node" else signal.SIGSTOP)
     happened = Event(at, WORKERS[event][1], victim)
     _, ends = wait_until(system, partial(is_settled, event=happened), patience_s)
     figures = measure(ends, happened, now=time.time(), ended=system.ended())
@@ -89,6 +113,8 @@ def run_system(
         for _ in range(repeats):
             rank = ranks.randrange(WORKERS["kill"][0])
             for event in events:
+                if sum(not figures["recovered"] for figures in found[event]) >= MOST_FAILURES:
+                    continue
                 if system is None or workers != WORKERS[event][0]:
                     if system is not None:
                         system.stop()
@@ -102,7 +128,9 @@ def run_system(
                     figures = {"recovered": False, "outcome": f"it did not start in {patience_s:g} s"}
                     console.print((system.folder / "log").read_text(errors="replace")[-4000:], markup=False)
                 found[event].append(figures)
-                workers = WORKERS[event][1] if figures["recovered"] else 0
+                # What is frozen is part of the run until it ends, and one that was told of a size keeps to it.
+                goes_on = figures["recovered"] and event not in ("silence", "resize")
+                workers = WORKERS[event][1] if goes_on else 0
                 console.print(f"{make.about.name}, {event}: {_in_words(figures)}", highlight=False, soft_wrap=True)
     finally:
         if system is not None:
@@ -136,13 +164,14 @@ def print_ours(results: dict[str, Any]) -> None:
     for event, each in events.items():
         for figures in each:
             for change in figures.get("changes", []):
-                joins = change["to"] > change["from"]
-                name = "a worker joins" if joins else "a worker is killed" if event == "kill" else "a worker leaves"
+                name = JOINS if change["to"] > change["from"] else CHANGES[event]
                 changes.setdefault(name, []).append(change["stall_s"])
     table = Table("elastic_ddp", "stall, s: median (least to most)", "times", "target")
     for name, seconds in changes.items():
-        table.add_row(name, report.spread(seconds), str(len(seconds)), str(TARGETS.get(name, "")))
+        table.add_row(name, report.spread(seconds), str(len(seconds)), str(TARGETS[name]))
     console.print(table)
+    if added := [figures["all_at_work_after_s"] for figures in events.get("add", []) if figures["recovered"]]:
+        console.print(f"from a node that is started to a step on it: {report.spread(added, 1)} s")
     twice = sum(figures.get("steps_done_twice", 0) for each in events.values() for figures in each)
     console.print(f"{twice} steps done twice")
 
@@ -153,7 +182,9 @@ def main() -> None:
     parser.add_argument("--peers", default="", help=f"all, or some of {','.join(peers)}")
     parser.add_argument("--repeats", type=int, default=3, help="of every event, on every system")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/elasticity"), help="folder of the results")
-    parser.add_argument("--events", default=",".join(WORKERS), help="some of add,kill,drain")
+    parser.add_argument(
+        "--events", default=",".join(WORKERS), help=f"some of {','.join(WORKERS)}; resize is for elastic_ddp alone"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the ranks that are killed")
     parser.add_argument("--patience-s", type=float, default=120.0, help="until a system is said not to recover")
     options = parser.parse_args()
@@ -183,7 +214,7 @@ def main() -> None:
             found = run_system(
                 system,
                 Path(scratch),
-                events=events,
+                events=[event for event in events if event != "resize" or name == ElasticDDP.about.name],
                 repeats=options.repeats,
                 seed=options.seed,
                 patience_s=options.patience_s,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from peers.ray_cluster import RaySystem
 from peers.system import About, module
 from peers.workload import FEATURES, GLOBAL_BATCH_SIZE, StepLog, loss_fn, make_model, wait
 
+NAME = "elasticity"
 ROWS = 131_072
 
 
@@ -24,7 +27,13 @@ class ElasticDDP(RaySystem):
 
     def start_driver(self, address: str) -> None:
         write_dataset(self.folder / "data")
+        self._address = address
         self.spawn(module("ours", str(self.folder)), RAY_ADDRESS=address)
+
+    def resize(self, num_workers: int) -> None:
+        command = [sys.executable, "-m", "elastic_ddp.cli", "resize", NAME, str(num_workers)]
+        environment = {**os.environ, "RAY_ADDRESS": self._address}
+        subprocess.run(command, check=True, capture_output=True, env=environment)
 
 
 def write_dataset(folder: Path) -> None:
@@ -60,7 +69,7 @@ def run(folder: str) -> None:
                 log.step_ended(step.index, rank=run.rank, world_size=run.world_size)
 
     config = ed.RunConfig(
-        name="elasticity",
+        name=NAME,
         storage=folder,
         steps=10**6,
         global_batch_size=GLOBAL_BATCH_SIZE,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from ray.cluster_utils import Cluster
 
-from peers.system import System
+from peers.system import System, tree
 
 NOTICE_S = 10
 """Between a node's notice and its end."""
@@ -57,6 +57,11 @@ class RaySystem(System):
         subprocess.run(command, check=True, capture_output=True)
         time.sleep(NOTICE_S)
         self._cluster.remove_node(node)
+
+    def newest_machine(self) -> set[int]:
+        return set().union(
+            *(tree(each.process.pid) for kind in self._nodes.pop().all_processes.values() for each in kind)
+        )
 
     def stop(self) -> None:
         super().stop()

@@ -29,7 +29,10 @@ class RayTrain(RaySystem):
         name="ray-train",
         settings="defaults; a checkpoint on local disk every 20 steps",
         not_kept=NOT_KEPT,
-        remarks={"add": f"it looks for room once a minute; {RESTARTS}", "kill": RESTARTS, "drain": RESTARTS},
+        remarks={
+            "add": f"it looks for room once a minute; {RESTARTS}",
+            **dict.fromkeys(("kill", "drain", "node", "silence"), RESTARTS),
+        },
     )
     environment: ClassVar[dict[str, str]] = {}
     config: ClassVar[dict[str, Any]] = {"checkpoint_steps": 20, "resize_interval_s": 60.0}
@@ -47,7 +50,7 @@ class RayTrainTuned(RayTrain):
             "nodes every 0.5 s; gives a group 5 s to start; Ray's health checks fail within 2 s"
         ),
         not_kept=NOT_KEPT,
-        remarks=dict.fromkeys(("add", "kill", "drain"), RESTARTS),
+        remarks=dict.fromkeys(("add", "kill", "drain", "node", "silence"), RESTARTS),
     )
     environment: ClassVar[dict[str, str]] = {
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",

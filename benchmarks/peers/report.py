@@ -10,6 +10,9 @@ EVENTS = {
     "add": "a worker is added (2, then 3)",
     "kill": "a worker is killed (SIGKILL, 3 and then 3 again)",
     "drain": "a worker is taken away with notice (3, then 2)",
+    "resize": "the run is told to use a worker less (3, then 2)",
+    "node": "a machine dies with its sockets (3, then 2)",
+    "silence": "a machine falls silent, sockets open (3, then 2)",
 }
 OURS = "elastic_ddp"
 _LEAST_S = 0.01

@@ -41,6 +41,7 @@ class System(ABC):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._spawned: list[subprocess.Popen[bytes]] = []
+        self._lost: set[int] = set()
 
     @abstractmethod
     def start(self, num_workers: int) -> None:
@@ -61,6 +62,22 @@ class System(ABC):
         """Takes the worker that was added last away with notice, as a cloud does with a machine. Returns when that is
         done, or has been asked for."""
 
+    @abstractmethod
+    def newest_machine(self) -> set[int]:
+        """Forgets the machine that was added last, and returns the processes on it."""
+
+    def lose_machine(self, how: signal.Signals) -> None:
+        """All of the machine that was added last, its worker and what looks after it, in one moment: it dies, and its
+        sockets with it (SIGKILL), or falls silent with its sockets open, as if frozen or cut off (SIGSTOP)."""
+        self._lost |= (pids := self.newest_machine())
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, how)
+
+    def resize(self, num_workers: int) -> None:
+        """Asks for another number of workers, where there is such a thing."""
+        raise NotImplementedError
+
     def step_ends(self) -> list[StepEnd]:
         return read_steps(self.folder)
 
@@ -80,6 +97,9 @@ class System(ABC):
 
     def stop(self) -> None:
         """Kills what was spawned and everything that came of it, also what was left without a parent."""
+        for pid in self._lost:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         mark = f"{_MARK}={self.folder}".encode()
         while alive := _processes_with(mark):
             for pid in alive:
@@ -99,6 +119,20 @@ def _processes_with(mark: bytes) -> set[int]:
             with suppress(OSError):  # it is gone meanwhile, or not ours
                 if mark in (folder / "environ").read_bytes().split(b"\0"):
                     found.add(int(folder.name))
+    return found
+
+
+def tree(root: int) -> set[int]:
+    """A process and all that came of it. Needs Linux."""
+    below: dict[int, set[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it is gone meanwhile
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            below.setdefault(parent, set()).add(int(stat.parent.name))
+    found, new = {root}, {root}
+    while new:
+        new = set().union(*(below.get(pid, set()) for pid in new)) - found
+        found |= new
     return found
 
 

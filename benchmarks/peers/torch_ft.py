@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from peers.system import About, System, free_port
+from peers.system import About, System, free_port, tree
 from peers.workload import GLOBAL_BATCH_SIZE, StepLog, loss_fn, make_model, make_rows, wait
 
 _START_WORKERS = 2
@@ -65,6 +65,9 @@ class TorchFT(System):
     def drain_worker(self) -> None:
         """torchrun hands the signal on, and the worker leaves when its step is done."""
         self._replicas.pop().send_signal(signal.SIGTERM)
+
+    def newest_machine(self) -> set[int]:
+        return tree(self._replicas.pop().pid)
 
     def ended(self) -> bool:
         return all(replica.poll() is not None for replica in self._replicas)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from peers.system import About, System, free_port
+from peers.system import About, System, free_port, tree
 from peers.workload import StepLog, loss_fn, make_model, make_rows, share_of, wait
 
 NOT_KEPT = (
@@ -37,6 +37,8 @@ class Torchrun(System):
             "add": "torch 2.13 publishes rank 0's address in the first round only, so that a new agent waits for it",
             "kill": RESTARTS,
             "drain": f"{RESTARTS} once the agent has been silent for 15 s and no other has come for 30 s",
+            "node": RESTARTS,
+            "silence": "collectives time out after 30 minutes",
         },
     )
     arguments: tuple[str, ...] = ()
@@ -63,6 +65,9 @@ class Torchrun(System):
         """What a machine that shuts down sends: the agent hands it on to its worker."""
         self._agents.pop().send_signal(signal.SIGTERM)
 
+    def newest_machine(self) -> set[int]:
+        return tree(self._agents.pop().pid)
+
 
 class TorchrunTuned(Torchrun):
     about = About(
@@ -73,7 +78,10 @@ class TorchrunTuned(Torchrun):
             "close_timeout=5, heartbeat_timeout=3"
         ),
         not_kept=NOT_KEPT,
-        remarks=dict.fromkeys(("add", "kill", "drain"), RESTARTS),
+        remarks={
+            **dict.fromkeys(("add", "kill", "drain", "node"), RESTARTS),
+            "silence": "collectives time out after 30 minutes",
+        },
     )
     arguments = (
         "--monitor-interval=0.1",
