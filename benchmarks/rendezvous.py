@@ -16,7 +16,7 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from elastic_ddp.elastic.membership import Member
+from elastic_ddp.elastic.members import Member
 from elastic_ddp.elastic.messages import RendezvousOptions
 from elastic_ddp.elastic.rendezvous import start_rendezvous
 from elastic_ddp.parallel.process_group import Assignment

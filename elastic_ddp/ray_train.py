@@ -16,7 +16,7 @@ from ray.train.torch import TorchConfig
 
 from elastic_ddp import ray_internals
 from elastic_ddp.config import RunConfig
-from elastic_ddp.elastic.membership import Member
+from elastic_ddp.elastic.members import Member
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
 from elastic_ddp.storage import Storage
 

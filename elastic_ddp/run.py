@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,32 +9,21 @@ import torch
 
 from elastic_ddp.commits import Commits
 from elastic_ddp.config import RunConfig
-from elastic_ddp.elastic.assembly import PREPARE_S
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
-from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerLostError, WorkersLostError
 from elastic_ddp.evaluation import evaluate
-from elastic_ddp.generation import Generation, feeds_of, micro_batches_of
+from elastic_ddp.generation import Generation
 from elastic_ddp.job import Job
 from elastic_ddp.parallel.ddp import PreparedModel
-from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
-from elastic_ddp.state import flatten
+from elastic_ddp.parallel.process_group import is_lost_peer
+from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation
 from elastic_ddp.step import Step
-from elastic_ddp.telemetry.account import Account
 from elastic_ddp.train_state import Position, Stateful, TrainState
 
 if TYPE_CHECKING:
     from elastic_ddp.data.source import Transform
 
 Prepared = TypeVar("Prepared")
-Result = TypeVar("Result")
-
-FORMED_AGAIN = 10
-"""Times that a generation may break while it forms, before something else than a death is taken for the cause."""
-LONG_STEP_S = 1.0
-"""Steps beside which the tenth of a second is nothing that the first rows take to come."""
-LOSSES_IN_A_ROW = 3
-"""Times that the same processes lose the same step before it is taken for a fault in it rather than in a connection."""
 
 
 class Run:
@@ -53,15 +40,8 @@ class Run:
         self._job = job
         self._link = link
         self._state = TrainState()
-        self._generation: Generation | None = None
         self._commits = Commits(job, link)
-        self._feeds = feeds_of(job, device)
-        self._preparing_since: float | None = None
-        """Since when this worker gets ready for another generation."""
-        self._account = Account()
-        self._activity = link.activity
-        self._holds_state = False
-        self._was_first = False
+        self._participation = Participation(job, link, state=self._state, commits=self._commits, device=device)
         self._step: Step | None = None
 
     # What the user calls.
@@ -77,7 +57,7 @@ class Run:
             ConfigError: a second model, an optimizer of other parameters, a scheduler of another optimizer, or
                 anything else; `register` is for other things with state.
         """
-        if self._generation is not None:
+        if self._participation.generation is not None:
             raise ConfigError("run.prepare was called inside run.steps(); prepare everything before the loop")
         if isinstance(thing, torch.nn.Module):
             return self._prepare_model(thing)  # type: ignore[return-value]
@@ -115,7 +95,7 @@ class Run:
     def register(self, name: str, thing: Stateful) -> None:
         """Adds user state to every commit: anything with `state_dict()` of plain values and tensors, and
         `load_state_dict()`. It has to be updated in the same way on every rank."""
-        if self._holds_state:
+        if self._participation.holds_state:
             raise ConfigError(f"run.register got {name} inside run.steps(); register everything before the loop")
         if not isinstance(thing, Stateful):
             raise ConfigError(
@@ -134,15 +114,16 @@ class Run:
             raise ConfigError(
                 "run.steps() came before a model and an optimizer were prepared; call run.prepare for both"
             )
-        losses = 0
+        part, losses = self._participation, 0
         lost: str | None = None
         while True:
-            if self._generation is None:
-                self._generation = self._next_generation(lost)
-                losses = losses if self._generation.group.assignment.again else 0
+            generation = part.generation
+            if generation is None:
+                generation = part.join(lost)
+                losses = losses if generation.group.assignment.again else 0
             if self.position.step >= self._job.total_steps:
                 return
-            generation, self._step = self._generation, self._next_step()
+            self._step = self._next_step(generation)
             yield self._step
             step, self._step = self._step, None
             if step.agreed is None and step.lost is None:
@@ -150,15 +131,15 @@ class Run:
             lost = step.lost
             # An evaluation after the step may have found a peer lost too, and a new generation: then there is nobody
             # to end this step with, and what was voted for is voted for again.
-            if lost is None and self._generation is generation:
-                lost = self._end_step(step)
+            if lost is None and part.generation is generation:
+                lost = self._end_step(step, generation)
             if lost is None:
                 losses = 0
                 continue
             losses += 1
-            if self._generation is generation:
-                self._account.lost(in_step=True)
-                self.close(intact=False)
+            if part.generation is generation:
+                part.account.lost(in_step=True)
+                part.leave(intact=False)
             if losses == LOSSES_IN_A_ROW:
                 raise WorkersLostError(
                     f"step {step.index} was lost {losses} times in a row by the same workers, none of which died, so "
@@ -185,12 +166,13 @@ class Run:
             transform: as for `ElasticTrainer`, whose own is not applied here.
             name: of the result, in the record.
         """
-        if self._generation is None:
+        if self._participation.generation is None:
             raise ConfigError("run.evaluate was called before run.steps(); call it inside the loop or after it")
         if self.rank == 0:
             self._link.say("evaluating", name=name)
-        value = self._together(
-            lambda generation: evaluate(generation, self._job, loss_fn, data, transform, self.device)
+        value = self._participation.together(
+            lambda generation: evaluate(generation, self._job, loss_fn, data, transform, self.device),
+            lost=self._step.lost if self._step is not None else None,
         )
         if self.rank == 0:
             self._link.say("evaluation", step=self.position.step, name=name, loss=value)
@@ -200,12 +182,14 @@ class Run:
     def rank(self) -> int:
         """This worker's rank in the current generation; 0 before the first. For logging: nothing that changes
         weights may depend on it."""
-        return self._generation.group.rank if self._generation else 0
+        generation = self._participation.generation
+        return generation.group.rank if generation else 0
 
     @property
     def world_size(self) -> int:
         """Workers of the current generation; 0 before the first."""
-        return self._generation.group.world_size if self._generation else 0
+        generation = self._participation.generation
+        return generation.group.world_size if generation else 0
 
     @property
     def position(self) -> Position:
@@ -217,151 +201,16 @@ class Run:
         """Steps of the whole run."""
         return self._job.total_steps
 
-    # Generations and steps.
+    # Steps.
 
-    def _next_generation(self, lost: str | None, *, between_steps: bool = True) -> Generation:
-        """The next generation in which steps are made, formed again if a peer is lost while it forms."""
-        account = self._account.seconds()
-        if not self._holds_state:
-            self._warm_up()
-        attempt = 0
-        while attempt < FORMED_AGAIN:
-            self._activity.enter("rendezvous")
-            step = self.position.step if self._holds_state else None
-            assignment = self._link.join(
-                step=step,
-                between_steps=between_steps,
-                lost=lost,
-                committed=self._commits.durable_step,
-                account=account,
-                while_waiting=self._read_ahead,
-            )
-            lost = None
-            attempt = attempt + 1 if assignment.again else 0
-            try:
-                generation = self._open(assignment, attempt)
-                if not assignment.brief:
-                    return generation
-                self._hand_on(generation)
-            except BaseException as error:
-                if not is_lost_peer(error):
-                    raise
-                lost = f"{type(error).__name__}: {error}"
-            # Here the traceback is gone, and with it what held the process group.
-            self._link.cut_when_broken(None)
-            self.close(intact=False)
-            account = self._account.seconds()
-        raise WorkersLostError(
-            f"a generation of the same workers broke {FORMED_AGAIN} times while it formed, though none of them died. "
-            f"The last time: {lost}. Look at the network between the nodes"
-        )
-
-    def _warm_up(self) -> None:
-        """What nobody is to wait for when this worker joins: all that is slow the first time in a process."""
-        flatten(self._state.state_dict())  # what cannot be saved is refused now, not by the first commit
-        self._read_ahead(self._link.ask_for_prospect() or Prospect(rank=0, world_size=1, step=0))
-        self._feeds.wait()  # the first pipeline takes seconds
-        # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that has
-        # been imported and built, and next to nothing among what is new since now.
-        gc.collect()
-        gc.freeze()
-
-    def _read_ahead(self, prospect: Prospect) -> bool:
-        """Has the rows of a place that this worker may get read. Returns whether the first of them are there."""
-        if prospect.step >= self.total_steps:
-            return True
-        micro_batches = micro_batches_of(
-            prospect.rank, num_micro_batches=self.config.num_micro_batches, world_size=prospect.world_size
-        )
-        return self._feeds.prepare(micro_batches, prospect.step)
-
-    def _is_ready_to_change(self, steps_done: int) -> bool:
-        """Whether membership may change after the step at hand, for all that this worker knows."""
-        if not self._link.reconfigure_requested:
-            self._preparing_since = None
-            return self._link.is_deaf  # it will not hear, and is in nobody's way
-        if self._preparing_since is None:
-            self._preparing_since = time.monotonic()
-        prospect = self._link.prospect
-        if prospect is None or self._account.step_s >= LONG_STEP_S:
-            return True
-        is_ready = self._read_ahead(prospect._replace(step=steps_done))
-        return is_ready or time.monotonic() - self._preparing_since >= PREPARE_S
-
-    def _open(self, assignment: Assignment, attempt: int = 0) -> Generation:
-        """Takes this worker's place in a generation."""
-        self._account.begin()
-        self._activity.enter("hand-over")
-        generation = Generation.open(
-            assignment,
-            job=self._job,
-            state=self._state,
-            device=self.device,
-            feeds=self._feeds,
-            load_state=self._commits.load_newest,
-            on_forming=lambda group: self._link.cut_when_broken(group.cut),
-            on_formed=self._account.formed,
-            activity=self._activity,
-            attempt=attempt,
-        )
-        self._link.cut_when_broken(generation.cut)
-        self._account.ready()
-        self._activity.enter("between steps")
-        was_first, self._was_first = self._was_first, assignment.rank == 0
-        self._holds_state = True
-        if assignment.rank == 0:
-            self._link.say(
-                "generation",
-                generation=assignment.generation,
-                world_size=assignment.world_size,
-                first_step=self.position.step,
-                reason="resume" if assignment.reason == "start" and self.position.step else assignment.reason,
-            )
-            if not was_first:
-                self._commits.look()
-        return generation
-
-    def _hand_on(self, generation: Generation) -> None:
-        """In a brief generation, whoever was to get the state has it now. If that was nobody, it is committed."""
-        self._generation = generation
-        if not generation.group.assignment.receivers:
-            self._commit()
-        self.close(intact=True, reason="those who go handed the state on")
-
-    def _together(self, what: Callable[[Generation], Result]) -> Result:
-        """Something that all ranks do together outside of steps, done again in a new generation if a peer is lost in
-        it. Nobody can join meanwhile."""
-        lost = self._step.lost if self._step is not None else None
-        losses = 0
-        while losses < LOSSES_IN_A_ROW:
-            if lost is not None:
-                self._account.lost(in_step=False)
-                self.close(intact=False)
-                self._generation = self._next_generation(lost, between_steps=False)
-                losses = losses if self._generation.group.assignment.again else 0
-            assert self._generation is not None
-            self._account.mark()
-            try:
-                return what(self._generation)
-            except BaseException as error:
-                if not is_lost_peer(error):
-                    raise
-                lost = f"{type(error).__name__}: {error}"
-                losses += 1
-        raise WorkersLostError(
-            f"what all workers do together outside of steps was lost {LOSSES_IN_A_ROW} times in a row, though none of "
-            f"them died. The last time: {lost}. If a rank needs longer than others there, raise collective_timeout_s"
-        )
-
-    def _next_step(self) -> Step:
-        assert self._generation is not None
+    def _next_step(self, generation: Generation) -> Step:
         step, shape = self.position.step, self._job.shape
-        return Step(self._generation, shape.rows(step), shape.epoch_of(step), lambda: self._votes(step + 1))
+        return Step(generation, shape.rows(step), shape.epoch_of(step), lambda: self._votes(step + 1))
 
     def _votes(self, steps_done: int) -> dict[str, bool]:
         """What this rank wants to happen after the step at hand. Rank 0's clock counts, and its ear; membership
         changes when all are ready for that."""
-        reconfigure = self._is_ready_to_change(steps_done)
+        reconfigure = self._participation.is_ready_to_change(steps_done)
         if self.rank != 0:
             return {"reconfigure": reconfigure}
         return {
@@ -370,36 +219,36 @@ class Run:
             "reconfigure": reconfigure,
         }
 
-    def _end_step(self, step: Step) -> str | None:
+    def _end_step(self, step: Step, generation: Generation) -> str | None:
         """Does what the ranks agreed on at the end of a step, when the user's loop is through with it. Returns how a
         peer was lost meanwhile; the step itself is done."""
-        assert self._generation is not None and step.agreed is not None
-        last = self.position.step == self._job.total_steps
-        first_step_s = self._account.step_done()
+        assert step.agreed is not None
+        part, last = self._participation, self.position.step == self._job.total_steps
+        first_step_s = part.account.step_done()
         if self.rank == 0:
             self._link.progress(**self._newest(step))
             if first_step_s is not None:
-                self._link.say("first_step", generation=self._generation.number, seconds=first_step_s)
+                self._link.say("first_step", generation=generation.number, seconds=first_step_s)
         if step.index % self.config.log_every_steps == 0 or last:
             try:
-                with self._activity.within("collective"):
-                    metrics = self._generation.gather_metrics(step, self._job.shape.rows(step.index))
+                with part.activity.within("collective"):
+                    metrics = generation.gather_metrics(step, self._job.shape.rows(step.index))
             except RuntimeError as error:
                 if not is_lost_peer(error):
                     raise
                 return f"{type(error).__name__}: {error}"
             if self.rank == 0:
-                number, account = self._generation.number, self._account.seconds()
-                self._link.say("steps", generation=number, **self._newest(step), metrics=metrics, account=account)
+                newest, account = self._newest(step), part.account.seconds()
+                self._link.say("steps", generation=generation.number, **newest, metrics=metrics, account=account)
         if step.agreed.votes["commit"] or step.agreed.votes["stop"]:
             try:
-                self._commit()
+                part.commit()
             except PeerLostError as error:  # the others went on without this worker
                 return str(error)
         if step.agreed.votes["stop"]:
             raise RunStopped("stop was requested")
         if step.agreed.votes["reconfigure"] == self.world_size and not last:
-            self.close(intact=True, reason="workers were to join or leave")
+            part.leave(intact=True, reason="workers were to join or leave")
         return None
 
     def _newest(self, step: Step) -> dict[str, Any]:
@@ -411,40 +260,33 @@ class Run:
             "world_size": self.world_size,
         }
 
-    # Commits.
-
-    def _commit(self) -> None:
-        """Makes the state durable. Rank 0 writes, the others go on."""
-        assert self._generation is not None
-        self._commits.note(self.position.step)
-        if self.rank == 0:
-            with self._account.checkpoint(), self._activity.within("commit"):
-                self._commits.write(self._state, generation=self._generation.number, account=self._account.seconds())
+    # The end.
 
     def finish(self) -> dict[str, Any]:
         """After the user's function: the last commit, and what the summary says of the run. Every rank calls it."""
-        if self._generation is None:
+        part = self._participation
+        if part.generation is None:
             raise ConfigError("the training function returned without looping over run.steps(); nothing was trained")
         if self._step is not None and self._step.agreed is not None:  # a loop that ended early left it open
             step, self._step = self._step, None
-            self._end_step(step)
+            self._end_step(step, part.generation)
         weights = self._state.weights_sha256()
-        everyone = [digest.decode() for digest in self._together(lambda generation: self._compare(generation, weights))]
+        everyone = [digest.decode() for digest in part.together(lambda generation: self._compare(generation, weights))]
         if len(set(everyone)) > 1:
             raise ElasticDDPError(
                 f"ranks ended with different weights: {dict(enumerate(everyone))}; something in the training function "
                 "depends on the rank, the host or the time, or uses a nondeterministic operation"
             )
-        self._together(lambda generation: self._commit_the_end())
+        part.together(lambda generation: self._commit_the_end())
         return {"weights_sha256": weights, **self.progress()}
 
     def _compare(self, generation: Generation, weights: str) -> list[bytes]:
-        with self._activity.within("collective"):
+        with self._participation.activity.within("collective"):
             return generation.group.all_gather_bytes(weights.encode())
 
     def _commit_the_end(self) -> None:
         if self._commits.step != self.position.step:
-            self._commit()
+            self._participation.commit()
 
     def progress(self) -> dict[str, Any]:
         """How far the run is, as the summary says it."""
@@ -456,21 +298,10 @@ class Run:
             "samples_sha256": self.position.samples_sha256,
         }
 
+    def close(self, *, intact: bool) -> None:
+        """Leaves the generation, if there is one; `intact` when all its members do."""
+        self._participation.leave(intact=intact)
+
     def shut_down(self) -> None:
         """Nothing is read any more. For the end of the run in this worker, after `close`."""
-        self._feeds.shut_down()
-
-    def close(self, *, intact: bool, reason: str = "the run ended") -> None:
-        """Leaves the generation, if there is one; `intact` when all its members do, for that reason."""
-        generation, self._generation = self._generation, None
-        if generation is not None:
-            self._link.cut_when_broken(None)
-            if generation.group.rank == 0:
-                self._link.say(
-                    "generation_ended",
-                    generation=generation.number,
-                    last_step=self.position.step,
-                    reason=reason if intact else "a peer was lost",
-                    account=self._account.seconds(),
-                )
-            generation.close(intact=intact)
+        self._participation.shut_down()

@@ -10,7 +10,8 @@ from typing import Any
 
 from elastic_ddp.elastic.hang import WAITING, HangWatch, Whereabouts
 from elastic_ddp.elastic.journal import Journal
-from elastic_ddp.elastic.membership import DRAIN, Arrival, Member, Membership, Notice
+from elastic_ddp.elastic.members import DRAIN, Arrival, Member, Notice
+from elastic_ddp.elastic.membership import Membership
 from elastic_ddp.elastic.memory import Memory, State
 from elastic_ddp.elastic.messages import Ended, Orders, Prospect, RendezvousOptions, Signals
 from elastic_ddp.errors import TrainFunctionError

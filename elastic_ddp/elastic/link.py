@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from elastic_ddp.elastic.hang import Activity, stacks
-from elastic_ddp.elastic.membership import Member
+from elastic_ddp.elastic.members import Member
 from elastic_ddp.elastic.messages import NOTHING, Ended, Prospect, Signals
 from elastic_ddp.elastic.pulse import Pulse
 from elastic_ddp.elastic.rendezvous import RendezvousHandle

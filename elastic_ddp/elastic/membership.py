@@ -4,105 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
+from elastic_ddp.elastic.members import (
+    AT_ONCE,
+    RESIZE,
+    Arrival,
+    FormedGeneration,
+    Member,
+    Notice,
+    by_node,
+    earlier,
+    is_held,
+    newest_step,
+    with_the_newest,
+)
 from elastic_ddp.telemetry.summary import WORKER_LOST
 
 LEFT = "it left"
 OVERDUE = "the time of a member that is to go was nearly up"
 SUPERSEDED = "its worker group was started again"
-DRAIN, RESIZE = "drain", "resize"
-"""Why a member is to go: its node or its process is, or there are to be fewer."""
 GATHER_S = 10.0
 """How long the first generation waits for workers that were started with those that have come."""
 SETTLE_S = 0.5
 """How long a newcomer that is ready waits for others, before training is asked to let it in."""
 PATIENCE_S = 5.0
 """The same where others are known to be on their way. Training goes on meanwhile."""
-
-
-@dataclass(frozen=True)
-class Notice:
-    """That a member is to go, at a step boundary."""
-
-    kind: str
-    given_s: float = 0.0
-    within_s: float = 0.0
-    """How long it may stay; 0 for not at all."""
-
-    @property
-    def ends_s(self) -> float:
-        return self.given_s + self.within_s
-
-    def is_urgent(self, now_s: float) -> bool:
-        """The first half of a notice is for a replacement to come in, the second to leave in."""
-        return now_s - self.given_s >= self.within_s / 2
-
-    def is_overdue(self, now_s: float) -> bool:
-        """When three quarters are over a step is not waited for any more."""
-        return self.within_s > 0 and now_s - self.given_s >= 0.75 * self.within_s
-
-
-AT_ONCE = Notice(DRAIN)
 _SHORTER_BY_S = 1.0
 """By how much less a notice has to leave than one before it, to be another."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """One worker process, as it presents itself."""
-
-    id: str
-    """Unique for the process."""
-    group: str
-    """What is restarted as a whole: a worker group that is not resized in place has another after a restart."""
-    group_size: int
-    """Workers that were started together with it."""
-    rank_in_group: int
-    node: str
-    """The address of where it runs; ranks of a node are neighbours."""
-    node_id: str = ""
-    """Ray's name for the same."""
-    pid: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """A member that waits for a generation."""
-
-    member: Member
-    step: int | None
-    """Steps done in the state that it holds; None if it holds none."""
-    between_steps: bool
-    """Whether it may be joined by others; not in the midst of an evaluation, which only those who began it can do."""
-    committed: int | None = None
-    """Steps done in the newest commit that it wrote itself."""
-    at_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormedGeneration:
-    number: int
-    members: tuple[Member, ...]
-    """In rank order."""
-    source: int | None
-    """The rank of the most advanced, whose state all begin with; None if nobody has any: the newest commit counts."""
-    receivers: tuple[int, ...]
-    """The ranks that are to get it; the others have it already."""
-    first_step: int | None
-    """Steps done in that state."""
-    reason: str
-    brief: bool = False
-    """It makes no step: those who leave hand over the state, or commit it, and all come back."""
-    again: bool = False
-    """It has the members of the one before it."""
-    waited_s: float = 0.0
-    """How long there had been too few for it."""
-
-    @cached_property
-    def ids(self) -> frozenset[str]:
-        """Of its members."""
-        return frozenset(each.id for each in self.members)
 
 
 @dataclass
@@ -189,7 +117,7 @@ class Membership:
     def ask_to_leave(self, members: Iterable[str], notice: Notice = AT_ONCE) -> None:
         """Members are to go at a step boundary: at the next one if the others are enough, or can wait, without them."""
         for member in members:
-            self._leaving[member] = _earlier(self._leaving.get(member), notice)
+            self._leaving[member] = earlier(self._leaving.get(member), notice)
             if member in self._waiting and not self._is_current(member):
                 self._dismiss(member)
 
@@ -301,12 +229,12 @@ class Membership:
         if not all(self._waiting[each].between_steps for each in survivors):
             arrivals = [self._waiting[each] for each in survivors]
             staying = [each for each in arrivals if not self._is_overdue(each.member.id, now_s)]
-            if staying and _is_held(staying, arrivals):
+            if staying and is_held(staying, arrivals):
                 for each in arrivals:
                     if each not in staying:
                         self._dismiss(each.member.id)
                 arrivals = staying
-            return self._formed(_by_node(arrivals), now_s)
+            return self._formed(by_node(arrivals), now_s)
         if not survivors and not self._gathered(now_s):
             return None
         arrivals = self._by_seniority(survivors)
@@ -315,12 +243,12 @@ class Membership:
         left_out = [each.member.id for each in arrivals if each.member.id not in taken]
         if not chosen:
             self._short_since = now_s if self._short_since is None else self._short_since
-            if _is_held([each for each in arrivals if each.member.id not in self._leaving], arrivals):
+            if is_held([each for each in arrivals if each.member.id not in self._leaving], arrivals):
                 for member in left_out:
                     if member in self._leaving and self._leaving[member].is_urgent(now_s):
                         self._dismiss(member)
             return None
-        formed = self._formed(_by_node(chosen), now_s, brief=brief)
+        formed = self._formed(by_node(chosen), now_s, brief=brief)
         room = self.limit - sum(each.member.id not in self._leaving for each in chosen)
         for member in left_out:
             room -= member not in survivors
@@ -344,7 +272,7 @@ class Membership:
         chosen, brief = self._choose([*there, *newcomers], now_s)
         if brief:
             return {}
-        return {each.member.id: (rank, len(chosen)) for rank, each in enumerate(_by_node(chosen))}
+        return {each.member.id: (rank, len(chosen)) for rank, each in enumerate(by_node(chosen))}
 
     def _is_overdue(self, member: str, now_s: float) -> bool:
         return member in self._leaving and self._leaving[member].is_overdue(now_s)
@@ -376,16 +304,16 @@ class Membership:
         notices = [self._leaving[each.member.id] for each in arrivals if each.member.id in self._leaving]
         if len(staying) < least and notices and not any(notice.is_urgent(now_s) for notice in notices):
             staying, notices = arrivals, []  # they are needed, and have the time
-        if _is_held(staying, arrivals):
-            chosen = _with_the_newest(staying, most)
+        if is_held(staying, arrivals):
+            chosen = with_the_newest(staying, most)
             return (chosen if len(chosen) >= least else []), False
         # Those who go alone hold the newest state. It counts more than min_workers: one of them hands it over, if there
         # is somebody to take it, or commits it.
         takers = staying[: most - 1]
-        return [*_with_the_newest(arrivals, 1), *takers], True
+        return [*with_the_newest(arrivals, 1), *takers], True
 
     def _formed(self, chosen: list[Arrival], now_s: float, *, brief: bool = False) -> FormedGeneration:
-        newest = _newest(chosen)
+        newest = newest_step(chosen)
         source = next((rank for rank, each in enumerate(chosen) if newest is not None and each.step == newest), None)
         receivers = tuple(rank for rank, each in enumerate(chosen) if each.step is None or each.step != newest)
         self.generation += 1
@@ -426,36 +354,3 @@ class Membership:
 
     def _is_current(self, member: str) -> bool:
         return self.current is not None and member in self.current.ids
-
-
-def _earlier(one: Notice | None, other: Notice) -> Notice:
-    """Of two notices, the one that leaves less time. Without a deadline there is none to keep."""
-    if one is None or not one.within_s:
-        return other
-    return other if other.within_s and other.ends_s < one.ends_s else one
-
-
-def _newest(arrivals: list[Arrival]) -> int | None:
-    return max((each.step for each in arrivals if each.step is not None), default=None)
-
-
-def _is_held(some: list[Arrival], everyone: list[Arrival]) -> bool:
-    """Whether the newest state that there is is not lost with those who are not among `some`."""
-    newest = _newest(everyone)
-    return newest is None or _newest(some) == newest or any(each.committed == newest for each in everyone)
-
-
-def _with_the_newest(arrivals: list[Arrival], most: int) -> list[Arrival]:
-    """The most senior, and among them one who holds the newest state that any of them has."""
-    chosen, newest = arrivals[:most], _newest(arrivals)
-    if newest is None or _newest(chosen) == newest:
-        return chosen
-    return [*chosen[:-1], next(each for each in arrivals if each.step == newest)]
-
-
-def _by_node(arrivals: list[Arrival]) -> list[Arrival]:
-    """Members of a node get neighbouring ranks, nodes in the order of their senior member. The sort is stable."""
-    first: dict[str, int] = {}
-    for place, each in enumerate(arrivals):
-        first.setdefault(each.member.node, place)
-    return sorted(arrivals, key=lambda each: first[each.member.node])

@@ -20,7 +20,7 @@ import ray
 
 from elastic_ddp.elastic.assembly import Assembly
 from elastic_ddp.elastic.hang import AT_THE_START, Whereabouts
-from elastic_ddp.elastic.membership import Arrival, Member
+from elastic_ddp.elastic.members import Arrival, Member
 from elastic_ddp.elastic.messages import NOTHING, Ended, News, Orders, Prospect, RendezvousOptions, Signals
 from elastic_ddp.elastic.pulse import PulseServer
 from elastic_ddp.errors import ConfigError

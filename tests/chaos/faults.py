@@ -114,7 +114,7 @@ def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
 
     def wait(run: ed.Run, at: int) -> None:
         while run.rank == 0 and not until(run, at):
-            link, generation = run._link, run._generation
+            link, generation = run._link, run._participation.generation
             if link.reconfigure_requested or link.stop_requested or generation is None:
                 return
             if link._signals.broken == generation.number:
@@ -125,7 +125,7 @@ def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
 
 
 def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
-    enter = run._activity.enter
+    enter = run._participation.activity.enter
     rank, generation = run._link.member.rank_in_group, 0
 
     def enter_and_fail(place: str) -> None:
@@ -134,8 +134,8 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
 
     def fail_in(place: str) -> None:
         nonlocal rank, generation
-        if run._generation is not None:
-            rank, generation = run.rank, run._generation.number
+        if run._participation.generation is not None:
+            rank, generation = run.rank, run._participation.generation.number
         for number, fault in enumerate(faults):
             is_here = (fault.rank, fault.place) == (rank, place)
             if not is_here or run.position.step < fault.step or generation < fault.generation:
@@ -145,7 +145,7 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
             if is_next and _claim(marker_of(markers, number), here):
                 _fail(fault, run)
 
-    run._activity.enter = enter_and_fail  # type: ignore[method-assign]
+    run._participation.activity.enter = enter_and_fail  # type: ignore[method-assign]
     pass_on = handover._Chain.pass_on
 
     def pass_on_and_fail(chain: handover._Chain, piece: Any) -> Any:

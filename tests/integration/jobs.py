@@ -78,7 +78,7 @@ class Counter:
 def get_ready(run: ed.Run, at: int) -> None:
     """Steps are so short here that the run would be over before a worker has the first rows of its next place."""
     while run._link.reconfigure_requested and run._link._signals.broken is None:
-        if run._is_ready_to_change(at + 1):
+        if run._participation.is_ready_to_change(at + 1):
             return
         time.sleep(0.01)
 

@@ -21,6 +21,7 @@ LAYERS = (
     ("session",),
     ("worker",),
     ("ray_train", "run"),
+    ("participation",),
     ("generation", "evaluation", "commits"),
     ("step", "train_state", "job"),
     ("elastic",),

@@ -9,21 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from elastic_ddp.elastic.membership import (
-    AT_ONCE,
-    DRAIN,
-    GATHER_S,
-    LEFT,
-    PATIENCE_S,
-    RESIZE,
-    SETTLE_S,
-    SUPERSEDED,
-    Arrival,
-    FormedGeneration,
-    Member,
-    Membership,
-    Notice,
-)
+from elastic_ddp.elastic.members import AT_ONCE, DRAIN, RESIZE, Arrival, FormedGeneration, Member, Notice
+from elastic_ddp.elastic.membership import GATHER_S, LEFT, PATIENCE_S, SETTLE_S, SUPERSEDED, Membership
 
 DEAD = "its process ended"
 BROKEN = "connection closed by peer"

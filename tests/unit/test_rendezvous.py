@@ -13,7 +13,8 @@ import torch.distributed as dist
 from elastic_ddp.elastic import membership as membership_module
 from elastic_ddp.elastic import rendezvous as rendezvous_module
 from elastic_ddp.elastic.hang import Whereabouts
-from elastic_ddp.elastic.membership import LEFT, SUPERSEDED, Member
+from elastic_ddp.elastic.members import Member
+from elastic_ddp.elastic.membership import LEFT, SUPERSEDED
 from elastic_ddp.elastic.messages import NOTHING, Ended, News, Prospect, RendezvousOptions, Signals
 from elastic_ddp.elastic.pulse import Pulse
 from elastic_ddp.elastic.rendezvous import Rendezvous

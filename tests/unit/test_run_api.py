@@ -628,7 +628,7 @@ def test_training_goes_on_until_the_first_rows_of_the_next_generation_are_there(
 ) -> None:
     run = new_run(steps=12)
     opened: list[tuple[int, FakeFeed]] = []
-    make = run._feeds._make
+    make = run._participation._feeds._make
 
     def make_slow_ones(micro_batches: tuple[int, ...], step: int, after: Callable[[], object]) -> Any:
         feed: Any = make(micro_batches, step, after)
@@ -636,7 +636,7 @@ def test_training_goes_on_until_the_first_rows_of_the_next_generation_are_there(
         opened.append((step, feed))
         return feed
 
-    monkeypatch.setattr(run._feeds, "_make", make_slow_ones)
+    monkeypatch.setattr(run._participation._feeds, "_make", make_slow_ones)
     generations = []
 
     def ask(step: Step) -> None:
@@ -657,7 +657,7 @@ def test_training_does_not_wait_forever_for_the_rows_of_the_next_generation(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run()
-    monkeypatch.setattr("elastic_ddp.run.PREPARE_S", 0.0)
+    monkeypatch.setattr("elastic_ddp.participation.PREPARE_S", 0.0)
     never_ready = property(lambda feed: False, lambda feed, value: None)
 
     def ask(step: Step) -> None:

@@ -1,0 +1,228 @@
+"""One worker's part in the run's generations: how it gets into one, gets ready for the next, and leaves."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from elastic_ddp.elastic.assembly import PREPARE_S
+from elastic_ddp.elastic.messages import Prospect
+from elastic_ddp.errors import WorkersLostError
+from elastic_ddp.generation import Generation, feeds_of, micro_batches_of
+from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
+from elastic_ddp.state import flatten
+from elastic_ddp.telemetry.account import Account
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from elastic_ddp.commits import Commits
+    from elastic_ddp.elastic.link import RendezvousLink
+    from elastic_ddp.job import Job
+    from elastic_ddp.train_state import TrainState
+
+Result = TypeVar("Result")
+
+FORMED_AGAIN = 10
+"""Times that a generation may break while it forms, before something else than a death is taken for the cause."""
+LONG_STEP_S = 1.0
+"""Steps beside which the tenth of a second is nothing that the first rows take to come."""
+LOSSES_IN_A_ROW = 3
+"""Times that the same processes lose the same step before it is taken for a fault in it rather than in a connection."""
+
+
+class Participation:
+    """A worker goes from generation to generation with its state, and the loop over steps runs within them.
+
+    Attributes:
+        generation: the one that this worker is in, if it is in one.
+        account: of its time in that.
+        activity: where it is, for whoever looks for a hang.
+        holds_state: whether it has been in one, and so has a state that counts.
+    """
+
+    def __init__(
+        self, job: Job, link: RendezvousLink, *, state: TrainState, commits: Commits, device: torch.device
+    ) -> None:
+        self.generation: Generation | None = None
+        self.account = Account()
+        self.activity = link.activity
+        self.holds_state = False
+        self._job, self._link, self._state, self._commits, self._device = job, link, state, commits, device
+        self._feeds = feeds_of(job, device)
+        self._preparing_since: float | None = None
+        """Since when this worker gets ready for another generation."""
+        self._was_first = False
+
+    def join(self, lost: str | None = None, *, between_steps: bool = True) -> Generation:
+        """Gets into the next generation in which steps are made, formed again if a peer is lost while it forms.
+
+        Args:
+            lost: how a peer of the last one was lost, if one was.
+            between_steps: whether newcomers may come too.
+        """
+        account = self.account.seconds()
+        if not self.holds_state:
+            self._warm_up()
+        attempt = 0
+        while attempt < FORMED_AGAIN:
+            self.activity.enter("rendezvous")
+            step = self._state.position.step if self.holds_state else None
+            assignment = self._link.join(
+                step=step,
+                between_steps=between_steps,
+                lost=lost,
+                committed=self._commits.durable_step,
+                account=account,
+                while_waiting=self._read_ahead,
+            )
+            lost = None
+            attempt = attempt + 1 if assignment.again else 0
+            try:
+                generation = self._open(assignment, attempt)
+                self.generation = generation
+                if not assignment.brief:
+                    return generation
+                self._hand_on(generation)
+            except BaseException as error:
+                if not is_lost_peer(error):
+                    raise
+                lost = f"{type(error).__name__}: {error}"
+            # Here the traceback is gone, and with it what held the process group.
+            self._link.cut_when_broken(None)
+            self.leave(intact=False)
+            account = self.account.seconds()
+        raise WorkersLostError(
+            f"a generation of the same workers broke {FORMED_AGAIN} times while it formed, though none of them died. "
+            f"The last time: {lost}. Look at the network between the nodes"
+        )
+
+    def _warm_up(self) -> None:
+        """What nobody is to wait for when this worker joins: all that is slow the first time in a process."""
+        flatten(self._state.state_dict())  # what cannot be saved is refused now, not by the first commit
+        self._read_ahead(self._link.ask_for_prospect() or Prospect(rank=0, world_size=1, step=0))
+        self._feeds.wait()  # the first pipeline takes seconds
+        # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that has
+        # been imported and built, and next to nothing among what is new since now.
+        gc.collect()
+        gc.freeze()
+
+    def _read_ahead(self, prospect: Prospect) -> bool:
+        """Has the rows of a place that this worker may get read. Returns whether the first of them are there."""
+        if prospect.step >= self._job.total_steps:
+            return True
+        micro_batches = micro_batches_of(
+            prospect.rank, num_micro_batches=self._job.config.num_micro_batches, world_size=prospect.world_size
+        )
+        return self._feeds.prepare(micro_batches, prospect.step)
+
+    def is_ready_to_change(self, steps_done: int) -> bool:
+        """Whether membership may change after the step at hand, for all that this worker knows."""
+        if not self._link.reconfigure_requested:
+            self._preparing_since = None
+            return self._link.is_deaf  # it will not hear, and is in nobody's way
+        if self._preparing_since is None:
+            self._preparing_since = time.monotonic()
+        prospect = self._link.prospect
+        if prospect is None or self.account.step_s >= LONG_STEP_S:
+            return True
+        is_ready = self._read_ahead(prospect._replace(step=steps_done))
+        return is_ready or time.monotonic() - self._preparing_since >= PREPARE_S
+
+    def _open(self, assignment: Assignment, attempt: int = 0) -> Generation:
+        """Takes this worker's place in a generation."""
+        self.account.begin()
+        self.activity.enter("hand-over")
+        generation = Generation.open(
+            assignment,
+            job=self._job,
+            state=self._state,
+            device=self._device,
+            feeds=self._feeds,
+            load_state=self._commits.load_newest,
+            on_forming=lambda group: self._link.cut_when_broken(group.cut),
+            on_formed=self.account.formed,
+            activity=self.activity,
+            attempt=attempt,
+        )
+        self._link.cut_when_broken(generation.cut)
+        self.account.ready()
+        self.activity.enter("between steps")
+        was_first, self._was_first = self._was_first, assignment.rank == 0
+        self.holds_state = True
+        if assignment.rank == 0:
+            self._link.say(
+                "generation",
+                generation=assignment.generation,
+                world_size=assignment.world_size,
+                first_step=self._state.position.step,
+                reason="resume" if assignment.reason == "start" and self._state.position.step else assignment.reason,
+            )
+            if not was_first:
+                self._commits.look()
+        return generation
+
+    def _hand_on(self, generation: Generation) -> None:
+        """In a brief generation, whoever was to get the state has it now. If that was nobody, it is committed."""
+        if not generation.group.assignment.receivers:
+            self.commit()
+        self.leave(intact=True, reason="those who go handed the state on")
+
+    def together(self, what: Callable[[Generation], Result], *, lost: str | None = None) -> Result:
+        """Something that all ranks do together outside of steps, done again in a new generation if a peer is lost in
+        it. Nobody can join meanwhile.
+
+        Args:
+            what: it, told of the generation in which it is done.
+            lost: how a peer was lost before it, if one was.
+        """
+        losses = 0
+        while losses < LOSSES_IN_A_ROW:
+            if lost is not None:
+                self.account.lost(in_step=False)
+                self.leave(intact=False)
+                losses = losses if self.join(lost, between_steps=False).group.assignment.again else 0
+            assert self.generation is not None
+            self.account.mark()
+            try:
+                return what(self.generation)
+            except BaseException as error:
+                if not is_lost_peer(error):
+                    raise
+                lost = f"{type(error).__name__}: {error}"
+                losses += 1
+        raise WorkersLostError(
+            f"what all workers do together outside of steps was lost {LOSSES_IN_A_ROW} times in a row, though none of "
+            f"them died. The last time: {lost}. If a rank needs longer than others there, raise collective_timeout_s"
+        )
+
+    def commit(self) -> None:
+        """Makes the state durable. Every rank calls it; rank 0 writes, the others go on."""
+        assert self.generation is not None
+        self._commits.note(self._state.position.step)
+        if self.generation.group.rank == 0:
+            with self.account.checkpoint(), self.activity.within("commit"):
+                account = self.account.seconds()
+                self._commits.write(self._state, generation=self.generation.number, account=account)
+
+    def shut_down(self) -> None:
+        """Nothing is read any more. For the end of the run in this worker, after `close`."""
+        self._feeds.shut_down()
+
+    def leave(self, *, intact: bool, reason: str = "the run ended") -> None:
+        """Leaves the generation, if there is one; `intact` when all its members do, for that reason."""
+        generation, self.generation = self.generation, None
+        if generation is not None:
+            self._link.cut_when_broken(None)
+            if generation.group.rank == 0:
+                self._link.say(
+                    "generation_ended",
+                    generation=generation.number,
+                    last_step=self._state.position.step,
+                    reason=reason if intact else "a peer was lost",
+                    account=self.account.seconds(),
+                )
+            generation.close(intact=intact)
