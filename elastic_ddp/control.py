@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from elastic_ddp.lease import holder
 from elastic_ddp.storage import Storage
 
 _ASK_AGAIN_S = 0.2
+_ANSWERS_WITHIN_S = 5.0
 
 
 class RunHandle:
@@ -149,12 +151,16 @@ def get_run(run: str) -> RunHandle:
 def _connect(address: str | None = None) -> None:
     if ray.is_initialized():
         return
-    if address is None and os.environ.get("RAY_ADDRESS") == "local":
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if address == "local":
         raise ConfigError("RAY_ADDRESS=local is no cluster to ask; set it to the address that the run printed")
+    host, _, port = address.rpartition(":")
     try:
-        ray.init(address=address or "auto", namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
-    except ConnectionError:
+        if "/" not in host and port.isdecimal():  # Ray itself would knock for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_WITHIN_S).close()
+        ray.init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
+    except (OSError, OverflowError):
         raise ConfigError(
-            f"there is no Ray cluster {f'at {address}' if address else ''} to ask; set RAY_ADDRESS, or run this on a "
-            "node of the cluster"
+            f"there is no Ray cluster {'' if address == 'auto' else f'at {address} '}to ask; set RAY_ADDRESS to the "
+            "address that the run printed, or run this on a node of the cluster"
         ) from None

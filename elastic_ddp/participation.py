@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from elastic_ddp.elastic.assembly import PREPARE_S
 from elastic_ddp.elastic.messages import Prospect
-from elastic_ddp.errors import WorkersLostError
+from elastic_ddp.errors import PeerLostError, WorkersLostError
 from elastic_ddp.generation import Generation, feeds_of, micro_batches_of
 from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
 from elastic_ddp.state import flatten
@@ -34,6 +35,16 @@ LOSSES_IN_A_ROW = 3
 """Times that the same processes lose the same step before it is taken for a fault in it rather than in a connection."""
 
 
+class _Done(NamedTuple):
+    """Something that was done together outside of steps."""
+
+    step: int
+    """Steps done before it."""
+    number: int
+    """Among what was done since that step, from 1."""
+    result: Any
+
+
 class Participation:
     """A worker goes from generation to generation with its state, and the loop over steps runs within them.
 
@@ -56,6 +67,8 @@ class Participation:
         self._preparing_since: float | None = None
         """Since when this worker gets ready for another generation."""
         self._was_first = False
+        self._done = self._done_by_others = _Done(-1, 0, None)
+        """The last such thing, here and where most had been done."""
 
     def join(self, lost: str | None = None, *, between_steps: bool = True) -> Generation:
         """Gets into the next generation in which steps are made, formed again if a peer is lost while it forms.
@@ -82,8 +95,9 @@ class Participation:
             lost = None
             attempt = attempt + 1 if assignment.again else 0
             try:
-                generation = self._open(assignment, attempt)
-                self.generation = generation
+                self.generation = generation = self._open(assignment, attempt)
+                if assignment.amid:
+                    self._compare_done(generation)
                 if not assignment.brief:
                     return generation
                 self._hand_on(generation)
@@ -165,18 +179,27 @@ class Participation:
                 self._commits.look()
         return generation
 
+    def _compare_done(self, generation: Generation) -> None:
+        """A peer that is lost just when ranks finish what they do together leaves some with its result and others
+        without. Those get it from the first: they cannot do it alone."""
+        everyone = generation.group.all_gather_bytes(json.dumps(self._done).encode())
+        self._done_by_others = max((_Done(*json.loads(each)) for each in everyone), key=lambda each: each[:2])
+
     def _hand_on(self, generation: Generation) -> None:
         """In a brief generation, whoever was to get the state has it now. If that was nobody, it is committed."""
         if not generation.group.assignment.receivers:
             self.commit()
-        self.leave(intact=True, reason="those who go handed the state on")
+        lost = self.leave(intact=True, reason="those who go handed the state on")
+        if lost is not None:
+            raise PeerLostError(lost)
 
     def together(self, what: Callable[[Generation], Result], *, lost: str | None = None) -> Result:
         """Something that all ranks do together outside of steps, done again in a new generation if a peer is lost in
         it. Nobody can join meanwhile.
 
         Args:
-            what: it, told of the generation in which it is done.
+            what: it, told of the generation in which it is done. What it returns is the same on every rank, and is
+                something that JSON has.
             lost: how a peer was lost before it, if one was.
         """
         losses = 0
@@ -187,13 +210,19 @@ class Participation:
                 losses = losses if self.join(lost, between_steps=False).group.assignment.again else 0
             assert self.generation is not None
             self.account.mark()
+            step = self._state.position.step
+            number = self._done.number + 1 if self._done.step == step else 1
             try:
-                return what(self.generation)
+                others = self._done_by_others
+                result = others.result if others[:2] == (step, number) else what(self.generation)
             except BaseException as error:
                 if not is_lost_peer(error):
                     raise
                 lost = f"{type(error).__name__}: {error}"
                 losses += 1
+            else:
+                self._done = _Done(step, number, result)
+                return result
         raise WorkersLostError(
             f"what all workers do together outside of steps was lost {LOSSES_IN_A_ROW} times in a row, though none of "
             f"them died. The last time: {lost}. If a rank needs longer than others there, raise collective_timeout_s"
@@ -212,10 +241,22 @@ class Participation:
         """Nothing is read any more. For the end of the run in this worker, after `close`."""
         self._feeds.shut_down()
 
-    def leave(self, *, intact: bool, reason: str = "the run ended") -> None:
-        """Leaves the generation, if there is one; `intact` when all its members do, for that reason."""
+    def leave(self, *, intact: bool, reason: str = "the run ended") -> str | None:
+        """Leaves the generation, if there is one; `intact` when all its members do, for that reason. Returns how one of
+        them was lost before all were through: then it was left as if it had broken."""
+        lost = None
+        if self.generation is not None and intact:
+            try:
+                with self.activity.within("leaving"):
+                    self.generation.group.meet()
+            except RuntimeError as error:
+                if not is_lost_peer(error):
+                    raise
+                lost = f"{type(error).__name__}: {error}"
+                self.account.waited()
         generation, self.generation = self.generation, None
         if generation is not None:
+            intact = intact and lost is None
             self._link.cut_when_broken(None)
             if generation.group.rank == 0:
                 self._link.say(
@@ -226,3 +267,4 @@ class Participation:
                     account=self.account.seconds(),
                 )
             generation.close(intact=intact)
+        return lost

@@ -128,11 +128,7 @@ class Run:
             step, self._step = self._step, None
             if step.agreed is None and step.lost is None:
                 raise ConfigError(f"step {step.index} was skipped; every step has to run, in `with step`")
-            lost = step.lost
-            # An evaluation after the step may have found a peer lost too, and a new generation: then there is nobody
-            # to end this step with, and what was voted for is voted for again.
-            if lost is None and part.generation is generation:
-                lost = self._end_step(step, generation)
+            lost = self._end_step(step)
             if lost is None:
                 losses = 0
                 continue
@@ -170,9 +166,10 @@ class Run:
             raise ConfigError("run.evaluate was called before run.steps(); call it inside the loop or after it")
         if self.rank == 0:
             self._link.say("evaluating", name=name)
-        value = self._participation.together(
+        part = self._participation
+        value = part.together(
             lambda generation: evaluate(generation, self._job, loss_fn, data, transform, self.device),
-            lost=self._step.lost if self._step is not None else None,
+            lost=self._step.lost if self._step is not None and self._step.generation is part.generation else None,
         )
         if self.rank == 0:
             self._link.say("evaluation", step=self.position.step, name=name, loss=value)
@@ -219,17 +216,27 @@ class Run:
             "reconfigure": reconfigure,
         }
 
-    def _end_step(self, step: Step, generation: Generation) -> str | None:
+    def _end_step(self, step: Step, *, goes_on: bool = True) -> str | None:
         """Does what the ranks agreed on at the end of a step, when the user's loop is through with it. Returns how a
-        peer was lost meanwhile; the step itself is done."""
+        peer was lost in the step, or meanwhile.
+
+        Args:
+            step: if it was not made, there is nothing to do.
+            goes_on: whether steps may follow it, for which membership could change.
+        """
+        part, generation = self._participation, step.generation
+        # An evaluation after the step may have found a peer lost too, and a new generation: then there is nobody to
+        # end this step with, and what was voted for is voted for again.
+        if step.lost is not None or part.generation is not generation:
+            return step.lost
         assert step.agreed is not None
-        part, last = self._participation, self.position.step == self._job.total_steps
+        goes_on = goes_on and self.position.step < self._job.total_steps
         first_step_s = part.account.step_done()
         if self.rank == 0:
             self._link.progress(**self._newest(step))
             if first_step_s is not None:
                 self._link.say("first_step", generation=generation.number, seconds=first_step_s)
-        if step.index % self.config.log_every_steps == 0 or last:
+        if step.index % self.config.log_every_steps == 0 or self.position.step == self._job.total_steps:
             try:
                 with part.activity.within("collective"):
                     metrics = generation.gather_metrics(step, self._job.shape.rows(step.index))
@@ -240,15 +247,16 @@ class Run:
             if self.rank == 0:
                 newest, account = self._newest(step), part.account.seconds()
                 self._link.say("steps", generation=generation.number, **newest, metrics=metrics, account=account)
-        if step.agreed.votes["commit"] or step.agreed.votes["stop"]:
+        if step.agreed.votes["stop"]:
+            part.together(self._commit_the_end)
+            raise RunStopped("stop was requested")
+        if step.agreed.votes["commit"]:
             try:
                 part.commit()
             except PeerLostError as error:  # the others went on without this worker
                 return str(error)
-        if step.agreed.votes["stop"]:
-            raise RunStopped("stop was requested")
-        if step.agreed.votes["reconfigure"] == self.world_size and not last:
-            part.leave(intact=True, reason="workers were to join or leave")
+        if step.agreed.votes["reconfigure"] == self.world_size and goes_on:
+            return part.leave(intact=True, reason="workers were to join or leave")
         return None
 
     def _newest(self, step: Step) -> dict[str, Any]:
@@ -267,26 +275,30 @@ class Run:
         part = self._participation
         if part.generation is None:
             raise ConfigError("the training function returned without looping over run.steps(); nothing was trained")
+        lost = None
         if self._step is not None and self._step.agreed is not None:  # a loop that ended early left it open
             step, self._step = self._step, None
-            self._end_step(step, part.generation)
+            lost = self._end_step(step, goes_on=False)
         weights = self._state.weights_sha256()
-        everyone = [digest.decode() for digest in part.together(lambda generation: self._compare(generation, weights))]
+        everyone = part.together(lambda generation: self._compare(generation, weights), lost=lost)
         if len(set(everyone)) > 1:
             raise ElasticDDPError(
                 f"ranks ended with different weights: {dict(enumerate(everyone))}; something in the training function "
                 "depends on the rank, the host or the time, or uses a nondeterministic operation"
             )
-        part.together(lambda generation: self._commit_the_end())
+        part.together(self._commit_the_end)
         return {"weights_sha256": weights, **self.progress()}
 
-    def _compare(self, generation: Generation, weights: str) -> list[bytes]:
-        with self._participation.activity.within("collective"):
-            return generation.group.all_gather_bytes(weights.encode())
+    def _compare(self, generation: Generation, weights: str) -> list[str]:
+        with generation.activity.within("collective"):
+            return [digest.decode() for digest in generation.group.all_gather_bytes(weights.encode())]
 
-    def _commit_the_end(self) -> None:
+    def _commit_the_end(self, generation: Generation) -> None:
+        """Makes the state durable, and every rank sure of that: none of them leaves with it before."""
         if self._commits.step != self.position.step:
             self._participation.commit()
+        with generation.activity.within("collective"):
+            generation.group.meet()
 
     def progress(self) -> dict[str, Any]:
         """How far the run is, as the summary says it."""
@@ -299,7 +311,7 @@ class Run:
         }
 
     def close(self, *, intact: bool) -> None:
-        """Leaves the generation, if there is one; `intact` when all its members do."""
+        """Leaves the generation, if there is one; `intact` when all its members do, none of which is missed then."""
         self._participation.leave(intact=intact)
 
     def shut_down(self) -> None:

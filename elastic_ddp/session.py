@@ -164,7 +164,7 @@ class Session:
         elif name == "rendezvous_restarted":
             self._progress.note("the rendezvous was restarted; training went on meanwhile")
         elif name == "newcomer_lost":
-            self._progress.note(f"a worker was lost before it trained: {event['error']}")
+            self._progress.note(f"a worker was lost before it trained: {event['error'].rstrip().splitlines()[-1]}")
         elif name == "evaluating":
             self._state = f"evaluating ({event['name']})"
         elif name == "evaluation":

@@ -34,7 +34,7 @@ class Step:
     def __init__(
         self, generation: Generation, rows: np.ndarray, epoch: int, votes: Callable[[], dict[str, bool]]
     ) -> None:
-        self._generation = generation
+        self.generation = generation
         self._state = generation.state
         self._activity = generation.activity
         self._control = ControlExchange(rows)
@@ -58,8 +58,8 @@ class Step:
     def __enter__(self) -> Step:
         self._entered = True
         self._state.module.zero_grad(set_to_none=True)
-        self._generation.strategy.begin_step(self._control.rows)
-        self._generation.buffers.begin()
+        self.generation.strategy.begin_step(self._control.rows)
+        self.generation.buffers.begin()
         return self
 
     def __exit__(
@@ -69,7 +69,7 @@ class Step:
         if error is not None and is_lost_peer(error):
             self.lost = f"{type(error).__name__}: {error}"
             if self.agreed is None:
-                self._generation.buffers.put_back()
+                self.generation.buffers.put_back()
                 self._state.module.zero_grad(set_to_none=True)
             return True
         if error is None and self.agreed is None:
@@ -86,9 +86,9 @@ class Step:
         """
         if not self._entered:
             raise ConfigError(f"step {self.index} was used outside its block; write `with step:` around it")
-        strategy = self._generation.strategy
+        strategy = self.generation.strategy
         to_compute = set(strategy.to_compute)
-        self._batches = self._generation.feed.step(self.index)
+        self._batches = self.generation.feed.step(self.index)
         self._activity.enter("data")
         for batch in self._batches:
             if batch.index not in to_compute:
@@ -97,7 +97,7 @@ class Step:
             self._records[batch.index] = MicroBatchRecord(batch.num_rows, digest_rows(batch.row_ids), _NOT_YET)
             self._activity.enter("forward")
             strategy.prepare_forward(batch.index)
-            seed_all(self._generation.seed, self.index, batch.index)
+            seed_all(self.generation.seed, self.index, batch.index)
             yield batch.rows if batch.num_rows else self._padded(batch.rows)
             if self._records[batch.index].loss is _NOT_YET:
                 raise ConfigError(
@@ -109,7 +109,7 @@ class Step:
 
     def _padded(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Padding in the size of a full micro-batch: a layer like BatchNorm refuses a single row."""
-        size = self._generation.strategy.micro_batch_size
+        size = self.generation.strategy.micro_batch_size
         return {name: column[:1].expand(size, *column.shape[1:]).clone() for name, column in rows.items()}
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -123,7 +123,7 @@ class Step:
             raise ConfigError(
                 f"step.backward got a loss of shape {tuple(loss.shape)}; give the mean over the batch's rows"
             )
-        generation, micro_batch = self._generation, self._current
+        generation, micro_batch = self.generation, self._current
         record = self._records[micro_batch]
         record.loss = to_host(loss.detach())
         is_last = micro_batch == generation.strategy.to_compute[-1]
@@ -153,7 +153,7 @@ class Step:
 
         The mean gradient of the global batch is in the parameters from the last `backward` on.
         """
-        generation, state = self._generation, self._state
+        generation, state = self.generation, self._state
         strategy = generation.strategy
         missing = [m for m in strategy.to_compute if m not in self._records or self._records[m].loss is _NOT_YET]
         if missing:

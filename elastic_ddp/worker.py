@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import traceback
-from contextlib import suppress
 from typing import Any
 
+import ray
 import torch
 
 from elastic_ddp import signals
@@ -21,6 +21,13 @@ from elastic_ddp.ray_train import Place
 from elastic_ddp.run import Run
 from elastic_ddp.seeding import seed_all
 
+_RAY_FAILED = (
+    ray.exceptions.LocalRayletDiedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.RaySystemError,
+)
+
 
 def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
     """What every Ray Train worker runs. It returns when the run is over for this worker, however it ended.
@@ -30,8 +37,9 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
     rendezvous, as does everything that follows from one.
 
     Raises:
-        WorkersLostError: the training function let an error of a lost peer through, and cannot go on where it was: a
-            collective of its own, for example. Ray Train replaces this worker.
+        WorkersLostError: this worker cannot go on, and the others can. Either the training function let an error of a
+            lost peer through, from a collective of its own, for example; or Ray fails on this node; or this worker
+            failed before it ever trained. Ray Train replaces it.
     """
 
     _make_deterministic(job.config)
@@ -56,7 +64,9 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
         outcome = {"status": "stopped", **run.progress()} if run.world_size else {}
     except BaseException as error:
         if run.world_size != 1 and is_lost_peer(error):
-            lost = f"{type(error).__name__}: {error}"
+            lost = f"the training function was left by an error of a lost peer: {type(error).__name__}: {error}"
+        elif _is_rays(error):
+            lost = f"Ray fails on this node: {type(error).__name__}: {error}"
         else:
             outcome = _failure(error)
     # From here on outside the except block: a traceback would keep the process group, and its connections, alive.
@@ -67,19 +77,22 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
     if lost is not None:
         run.close(intact=False)
     elif outcome["status"] == "failed":
-        link.end(**outcome)  # first, so that peers whose collectives break now know why
+        # First, so that peers whose collectives break now know why.
+        if not link.end(**outcome):
+            lost = f"this worker failed before it trained, and others train: {outcome['error']}"
         run.close(intact=False)
     else:
-        may_tell = run.rank == 0  # it has seen the last commit
-        with suppress(RuntimeError):  # a peer that is lost only now
-            run.close(intact=True)
-            may_tell = True  # all have: the first may be lost before it tells
-        if may_tell:
-            link.end(**outcome)
+        run.close(intact=True)
+        link.end(**outcome)  # every worker says so: the first may be lost before it does
     run.shut_down()
     link.close()
     if lost is not None:
-        raise WorkersLostError(f"the training function was left by an error of a lost peer: {lost}")
+        raise WorkersLostError(lost)
+
+
+def _is_rays(error: BaseException) -> bool:
+    """Whether Ray failed on this node, rather than code that it ran."""
+    return isinstance(error, _RAY_FAILED)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -54,6 +54,8 @@ def _rank(assignment: Assignment, body: Callable[..., Any], args: tuple[Any, ...
     try:
         group = ProcessGroup.form(assignment, device=torch.device("cpu"), timeout_s=60)
         value = body(group, *args)
+        if dist.is_initialized():  # the body may have closed it
+            group.meet()
         group.close(intact=True)
         results.put((assignment.rank, value, None))
     except BaseException:

@@ -143,6 +143,13 @@ class Assembly:
         is_current = current is not None and current.number == generation and member.id in current.ids
         return is_current and self.membership.is_gone(member.id) is None
 
+    def can_do_without(self, member: Member) -> bool:
+        """Whether it is a newcomer to a run that trains."""
+        current = self.membership.current
+        if current is None or member.id in current.ids:
+            return False
+        return any(self.membership.is_gone(each) is None for each in current.ids)
+
     # Generations.
 
     def form(self) -> None:
@@ -168,6 +175,7 @@ class Assembly:
                 first_step=formed.first_step,
                 brief=formed.brief,
                 again=formed.again,
+                amid=formed.amid,
             )
             for rank, member in enumerate(formed.members)
         }
@@ -219,6 +227,8 @@ class Assembly:
         for member in self._watch.places():
             if self.membership.is_gone(member) is not None:
                 self._watch.forget(member)
+        if self.membership.all_wait():  # for others to come, as long as that takes
+            self._watch.begin(self._watch.places(), now_s)
         if self.journal.ended is not None or not self._watch.is_hung(now_s):
             self._stacks_wanted_at = None
         elif self._stacks_wanted_at is None:

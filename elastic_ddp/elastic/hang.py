@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WAITING = ("reduction", "rendezvous", "hand-over", "collective")
+WAITING = ("reduction", "rendezvous", "hand-over", "collective", "leaving")
 """Where a worker waits for its peers."""
 
 

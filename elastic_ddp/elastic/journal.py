@@ -13,16 +13,17 @@ class Journal:
     """Events in order, the newest progress, and how the run ended.
 
     Attributes:
-        events: all of them, as the driver may ask again.
         progress: the newest word of a worker on how far training is.
         outcome: how the run ended, once it has; the first word counts.
     """
 
     def __init__(self, memory: Memory) -> None:
-        self.events: list[dict[str, Any]] = []
         self.progress: dict[str, Any] = {}
         self.outcome: dict[str, Any] | None = None
         self._memory = memory
+        self._events: list[dict[str, Any]] = []
+        self._forgotten = 0
+        """Events before those."""
         self._newest: dict[str, dict[str, Any]] = {}
         self._heard: dict[str, int] = {}
         """The number of the last message of every sender."""
@@ -71,12 +72,24 @@ class Journal:
             self.outcome = line["outcome"]
             return
         event = line["event"]
-        self.events.append(event)
+        self._events.append(event)
         self._newest[event["event"]] = event
         if line["sender"]:
             self._heard[line["sender"]] = line["number"]
         if event["event"] == "generation":
             self._rate.clear()  # time without training is no measure of it
+
+    @property
+    def num_events(self) -> int:
+        """Of the whole run."""
+        return self._forgotten + len(self._events)
+
+    def after(self, number: int) -> list[dict[str, Any]]:
+        """The events after so many. Those have been written down by who asks, and are forgotten."""
+        written = min(len(self._events), max(0, number - self._forgotten))
+        del self._events[:written]
+        self._forgotten += written
+        return list(self._events)
 
     def last(self, event: str) -> dict[str, Any]:
         """The newest event of a kind; empty if there was none."""

@@ -134,10 +134,8 @@ class RendezvousLink:
         """
         while True:
             answer: Assignment | Ended | Prospect | None
-            answer = ray.get(
-                self._rendezvous.join.remote(
-                    self.member, self._generation, step, between_steps, lost, committed, account
-                )
+            answer = self._insist(
+                self._rendezvous.join, self.member, self._generation, step, between_steps, lost, committed, account
             )
             if isinstance(answer, Ended):
                 raise RunStopped(answer.reason)
@@ -158,11 +156,12 @@ class RendezvousLink:
     def _must_cut(self, signals: Signals) -> bool:
         return signals.ended is not None or signals.broken == self._generation
 
-    def end(self, **outcome: Any) -> None:
-        """Says that the run is over and how. Returns when the rendezvous has it, with all messages before it. It is
-        not taken of a worker that was presumed dead."""
+    def end(self, **outcome: Any) -> bool:
+        """Says that the run is over and how. Returns when the rendezvous has it, with all messages before it, whether
+        that counts: a failure of a worker that has never trained does not, if others train."""
         self._finish_speaking()
-        ray.get(self._rendezvous.end.remote(self.member, self._progress, outcome))
+        counts: bool = self._insist(self._rendezvous.end, self.member, self._progress, outcome)
+        return counts
 
     def close(self) -> None:
         """Ends the threads; what was said before has been delivered."""

@@ -82,6 +82,8 @@ class FormedGeneration:
     """It makes no step: those who leave hand over the state, or commit it, and all come back."""
     again: bool = False
     """It has the members of the one before it."""
+    amid: bool = False
+    """Some of its members do something together outside of steps, and others may have done it already."""
     waited_s: float = 0.0
     """How long there had been too few for it."""
 

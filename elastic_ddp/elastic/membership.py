@@ -151,12 +151,15 @@ class Membership:
 
     def is_training(self) -> bool:
         """Whether there is a healthy generation, none of whose members waits for another."""
-        return (
-            self.current is not None
-            and self.loss is None
-            and not self.current.ids & self._waiting.keys()
-            and (not self.current.ids <= self._gone.keys())
-        )
+        return self._is_healthy() and not any(each.id in self._waiting for each in self._members())
+
+    def _is_healthy(self) -> bool:
+        """Whether there is a generation that has lost nobody, and has not been left by all."""
+        return self.current is not None and self.loss is None and not self.current.ids <= self._gone.keys()
+
+    def all_wait(self) -> bool:
+        """Whether everybody there is waits for a generation, and there are too few for one."""
+        return bool(self._waiting) and all(each.id in self._waiting for each in self.known())
 
     def has_seen(self, member: str) -> bool:
         """Whether a worker has ever come."""
@@ -183,8 +186,17 @@ class Membership:
 
     def wants_change(self, now_s: float) -> bool:
         """Whether the members of a healthy generation should end it at their next step boundary."""
-        if self.current is None or self.loss is not None:
+        if not self._is_healthy():
             return False
+        return self._is_due(now_s) and self._would_change(now_s)
+
+    def _would_change(self, now_s: float) -> bool:
+        """Whether the next generation would not just be this one again."""
+        assert self.current is not None
+        chosen, brief = self._choose(self._in_prospect(now_s), now_s)
+        return brief or {each.member.id for each in chosen} != self.current.ids - self._gone.keys()
+
+    def _is_due(self, now_s: float) -> bool:
         staying, leaving = self._split()
         newcomers = self._newcomers()
         if leaving and len(staying) + len(newcomers) >= max(1, self.min_workers):
@@ -234,7 +246,7 @@ class Membership:
                     if each not in staying:
                         self._dismiss(each.member.id)
                 arrivals = staying
-            return self._formed(by_node(arrivals), now_s)
+            return self._formed(by_node(arrivals), now_s, amid=True)
         if not survivors and not self._gathered(now_s):
             return None
         arrivals = self._by_seniority(survivors)
@@ -252,7 +264,8 @@ class Membership:
         room = self.limit - sum(each.member.id not in self._leaving for each in chosen)
         for member in left_out:
             room -= member not in survivors
-            if member in self._leaving or member in survivors or (self.wanted is not None and room < 0):
+            is_too_many = (member in survivors and not brief) or (self.wanted is not None and room < 0)
+            if member in self._leaving or is_too_many:
                 self._dismiss(member)  # others wait, for the place of one that goes
         return formed
 
@@ -262,17 +275,20 @@ class Membership:
         Args:
             also: somebody who has not come yet.
         """
-        members = [each for each in self._members() if each.id not in self._gone]
-        if not members or self.loss is not None:
+        if not self._is_healthy():
             return {}
-        newcomers = sorted(self._newcomers(), key=lambda each: (each.at_s, each.member.rank_in_group))
-        if also is not None and all(each.member.id != also.id for each in newcomers):
-            newcomers.append(Arrival(member=also, step=None, between_steps=True, at_s=now_s))
-        there = [Arrival(member=each, step=0, between_steps=True, at_s=now_s) for each in members]
-        chosen, brief = self._choose([*there, *newcomers], now_s)
+        chosen, brief = self._choose(self._in_prospect(now_s, also), now_s)
         if brief:
             return {}
         return {each.member.id: (rank, len(chosen)) for rank, each in enumerate(by_node(chosen))}
+
+    def _in_prospect(self, now_s: float, also: Member | None = None) -> list[Arrival]:
+        """Those who would wait if the members of the current generation ended it, seniors first."""
+        there = [Arrival(member=each, step=0, between_steps=True, at_s=now_s) for each in self._members()]
+        newcomers = sorted(self._newcomers(), key=lambda each: (each.at_s, each.member.rank_in_group))
+        if also is not None and all(each.member.id != also.id for each in newcomers):
+            newcomers.append(Arrival(member=also, step=None, between_steps=True, at_s=now_s))
+        return [*(each for each in there if each.member.id not in self._gone), *newcomers]
 
     def _is_overdue(self, member: str, now_s: float) -> bool:
         return member in self._leaving and self._leaving[member].is_overdue(now_s)
@@ -312,7 +328,9 @@ class Membership:
         takers = staying[: most - 1]
         return [*with_the_newest(arrivals, 1), *takers], True
 
-    def _formed(self, chosen: list[Arrival], now_s: float, *, brief: bool = False) -> FormedGeneration:
+    def _formed(
+        self, chosen: list[Arrival], now_s: float, *, brief: bool = False, amid: bool = False
+    ) -> FormedGeneration:
         newest = newest_step(chosen)
         source = next((rank for rank, each in enumerate(chosen) if newest is not None and each.step == newest), None)
         receivers = tuple(rank for rank, each in enumerate(chosen) if each.step is None or each.step != newest)
@@ -325,6 +343,7 @@ class Membership:
             first_step=newest,
             reason="workers leave" if brief else self._reason(chosen),
             brief=brief,
+            amid=amid,
             again=self.current is not None and self.current.ids == {each.member.id for each in chosen},
             waited_s=0.0 if self._short_since is None else now_s - self._short_since,
         )

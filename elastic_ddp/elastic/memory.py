@@ -73,6 +73,14 @@ class Memory:
         return [json.loads(line) for line in whole.split(b"\n") if line]
 
     def append(self, lines: list[dict[str, Any]]) -> None:
+        """All of them or none, if the disk is full."""
         if self._events is not None and lines:
-            with self._events.open("ab") as file:
-                file.write(b"".join(json.dumps(line, default=str).encode() + b"\n" for line in lines))
+            data = b"".join(json.dumps(line, default=str).encode() + b"\n" for line in lines)
+            with self._events.open("ab", buffering=0) as file:
+                end = file.tell()
+                try:
+                    while data:
+                        data = data[file.write(data) :]
+                except OSError:
+                    file.truncate(end)
+                    raise

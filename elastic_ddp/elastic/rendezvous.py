@@ -203,13 +203,18 @@ class Rendezvous:
             assembly.membership.retire(member.id)
             assembly.form()
 
-    async def end(self, member: Member, progress: dict[str, Any] | None, outcome: dict[str, Any]) -> None:
+    async def end(self, member: Member, progress: dict[str, Any] | None, outcome: dict[str, Any]) -> bool:
         """The run is over: finished, stopped or failed, with what is to be known of it. The first word counts, and none
-        of a member that is presumed dead: the run went on without it."""
+        of a member that is presumed dead: the run went on without it. Returns False if the run goes on because the
+        member failed before it ever trained, and others train."""
         async with self._turn() as assembly:
             if assembly.membership.is_gone(member.id) is None:
+                if outcome["status"] == "failed" and assembly.can_do_without(member):
+                    assembly.lose(member.id, str(outcome["error"]))
+                    return False
                 assembly.take([], progress)
                 assembly.end(outcome)
+            return True
 
     # The controller and the driver.
 
@@ -235,10 +240,10 @@ class Rendezvous:
         """The driver's ear, held for a poll if there is nothing after event number `after`."""
         async with self._turn() as assembly:
             journal = assembly.journal
-            if len(journal.events) <= after and journal.outcome is None:
+            if journal.num_events <= after and journal.outcome is None:
                 await self._poll(self._news)
             num_alive = assembly.membership.num_alive
-            return News(journal.events[after:], journal.progress, journal.outcome, num_alive, assembly.state.stop)
+            return News(journal.after(after), journal.progress, journal.outcome, num_alive, assembly.state.stop)
 
     # People.
 

@@ -59,6 +59,8 @@ class Assignment:
     """The generation makes no step: its members hand the state over, or commit it, and come back for another."""
     again: bool = False
     """It has the members of the one before it."""
+    amid: bool = False
+    """Some of them do something together outside of steps, and others may have done it already."""
     reason: str
     """Why this generation was formed, for the record."""
 
@@ -148,19 +150,21 @@ class ProcessGroup:
         """Leaves the group. Callers drop what holds on to it (DDP, tracebacks) first.
 
         Args:
-            intact: every rank is here and closes too. Otherwise the connections are cut, so that a peer that is
+            intact: all ranks have met, and close too. Otherwise the connections are cut, so that a peer that is
                 blocked in a collective with this rank fails at once instead of at its timeout.
         """
         if not dist.is_initialized():
             return
-        if intact:
-            # A gloo group that is torn down right after its last collective now and then aborts a peer.
-            dist.barrier()
-        else:
+        if not intact:
             self.cut()
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()
+
+    def meet(self) -> None:
+        """Waits until every rank is here, as they have to before `close`: a gloo group that is torn down right after
+        its last collective now and then aborts a peer."""
+        dist.barrier()
 
     def cut(self) -> None:
         """Breaks every collective in flight, on this rank and on its peers. From any thread."""

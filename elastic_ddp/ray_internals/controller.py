@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
@@ -39,13 +39,14 @@ from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id
 if TYPE_CHECKING:
     from elastic_ddp.elastic.messages import Orders
 
+_log = logging.getLogger(__name__)
+
 ROOM_WITHIN_S = 10.0
 """How long a worker that Ray Train saw room for waits for it, before that was a stale view."""
-
-
 SAID_AGAIN_S, BELIEVED_S = 5, 15
 """How often Ray is told how many workers the run would have, and for how long it keeps room for them. By default 20 s
 and 180 s: so long a driver that was killed would stand in the way of the one that goes on with the run."""
+ASK_AGAIN_S = 1.0
 NO_DEADLINE_S = 60.0
 """What a node is taken to have left if Ray says that it drains, and not until when."""
 LEAVE_WITHIN_S = 5.0
@@ -86,6 +87,10 @@ class InPlaceController(TrainController):
             orders: Orders | None = await self.rendezvous.supervise.remote(started, starting, _draining())
         except RayActorError:
             orders = None  # the driver ended it, and with it the run
+        except RayTaskError:  # the disk of its node is full, perhaps
+            _log.exception("the rendezvous could not say what is to be done")
+            await asyncio.sleep(ASK_AGAIN_S)
+            return self._to(state, state)
         if orders is None and not isinstance(state, ShuttingDownState):
             return self._to(state, ShuttingDownState(next_state=FinishedState()))
         if orders is not None:

@@ -74,6 +74,10 @@ class Account:
         self._watch.move("useful", "redone", redone_s)
         self._watch.move("useful", "detection", detection_s)
 
+    def waited(self) -> None:
+        """The time since the last mark went into noticing that a peer was lost."""
+        self._watch.move("useful", "detection", self._watch.since_mark())
+
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase since `begin`."""
         return self._watch.seconds()

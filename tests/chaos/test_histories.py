@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.faults import Fault, hold
-from tests.chaos.runs import Trial, until
+from tests.chaos.runs import STEPS, Trial, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.usefixtures("one_node")]
 
@@ -92,6 +92,30 @@ def test_a_join_and_a_loss_in_the_same_moment(
 def test_a_loss_in_the_midst_of_a_hand_over(folder: Path, calm: Mapping[str, Any], how: str, rank: int) -> None:
     run = Trial(folder, f"transfer-{how}-{rank}", [Fault(rank, 0, "transfer", how)], {"heartbeat_timeout_s": 3.0})
     run.check(run.fit().summary, calm)
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_while_all_leave_to_let_a_newcomer_in(
+    folder: Path, calm: Mapping[str, Any], how: str, rank: int
+) -> None:
+    faults = [Fault(2, 10, "reduction", "SIGKILL"), Fault(rank, 0, "leaving", how, generation=2)]
+    run = Trial(folder, f"leaving-{how}-{rank}", faults, {"heartbeat_timeout_s": 3.0})
+    summary = run.fit().summary
+    run.check(summary, calm)
+    assert sizes(summary)[:2] == [3, 2]
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(("rank", "place"), [(0, "commit"), (1, "collective")])
+def test_a_loss_at_the_end_leaves_the_last_commit_to_the_others(
+    folder: Path, calm: Mapping[str, Any], how: str, rank: int, place: str
+) -> None:
+    run = Trial(folder, f"at-the-end-{how}-{rank}", [Fault(rank, STEPS, place, how)], {"heartbeat_timeout_s": 3.0})
+    summary = run.fit().summary
+    run.check(summary, calm)
+    assert max(each["step"] for each in run.events("commit")) == STEPS
+    assert summary["sessions"] == 1 and summary["generations"][-1]["first_step"] == STEPS
 
 
 def test_a_worker_that_dies_again_and_again_right_after_it_joined(folder: Path, calm: Mapping[str, Any]) -> None:

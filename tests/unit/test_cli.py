@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,16 @@ def test_our_errors_are_one_line_and_a_failed_exit(
     status, out, err = main(monkeypatch, capsys, "show", str(tmp_path))
     assert (status, out) == (1, "")
     assert err == f"error: ConfigError: {tmp_path}: there is no run here; give <storage>/<name>\n"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:70000", "no-such-host.invalid:1"])
+def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        address = address.format(port=bound.getsockname()[1])
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=f"no Ray cluster at {re.escape(address)} to ask; set RAY_ADDRESS"):
+            invoke("status")
 
 
 def test_a_command_that_succeeds_exits_with_zero(

@@ -360,6 +360,30 @@ def test_newcomers_are_left_out_when_a_survivor_is_not_between_steps() -> None:
     assert club.names() == ["b", "c", "d"]
 
 
+def test_a_generation_knows_whether_some_of_its_members_were_amid_something() -> None:
+    club = club_of("abc")
+    assert club.membership.current is not None and not club.membership.current.amid
+    club.membership.lose("a", DEAD)
+    club.arrive("b", 5, between_steps=False)
+    club.arrive("c", 5)
+    assert club.formed().amid
+    club.all_arrive("bc", 6)
+    assert not club.formed().amid
+
+
+def test_all_wait_where_there_are_too_few() -> None:
+    club = club_of("abc", min_workers=2)
+    assert not club.membership.all_wait()
+    club.membership.lose("a", DEAD)
+    club.membership.lose("b", DEAD)
+    assert not club.membership.all_wait()
+    club.all_arrive("c", 5)
+    assert club.form() is None and club.membership.all_wait()
+    club.all_arrive("d")
+    assert club.names() == ["c", "d"]
+    assert not club.membership.all_wait()
+
+
 def test_newcomers_that_are_left_out_do_not_keep_survivors_from_finishing_what_they_do() -> None:
     club = club_of("ab", min_workers=2)
     club.all_arrive("c")
@@ -693,6 +717,19 @@ def test_one_with_notice_leaves_as_soon_as_another_has_come() -> None:
     assert club.membership.dismissed == {"b": DRAIN}
 
 
+def test_a_generation_is_not_formed_again_for_a_newcomer_that_is_not_enough_to_let_anybody_go() -> None:
+    club = club_of("abc", min_workers=3, max_workers=3)
+    for name in "bc":
+        club.membership.ask_to_leave(name, Notice(DRAIN, club.now, 120.0))
+    club.all_arrive("d")
+    club.now += PATIENCE_S
+    assert not club.wants_change
+    club.all_arrive("e")
+    assert club.wants_change
+    club.all_arrive("abc", 5)
+    assert club.names() == ["a", "d", "e"]
+
+
 def test_one_with_notice_still_counts_when_another_is_lost() -> None:
     club = club_of("abc", min_workers=2)
     club.membership.ask_to_leave("c", Notice(DRAIN, club.now, 20.0))
@@ -728,6 +765,20 @@ def test_a_run_that_is_made_smaller_lets_the_last_ranks_go() -> None:
     assert club.names() == ["a", "b"]
     assert club.membership.dismissed == {"c": RESIZE, "d": RESIZE}
     assert not club.wants_change
+
+
+def test_who_stays_waits_where_one_that_goes_commits_the_newest_state() -> None:
+    club = club_of("ab")
+    club.membership.wanted = 1
+    club.membership.ask_to_leave("b")
+    club.membership.lose("nobody", DEAD)
+    club.arrive("a", 5, lost=BROKEN)
+    club.arrive("b", 6, lost=BROKEN)
+    brief = club.formed()
+    assert ([each.id for each in brief.members], brief.brief, brief.receivers) == (["b"], True, ())
+    assert club.arrive("b", 6, committed=6) is None
+    assert club.names() == ["a"]
+    assert club.membership.dismissed == {"b": DRAIN}
 
 
 def test_a_run_that_is_made_smaller_while_it_breaks_keeps_one_who_made_the_last_step() -> None:
@@ -1134,8 +1185,8 @@ class Histories(RuleBasedStateMachine):
         if self.generation is None:
             return
         wanted = self.membership.wants_change(self.now)
-        if self.broken:
-            assert not wanted
+        if self.broken or not self.survivors():
+            assert not wanted, "there is nobody to be asked"
             return
         leaving = any(each.leaving and each.alive for each in self.current())
         newcomers = [each for each in self.newcomers() if not each.leaving]

@@ -19,6 +19,7 @@ CPU = torch.device("cpu")
 
 def form_after_a_failure(group: ProcessGroup) -> str:
     """Rank 1 alone tries generation 2; both meet in generation 3. `run_ranks` closes that one."""
+    group.meet()
     group.close(intact=True)
     if group.rank == 1:
         with pytest.raises(RuntimeError) as caught:
@@ -57,6 +58,7 @@ _PrefixStore = dist.PrefixStore
 
 def lose_a_peer_that_has_published_its_address(group: ProcessGroup, victim: int) -> float:
     """Seconds until a rank knows. Afterwards both form another group, in which one of them is slow."""
+    group.meet()
     group.close(intact=True)
     begun = time.monotonic()
     forming: list[ProcessGroup] = []

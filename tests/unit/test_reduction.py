@@ -149,6 +149,7 @@ def everything(group: ProcessGroup) -> tuple[dict[str, Any], list[tuple[str, boo
     steps = three_steps(group)
     if group.world_size == 1:
         return steps, []
+    group.meet()
     group.close(intact=True)
     return steps, lose_a_peer_in_every_collective(group)
 

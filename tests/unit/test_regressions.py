@@ -21,20 +21,10 @@ from elastic_ddp.storage import Storage
 from elastic_ddp.train_state import TrainState
 from elastic_ddp.trainer import ElasticTrainer
 from tests.ranks import run_ranks
+from tests.unit.alone import CPU, LOST_PEER, Model, NewRun, link_of, prepared
 from tests.unit.test_buffers import StepBuffers, micro_batch_ranges
 from tests.unit.test_rendezvous import Play, join, member, play, started  # noqa: F401
-from tests.unit.test_run_api import (  # noqa: F401
-    CPU,
-    LOST_PEER,
-    Model,
-    NewRun,
-    Scripted,
-    link_of,
-    new_run,
-    prepared,
-    refused,
-    state_of,
-)
+from tests.unit.test_run_api import Scripted, refused, state_of
 
 
 def test_a_model_that_is_called_past_the_prepared_one_is_refused(new_run: NewRun) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ import torch.distributed as dist
 from elastic_ddp.elastic import membership as membership_module
 from elastic_ddp.elastic import rendezvous as rendezvous_module
 from elastic_ddp.elastic.hang import Whereabouts
+from elastic_ddp.elastic.journal import Journal
 from elastic_ddp.elastic.members import Member
 from elastic_ddp.elastic.membership import LEFT, SUPERSEDED
+from elastic_ddp.elastic.memory import Memory
 from elastic_ddp.elastic.messages import NOTHING, Ended, News, Prospect, RendezvousOptions, Signals
 from elastic_ddp.elastic.pulse import Pulse
 from elastic_ddp.elastic.rendezvous import Rendezvous
@@ -341,6 +345,17 @@ def test_messages_reach_the_driver_in_order_and_only_the_newest_progress_does(pl
     play(scenario)
 
 
+def test_what_the_driver_has_written_down_is_forgotten() -> None:
+    journal = Journal(Memory(None))
+    for number in range(1, 6):
+        journal.take([{"event": "steps", "step": number}], None)
+    assert [event["step"] for event in journal.after(2)] == [3, 4, 5] == [event["step"] for event in journal.after(2)]
+    assert [event["step"] for event in journal.after(0)] == [3, 4, 5]
+    assert journal.num_events == 5 and journal.last("steps")["step"] == 5
+    journal.take([{"event": "steps", "step": 6}], None)
+    assert [event["step"] for event in journal.after(5)] == [6] and journal.num_events == 6
+
+
 def test_the_driver_is_held_until_there_is_news(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         driver = asyncio.create_task(rendezvous.follow(0))
@@ -619,7 +634,73 @@ def test_a_function_in_which_all_workers_are_stuck_ends_the_run(play: Play, monk
     play(scenario, hang_options(0.3))
 
 
+def test_waiting_for_workers_is_no_hang_however_long_it_takes(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.0)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        await rendezvous._on_lost("a1", "its process ended")
+        await rendezvous.listen(member("a", 0), 1, None, where(8, "rendezvous"))
+        waited, clock = 0.0, asyncio.get_running_loop().time
+        begun = clock()
+        while waited < 1.0:  # many times the timeout
+            assert await join(rendezvous, member("a", 0), 1, 5) is None
+            waited = clock() - begun
+        assert await events_of(rendezvous, "hang") == []
+        assert len(await events_of(rendezvous, "worker_lost")) == 1
+        newcomer, _ = await asyncio.gather(join(rendezvous, member("a", 2)), joined(rendezvous, member("a", 0), 1, 5))
+        assert isinstance(newcomer, Assignment) and newcomer.reason == "worker lost"
+
+    options = RendezvousOptions(min_workers=2, max_workers=4, heartbeat_timeout_s=30.0, hang_timeout_s=0.1)
+    play(scenario, options)
+
+
+def test_a_newcomer_that_fails_is_replaced_and_does_not_end_a_run_that_trains(play: Play, long_polls: None) -> None:
+    failed = {"status": "failed", "kind": "TrainFunctionError", "error": "no such mount"}
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        assert not await rendezvous.end(member("a", 2), None, failed)
+        (lost,) = await events_of(rendezvous, "newcomer_lost")
+        assert (lost["member"], lost["error"]) == ("a2", "no such mount")
+        orders = await rendezvous.supervise(["a0", "a1", "a2"], 0, {})
+        assert orders is not None and orders.lost == {"a2": "no such mount"}
+        assert await rendezvous.end(member("a", 0), None, failed)
+        assert (await rendezvous.follow(0)).outcome == failed
+
+    play(scenario)
+
+
+def test_who_fails_where_nobody_trains_ends_the_run(play: Play, long_polls: None) -> None:
+    failed = {"status": "failed", "kind": "TrainFunctionError", "error": "no such mount"}
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        assert await rendezvous.end(member("a", 0), None, failed)
+        assert (await rendezvous.follow(0)).outcome == failed
+
+    play(scenario)
+
+
 # A second life.
+
+
+def test_a_message_is_kept_whole_or_not_at_all_where_the_disk_is_full(tmp_path: Path) -> None:
+    memory = Memory(str(tmp_path))
+    memory.append([{"sender": "", "number": 0, "event": {"event": "first"}}])
+    size = (tmp_path / "events.jsonl").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))  # the next one fits by ten bytes
+    try:
+        with pytest.raises(OSError, match="too large"):
+            memory.append([{"sender": "", "number": 0, "event": {"event": "second"}}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert (tmp_path / "events.jsonl").stat().st_size == size
+    memory.append([{"sender": "", "number": 0, "event": {"event": "third"}}])
+    assert [line["event"]["event"] for line in Memory(str(tmp_path)).lines()] == ["first", "third"]
 
 
 def test_a_restarted_rendezvous_knows_what_the_one_before_knew(play: Play, tmp_path: Path) -> None:

@@ -2,223 +2,27 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.config import RunConfig
-from elastic_ddp.data.feed import MicroBatch
 from elastic_ddp.data.order import EpochShape
-from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.elastic.link import RunStopped
-from elastic_ddp.elastic.messages import Prospect
-from elastic_ddp.errors import CheckpointError, ConfigError, WorkersLostError
-from elastic_ddp.job import COMMITS, Job
+from elastic_ddp.errors import CheckpointError, ConfigError
+from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.ddp import PreparedModel
-from elastic_ddp.parallel.process_group import Assignment
 from elastic_ddp.run import Run
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from elastic_ddp.train_state import TrainState
-
-CPU = torch.device("cpu")
-LOST_PEER = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
-
-
-class FakeLink:
-    """The rendezvous of a worker that is alone."""
-
-    def __init__(self, store_port: int) -> None:
-        self.stop_requested = False
-        self.reconfigure_requested = False
-        self.prospect: Prospect | None = None
-        self.is_deaf = False
-        self.commit_requested = 0
-        self.presumed_dead = False
-        self.is_again = True
-        """Whether a generation after the first has the members of the one before."""
-        self.activity = Activity()
-        self.said: list[dict[str, Any]] = []
-        self.joins: list[tuple[int | None, bool]] = []
-        """With what step it came, and whether between steps."""
-        self.losses: list[str | None] = []
-        self._store_port = store_port
-
-    def join(
-        self,
-        *,
-        step: int | None,
-        between_steps: bool,
-        lost: str | None,
-        committed: int | None,
-        account: dict[str, float],
-        while_waiting: Callable[[Prospect], object],
-    ) -> Assignment:
-        self.joins.append((step, between_steps))
-        self.losses.append(lost)
-        reason = "worker lost" if lost is not None else "workers joined" if self.reconfigure_requested else "start"
-        self.reconfigure_requested = False
-        return Assignment(
-            generation=len(self.joins),
-            rank=0,
-            world_size=1,
-            store_host="127.0.0.1",
-            store_port=self._store_port,
-            source=None if step is None else 0,
-            first_step=step,
-            again=self.is_again and len(self.joins) > 1,
-            reason=reason,
-        )
-
-    def ask_for_prospect(self) -> Prospect | None:
-        return None
-
-    def is_member_of(self, generation: int) -> bool:
-        return generation == len(self.joins) and not self.presumed_dead
-
-    def say(self, event: str, **fields: Any) -> None:
-        self.said.append({"event": event, **fields})
-
-    def progress(self, **newest: Any) -> None: ...
-
-    def cut_when_broken(self, cut: Callable[[], None] | None) -> None: ...
-
-    def steps_of(self, event: str) -> list[int]:
-        return [said["step"] for said in self.said if said["event"] == event]
-
-
-@dataclass
-class FakeIndex:
-    num_rows: int
-    fingerprint: str = "fingerprint"
-
-
-class FakeFeed:
-    """Rows that depend on their ids alone, without Ray. They come in one stream like the real feed's: what a step
-    leaves behind is the next one's."""
-
-    def __init__(self, index: FakeIndex, **options: Any) -> None:
-        self._shape = EpochShape(index.num_rows, options["num_micro_batches"], options["micro_batch_size"])
-        self.micro_batches: tuple[int, ...] = options["micro_batches"]
-        self.is_ready = True
-        self.skip_to(options["first_step"])
-
-    def skip_to(self, step: int) -> None:
-        self.next_step = step
-        self._stream = self._all_from(step)
-
-    def _all_from(self, first_step: int) -> Iterator[MicroBatch]:
-        for step in itertools.count(first_step):
-            for m in self.micro_batches:
-                start, stop = self._shape.span(step, m)
-                ids = np.arange(start, stop) * self._shape.num_micro_batches + m
-                x = np.random.default_rng([step, m]).normal(size=(len(ids) or 1, 3)).astype(np.float32)
-                yield MicroBatch(m, {"x": torch.from_numpy(x)}, ids)
-
-    def step(self, step: int) -> Iterator[MicroBatch]:
-        assert step == self.next_step
-        self.next_step += 1
-        for _ in self.micro_batches:
-            yield next(self._stream)
-
-    def wait(self) -> None: ...
-
-    def interrupt(self) -> None: ...
-
-    def rest(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Model(torch.nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
-
-
-NewRun = Callable[..., Run]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _a_small_heap() -> Iterator[None]:
-    """Closing a process group collects garbage: not among all the modules that are loaded, which takes 0.2 s."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture
-def new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NewRun]:
-    """Makes runs on one worker, with a real process group. One in the folder of another finds its commits."""
-    monkeypatch.setattr("elastic_ddp.generation.MicroBatchFeed", FakeFeed)
-    stores: list[dist.TCPStore] = []
-    runs: list[Run] = []
-
-    def make(num_rows: int = 80, folder: str = "run", **changes: Any) -> Run:
-        for run in runs:
-            run.close(intact=True)
-        settings = {"name": "test", "storage": str(tmp_path), "steps": 6, "global_batch_size": 8, "micro_batch_size": 2}
-        index: Any = FakeIndex(num_rows)
-        job = Job(
-            config=RunConfig(**{**settings, **changes}),
-            train=lambda run: None,
-            index=index,
-            transform=None,
-            storage=Storage(tmp_path).at(folder),
-        )
-        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-        link: Any = FakeLink(stores[-1].port)
-        torch.manual_seed(0)
-        runs.append(Run(job, link, CPU))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.close(intact=True)
-
-
-def link_of(run: Run) -> FakeLink:
-    link: Any = run._link
-    return link
-
-
-def prepared(run: Run) -> PreparedModel:
-    model: Any = run.prepare(Model())
-    optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
-    run.prepare(StepLR(optimizer, 2, 0.5))
-    return model
-
-
-def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
-    """A training function; `in_step` is called in the middle of every step, between a forward and its backward."""
-    model = prepared(run)
-    for step in run.steps():
-        with step:
-            for place, batch in enumerate(step.micro_batches()):
-                loss = model(batch["x"]).square().mean()
-                if place == 1:
-                    in_step(step)
-                step.backward(loss)
-            step.optimize()
-    return run.finish()
-
-
-def says(run: Run, body: Callable[[Run], Any]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        body(run)
-    return str(caught.value)
-
+from tests.unit.alone import CPU, Model, NewRun, link_of, prepared, says, train
 
 # Preparing.
 
@@ -535,150 +339,6 @@ def test_a_run_is_the_same_when_it_is_interrupted_and_resumed(new_run: NewRun) -
     assert link_of(resumed).steps_of("resumed") == [4]
 
 
-def test_a_step_that_loses_a_peer_comes_again_and_ends_the_same(new_run: NewRun) -> None:
-    lost: list[int] = []
-
-    def lose_a_peer_once(step: Step) -> None:
-        if step.index == 3 and not lost:
-            lost.append(step.index)
-            raise dist.DistNetworkError(LOST_PEER)
-
-    run = new_run()
-    disturbed = train(run, lose_a_peer_once)
-    assert lost == [3]
-    assert link_of(run).losses == [None, f"DistNetworkError: {LOST_PEER}"]
-    assert link_of(run).joins == [(None, True), (3, True)]
-    generations = [said for said in link_of(run).said if said["event"] == "generation"]
-    assert [(said["generation"], said["first_step"], said["reason"]) for said in generations] == [
-        (1, 0, "start"),
-        (2, 3, "worker lost"),
-    ]
-    assert train(new_run(folder="calm")) == disturbed
-
-
-def test_a_step_that_is_lost_again_and_again_ends_the_run(new_run: NewRun) -> None:
-    lost: list[int] = []
-
-    def lose_a_peer(step: Step) -> None:
-        if step.index == 3:
-            lost.append(step.index)
-            raise dist.DistNetworkError(LOST_PEER)
-
-    with pytest.raises(WorkersLostError, match=r"step 3 was lost 3 times in a row by the same .* last time: DistNet"):
-        train(new_run(), lose_a_peer)
-    assert lost == [3, 3, 3]
-
-
-def test_a_step_in_which_one_worker_after_the_other_dies_is_made_by_those_who_are_left(new_run: NewRun) -> None:
-    run, lost = new_run(), []
-    link_of(run).is_again = False
-
-    def lose_a_peer(step: Step) -> None:
-        if step.index == 3 and len(lost) < 5:
-            lost.append(step.index)
-            raise dist.DistNetworkError(LOST_PEER)
-
-    assert train(run, lose_a_peer) == train(new_run(folder="calm"))
-    assert lost == [3] * 5
-
-
-@pytest.mark.parametrize("text", ["timed out waiting for the tokenizer", LOST_PEER, "NCCL_SOCKET_IFNAME is not set"])
-def test_an_error_of_the_user_that_reads_like_a_lost_peer_comes_out_at_once(new_run: NewRun, text: str) -> None:
-    tries: list[int] = []
-
-    def impatient(step: Step) -> None:
-        tries.append(step.index)
-        raise RuntimeError(text)
-
-    run = new_run()
-    with pytest.raises(RuntimeError, match=re.escape(text)):
-        train(run, impatient)
-    assert tries == [0]
-    assert link_of(run).losses == [None]
-
-
-def test_a_request_to_reconfigure_ends_the_generation_at_the_step_boundary_and_changes_nothing_else(
-    new_run: NewRun,
-) -> None:
-    run = new_run()
-    generations: list[int] = []
-
-    def ask(step: Step) -> None:
-        link_of(run).reconfigure_requested = step.index == 2 or link_of(run).reconfigure_requested
-        generations.append(len(link_of(run).joins))
-
-    reconfigured = train(run, ask)
-    assert generations == [1, 1, 1, 2, 2, 2]
-    assert link_of(run).joins == [(None, True), (3, True)]
-    assert link_of(run).losses == [None, None]
-    ended = [said for said in link_of(run).said if said["event"] == "generation_ended"]
-    assert [(said["generation"], said["last_step"], said["reason"]) for said in ended] == [
-        (1, 3, "workers were to join or leave")
-    ]
-    begun = [said for said in link_of(run).said if said["event"] == "generation"]
-    assert [(said["generation"], said["first_step"], said["reason"]) for said in begun] == [
-        (1, 0, "start"),
-        (2, 3, "workers joined"),
-    ]
-    assert train(new_run(folder="calm")) == reconfigured
-
-
-def test_training_goes_on_until_the_first_rows_of_the_next_generation_are_there(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = new_run(steps=12)
-    opened: list[tuple[int, FakeFeed]] = []
-    make = run._participation._feeds._make
-
-    def make_slow_ones(micro_batches: tuple[int, ...], step: int, after: Callable[[], object]) -> Any:
-        feed: Any = make(micro_batches, step, after)
-        feed.is_ready = not opened  # the warm-up's is
-        opened.append((step, feed))
-        return feed
-
-    monkeypatch.setattr(run._participation._feeds, "_make", make_slow_ones)
-    generations = []
-
-    def ask(step: Step) -> None:
-        generations.append(len(link_of(run).joins))
-        if step.index == 2:
-            link_of(run).reconfigure_requested, link_of(run).prospect = True, Prospect(0, 1, step=0)
-        if step.index == 5:
-            opened[-1][1].is_ready = True
-
-    slow = train(run, ask)
-    assert generations == [1] * 6 + [2] * 6
-    assert [step for step, _ in opened] == [0, 0, 3], "the warm-up's, the first and the next generation's"
-    assert opened[-1][1].next_step == 12, "which it used"
-    assert train(new_run(folder="calm", steps=12)) == slow
-
-
-def test_training_does_not_wait_forever_for_the_rows_of_the_next_generation(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = new_run()
-    monkeypatch.setattr("elastic_ddp.participation.PREPARE_S", 0.0)
-    never_ready = property(lambda feed: False, lambda feed, value: None)
-
-    def ask(step: Step) -> None:
-        if step.index == 2:
-            monkeypatch.setattr(FakeFeed, "is_ready", never_ready, raising=False)
-            link_of(run).reconfigure_requested, link_of(run).prospect = True, Prospect(0, 1, step=0)
-
-    assert train(run, ask)["steps"] == 6
-    assert link_of(run).joins == [(None, True), (3, True)]
-
-
-def test_nobody_is_let_in_after_the_last_step(new_run: NewRun) -> None:
-    run = new_run()
-
-    def ask(step: Step) -> None:
-        link_of(run).reconfigure_requested = step.index == 5
-
-    assert train(run, ask)["steps"] == 6
-    assert link_of(run).joins == [(None, True)]
-
-
 def test_a_stop_commits_the_step_at_hand_and_ends_the_function(new_run: NewRun) -> None:
     run = new_run()
 
@@ -717,22 +377,6 @@ def test_commits_come_every_so_many_steps(new_run: NewRun) -> None:
     run = new_run(steps=7, checkpoint={"every_steps": 3})
     train(run)
     assert link_of(run).steps_of("commit") == [3, 6, 7]
-
-
-def test_a_worker_that_is_presumed_dead_commits_nothing_and_asks_for_its_place(new_run: NewRun) -> None:
-    run = new_run(steps=7, checkpoint={"every_steps": 3})
-    link = link_of(run)
-    link.presumed_dead = True
-    taken = []
-
-    def in_step(step: Step) -> None:
-        taken.append(step.index)
-        link.presumed_dead = len(link.joins) < 2
-
-    train(run, in_step)
-    assert link.steps_of("commit") == [6, 7], "of step 3, the others made one"
-    assert taken == list(range(7)), "what is done is not done again"
-    assert len(link.joins) == 2 and "was presumed dead" in str(link.losses[1])
 
 
 def test_parameters_that_change_inside_the_loop_are_refused_by_name(new_run: NewRun) -> None:

@@ -1,0 +1,172 @@
+"""A run on one worker, without Ray: a rendezvous and a feed that do what a test wants, and a real process group."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+from elastic_ddp.data.feed import MicroBatch
+from elastic_ddp.data.order import EpochShape
+from elastic_ddp.elastic.hang import Activity
+from elastic_ddp.elastic.messages import Prospect
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.parallel.ddp import PreparedModel
+from elastic_ddp.parallel.process_group import Assignment
+from elastic_ddp.run import Run
+from elastic_ddp.step import Step
+
+CPU = torch.device("cpu")
+LOST_PEER = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
+
+
+class FakeLink:
+    """The rendezvous of a worker that is alone."""
+
+    def __init__(self, store_port: int) -> None:
+        self.stop_requested = False
+        self.reconfigure_requested = False
+        self.prospect: Prospect | None = None
+        self.is_deaf = False
+        self.commit_requested = 0
+        self.presumed_dead = False
+        self.is_again = True
+        """Whether a generation after the first has the members of the one before."""
+        self.activity = Activity()
+        self.said: list[dict[str, Any]] = []
+        self.joins: list[tuple[int | None, bool]] = []
+        """With what step it came, and whether between steps."""
+        self.losses: list[str | None] = []
+        self._store_port = store_port
+
+    def join(
+        self,
+        *,
+        step: int | None,
+        between_steps: bool,
+        lost: str | None,
+        committed: int | None,
+        account: dict[str, float],
+        while_waiting: Callable[[Prospect], object],
+    ) -> Assignment:
+        self.joins.append((step, between_steps))
+        self.losses.append(lost)
+        reason = "worker lost" if lost is not None else "workers joined" if self.reconfigure_requested else "start"
+        self.reconfigure_requested = False
+        return Assignment(
+            generation=len(self.joins),
+            rank=0,
+            world_size=1,
+            store_host="127.0.0.1",
+            store_port=self._store_port,
+            source=None if step is None else 0,
+            first_step=step,
+            again=self.is_again and len(self.joins) > 1,
+            amid=not between_steps,
+            reason=reason,
+        )
+
+    def ask_for_prospect(self) -> Prospect | None:
+        return None
+
+    def is_member_of(self, generation: int) -> bool:
+        return generation == len(self.joins) and not self.presumed_dead
+
+    def say(self, event: str, **fields: Any) -> None:
+        self.said.append({"event": event, **fields})
+
+    def progress(self, **newest: Any) -> None: ...
+
+    def cut_when_broken(self, cut: Callable[[], None] | None) -> None: ...
+
+    def steps_of(self, event: str) -> list[int]:
+        return [said["step"] for said in self.said if said["event"] == event]
+
+
+@dataclass
+class FakeIndex:
+    num_rows: int
+    fingerprint: str = "fingerprint"
+
+
+class FakeFeed:
+    """Rows that depend on their ids alone, without Ray. They come in one stream like the real feed's: what a step
+    leaves behind is the next one's."""
+
+    def __init__(self, index: FakeIndex, **options: Any) -> None:
+        self._shape = EpochShape(index.num_rows, options["num_micro_batches"], options["micro_batch_size"])
+        self.micro_batches: tuple[int, ...] = options["micro_batches"]
+        self.is_ready = True
+        self.skip_to(options["first_step"])
+
+    def skip_to(self, step: int) -> None:
+        self.next_step = step
+        self._stream = self._all_from(step)
+
+    def _all_from(self, first_step: int) -> Iterator[MicroBatch]:
+        for step in itertools.count(first_step):
+            for m in self.micro_batches:
+                start, stop = self._shape.span(step, m)
+                ids = np.arange(start, stop) * self._shape.num_micro_batches + m
+                x = np.random.default_rng([step, m]).normal(size=(len(ids) or 1, 3)).astype(np.float32)
+                yield MicroBatch(m, {"x": torch.from_numpy(x)}, ids)
+
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        assert step == self.next_step
+        self.next_step += 1
+        for _ in self.micro_batches:
+            yield next(self._stream)
+
+    def wait(self) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Model(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+
+
+NewRun = Callable[..., Run]
+
+
+def link_of(run: Run) -> FakeLink:
+    link: Any = run._link
+    return link
+
+
+def prepared(run: Run) -> PreparedModel:
+    model: Any = run.prepare(Model())
+    optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+    run.prepare(StepLR(optimizer, 2, 0.5))
+    return model
+
+
+def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
+    """A training function; `in_step` is called in the middle of every step, between a forward and its backward."""
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            for place, batch in enumerate(step.micro_batches()):
+                loss = model(batch["x"]).square().mean()
+                if place == 1:
+                    in_step(step)
+                step.backward(loss)
+            step.optimize()
+    return run.finish()
+
+
+def says(run: Run, body: Callable[[Run], Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        body(run)
+    return str(caught.value)

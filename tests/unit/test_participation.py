@@ -1,0 +1,318 @@
+"""How a worker goes from generation to generation: peers that are lost wherever it is, and changes of membership."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.elastic.link import RunStopped
+from elastic_ddp.elastic.messages import Prospect
+from elastic_ddp.errors import WorkersLostError
+from elastic_ddp.job import COMMITS
+from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.step import Step
+from elastic_ddp.storage import Storage
+from tests.unit.alone import LOST_PEER, FakeFeed, NewRun, link_of, prepared, train
+
+
+def test_a_step_that_loses_a_peer_comes_again_and_ends_the_same(new_run: NewRun) -> None:
+    lost: list[int] = []
+
+    def lose_a_peer_once(step: Step) -> None:
+        if step.index == 3 and not lost:
+            lost.append(step.index)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    run = new_run()
+    disturbed = train(run, lose_a_peer_once)
+    assert lost == [3]
+    assert link_of(run).losses == [None, f"DistNetworkError: {LOST_PEER}"]
+    assert link_of(run).joins == [(None, True), (3, True)]
+    generations = [said for said in link_of(run).said if said["event"] == "generation"]
+    assert [(said["generation"], said["first_step"], said["reason"]) for said in generations] == [
+        (1, 0, "start"),
+        (2, 3, "worker lost"),
+    ]
+    assert train(new_run(folder="calm")) == disturbed
+
+
+def test_a_step_that_is_lost_again_and_again_ends_the_run(new_run: NewRun) -> None:
+    lost: list[int] = []
+
+    def lose_a_peer(step: Step) -> None:
+        if step.index == 3:
+            lost.append(step.index)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    with pytest.raises(WorkersLostError, match=r"step 3 was lost 3 times in a row by the same .* last time: DistNet"):
+        train(new_run(), lose_a_peer)
+    assert lost == [3, 3, 3]
+
+
+def test_a_step_in_which_one_worker_after_the_other_dies_is_made_by_those_who_are_left(new_run: NewRun) -> None:
+    run, lost = new_run(), []
+    link_of(run).is_again = False
+
+    def lose_a_peer(step: Step) -> None:
+        if step.index == 3 and len(lost) < 5:
+            lost.append(step.index)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    assert train(run, lose_a_peer) == train(new_run(folder="calm"))
+    assert lost == [3] * 5
+
+
+@pytest.mark.parametrize("text", ["timed out waiting for the tokenizer", LOST_PEER, "NCCL_SOCKET_IFNAME is not set"])
+def test_an_error_of_the_user_that_reads_like_a_lost_peer_comes_out_at_once(new_run: NewRun, text: str) -> None:
+    tries: list[int] = []
+
+    def impatient(step: Step) -> None:
+        tries.append(step.index)
+        raise RuntimeError(text)
+
+    run = new_run()
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        train(run, impatient)
+    assert tries == [0]
+    assert link_of(run).losses == [None]
+
+
+def test_a_request_to_reconfigure_ends_the_generation_at_the_step_boundary_and_changes_nothing_else(
+    new_run: NewRun,
+) -> None:
+    run = new_run()
+    generations: list[int] = []
+
+    def ask(step: Step) -> None:
+        link_of(run).reconfigure_requested = step.index == 2 or link_of(run).reconfigure_requested
+        generations.append(len(link_of(run).joins))
+
+    reconfigured = train(run, ask)
+    assert generations == [1, 1, 1, 2, 2, 2]
+    assert link_of(run).joins == [(None, True), (3, True)]
+    assert link_of(run).losses == [None, None]
+    ended = [said for said in link_of(run).said if said["event"] == "generation_ended"]
+    assert [(said["generation"], said["last_step"], said["reason"]) for said in ended] == [
+        (1, 3, "workers were to join or leave")
+    ]
+    begun = [said for said in link_of(run).said if said["event"] == "generation"]
+    assert [(said["generation"], said["first_step"], said["reason"]) for said in begun] == [
+        (1, 0, "start"),
+        (2, 3, "workers joined"),
+    ]
+    assert train(new_run(folder="calm")) == reconfigured
+
+
+def test_training_goes_on_until_the_first_rows_of_the_next_generation_are_there(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(steps=12)
+    opened: list[tuple[int, FakeFeed]] = []
+    make = run._participation._feeds._make
+
+    def make_slow_ones(micro_batches: tuple[int, ...], step: int, after: Callable[[], object]) -> Any:
+        feed: Any = make(micro_batches, step, after)
+        feed.is_ready = not opened  # the warm-up's is
+        opened.append((step, feed))
+        return feed
+
+    monkeypatch.setattr(run._participation._feeds, "_make", make_slow_ones)
+    generations = []
+
+    def ask(step: Step) -> None:
+        generations.append(len(link_of(run).joins))
+        if step.index == 2:
+            link_of(run).reconfigure_requested, link_of(run).prospect = True, Prospect(0, 1, step=0)
+        if step.index == 5:
+            opened[-1][1].is_ready = True
+
+    slow = train(run, ask)
+    assert generations == [1] * 6 + [2] * 6
+    assert [step for step, _ in opened] == [0, 0, 3], "the warm-up's, the first and the next generation's"
+    assert opened[-1][1].next_step == 12, "which it used"
+    assert train(new_run(folder="calm", steps=12)) == slow
+
+
+def test_training_does_not_wait_forever_for_the_rows_of_the_next_generation(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run()
+    monkeypatch.setattr("elastic_ddp.participation.PREPARE_S", 0.0)
+    never_ready = property(lambda feed: False, lambda feed, value: None)
+
+    def ask(step: Step) -> None:
+        if step.index == 2:
+            monkeypatch.setattr(FakeFeed, "is_ready", never_ready, raising=False)
+            link_of(run).reconfigure_requested, link_of(run).prospect = True, Prospect(0, 1, step=0)
+
+    assert train(run, ask)["steps"] == 6
+    assert link_of(run).joins == [(None, True), (3, True)]
+
+
+def test_nobody_is_let_in_after_the_last_step(new_run: NewRun) -> None:
+    run = new_run()
+
+    def ask(step: Step) -> None:
+        link_of(run).reconfigure_requested = step.index == 5
+
+    assert train(run, ask)["steps"] == 6
+    assert link_of(run).joins == [(None, True)]
+
+
+def test_a_worker_that_is_presumed_dead_commits_nothing_and_asks_for_its_place(new_run: NewRun) -> None:
+    run = new_run(steps=7, checkpoint={"every_steps": 3})
+    link = link_of(run)
+    link.presumed_dead = True
+    taken = []
+
+    def in_step(step: Step) -> None:
+        taken.append(step.index)
+        link.presumed_dead = len(link.joins) < 2
+
+    train(run, in_step)
+    assert link.steps_of("commit") == [6, 7], "of step 3, the others made one"
+    assert taken == list(range(7)), "what is done is not done again"
+    assert len(link.joins) == 2 and "was presumed dead" in str(link.losses[1])
+
+
+# Outside of steps.
+
+
+def lost_in_meetings(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+    """A peer is lost in some of the times that all ranks wait for each other, counted from 1."""
+    meet, met = ProcessGroup.meet, []
+
+    def meet_or_lose(group: ProcessGroup) -> None:
+        met.append(group.assignment.generation)
+        if len(met) in numbers:
+            raise dist.DistNetworkError(LOST_PEER)
+        meet(group)
+
+    monkeypatch.setattr(ProcessGroup, "meet", meet_or_lose)
+
+
+def commits_of(folder: Path) -> CheckpointStore:
+    return CheckpointStore(Storage(folder / "run").at(COMMITS), keep=1)
+
+
+def test_a_peer_that_is_lost_while_all_leave_for_a_change_costs_nobody_his_state(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run()
+    lost_in_meetings(monkeypatch, 1)
+
+    def ask(step: Step) -> None:
+        link_of(run).reconfigure_requested = step.index == 2 and len(link_of(run).joins) == 1
+
+    changed = train(run, ask)
+    assert link_of(run).joins == [(None, True), (3, True)]
+    assert link_of(run).losses == [None, f"DistNetworkError: {LOST_PEER}"]
+    ended = [said["reason"] for said in link_of(run).said if said["event"] == "generation_ended"]
+    assert ended == ["a peer was lost"]
+    assert train(new_run(folder="calm")) == changed
+
+
+def test_a_peer_that_is_lost_in_the_last_commit_leaves_it_to_the_others(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = new_run()
+    lost_in_meetings(monkeypatch, 1, 2)
+    assert train(run) == train(new_run(folder="calm"))
+    assert link_of(run).joins == [(None, True), (6, False), (6, False)]
+    newest = commits_of(tmp_path).latest()
+    assert newest is not None and newest.step == 6
+
+
+def test_a_peer_that_is_lost_in_the_commit_of_a_stop_leaves_it_to_the_others(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = new_run()
+    lost_in_meetings(monkeypatch, 1)
+
+    def stop(step: Step) -> None:
+        link_of(run).stop_requested = step.index == 2
+
+    with pytest.raises(RunStopped):
+        train(run, stop)
+    assert run.world_size == 1, "it is in a generation, and so may say how the run ended"
+    assert link_of(run).joins == [(None, True), (3, False)]
+    newest = commits_of(tmp_path).latest()
+    assert newest is not None and newest.step == 3
+
+
+def test_a_loop_that_ends_early_ends_also_where_membership_was_about_to_change(new_run: NewRun) -> None:
+    run = new_run()
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            link_of(run).reconfigure_requested = step.index == 2
+            step.optimize()
+        if step.index == 2:
+            break
+    assert run.finish()["steps"] == 3
+    assert link_of(run).joins == [(None, True)]
+
+
+def test_a_lost_step_is_told_once_however_much_is_done_together_after_it(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated: list[int] = []
+    monkeypatch.setattr("elastic_ddp.run.evaluate", lambda generation, *_: evaluated.append(generation.number) or 1.5)
+    run = new_run()
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                loss = model(batch["x"]).square().mean()
+                if step.index == 3 and len(link_of(run).joins) == 1:
+                    raise dist.DistNetworkError(LOST_PEER)
+                step.backward(loss)
+            step.optimize()
+        if step.index == 3:
+            assert [run.evaluate(lambda *_: torch.zeros(()), "held-out") for _ in range(3)] == [1.5] * 3
+    assert run.finish()["steps"] == 6
+    assert link_of(run).joins == [(None, True), (3, False)]
+    assert evaluated == [2] * 6, "after the step that was lost, and after the same step when it was made"
+
+
+def test_who_has_lost_the_end_of_an_evaluation_gets_its_result_from_who_has_not(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others cannot do it once more: they are in what comes after it."""
+    evaluated: list[int] = []
+
+    def evaluate(*_: Any) -> float:
+        evaluated.append(len(link_of(run).joins))
+        if len(evaluated) == 1:
+            raise dist.DistNetworkError(LOST_PEER)
+        return 0.1
+
+    def exchange(group: ProcessGroup, mine: bytes) -> list[bytes]:
+        return [mine, json.dumps([3, 1, 0.7]).encode()] if mine.startswith(b"[") else [mine]
+
+    monkeypatch.setattr("elastic_ddp.run.evaluate", evaluate)
+    monkeypatch.setattr(ProcessGroup, "all_gather_bytes", exchange)
+    run = new_run()
+    model = prepared(run)
+    results: list[float] = []
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+        if step.index == 2:
+            results = [run.evaluate(lambda *_: torch.zeros(()), "held-out") for _ in range(2)]
+    assert run.finish()["steps"] == 6
+    assert results == [0.7, 0.1]
+    assert evaluated == [1, 2], "the second of them is still to be done"
+    assert link_of(run).joins == [(None, True), (3, False)]
