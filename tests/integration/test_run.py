@@ -66,7 +66,7 @@ def losses(uri: str) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in read_ledger(Storage(uri)) if event["event"] == "steps"}
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.chaos), 3])
 def test_weights_samples_and_losses_do_not_depend_on_the_number_of_workers(
     folder: Path, calm: ed.RunResult, workers: int
 ) -> None:
