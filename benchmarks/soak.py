@@ -36,6 +36,8 @@ ROWS, WIDTH = 131_072, 256
 """128 MiB: more than pipelines hold ready, so that they are at work when membership changes."""
 EVENTS = {"kill": 5, "sigterm": 3, "freeze": 1, "resize": 4, "kill rendezvous": 1}
 """What happens, and how often."""
+SIGNALS = {"kill": signal.SIGKILL, "sigterm": signal.SIGTERM, "freeze": signal.SIGSTOP}
+"""What is sent to a worker."""
 TARGET = 0.95
 
 console = Console()
@@ -97,24 +99,22 @@ class Trouble(threading.Thread):
     def run(self) -> None:
         while not self.over.wait(self._random.uniform(0.5, 1.5) * self._every_s):
             with suppress(ed.ElasticDDPError, ProcessLookupError):
-                (kind,) = self._random.choices(list(EVENTS), list(EVENTS.values()))
-                if self._make(kind):
-                    self.made[kind] += 1
+                self.made[self._make()] += 1
 
-    def _make(self, kind: str) -> bool:
+    def _make(self) -> str:
         run = ed.get_run(self._run_name)
         status = run.status()
         pids = [member["pid"] for member in status["members"]]
+        # The last holder of the state is not what this is about.
+        possible = {kind: often for kind, often in EVENTS.items() if kind not in SIGNALS or len(pids) > 1}
+        (kind,) = self._random.choices(list(possible), list(possible.values()))
         if kind == "resize":
             run.resize(self._random.randint(1, 3))
         elif kind == "kill rendezvous":
             os.kill(status["pid"], signal.SIGKILL)
-        elif len(pids) < 2:
-            return False  # the last holder of the state is not what this is about
         else:
-            how = {"kill": signal.SIGKILL, "sigterm": signal.SIGTERM, "freeze": signal.SIGSTOP}[kind]
-            os.kill(self._random.choice(pids), how)
-        return True
+            os.kill(self._random.choice(pids), SIGNALS[kind])
+        return kind
 
 
 def main() -> None:

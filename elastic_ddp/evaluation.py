@@ -31,6 +31,7 @@ def evaluate(
     """See `Run.evaluate`. The data set is cut into micro-batches like an epoch of training, in stored order; every
     micro-batch's loss goes into a slot of its own, and the slots are added along the reduction tree."""
     config, group = job.config, generation.group
+    generation.activity.enter("collective")
     found = open_index(data, job.storage, columns=config.data.columns).to_bytes() if group.rank == 0 else None
     index = DatasetIndex.from_bytes(group.broadcast_bytes(found))
     shape = EpochShape(index.num_rows, config.num_micro_batches, config.micro_batch_size)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from elastic_ddp.elastic.assembly import PREPARE_S
 from elastic_ddp.elastic.messages import Prospect
@@ -14,6 +13,7 @@ from elastic_ddp.generation import Generation, feeds_of, micro_batches_of
 from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
 from elastic_ddp.state import flatten
 from elastic_ddp.telemetry.account import Account
+from elastic_ddp.together import Tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,16 +35,6 @@ LOSSES_IN_A_ROW = 3
 """Times that the same processes lose the same step before it is taken for a fault in it rather than in a connection."""
 
 
-class _Done(NamedTuple):
-    """Something that was done together outside of steps."""
-
-    step: int
-    """Steps done before it."""
-    number: int
-    """Among what was done since that step, from 1."""
-    result: Any
-
-
 class Participation:
     """A worker goes from generation to generation with its state, and the loop over steps runs within them.
 
@@ -53,6 +43,7 @@ class Participation:
         account: of its time in that.
         activity: where it is, for whoever looks for a hang.
         holds_state: whether it has been in one, and so has a state that counts.
+        tasks: what it does with all others outside of steps.
     """
 
     def __init__(
@@ -62,20 +53,19 @@ class Participation:
         self.account = Account()
         self.activity = link.activity
         self.holds_state = False
+        self.tasks = Tasks()
         self._job, self._link, self._state, self._commits, self._device = job, link, state, commits, device
         self._feeds = feeds_of(job, device)
         self._preparing_since: float | None = None
         """Since when this worker gets ready for another generation."""
         self._was_first = False
-        self._done = self._done_by_others = _Done(-1, 0, None)
-        """The last such thing, here and where most had been done."""
 
-    def join(self, lost: str | None = None, *, between_steps: bool = True) -> Generation:
+    def join(self, lost: str | None = None, *, amid: str | None = None) -> Generation:
         """Gets into the next generation in which steps are made, formed again if a peer is lost while it forms.
 
         Args:
             lost: how a peer of the last one was lost, if one was.
-            between_steps: whether newcomers may come too.
+            amid: what this worker does together with the others, who have begun it with it, outside of steps.
         """
         account = self.account.seconds()
         if not self.holds_state:
@@ -86,7 +76,7 @@ class Participation:
             step = self._state.position.step if self.holds_state else None
             assignment = self._link.join(
                 step=step,
-                between_steps=between_steps,
+                between_steps=amid is None,
                 lost=lost,
                 committed=self._commits.durable_step,
                 account=account,
@@ -97,7 +87,7 @@ class Participation:
             try:
                 self.generation = generation = self._open(assignment, attempt)
                 if assignment.amid:
-                    self._compare_done(generation)
+                    self._compare_tasks(generation, amid)
                 if not assignment.brief:
                     return generation
                 self._hand_on(generation)
@@ -179,11 +169,12 @@ class Participation:
                 self._commits.look()
         return generation
 
-    def _compare_done(self, generation: Generation) -> None:
-        """A peer that is lost just when ranks finish what they do together leaves some with its result and others
-        without. Those get it from the first: they cannot do it alone."""
-        everyone = generation.group.all_gather_bytes(json.dumps(self._done).encode())
-        self._done_by_others = max((_Done(*json.loads(each)) for each in everyone), key=lambda each: each[:2])
+    def _compare_tasks(self, generation: Generation, amid: str | None) -> None:
+        step = self._state.position.step
+        wanted = self.tasks.next(step, amid) if amid is not None else None
+        with self.activity.within("collective"):
+            everyone = generation.group.all_gather_bytes(self.tasks.message(wanted))
+        self.tasks.compare(wanted, everyone)
 
     def _hand_on(self, generation: Generation) -> None:
         """In a brief generation, whoever was to get the state has it now. If that was nobody, it is committed."""
@@ -193,35 +184,39 @@ class Participation:
         if lost is not None:
             raise PeerLostError(lost)
 
-    def together(self, what: Callable[[Generation], Result], *, lost: str | None = None) -> Result:
+    def together(self, name: str, what: Callable[[Generation], Result], *, lost: str | None = None) -> Result:
         """Something that all ranks do together outside of steps, done again in a new generation if a peer is lost in
         it. Nobody can join meanwhile.
 
         Args:
+            name: of it.
             what: it, told of the generation in which it is done. What it returns is the same on every rank, and is
                 something that JSON has.
             lost: how a peer was lost before it, if one was.
+
+        Raises:
+            NotTogetherError: a peer was lost, and not all of the others do it.
         """
         losses = 0
+        self.tasks.next(self._state.position.step, name)  # if it cannot be done, nobody is kept from steps by it
         while losses < LOSSES_IN_A_ROW:
             if lost is not None:
                 self.account.lost(in_step=False)
                 self.leave(intact=False)
-                losses = losses if self.join(lost, between_steps=False).group.assignment.again else 0
+                losses = losses if self.join(lost, amid=name).group.assignment.again else 0
             assert self.generation is not None
             self.account.mark()
-            step = self._state.position.step
-            number = self._done.number + 1 if self._done.step == step else 1
+            task = self.tasks.next(self._state.position.step, name)
+            known = self.tasks.result_of_others(task)
             try:
-                others = self._done_by_others
-                result = others.result if others[:2] == (step, number) else what(self.generation)
+                result: Result = what(self.generation) if known is None else known[0]
             except BaseException as error:
                 if not is_lost_peer(error):
                     raise
                 lost = f"{type(error).__name__}: {error}"
                 losses += 1
             else:
-                self._done = _Done(step, number, result)
+                self.tasks.done(task, result)
                 return result
         raise WorkersLostError(
             f"what all workers do together outside of steps was lost {LOSSES_IN_A_ROW} times in a row, though none of "
@@ -249,7 +244,7 @@ class Participation:
             try:
                 with self.activity.within("leaving"):
                     self.generation.group.meet()
-            except RuntimeError as error:
+            except Exception as error:
                 if not is_lost_peer(error):
                     raise
                 lost = f"{type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,7 +11,7 @@ import torch
 from elastic_ddp.commits import Commits
 from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
-from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerLostError, WorkersLostError
+from elastic_ddp.errors import ConfigError, ElasticDDPError, WorkersLostError
 from elastic_ddp.evaluation import evaluate
 from elastic_ddp.generation import Generation
 from elastic_ddp.job import Job
@@ -18,6 +19,7 @@ from elastic_ddp.parallel.ddp import PreparedModel
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation
 from elastic_ddp.step import Step
+from elastic_ddp.together import NotTogetherError
 from elastic_ddp.train_state import Position, Stateful, TrainState
 
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ class Run:
             step, self._step = self._step, None
             if step.agreed is None and step.lost is None:
                 raise ConfigError(f"step {step.index} was skipped; every step has to run, in `with step`")
-            lost = self._end_step(step)
+            lost = step.lost if step.lost is not None else self._end_step(step)
             if lost is None:
                 losses = 0
                 continue
@@ -156,21 +158,28 @@ class Run:
         Every rank calls it at the same place, inside or after the loop over `steps()`; the result is the same on every
         rank and at every world size. The model is in eval mode and without gradients meanwhile.
 
+        Decide by `step.index` alone whether to call it. It is NaN if a peer was lost in a step, and then not all of the
+        others ask for it.
+
         Args:
             loss_fn: from the model and a batch to the mean loss over the batch's rows.
             data: Parquet, as for `ElasticTrainer`.
             transform: as for `ElasticTrainer`, whose own is not applied here.
             name: of the result, in the record.
         """
-        if self._participation.generation is None:
+        part, step = self._participation, self._step
+        if part.generation is None:
             raise ConfigError("run.evaluate was called before run.steps(); call it inside the loop or after it")
         if self.rank == 0:
             self._link.say("evaluating", name=name)
-        part = self._participation
-        value = part.together(
-            lambda generation: evaluate(generation, self._job, loss_fn, data, transform, self.device),
-            lost=self._step.lost if self._step is not None and self._step.generation is part.generation else None,
-        )
+        try:
+            value = part.together(
+                name,
+                lambda generation: evaluate(generation, self._job, loss_fn, data, transform, self.device),
+                lost=step.lost if step is not None and step.generation is part.generation else None,
+            )
+        except NotTogetherError:
+            return math.nan
         if self.rank == 0:
             self._link.say("evaluation", step=self.position.step, name=name, loss=value)
         return value
@@ -202,6 +211,7 @@ class Run:
 
     def _next_step(self, generation: Generation) -> Step:
         step, shape = self.position.step, self._job.shape
+        self._participation.tasks.begin_step(step)
         return Step(generation, shape.rows(step), shape.epoch_of(step), lambda: self._votes(step + 1))
 
     def _votes(self, steps_done: int) -> dict[str, bool]:
@@ -218,46 +228,49 @@ class Run:
 
     def _end_step(self, step: Step, *, goes_on: bool = True) -> str | None:
         """Does what the ranks agreed on at the end of a step, when the user's loop is through with it. Returns how a
-        peer was lost in the step, or meanwhile.
+        peer was lost meanwhile; the step itself is done.
 
         Args:
-            step: if it was not made, there is nothing to do.
+            step: it.
             goes_on: whether steps may follow it, for which membership could change.
         """
-        part, generation = self._participation, step.generation
-        # An evaluation after the step may have found a peer lost too, and a new generation: then there is nobody to
-        # end this step with, and what was voted for is voted for again.
-        if step.lost is not None or part.generation is not generation:
-            return step.lost
         assert step.agreed is not None
-        goes_on = goes_on and self.position.step < self._job.total_steps
+        part = self._participation
+        # An evaluation after the step may have found a peer lost, and a new generation: then there is nobody to end
+        # this step with, and what was voted for is voted for again.
+        if part.generation is not step.generation:
+            return None
+        try:
+            self._carry_out(step)
+            goes_on = goes_on and self.position.step < self.total_steps
+            if goes_on and step.agreed.votes["reconfigure"] == self.world_size:
+                return part.leave(intact=True, reason="workers were to join or leave")
+        except Exception as error:
+            if not is_lost_peer(error):
+                raise
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _carry_out(self, step: Step) -> None:
+        """What the ranks agreed on in a step, but for a change of membership."""
+        assert step.agreed is not None
+        part, generation = self._participation, step.generation
         first_step_s = part.account.step_done()
         if self.rank == 0:
             self._link.progress(**self._newest(step))
             if first_step_s is not None:
                 self._link.say("first_step", generation=generation.number, seconds=first_step_s)
         if step.index % self.config.log_every_steps == 0 or self.position.step == self._job.total_steps:
-            try:
-                with part.activity.within("collective"):
-                    metrics = generation.gather_metrics(step, self._job.shape.rows(step.index))
-            except RuntimeError as error:
-                if not is_lost_peer(error):
-                    raise
-                return f"{type(error).__name__}: {error}"
+            with part.activity.within("collective"):
+                metrics = generation.gather_metrics(step, self._job.shape.rows(step.index))
             if self.rank == 0:
                 newest, account = self._newest(step), part.account.seconds()
                 self._link.say("steps", generation=generation.number, **newest, metrics=metrics, account=account)
         if step.agreed.votes["stop"]:
-            part.together(self._commit_the_end)
+            self._commit_the_end(generation)
             raise RunStopped("stop was requested")
         if step.agreed.votes["commit"]:
-            try:
-                part.commit()
-            except PeerLostError as error:  # the others went on without this worker
-                return str(error)
-        if step.agreed.votes["reconfigure"] == self.world_size and goes_on:
-            return part.leave(intact=True, reason="workers were to join or leave")
-        return None
+            part.commit()
 
     def _newest(self, step: Step) -> dict[str, Any]:
         return {
@@ -278,18 +291,20 @@ class Run:
         lost = None
         if self._step is not None and self._step.agreed is not None:  # a loop that ended early left it open
             step, self._step = self._step, None
-            lost = self._end_step(step, goes_on=False)
-        weights = self._state.weights_sha256()
-        everyone = part.together(lambda generation: self._compare(generation, weights), lost=lost)
+            if step.generation is part.generation:
+                lost = step.lost if step.lost is not None else self._end_step(step, goes_on=False)
+        part.tasks.end_steps()
+        everyone = part.together("weights", self._compare, lost=lost)
         if len(set(everyone)) > 1:
             raise ElasticDDPError(
                 f"ranks ended with different weights: {dict(enumerate(everyone))}; something in the training function "
                 "depends on the rank, the host or the time, or uses a nondeterministic operation"
             )
-        part.together(self._commit_the_end)
-        return {"weights_sha256": weights, **self.progress()}
+        part.together("the last commit", self._commit_the_end)
+        return {"weights_sha256": everyone[0], **self.progress()}
 
-    def _compare(self, generation: Generation, weights: str) -> list[str]:
+    def _compare(self, generation: Generation) -> list[str]:
+        weights = self._state.weights_sha256()
         with generation.activity.within("collective"):
             return [digest.decode() for digest in generation.group.all_gather_bytes(weights.encode())]
 

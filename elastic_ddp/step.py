@@ -35,6 +35,7 @@ class Step:
         self, generation: Generation, rows: np.ndarray, epoch: int, votes: Callable[[], dict[str, bool]]
     ) -> None:
         self.generation = generation
+        """Whose workers make it."""
         self._state = generation.state
         self._activity = generation.activity
         self._control = ControlExchange(rows)

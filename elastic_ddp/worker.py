@@ -25,7 +25,6 @@ _RAY_FAILED = (
     ray.exceptions.LocalRayletDiedError,
     ray.exceptions.NodeDiedError,
     ray.exceptions.ObjectLostError,
-    ray.exceptions.RaySystemError,
 )
 
 

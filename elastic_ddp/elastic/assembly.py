@@ -143,12 +143,17 @@ class Assembly:
         is_current = current is not None and current.number == generation and member.id in current.ids
         return is_current and self.membership.is_gone(member.id) is None
 
-    def can_do_without(self, member: Member) -> bool:
-        """Whether it is a newcomer to a run that trains."""
+    def fail(self, member: Member, error: str) -> bool:
+        """A member failed. Returns whether it was a newcomer to a run that trains, and so is replaced."""
         current = self.membership.current
         if current is None or member.id in current.ids:
             return False
-        return any(self.membership.is_gone(each) is None for each in current.ids)
+        if all(self.membership.is_gone(each) is not None for each in current.ids):
+            return False
+        self.state.failed.append(member.id)
+        self.lose(member.id, error)
+        self.save()
+        return True
 
     # Generations.
 
@@ -305,6 +310,7 @@ class Assembly:
         membership = self.membership
         return Orders(
             lost=membership.lost(),
+            failed=self.state.failed,
             dismissed=list(membership.dismissed),
             leaving=membership.leaving,
             avoid=membership.draining,

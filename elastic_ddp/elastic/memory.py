@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class State:
     open_request: int = 0
     """The one that was not met yet, if any."""
     recorded_dismissals: int = 0
+    failed: list[str] = field(default_factory=list)
+    """Members that failed before they ever trained."""
 
 
 _STATE = TypeAdapter(State)

@@ -64,6 +64,8 @@ class Orders(NamedTuple):
 
     lost: dict[str, str]
     """Members that are dead or presumed so, and why."""
+    failed: list[str]
+    """Those of them that failed before they ever trained, and so cost the run nothing but their start."""
     dismissed: list[str]
     """Members that were let go in peace."""
     leaving: list[str]

@@ -209,8 +209,7 @@ class Rendezvous:
         member failed before it ever trained, and others train."""
         async with self._turn() as assembly:
             if assembly.membership.is_gone(member.id) is None:
-                if outcome["status"] == "failed" and assembly.can_do_without(member):
-                    assembly.lose(member.id, str(outcome["error"]))
+                if outcome["status"] == "failed" and assembly.fail(member, str(outcome["error"])):
                     return False
                 assembly.take([], progress)
                 assembly.end(outcome)

@@ -37,6 +37,7 @@ _LOST_PEER_SIGNS = (
     "nccl",
     "connection was likely closed",
     "failed to recv",
+    "default process group has not been initialized",  # it was aborted
 )
 
 
@@ -210,7 +211,11 @@ def is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, PeerLostError | dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER_SIGNS) and _is_torchs(error)
+    return (
+        isinstance(error, RuntimeError | ValueError)
+        and any(sign in text for sign in _LOST_PEER_SIGNS)
+        and _is_torchs(error)
+    )
 
 
 def _is_torchs(error: BaseException) -> bool:

@@ -47,6 +47,8 @@ SAID_AGAIN_S, BELIEVED_S = 5, 15
 """How often Ray is told how many workers the run would have, and for how long it keeps room for them. By default 20 s
 and 180 s: so long a driver that was killed would stand in the way of the one that goes on with the run."""
 ASK_AGAIN_S = 1.0
+START_AGAIN_WITHIN_S = 60.0
+"""How long another worker is not started, at most, after one that failed as it started."""
 NO_DEADLINE_S = 60.0
 """What a node is taken to have left if Ray says that it drains, and not until when."""
 LEAVE_WITHIN_S = 5.0
@@ -74,6 +76,9 @@ class InPlaceController(TrainController):
         self._hurry = False
         self._limit = 0
         self._dismissed_at: dict[str, float] = {}
+        self._num_failed = 0
+        self._not_before = 0.0
+        """When another worker may be started."""
 
     async def _step(self) -> TrainControllerLoopIterationResult:
         state = self.get_state()
@@ -113,9 +118,13 @@ class InPlaceController(TrainController):
             self._latest_poll_time = float("-inf")  # Ray Train polls once more, and at once
             return await super()._step()
         left = {rank for rank in dismissed if rank in done or self._has_had_time(workers[rank])}
+        self._wait_after(orders.failed)
         if lost:
             error = WorkerGroupError(error_message="workers were lost", worker_failures=lost)
-            decision = self._failure_policy.make_decision(training_failed_error=error)
+            # Those that failed before they trained are no failures of the run. Ray Train counts every decision.
+            decision = FailureDecision.RETRY
+            if any(workers[rank] not in orders.failed for rank in lost):
+                decision = self._failure_policy.make_decision(training_failed_error=error)
             nobody_left = len(lost) + len(through) + len(dismissed) == len(workers)
             if decision != FailureDecision.RETRY or nobody_left:
                 return self._execute_failure_decision(decision, training_failed_error=error)
@@ -131,6 +140,12 @@ class InPlaceController(TrainController):
             staying = sum(actor_id(worker) not in going for worker in group.get_workers())
             self._adjust(group, status, staying, orders.limit)
         return self._to(state, RunningState())
+
+    def _wait_after(self, failed: list[str]) -> None:
+        """The more workers fail as they start, the longer it takes until there is another."""
+        if len(failed) > self._num_failed:
+            self._num_failed = len(failed)
+            self._not_before = time.monotonic() + min(2.0**self._num_failed, START_AGAIN_WITHIN_S)
 
     def _has_had_time(self, worker: str) -> bool:
         """Whether a worker that was dismissed is overdue, stuck in a user's code."""
@@ -162,7 +177,7 @@ class InPlaceController(TrainController):
             group.withdraw(ROOM_WITHIN_S)
         group.keep_newcomers(limit - staying)
         missing = min(self._wanted or 0, limit) - staying - group.num_newcomers
-        if missing > 0:
+        if missing > 0 and time.monotonic() >= self._not_before:
             group.request(missing)
             self._wanted = None
         group.advance()

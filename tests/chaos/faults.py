@@ -36,7 +36,8 @@ class Fault:
     step: int
     """The worker has done as many steps, or more."""
     place: str
-    """As the worker's `Activity` names it, or `transfer`, in the midst of a hand-over of state."""
+    """As the worker's `Activity` names it; `build`, before it has anything; `transfer`, in the midst of a hand-over of
+    state."""
     how: str
     """`SIGKILL`, `SIGSTOP` or `SIGTERM`; `SIGSEGV`, a real one; `gil`, a deadlock that holds Python's lock; `hang`, one
     that does not; `raise`, an error of the user's code; `rendezvous` or `driver`, whose process is killed; `node`,
@@ -89,6 +90,7 @@ def make_train(
 
     def train(run: ed.Run) -> None:
         _install(run, faults, Path(markers))
+        run._participation.activity.enter("build")
         jobs.make_train(in_a_step)(run)
 
     return train

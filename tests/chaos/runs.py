@@ -133,6 +133,9 @@ class Trial:
         assert len(facts) == len(self.faults), f"of {list(self.faults)} only these happened: {facts}"
         by_how = [(fault.how, each) for fault, each in zip(self.faults, facts, strict=True)]
         victims = {each.member for how, each in by_how if how in DEADLY}
+        failed = {each.member for fault, each in zip(self.faults, facts, strict=True) if fault.place == "build"}
+        assert {event["member"] for event in self.events("newcomer_lost")} >= failed
+        victims |= failed
         num_victims = len(victims) + sum(len(fault.along) for fault in self.faults)
         assert self.lost() >= victims and len(self.lost()) == num_victims, "nobody else was lost"
         leavers = {each.member for how, each in by_how if how in ("SIGTERM", "drain")}

@@ -25,11 +25,12 @@ def test_data_commits_and_ledger_on_s3_give_the_bits_of_a_local_run(s3: str, tmp
 
     local = jobs.drive(str(tmp_path / "data"), str(tmp_path / "runs"), "run", "1")
     assert local.returncode == 0, local.stderr
-    interrupted = ("interrupt", str(tmp_path / "interrupted"), "25")
-    for status in ("stopped", "finished"):
-        remote = jobs.drive(f"{s3}/data", f"{s3}/runs", "run", "2", *interrupted)
-        assert remote.returncode == 0, remote.stderr
-        assert f"status='{status}'" in remote.stdout
+    killed = ("kill-driver", str(tmp_path / "killed"), "25")
+    first = jobs.drive(f"{s3}/data", f"{s3}/runs", "run", "2", *killed)
+    assert first.returncode == -9, first.stderr
+    second = jobs.drive(f"{s3}/data", f"{s3}/runs", "run", "2", *killed)
+    assert second.returncode == 0, second.stderr
+    assert "status='finished'" in second.stdout
 
     summary = json.loads(Storage(f"{s3}/runs/run").read("summary.json"))
     expected = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())

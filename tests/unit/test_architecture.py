@@ -23,7 +23,7 @@ LAYERS = (
     ("ray_train", "run"),
     ("participation",),
     ("generation", "evaluation", "commits"),
-    ("step", "train_state", "job"),
+    ("step", "train_state", "job", "together"),
     ("elastic",),
     ("parallel", "checkpoint", "data"),
     ("telemetry", "ray_internals", "lease"),

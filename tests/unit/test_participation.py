@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
+from elastic_ddp.together import Task
 from tests.unit.alone import LOST_PEER, FakeFeed, NewRun, link_of, prepared, train
 
 
@@ -238,14 +240,14 @@ def test_a_peer_that_is_lost_in_the_commit_of_a_stop_leaves_it_to_the_others(
     lost_in_meetings(monkeypatch, 1)
 
     def stop(step: Step) -> None:
-        link_of(run).stop_requested = step.index == 2
+        link_of(run).stop_requested = step.index >= 2
 
     with pytest.raises(RunStopped):
         train(run, stop)
     assert run.world_size == 1, "it is in a generation, and so may say how the run ended"
-    assert link_of(run).joins == [(None, True), (3, False)]
+    assert link_of(run).joins == [(None, True), (3, True)], "they make one more step, and stop after that"
     newest = commits_of(tmp_path).latest()
-    assert newest is not None and newest.step == 3
+    assert newest is not None and newest.step == 4
 
 
 def test_a_loop_that_ends_early_ends_also_where_membership_was_about_to_change(new_run: NewRun) -> None:
@@ -298,7 +300,8 @@ def test_who_has_lost_the_end_of_an_evaluation_gets_its_result_from_who_has_not(
         return 0.1
 
     def exchange(group: ProcessGroup, mine: bytes) -> list[bytes]:
-        return [mine, json.dumps([3, 1, 0.7]).encode()] if mine.startswith(b"[") else [mine]
+        done = Task(3, False, 1, "validation")
+        return [mine, json.dumps([None, done, 0.7]).encode()] if mine.startswith(b"[") else [mine]
 
     monkeypatch.setattr("elastic_ddp.run.evaluate", evaluate)
     monkeypatch.setattr(ProcessGroup, "all_gather_bytes", exchange)
@@ -316,3 +319,56 @@ def test_who_has_lost_the_end_of_an_evaluation_gets_its_result_from_who_has_not(
     assert results == [0.7, 0.1]
     assert evaluated == [1, 2], "the second of them is still to be done"
     assert link_of(run).joins == [(None, True), (3, False)]
+
+
+def test_an_evaluation_that_not_all_ask_for_after_a_loss_is_none(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others make the next step: nobody may wait for them in it."""
+    evaluated: list[int] = []
+
+    def evaluate(*_: Any) -> float:
+        evaluated.append(run.position.step)
+        if len(evaluated) == 1:
+            raise dist.DistNetworkError(LOST_PEER)
+        return 0.1
+
+    def exchange(group: ProcessGroup, mine: bytes) -> list[bytes]:
+        return [mine, json.dumps([None, Task(-1, False, 0, ""), None]).encode()] if mine.startswith(b"[") else [mine]
+
+    monkeypatch.setattr("elastic_ddp.run.evaluate", evaluate)
+    monkeypatch.setattr(ProcessGroup, "all_gather_bytes", exchange)
+    run = new_run()
+    model = prepared(run)
+    results: list[float] = []
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+        if step.index in (2, 4):
+            results += [run.evaluate(lambda *_: torch.zeros(()), "held-out") for _ in range(2)]
+    assert run.finish()["steps"] == 6
+    assert results == [pytest.approx(math.nan, nan_ok=True)] * 2 + [0.1] * 2
+    assert evaluated == [3, 5, 5]
+
+
+def test_the_weights_that_are_compared_are_those_of_the_state_that_all_have(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that is lost in the last step leaves some a step behind, who get the others' state when all meet again."""
+    run = new_run()
+    hashes = iter(["of a step before", "of the last step", "of the last step"])
+    monkeypatch.setattr(run._state, "weights_sha256", lambda: next(hashes))
+    compared: list[bytes] = []
+
+    def exchange(group: ProcessGroup, mine: bytes) -> list[bytes]:
+        if mine.startswith(b"of"):
+            compared.append(mine)
+            if len(compared) == 1:
+                raise dist.DistNetworkError(LOST_PEER)
+        return [mine]
+
+    monkeypatch.setattr(ProcessGroup, "all_gather_bytes", exchange)
+    assert train(run)["weights_sha256"] == "of the last step"
+    assert compared == [b"of a step before", b"of the last step"]

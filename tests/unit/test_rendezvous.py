@@ -665,7 +665,7 @@ def test_a_newcomer_that_fails_is_replaced_and_does_not_end_a_run_that_trains(pl
         (lost,) = await events_of(rendezvous, "newcomer_lost")
         assert (lost["member"], lost["error"]) == ("a2", "no such mount")
         orders = await rendezvous.supervise(["a0", "a1", "a2"], 0, {})
-        assert orders is not None and orders.lost == {"a2": "no such mount"}
+        assert orders is not None and orders.lost == {"a2": "no such mount"} and orders.failed == ["a2"]
         assert await rendezvous.end(member("a", 0), None, failed)
         assert (await rendezvous.follow(0)).outcome == failed
 
