@@ -168,7 +168,8 @@ class RunConfig(_Settings):
     hang_timeout_s: PositiveFloat = 600.0
     """For how long no worker may get anywhere (to the next micro-batch, through a collective) before the run is taken
     to hang. The stacks of all workers are recorded then, and those that others wait for are replaced. It has to be
-    longer than the longest micro-batch, the first one's compilation included."""
+    longer than the longest micro-batch, the first one's compilation included. A worker that is not ready to train so
+    long after its start, or after two minutes if that is longer, is replaced too."""
     drain_deadline_s: PositiveFloat = 30.0
     """How long a worker that gets SIGTERM may stay. It leaves at a step boundary: the next one if the others are enough
     without it, otherwise once others have joined, or half of the time is over."""

@@ -19,6 +19,8 @@ from elastic_ddp.parallel.process_group import Assignment
 
 PREPARE_S = 5.0
 """How long training goes on while members read the first rows of their parts in the next generation."""
+START_S = 120.0
+"""What a worker may take to get ready to train, at least; longer if `hang_timeout_s` is longer."""
 STACKS_S = 2.0
 """How long workers that hang may take to say where."""
 
@@ -52,6 +54,8 @@ class Assembly:
         self._account: dict[str, float] = {}
         """The longest that those who come from the current generation gave."""
         self._watch = HangWatch(options.hang_timeout_s)
+        self._expected: dict[str, float] = {}
+        """Workers that were started and have not come, and since when."""
         self._stacks_request = 0
         self._stacks_wanted_at: float | None = None
 
@@ -142,6 +146,20 @@ class Assembly:
         current = self.membership.current
         is_current = current is not None and current.number == generation and member.id in current.ids
         return is_current and self.membership.is_gone(member.id) is None
+
+    def expect(self, started: list[str]) -> None:
+        """These workers there are. One that does not come at all is given up."""
+        now_s, timeout_s = time.monotonic(), max(self._options.hang_timeout_s, START_S)
+        self._expected = {
+            each: self._expected.get(each, now_s) for each in started if not self.membership.has_seen(each)
+        }
+        for member, since_s in self._expected.items():
+            if now_s - since_s >= timeout_s:
+                self.lose(
+                    member,
+                    f"it was not ready to train {timeout_s:g} s after its start (hang_timeout_s): it hangs in an "
+                    "import, or where it builds the model. Raise hang_timeout_s if that may take longer",
+                )
 
     def fail(self, member: Member, error: str) -> bool:
         """A member failed. Returns whether it was a newcomer to a run that trains, and so is replaced."""

@@ -228,6 +228,7 @@ class Rendezvous:
         async with self._turn() as assembly:
             self._begin()
             membership = assembly.membership
+            assembly.expect(started)
             membership.on_their_way = starting + sum(not membership.has_seen(each) for each in started)
             for node_id, seconds in draining.items():
                 assembly.drain(node_id, seconds, "Ray")

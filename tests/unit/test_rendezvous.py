@@ -634,6 +634,23 @@ def test_a_function_in_which_all_workers_are_stuck_ends_the_run(play: Play, monk
     play(scenario, hang_options(0.3))
 
 
+def test_a_worker_that_never_comes_is_given_up(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.elastic.assembly.START_S", 0.0)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        begun = asyncio.get_running_loop().time()
+        while not (orders := await rendezvous.supervise(["a0", "a1", "a2"], 0, {})).lost:  # type: ignore[union-attr]
+            await asyncio.sleep(0.01)
+        assert asyncio.get_running_loop().time() - begun >= 0.3
+        assert orders is not None and list(orders.lost) == ["a2"]
+        (lost,) = await events_of(rendezvous, "newcomer_lost")
+        assert "not ready to train 0.3 s after its start (hang_timeout_s)" in lost["error"]
+        assert await events_of(rendezvous, "worker_lost") == []
+
+    play(scenario, hang_options(0.3))
+
+
 def test_waiting_for_workers_is_no_hang_however_long_it_takes(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.0)
 
