@@ -81,3 +81,13 @@ def lose_a_peer_that_has_published_its_address(group: ProcessGroup, victim: int)
 def test_a_rank_that_dies_before_it_has_connected_does_not_hold_the_others_up(victim: int) -> None:
     seconds = run_ranks(2, lose_a_peer_that_has_published_its_address, victim)
     assert max(seconds) < 60
+
+
+def test_a_collective_after_the_group_was_aborted_is_a_lost_peer_and_a_users_words_are_not() -> None:
+    """On a GPU the group is aborted from the thread that hears of a loss, and the next collective finds none."""
+    with pytest.raises(ValueError, match="not been initialized") as caught:
+        dist.barrier()
+    assert is_lost_peer(caught.value)
+    with pytest.raises(ValueError, match="not been initialized") as users:
+        raise ValueError(str(caught.value))
+    assert not is_lost_peer(users.value)
