@@ -18,6 +18,8 @@ from contextlib import suppress
 from elastic_ddp.parallel.process_group import spare
 
 BEATS_PER_TIMEOUT = 5
+LOOK_AGAIN_S = 0.1
+"""How long beats may take to be read that have come while the rendezvous was busy."""
 
 
 class Pulse:
@@ -125,7 +127,7 @@ class PulseServer:
                     if loop.time() - begun > self._timeout_s * 1.5:
                         continue  # this process was stopped itself, and heard nobody meanwhile
                     # Beats may have come while this process was busy, and the clock was looked at before them.
-                    beats = await asyncio.wait_for(reader.read(1024), self._timeout_s / BEATS_PER_TIMEOUT)
+                    beats = await asyncio.wait_for(reader.read(1024), LOOK_AGAIN_S)
             except TimeoutError:
                 return f"it was silent for {self._timeout_s:g} s"
             except OSError as error:
