@@ -235,9 +235,9 @@ class Membership:
 
     def form(self, now_s: float) -> FormedGeneration | None:
         """The next generation, if it can be formed now. Who is not in it and not needed for another is dismissed."""
-        survivors = [each.id for each in self._members() if each.id not in self._gone]
-        if any(each not in self._waiting for each in survivors):
+        if any(each.id not in self._waiting and each.id not in self._gone for each in self._members()):
             return None
+        survivors = [each.id for each in self._members() if each.id not in self._gone]
         if not all(self._waiting[each].between_steps for each in survivors):
             arrivals = [self._waiting[each] for each in survivors]
             staying = [each for each in arrivals if not self._is_overdue(each.member.id, now_s)]
