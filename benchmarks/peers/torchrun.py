@@ -38,7 +38,6 @@ class Torchrun(System):
             "kill": RESTARTS,
             "drain": f"{RESTARTS} once the agent has been silent for 15 s and no other has come for 30 s",
             "node": RESTARTS,
-            "silence": "collectives time out after 30 minutes",
         },
     )
     arguments: tuple[str, ...] = ()
@@ -78,10 +77,7 @@ class TorchrunTuned(Torchrun):
             "close_timeout=5, heartbeat_timeout=3"
         ),
         not_kept=NOT_KEPT,
-        remarks={
-            **dict.fromkeys(("add", "kill", "drain", "node"), RESTARTS),
-            "silence": "collectives time out after 30 minutes",
-        },
+        remarks=dict.fromkeys(("add", "kill", "drain", "node"), RESTARTS),
     )
     arguments = (
         "--monitor-interval=0.1",

@@ -19,6 +19,7 @@ from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import WorkersLostError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.run import Run
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from elastic_ddp.together import Task
@@ -201,6 +202,21 @@ def lost_in_meetings(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     monkeypatch.setattr(ProcessGroup, "meet", meet_or_lose)
 
 
+def train_and_evaluate(run: Run, *after: int) -> list[float]:
+    """Evaluates twice after some of the steps. Returns the results."""
+    model = prepared(run)
+    results: list[float] = []
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+        if step.index in after:
+            results += [run.evaluate(lambda *_: torch.zeros(()), "held-out") for _ in range(2)]
+    assert run.finish()["steps"] == 6
+    return results
+
+
 def commits_of(folder: Path) -> CheckpointStore:
     return CheckpointStore(Storage(folder / "run").at(COMMITS), keep=1)
 
@@ -306,17 +322,7 @@ def test_who_has_lost_the_end_of_an_evaluation_gets_its_result_from_who_has_not(
     monkeypatch.setattr("elastic_ddp.run.evaluate", evaluate)
     monkeypatch.setattr(ProcessGroup, "all_gather_bytes", exchange)
     run = new_run()
-    model = prepared(run)
-    results: list[float] = []
-    for step in run.steps():
-        with step:
-            for batch in step.micro_batches():
-                step.backward(model(batch["x"]).square().mean())
-            step.optimize()
-        if step.index == 2:
-            results = [run.evaluate(lambda *_: torch.zeros(()), "held-out") for _ in range(2)]
-    assert run.finish()["steps"] == 6
-    assert results == [0.7, 0.1]
+    assert train_and_evaluate(run, 2) == [0.7, 0.1]
     assert evaluated == [1, 2], "the second of them is still to be done"
     assert link_of(run).joins == [(None, True), (3, False)]
 
@@ -339,16 +345,7 @@ def test_an_evaluation_that_not_all_ask_for_after_a_loss_is_none(
     monkeypatch.setattr("elastic_ddp.run.evaluate", evaluate)
     monkeypatch.setattr(ProcessGroup, "all_gather_bytes", exchange)
     run = new_run()
-    model = prepared(run)
-    results: list[float] = []
-    for step in run.steps():
-        with step:
-            for batch in step.micro_batches():
-                step.backward(model(batch["x"]).square().mean())
-            step.optimize()
-        if step.index in (2, 4):
-            results += [run.evaluate(lambda *_: torch.zeros(()), "held-out") for _ in range(2)]
-    assert run.finish()["steps"] == 6
+    results = train_and_evaluate(run, 2, 4)
     assert results == [pytest.approx(math.nan, nan_ok=True)] * 2 + [0.1] * 2
     assert evaluated == [3, 5, 5]
 
