@@ -7,6 +7,7 @@ import json
 import runpy
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_ddp.config import RunConfig, read_toml
-from elastic_ddp.errors import ConfigError, ElasticDDPError
+from elastic_ddp.errors import ConfigError, ElasticDDPError, described
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import read_ledger, render, summarize
 
@@ -82,8 +83,13 @@ def status(
     """Show the runs that are live on the cluster."""
     from elastic_ddp.control import get_run, live_runs
 
-    names = [run] if run is not None else live_runs()
-    runs = [get_run(name).status() for name in names]
+    if run is not None:
+        runs = [get_run(run).status()]
+    else:
+        runs = []
+        for name in live_runs():
+            with suppress(ElasticDDPError):  # it has ended since
+                runs.append(get_run(name).status())
     if as_json:
         print(json.dumps(runs, indent=1))
         return
@@ -192,7 +198,7 @@ def _load_function(reference: str, job: Path) -> Callable[..., Any]:
     try:
         function = getattr(importlib.import_module(where), name)
     except Exception as error:  # whatever the module does when it is imported
-        raise ConfigError(f"{job}: {reference!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{job}: {reference!r} cannot be loaded: {described(error)}") from error
     if not callable(function):
         raise ConfigError(f"{job}: {reference!r} is a {type(function).__name__}, not a function")
     return function

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.errors import CheckpointError, PeerLostError
+from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError
 from elastic_ddp.job import COMMITS
+from elastic_ddp.lease import holder
 
 if TYPE_CHECKING:
     from elastic_ddp.elastic.link import RendezvousLink
     from elastic_ddp.job import Job
     from elastic_ddp.train_state import TrainState
+
+_log = logging.getLogger(__name__)
 
 
 class Commits:
@@ -30,15 +35,17 @@ class Commits:
         self.step: int | None = None
         self.durable_step: int | None = None
         self._at = time.monotonic()
-        self._request = self._answered = 0
-        """The newest request to commit that was voted for, and that was met."""
+        self._answered = 0
+        """The newest request to commit that was met."""
+        self._look: threading.Thread | None = None
+        self._is_sure = True
+        """Whether the storage said so, or this worker's own eyes."""
 
     def are_due(self, steps_done: int) -> bool:
         """Whether rank 0 votes for one after the step at hand."""
         every, seconds = self._job.config.checkpoint.every_steps, self._job.config.checkpoint.every_seconds
         due = every is not None and steps_done - (self.step or 0) >= every
         overdue = seconds is not None and time.monotonic() - self._at >= seconds
-        self._request = self._link.commit_requested
         return due or overdue or self.is_asked_for
 
     @property
@@ -47,9 +54,29 @@ class Commits:
         return self._link.commit_requested > self._answered
 
     def look(self) -> None:
-        """What the one before committed is for the storage to say: for a worker that has just become rank 0."""
-        newest = self._store.latest()
-        self.step, self._at = newest.step if newest is not None else None, time.monotonic()
+        """What the one before committed is for the storage to say: for a worker that has just become rank 0. It is
+        asked in the background, as nobody trains meanwhile."""
+        self._look = threading.Thread(target=self._ask_storage, args=[self.step], name="newest-commit", daemon=True)
+        self._look.start()
+
+    def _ask_storage(self, noted: int | None) -> None:
+        try:
+            newest = CheckpointStore(self._job.storage.at(COMMITS), keep=self._job.config.checkpoint.keep).latest()
+        except StorageError as error:
+            _log.warning("what was committed last cannot be read: %s", error)
+            self._is_sure = False
+            return
+        found = newest.step if newest is not None else None
+        if self.step == noted != found:  # the one that was noted did not come to be
+            self.step, self._at = found, float("-inf") if noted is not None else self._at
+
+    def have(self, step: int) -> bool:
+        """Whether the state after so many steps is durable. On a worker that has just become rank 0 it waits for the
+        storage to say so."""
+        if self._look is not None:
+            self._look.join()
+            self._look = None
+        return self._is_sure and self.step == step
 
     def load_newest(self) -> dict[str, Any] | None:
         """The state of the newest commit that can be used; None if there has been none."""
@@ -64,16 +91,17 @@ class Commits:
                 )
             return None
         commit, state = newest
+        self.step = commit.step
         self._link.say("resumed", step=commit.step)
         return state
 
     def note(self, step: int) -> None:
         """One is made of a step, by rank 0."""
-        self.step, self._at = step, time.monotonic()
+        self.step, self._at, self._is_sure = step, time.monotonic(), True
 
     def write(self, state: TrainState, *, generation: int, account: dict[str, float]) -> None:
         """Makes the state durable. Rank 0 calls it."""
-        begun = time.monotonic()
+        begun, request = time.monotonic(), self._link.commit_requested
         position = state.position
         record = {
             "samples": position.samples,
@@ -87,14 +115,20 @@ class Commits:
         def fence() -> None:
             if not self._link.is_member_of(generation):
                 raise PeerLostError(f"generation {generation} is over, and this worker was presumed dead")
+            driver = holder(self._job.storage)
+            if driver is not None and driver.session != self._job.session:
+                raise DriverReplacedError(
+                    f"run {self._job.config.name!r} was taken over by another driver: {driver}. Nothing of this one is "
+                    "committed any more"
+                )
 
         self._store.save(state.state_dict(), step=position.step, record=record, fence=fence)
-        self.durable_step, self._answered = position.step, self._request
+        self.durable_step, self._answered = position.step, request
         self._link.say(
             "commit",
             generation=generation,
             step=position.step,
             seconds=time.monotonic() - begun,
-            request=self._request or None,
+            request=request or None,
             account=account,
         )

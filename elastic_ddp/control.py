@@ -65,9 +65,13 @@ class RunHandle:
             deadline_s: seconds until the node is gone.
 
         Raises:
-            ConfigError: the run has no worker there, or is not resized in place.
+            ConfigError: the run has no worker there, or is not resized in place, or the deadline is none.
             ElasticDDPError: workers are still there after the deadline.
         """
+        if not deadline_s > 0:
+            raise ConfigError(
+                f"deadline_s={deadline_s:g} leaves the workers no time; give the seconds until the node is gone"
+            )
         self._in_place("drained")
         node_ids = self._ask("drain", node, deadline_s)
         if not node_ids:

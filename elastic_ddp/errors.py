@@ -35,3 +35,8 @@ class DriverReplacedError(ElasticDDPError):
 
 class PeerLostError(Exception):
     """What was waited for will not come, as the generation broke. Never leaves a worker: the step comes again."""
+
+
+def described(error: BaseException) -> str:
+    """The kind and the text of `error`, as the ledger and other errors give them."""
+    return f"{type(error).__name__}: {error}"

@@ -31,6 +31,8 @@ class Job:
     transform: Transform | None
     storage: Storage
     """The run's own folder, `<storage>/<name>`."""
+    session: str = ""
+    """Of the driver, which holds the lease on the run."""
 
     @property
     def shape(self) -> EpochShape:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from elastic_ddp.elastic.assembly import PREPARE_S
 from elastic_ddp.elastic.messages import Prospect
-from elastic_ddp.errors import PeerLostError, WorkersLostError
+from elastic_ddp.errors import PeerLostError, WorkersLostError, described
 from elastic_ddp.generation import Generation, feeds_of, micro_batches_of
 from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
 from elastic_ddp.state import flatten
@@ -94,7 +94,7 @@ class Participation:
             except BaseException as error:
                 if not is_lost_peer(error):
                     raise
-                lost = f"{type(error).__name__}: {error}"
+                lost = described(error)
             # Here the traceback is gone, and with it what held the process group.
             self._link.cut_when_broken(None)
             self.leave(intact=False)
@@ -165,7 +165,7 @@ class Participation:
                 first_step=self._state.position.step,
                 reason="resume" if assignment.reason == "start" and self._state.position.step else assignment.reason,
             )
-            if not was_first:
+            if not was_first and assignment.source is not None:
                 self._commits.look()
         return generation
 
@@ -213,7 +213,7 @@ class Participation:
             except BaseException as error:
                 if not is_lost_peer(error):
                     raise
-                lost = f"{type(error).__name__}: {error}"
+                lost = described(error)
                 losses += 1
             else:
                 self.tasks.done(task, result)
@@ -247,7 +247,7 @@ class Participation:
             except Exception as error:
                 if not is_lost_peer(error):
                     raise
-                lost = f"{type(error).__name__}: {error}"
+                lost = described(error)
                 self.account.waited()
         generation, self.generation = self.generation, None
         if generation is not None:

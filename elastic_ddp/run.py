@@ -11,7 +11,7 @@ import torch
 from elastic_ddp.commits import Commits
 from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
-from elastic_ddp.errors import ConfigError, ElasticDDPError, WorkersLostError
+from elastic_ddp.errors import ConfigError, ElasticDDPError, WorkersLostError, described
 from elastic_ddp.evaluation import evaluate
 from elastic_ddp.generation import Generation
 from elastic_ddp.job import Job
@@ -248,7 +248,7 @@ class Run:
         except Exception as error:
             if not is_lost_peer(error):
                 raise
-            return f"{type(error).__name__}: {error}"
+            return described(error)
         return None
 
     def _carry_out(self, step: Step) -> None:
@@ -310,7 +310,7 @@ class Run:
 
     def _commit_the_end(self, generation: Generation) -> None:
         """Makes the state durable, and every rank sure of that: none of them leaves with it before."""
-        if self._commits.step != self.position.step:
+        if not self._commits.have(self.position.step):
             self._participation.commit()
         with generation.activity.within("collective"):
             generation.group.meet()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ddp.errors import CheckpointError
+from elastic_ddp.errors import CheckpointError, described
 
 _NUMPY_SCALARS = "biufcmM"
 _NUMPY_ARRAYS = "biufcmMSU"
@@ -57,7 +57,7 @@ def unflatten(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
     try:
         return _decode(skeleton, tensors, 0)
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError, struct.error) as error:
-        raise CheckpointError(f"this skeleton of a state cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"this skeleton of a state cannot be read: {described(error)}") from error
 
 
 def weights_sha256(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from elastic_ddp.errors import ConfigError
+from elastic_ddp.errors import ConfigError, described
 from elastic_ddp.parallel.control import Agreed, ControlExchange, MicroBatchRecord, digest_rows, to_host
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.seeding import seed_all
@@ -68,7 +68,7 @@ class Step:
     ) -> bool:
         self._current = None
         if error is not None and is_lost_peer(error):
-            self.lost = f"{type(error).__name__}: {error}"
+            self.lost = described(error)
             if self.agreed is None:
                 self.generation.buffers.put_back()
                 self._state.module.zero_grad(set_to_none=True)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_ddp.errors import ConfigError, StorageError
+from elastic_ddp.errors import ConfigError, StorageError, described
 
 _PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
 _TEMPORARY = ".tmp-"
@@ -106,9 +106,7 @@ class Storage:
             verb = "deleted from"
             self._folder.delete(key)
         except Exception as error:  # backends raise whatever their client library does
-            raise ConfigError(
-                f"storage={self.uri!r} cannot be {verb}: {type(error).__name__}: {error}; {_remedy(error)}"
-            ) from error
+            raise ConfigError(f"storage={self.uri!r} cannot be {verb}: {described(error)}; {_remedy(error)}") from error
 
     def filesystem_and_path(self) -> tuple[Any, str]:
         """A `pyarrow.fs.FileSystem` and the path of this folder in it, for Ray's `storage_filesystem`."""
@@ -137,7 +135,7 @@ class Storage:
                 if isinstance(error, expected):
                     why = "there is no such object" if expected is FileNotFoundError else "the object exists already"
                     raise expected(error.errno, why, f"{self.uri}/{key}") from error
-            raise StorageError(f"cannot {verb} {key!r} in {self.uri}: {type(error).__name__}: {error}") from error
+            raise StorageError(f"cannot {verb} {key!r} in {self.uri}: {described(error)}") from error
 
 
 class _Folder(Protocol):

@@ -132,6 +132,7 @@ class ElasticTrainer:
             index=index,
             transform=self._transform,
             storage=self._storage,
+            session=lease.session,
         )
         if (done := self._finished(job.total_steps)) is not None:
             _note(f"run {self.config.name!r} is finished already, after {done.steps} steps; more steps resume it")
@@ -175,6 +176,7 @@ class ElasticTrainer:
                 hang_timeout_s=self.config.hang_timeout_s,
                 in_place=is_in_place(self.config),
                 memory=memory,
+                last_commit=resumed.step if resumed is not None else None,
                 driver={"host": socket.gethostname(), "pid": os.getpid(), "uri": self._storage.uri},
             ),
         )

@@ -14,7 +14,7 @@ from elastic_ddp.config import RunConfig
 from elastic_ddp.data.ingest import check_cpus
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
-from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersLostError
+from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersLostError, described
 from elastic_ddp.job import Job
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.ray_train import Place
@@ -63,9 +63,9 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
         outcome = {"status": "stopped", **run.progress()} if run.world_size else {}
     except BaseException as error:
         if run.world_size != 1 and is_lost_peer(error):
-            lost = f"the training function was left by an error of a lost peer: {type(error).__name__}: {error}"
+            lost = f"the training function was left by an error of a lost peer: {described(error)}"
         elif _is_rays(error):
-            lost = f"Ray fails on this node: {type(error).__name__}: {error}"
+            lost = f"Ray fails on this node: {described(error)}"
         else:
             outcome = _failure(error)
     # From here on outside the except block: a traceback would keep the process group, and its connections, alive.

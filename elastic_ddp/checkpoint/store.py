@@ -24,7 +24,7 @@ from elastic_ddp.checkpoint.commits import (
     manifest_key,
     superseded,
 )
-from elastic_ddp.errors import CheckpointError, StorageError
+from elastic_ddp.errors import CheckpointError, StorageError, described
 from elastic_ddp.state import flatten, unflatten
 from elastic_ddp.storage import Storage
 
@@ -140,7 +140,7 @@ class CheckpointStore:
             }
             return {name: unflatten(skeleton, tensors.get(name, {})) for name, skeleton in skeletons.items()}
         except (AttributeError, KeyError, RecursionError, ValueError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"{commit.prefix} is not a state: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{commit.prefix} is not a state: {described(error)}") from error
 
     def load_latest(self) -> tuple[Commit, dict[str, Any]] | None:
         """The newest commit whose contents verify, with its state; None if there is none.

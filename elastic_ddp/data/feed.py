@@ -134,9 +134,15 @@ class MicroBatchFeed:
             return bool(self._ready) or self._error is not None
 
     def wait(self) -> None:
-        """Until that is so."""
+        """Until that is so.
+
+        Raises:
+            DataError: they cannot be read.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._interrupted)
+            if self._error is not None and not self._ready:
+                raise self._error
 
     def skip_to(self, step: int) -> None:
         """Leaves out the steps before this one. It does not wait for them."""

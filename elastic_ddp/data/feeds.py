@@ -42,7 +42,7 @@ class Feeds:
         return self._prepared.is_ready
 
     def wait(self) -> None:
-        """Until the first rows of the prepared feed are there."""
+        """Until the first rows of the prepared feed are there. Raises what keeps them from being read."""
         if self._prepared is not None:
             self._prepared.wait()
 

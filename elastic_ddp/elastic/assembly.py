@@ -11,7 +11,7 @@ from typing import Any
 from elastic_ddp.elastic.hang import WAITING, HangWatch, Whereabouts
 from elastic_ddp.elastic.journal import Journal
 from elastic_ddp.elastic.members import DRAIN, Arrival, Member, Notice
-from elastic_ddp.elastic.membership import Membership
+from elastic_ddp.elastic.membership import LEFT, Membership
 from elastic_ddp.elastic.memory import Memory, State
 from elastic_ddp.elastic.messages import Ended, Orders, Prospect, RendezvousOptions, Signals
 from elastic_ddp.errors import TrainFunctionError
@@ -56,7 +56,6 @@ class Assembly:
         self._watch = HangWatch(options.hang_timeout_s)
         self._expected: dict[str, float] = {}
         """Workers that were started and have not come, and since when."""
-        self._stacks_request = 0
         self._stacks_wanted_at: float | None = None
 
     def go_on(self) -> list[str]:
@@ -118,6 +117,15 @@ class Assembly:
         self.form()
         self.changed = True
 
+    def retire(self, member: str) -> None:
+        """A member is through. If the run is not, and goes on with it, that is a loss."""
+        current = self.membership.current
+        is_in_it = current is not None and member in current.ids and self.membership.is_gone(member) is None
+        if is_in_it and self.journal.ended is None:
+            self.lose(member, "it left its generation, and was not asked to")
+        self.membership.retire(member)
+        self.form()
+
     def hear(self, member: str, whereabouts: Whereabouts) -> None:
         """A member says where it is."""
         self._watch.hear(member, whereabouts, time.monotonic())
@@ -134,7 +142,7 @@ class Assembly:
             reconfigure=reconfigure,
             prospect=self.prospect_of(member.id) if reconfigure and self._has_time() else None,
             commit=self.state.open_request,
-            show_stacks=self._stacks_request if is_current else 0,
+            show_stacks=self.state.stacks_requests if is_current and self._stacks_wanted_at is not None else 0,
         )
 
     def _has_time(self) -> bool:
@@ -163,20 +171,23 @@ class Assembly:
 
     def fail(self, member: Member, error: str) -> bool:
         """A member failed. Returns whether it was a newcomer to a run that trains, and so is replaced."""
-        current = self.membership.current
-        if current is None or member.id in current.ids:
+        if not self.membership.is_newcomer(member.id):
             return False
-        if all(self.membership.is_gone(each) is not None for each in current.ids):
-            return False
-        self.state.failed.append(member.id)
         self.lose(member.id, error)
-        self.save()
         return True
+
+    def forget(self, started: list[str]) -> None:
+        """What is of use only for workers that there are."""
+        self._record_dismissals()
+        self.membership.forget(started)
+        self.state.recorded_dismissals = len(self.membership.dismissed)
 
     # Generations.
 
     def form(self) -> None:
         """Forms the next generation if that can be."""
+        self._meet_request()
+        self.membership.commit_wanted = bool(self.state.open_request)
         formed = self.membership.form(time.monotonic())
         self._record_dismissals()
         if formed is None:
@@ -255,7 +266,7 @@ class Assembly:
         if self.journal.ended is not None or not self._watch.is_hung(now_s):
             self._stacks_wanted_at = None
         elif self._stacks_wanted_at is None:
-            self._stacks_request += 1
+            self.state.stacks_requests += 1
             self._stacks_wanted_at = now_s
             self.changed = True
         elif now_s - self._stacks_wanted_at >= STACKS_S:
@@ -319,21 +330,39 @@ class Assembly:
         if not self.state.open_request:
             self.state.requests += 1
             self.state.open_request = self.state.requests
-            self.save()
-            self.changed = True
+            request = self.state.open_request
+            self.act()
+            return request
         return self.state.open_request
 
-    def orders(self) -> Orders:
-        """For the controller."""
+    def _meet_request(self) -> None:
+        """Where all wait, for there are too few, what they hold may be committed already."""
+        if self.state.open_request and self.membership.all_wait() and self.membership.has_committed():
+            self._close_request()
+
+    def _close_request(self) -> None:
+        self.state.open_request = 0
+        self.save()
+        self.changed = True
+
+    def orders(self, started: list[str]) -> Orders:
+        """For the controller, of the workers that it has started."""
         membership = self.membership
+        lost = membership.lost()
         return Orders(
-            lost=membership.lost(),
-            failed=self.state.failed,
-            dismissed=list(membership.dismissed),
+            lost={each: lost[each] for each in started if each in lost},
+            newcomers=[each for each in started if membership.is_newcomer(each)],
+            dismissed=[each for each in started if each in membership.dismissed],
             leaving=membership.leaving,
             avoid=membership.draining,
             limit=membership.limit,
         )
+
+    @property
+    def last_commit(self) -> int | None:
+        """Steps done in the newest commit."""
+        newest: int | None = self.journal.last("commit").get("step", self._options.last_commit)
+        return newest
 
     def doing(self) -> str:
         """In a word."""
@@ -355,6 +384,7 @@ class Assembly:
                 if membership.is_gone(each.id) is None
             ],
             "draining": membership.draining,
+            "last_commit": self.last_commit,
             **self.journal.facts(),
         }
 
@@ -364,11 +394,15 @@ class Assembly:
         self, messages: list[dict[str, Any]], progress: dict[str, Any] | None = None, sender: str = "", first: int = 0
     ) -> None:
         """Takes messages for the record, and how far training is. See `Journal.take`."""
+        if self.membership.is_gone(sender) not in (None, LEFT):
+            # What it counted meanwhile was no time of the run's, and how far it is nobody's word any more.
+            progress = None
+            messages = [{**each, "account": None} if each["event"] == "generation_ended" else each for each in messages]
         messages = self.journal.take(messages, progress, sender, first)
         self.has_news = self.has_news or bool(messages)
-        if any(each["event"] == "commit" and each.get("request") == self.state.open_request for each in messages):
-            self.state.open_request = 0
-            self.changed = True
+        open_request = self.state.open_request
+        if open_request and any(each["event"] == "commit" and each.get("request") == open_request for each in messages):
+            self._close_request()
 
     def record(self, event: str, **fields: Any) -> None:
         """Puts an event of its own on record."""

@@ -8,6 +8,9 @@ from typing import Any
 from elastic_ddp.elastic.memory import Memory
 from elastic_ddp.telemetry.progress import MovingRate
 
+FORGET_TOGETHER = 10_000
+"""Events that the driver has written down, and are then left out of the memory at once."""
+
 
 class Journal:
     """Events in order, the newest progress, and how the run ended.
@@ -24,6 +27,8 @@ class Journal:
         self._events: list[dict[str, Any]] = []
         self._forgotten = 0
         """Events before those."""
+        self._remembered = 0
+        """Of those, how many the memory has all the same."""
         self._newest: dict[str, dict[str, Any]] = {}
         self._heard: dict[str, int] = {}
         """The number of the last message of every sender."""
@@ -71,6 +76,9 @@ class Journal:
         if "outcome" in line:
             self.outcome = line["outcome"]
             return
+        if "forgotten" in line:
+            self._forgotten, self._newest, self._heard = line["forgotten"], line["newest"], line["heard"]
+            return
         event = line["event"]
         self._events.append(event)
         self._newest[event["event"]] = event
@@ -89,6 +97,13 @@ class Journal:
         written = min(len(self._events), max(0, number - self._forgotten))
         del self._events[:written]
         self._forgotten += written
+        self._remembered += written
+        if self._remembered >= FORGET_TOGETHER:
+            self._remembered = 0
+            summary = {"forgotten": self._forgotten, "newest": self._newest, "heard": self._heard}
+            kept = [{"sender": "", "number": 0, "event": event} for event in self._events]
+            ended = [{"outcome": self.outcome}] if self.outcome is not None else []
+            self._memory.replace([summary, *kept, *ended])
         return list(self._events)
 
     def last(self, event: str) -> dict[str, Any]:
@@ -104,6 +119,5 @@ class Journal:
             "step": self.progress.get("step"),
             "steps_per_s": self._rate.steps_per_s,
             "loss": self.progress.get("loss"),
-            "last_commit": self.last("commit").get("step"),
             "last_loss_of_a_worker": {key: lost[key] for key in ("time", "error")} if lost else None,
         }

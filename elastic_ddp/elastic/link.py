@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -19,6 +20,8 @@ from elastic_ddp.elastic.messages import NOTHING, Ended, Prospect, Signals
 from elastic_ddp.elastic.pulse import Pulse
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
 from elastic_ddp.parallel.process_group import Assignment
+
+_log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
 """How long until something is asked again that failed in the rendezvous."""
@@ -205,10 +208,14 @@ class RendezvousLink:
 
     def _insist(self, method: Any, *arguments: Any) -> Any:
         """Asks the rendezvous until it can do it: the disk of its node may be full for a while."""
+        is_said = False
         while True:
             try:
                 return ray.get(method.remote(*arguments))
             except ray.exceptions.RayTaskError:
+                if not is_said:
+                    _log.exception("the rendezvous cannot do what it is asked for; it is asked again every second")
+                is_said = True
                 if self._closed.wait(_AGAIN_S):
                     raise
 
@@ -226,7 +233,7 @@ class RendezvousLink:
             if generation != self._generation:
                 signals = replace(signals, **_OF_A_GENERATION)
             self._signals = signals
-            if signals.show_stacks > shown:
+            if signals.show_stacks not in (0, shown):
                 shown = signals.show_stacks
                 self.say("stacks", member=self.member.id, place=self.activity.now.place, stacks=stacks())
             cut = self._cut

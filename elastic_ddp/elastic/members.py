@@ -104,10 +104,15 @@ def newest_step(arrivals: list[Arrival]) -> int | None:
     return max((each.step for each in arrivals if each.step is not None), default=None)
 
 
+def is_committed(arrivals: list[Arrival]) -> bool:
+    """Whether the newest state that there is was committed by one of those who hold it."""
+    newest = newest_step(arrivals)
+    return newest is None or any(each.committed == newest for each in arrivals)
+
+
 def is_held(some: list[Arrival], everyone: list[Arrival]) -> bool:
     """Whether the newest state that there is is not lost with those who are not among `some`."""
-    newest = newest_step(everyone)
-    return newest is None or newest_step(some) == newest or any(each.committed == newest for each in everyone)
+    return newest_step(some) == newest_step(everyone) or is_committed(everyone)
 
 
 def with_the_newest(arrivals: list[Arrival], most: int) -> list[Arrival]:

@@ -14,6 +14,7 @@ from elastic_ddp.elastic.members import (
     Notice,
     by_node,
     earlier,
+    is_committed,
     is_held,
     newest_step,
     with_the_newest,
@@ -21,6 +22,7 @@ from elastic_ddp.elastic.members import (
 from elastic_ddp.telemetry.summary import WORKER_LOST
 
 LEFT = "it left"
+LONG_GONE = "it is gone, and so is its process"
 OVERDUE = "the time of a member that is to go was nearly up"
 SUPERSEDED = "its worker group was started again"
 GATHER_S = 10.0
@@ -53,11 +55,15 @@ class Membership:
     current: FormedGeneration | None = None
     loss: str | None = None
     """How the current generation broke, if it did."""
+    commit_wanted: bool = False
+    """Somebody waits for a commit, also where there are too few to train."""
     on_their_way: int = 0
     """Workers that were started, or are about to be, and have not come yet."""
     dismissed: dict[str, str] = field(default_factory=dict)
     """Members that were let go, and why: `DRAIN` or `RESIZE`."""
     _waiting: dict[str, Arrival] = field(default_factory=dict)
+    _trained: set[str] = field(default_factory=set)
+    """Members that have ever been in a generation."""
     _gone: dict[str, str] = field(default_factory=dict)
     _leaving: dict[str, Notice] = field(default_factory=dict)
     _draining: dict[str, Notice] = field(default_factory=dict)
@@ -114,6 +120,15 @@ class Membership:
         self._gone.setdefault(member, LEFT)
         self._waiting.pop(member, None)
 
+    def forget(self, workers: Iterable[str]) -> None:
+        """Keeps of members whose processes are gone nothing but that they are: these workers there are."""
+        there = {*workers, *(each.id for each in self.known())}
+        self._trained &= there
+        self._broken_for &= there
+        self._leaving = {each: notice for each, notice in self._leaving.items() if each in there}
+        self.dismissed = {each: kind for each, kind in self.dismissed.items() if each in there}
+        self._gone = {each: how if each in there else LONG_GONE for each, how in self._gone.items()}
+
     def ask_to_leave(self, members: Iterable[str], notice: Notice = AT_ONCE) -> None:
         """Members are to go at a step boundary: at the next one if the others are enough, or can wait, without them."""
         for member in members:
@@ -157,9 +172,17 @@ class Membership:
         """Whether there is a generation that has lost nobody, and has not been left by all."""
         return self.current is not None and self.loss is None and not self.current.ids <= self._gone.keys()
 
+    def is_newcomer(self, member: str) -> bool:
+        """Whether a worker has never trained, and others do."""
+        return member not in self._trained and any(each.id not in self._gone for each in self._members())
+
     def all_wait(self) -> bool:
         """Whether everybody there is waits for a generation, and there are too few for one."""
         return bool(self._waiting) and all(each.id in self._waiting for each in self.known())
+
+    def has_committed(self) -> bool:
+        """Whether nobody who waits holds anything that is not committed."""
+        return is_committed(list(self._waiting.values()))
 
     def has_seen(self, member: str) -> bool:
         """Whether a worker has ever come."""
@@ -167,7 +190,7 @@ class Membership:
 
     def lost(self) -> dict[str, str]:
         """Members that are dead or presumed so, and why."""
-        return {member: how for member, how in self._gone.items() if how != LEFT}
+        return {member: how for member, how in self._gone.items() if how not in (LEFT, LONG_GONE)}
 
     @property
     def leaving(self) -> list[str]:
@@ -200,6 +223,8 @@ class Membership:
         staying, leaving = self._split()
         newcomers = self._newcomers()
         if leaving and len(staying) + len(newcomers) >= max(1, self.min_workers):
+            return True
+        if len(staying) + len(leaving) < self.min_workers:  # others were lost where nobody could join
             return True
         if any(self._leaving[each].is_urgent(now_s) for each in leaving) or len(staying) > self.limit:
             return True
@@ -322,7 +347,11 @@ class Membership:
             staying, notices = arrivals, []  # they are needed, and have the time
         if is_held(staying, arrivals):
             chosen = with_the_newest(staying, most)
-            return (chosen if len(chosen) >= least else []), False
+            if len(chosen) >= least:
+                return chosen, False
+            if self.commit_wanted and not is_committed(arrivals):
+                return with_the_newest(arrivals, 1), True
+            return [], False
         # Those who go alone hold the newest state. It counts more than min_workers: one of them hands it over, if there
         # is somebody to take it, or commits it.
         takers = staying[: most - 1]
@@ -350,6 +379,7 @@ class Membership:
         self._short_since = None
         for each in formed.members:
             del self._waiting[each.id]
+            self._trained.add(each.id)
         self.current, self.loss = formed, None
         return formed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ class State:
     open_request: int = 0
     """The one that was not met yet, if any."""
     recorded_dismissals: int = 0
-    failed: list[str] = field(default_factory=list)
-    """Members that failed before they ever trained."""
+    stacks_requests: int = 0
+    """Requests to say where all threads are so far."""
 
 
 _STATE = TypeAdapter(State)
@@ -74,10 +74,17 @@ class Memory:
             self._events.write_bytes(whole + b"\n")
         return [json.loads(line) for line in whole.split(b"\n") if line]
 
+    def replace(self, lines: list[dict[str, Any]]) -> None:
+        """Puts these in the place of all that was appended so far."""
+        if self._events is not None:
+            temporary = self._events.with_suffix(".new")
+            temporary.write_bytes(_as_bytes(lines))
+            os.replace(temporary, self._events)
+
     def append(self, lines: list[dict[str, Any]]) -> None:
         """All of them or none, if the disk is full."""
         if self._events is not None and lines:
-            data = b"".join(json.dumps(line, default=str).encode() + b"\n" for line in lines)
+            data = _as_bytes(lines)
             with self._events.open("ab", buffering=0) as file:
                 end = file.tell()
                 try:
@@ -86,3 +93,7 @@ class Memory:
                 except OSError:
                     file.truncate(end)
                     raise
+
+
+def _as_bytes(lines: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(line, default=str).encode() + b"\n" for line in lines)

@@ -64,8 +64,8 @@ class Orders(NamedTuple):
 
     lost: dict[str, str]
     """Members that are dead or presumed so, and why."""
-    failed: list[str]
-    """Those of them that failed before they ever trained, and so cost the run nothing but their start."""
+    newcomers: list[str]
+    """Workers that have never trained, while others do: if they are lost, that costs nothing but their start."""
     dismissed: list[str]
     """Members that were let go in peace."""
     leaving: list[str]
@@ -87,5 +87,7 @@ class RendezvousOptions:
     in_place: bool = True
     memory: str | None = None
     """A folder on the driver's node, for what has to outlive the rendezvous' process."""
+    last_commit: int | None = None
+    """Steps done in the commit that it goes on from; None if there is none."""
     driver: dict[str, Any] = field(default_factory=dict)
     """Where the driver is, for people."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -32,6 +33,10 @@ TICK_S = 0.2
 """How often it looks at what is due by the clock."""
 POLL_S = 1.0
 """How long a member's or the driver's call is held while there is nothing to say."""
+
+GONE_WITHIN_S = 120.0
+"""How long Ray may take to end the rendezvous of a driver that is gone, with its machine perhaps."""
+ANSWERS_WITHIN_S = 5.0
 
 RendezvousHandle = Any
 """The actor's handle. Ray's own type for it loses what the methods return."""
@@ -58,6 +63,8 @@ class Rendezvous:
         self._assembly = Assembly(options, (self._host, port))
         self._pulses = PulseServer(options.heartbeat_timeout_s, self._on_lost)
         self._ticker: asyncio.Task[None] | None = None
+        self._swept = 0
+        """The generation before which nothing is left in the store."""
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition(self._lock)
         """Something changed for members."""
@@ -107,8 +114,18 @@ class Rendezvous:
             try:
                 async with self._turn() as assembly:
                     assembly.tick()
+                    self._sweep(assembly.membership.generation)
             except Exception:  # a full disk, perhaps, and not for good
                 _log.exception("the rendezvous could not do what was due")
+
+    def _sweep(self, generation: int) -> None:
+        """Removes from the store what members of generations before this one told each other."""
+        if generation != self._swept:
+            for key in self._store.list_keys():
+                number = re.match(r"generation(\d+)/", key)
+                if number is not None and int(number[1]) < generation:
+                    self._store.delete_key(key)
+            self._swept = generation
 
     async def _look_who_came_back(self, members: list[str]) -> None:
         """Members connect their pulses again. Who does not died meanwhile."""
@@ -144,10 +161,13 @@ class Rendezvous:
             account: where its time in the last generation went.
         """
         async with self._turn() as assembly:
-            if assembly.journal.ended or (assembly.state.stop and after == 0):
-                return Ended(assembly.journal.ended or "stopped")
+            if assembly.journal.ended:
+                return Ended(assembly.journal.ended)
             if isinstance(place := assembly.place_of(member.id, after), Assignment):
-                return place
+                return place  # also where the run is to stop: others wait for it there
+            if assembly.state.stop and after == 0:
+                assembly.retire(member.id)  # nobody is to count on it any more
+                return Ended("stopped")
             arrival = Arrival(
                 member=member, step=step, between_steps=between_steps, committed=committed, at_s=time.monotonic()
             )
@@ -200,8 +220,7 @@ class Rendezvous:
     async def retire(self, member: Member) -> None:
         """A member is through."""
         async with self._turn() as assembly:
-            assembly.membership.retire(member.id)
-            assembly.form()
+            assembly.retire(member.id)
 
     async def end(self, member: Member, progress: dict[str, Any] | None, outcome: dict[str, Any]) -> bool:
         """The run is over: finished, stopped or failed, with what is to be known of it. The first word counts, and none
@@ -234,7 +253,8 @@ class Rendezvous:
                 assembly.drain(node_id, seconds, "Ray")
             if (assembly.state.stop or assembly.journal.ended is not None) and not membership.num_alive:
                 return None
-            return assembly.orders()
+            assembly.forget(started)
+            return assembly.orders(started)
 
     async def follow(self, after: int) -> News:
         """The driver's ear, held for a poll if there is nothing after event number `after`."""
@@ -279,12 +299,12 @@ class Rendezvous:
     async def committed(self, request: int) -> int | None:
         """Steps done in the commit that answered a request; None while there is none (ask again), held for a poll."""
         async with self._turn() as assembly:
-            state, journal = assembly.state, assembly.journal
-            if not assembly.membership.num_alive and journal.last("commit"):
+            state = assembly.state
+            if not assembly.membership.num_alive and assembly.last_commit is not None:
                 state.open_request = 0  # nobody holds anything newer
-            if state.open_request == request and journal.outcome is None:
+            if state.open_request == request and assembly.journal.outcome is None:
                 await self._poll(self._changed)
-            return None if state.open_request == request else journal.last("commit").get("step")
+            return None if state.open_request == request else assembly.last_commit
 
     async def status(self) -> dict[str, Any]:
         """The newest facts, for `elastic-ddp status`."""
@@ -303,8 +323,11 @@ class Rendezvous:
 def start_rendezvous(run_name: str, total_steps: int, options: RendezvousOptions) -> RendezvousHandle:
     """Starts the rendezvous of a run on this node: with no CPUs of its own it could land, and die, on any other.
 
+    The driver holds the lease on the run. So one that is there already, for the same storage, is of a driver that is
+    gone, and Ray is about to end it.
+
     Raises:
-        ConfigError: the cluster has one for a run of this name.
+        ConfigError: the cluster has one for another run of this name; says where.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -318,10 +341,28 @@ def start_rendezvous(run_name: str, total_steps: int, options: RendezvousOptions
         max_task_retries=-1,
         scheduling_strategy=here,
     )
+    end = time.monotonic() + GONE_WITHIN_S
+    while True:
+        try:
+            return actor.remote(run_name, total_steps, options)
+        except ValueError as error:  # the name of a live actor
+            driver = _driver_of(run_name)
+            is_ours = driver is None or driver.get("uri") == options.driver.get("uri")
+            if is_ours and time.monotonic() < end:
+                time.sleep(POLL_S)
+                continue
+            where = f", in {driver.get('uri')}, by pid {driver.get('pid')} on {driver.get('host')}" if driver else ""
+            raise ConfigError(
+                f"a run {run_name!r} is live on this cluster already{where}; stop it first (`elastic-ddp stop "
+                f"{run_name}`), or use another name"
+            ) from error
+
+
+def _driver_of(run_name: str) -> dict[str, Any] | None:
+    """Where the driver of the rendezvous is that the cluster has for a run; None if that does not say."""
     try:
-        return actor.remote(run_name, total_steps, options)
-    except ValueError as error:  # the name of a live actor
-        raise ConfigError(
-            f"run {run_name!r} is live on this cluster already (see elastic-ddp status); stop it first, or use another "
-            "name"
-        ) from error
+        rendezvous: Any = ray.get_actor(RENDEZVOUS_PREFIX + run_name, namespace=NAMESPACE)
+        driver: dict[str, Any] = ray.get(rendezvous.status.remote(), timeout=ANSWERS_WITHIN_S)["driver"]
+    except (ValueError, ray.exceptions.RayError):
+        return None
+    return driver

@@ -31,6 +31,7 @@ from ray.train.v2._internal.execution.controller.state import (
 )
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision, autoscaling_coordinator_client
+from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2.api.exceptions import WorkerGroupError
 
@@ -47,8 +48,8 @@ SAID_AGAIN_S, BELIEVED_S = 5, 15
 """How often Ray is told how many workers the run would have, and for how long it keeps room for them. By default 20 s
 and 180 s: so long a driver that was killed would stand in the way of the one that goes on with the run."""
 ASK_AGAIN_S = 1.0
-START_AGAIN_WITHIN_S = 60.0
-"""How long another worker is not started, at most, after one that failed as it started."""
+PAUSES_S = (2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+"""How long no worker is started after one that was lost before it trained; the longer, the more were in a row."""
 NO_DEADLINE_S = 60.0
 """What a node is taken to have left if Ray says that it drains, and not until when."""
 LEAVE_WITHIN_S = 5.0
@@ -77,6 +78,8 @@ class InPlaceController(TrainController):
         self._limit = 0
         self._dismissed_at: dict[str, float] = {}
         self._num_failed = 0
+        """Newcomers that were lost, since one has trained."""
+        self._have_trained: set[str] = set()
         self._not_before = 0.0
         """When another worker may be started."""
 
@@ -100,6 +103,7 @@ class InPlaceController(TrainController):
             return self._to(state, ShuttingDownState(next_state=FinishedState()))
         if orders is not None:
             ElasticWorkerGroup.avoid = orders.avoid
+            self._ask_for(orders.limit)
         if status is None or orders is None:
             self._wanted = None
             await asyncio.sleep(0.1)
@@ -118,12 +122,14 @@ class InPlaceController(TrainController):
             self._latest_poll_time = float("-inf")  # Ray Train polls once more, and at once
             return await super()._step()
         left = {rank for rank in dismissed if rank in done or self._has_had_time(workers[rank])}
-        self._wait_after(orders.failed)
+        lost_newcomers = {rank for rank in lost if workers[rank] in orders.newcomers}
+        self._see_who_has_trained(set(workers.values()) - set(orders.newcomers))
+        self._wait_after(len(lost_newcomers))
         if lost:
             error = WorkerGroupError(error_message="workers were lost", worker_failures=lost)
-            # Those that failed before they trained are no failures of the run. Ray Train counts every decision.
+            # Those that never trained are no failures of the run. Ray Train counts every decision.
             decision = FailureDecision.RETRY
-            if any(workers[rank] not in orders.failed for rank in lost):
+            if lost.keys() - lost_newcomers:
                 decision = self._failure_policy.make_decision(training_failed_error=error)
             nobody_left = len(lost) + len(through) + len(dismissed) == len(workers)
             if decision != FailureDecision.RETRY or nobody_left:
@@ -141,11 +147,23 @@ class InPlaceController(TrainController):
             self._adjust(group, status, staying, orders.limit)
         return self._to(state, RunningState())
 
-    def _wait_after(self, failed: list[str]) -> None:
-        """The more workers fail as they start, the longer it takes until there is another."""
-        if len(failed) > self._num_failed:
-            self._num_failed = len(failed)
-            self._not_before = time.monotonic() + min(2.0**self._num_failed, START_AGAIN_WITHIN_S)
+    def _see_who_has_trained(self, workers: set[str]) -> None:
+        if workers - self._have_trained:
+            self._num_failed = 0
+        self._have_trained = workers
+
+    def _wait_after(self, num_lost: int) -> None:
+        """The more newcomers are lost, the longer it takes until there is another."""
+        if num_lost:
+            self._num_failed += num_lost
+            self._not_before = time.monotonic() + PAUSES_S[min(self._num_failed, len(PAUSES_S)) - 1]
+
+    def _ask_for(self, limit: int) -> None:
+        """Has Ray, and its autoscaler, look for room for so many workers, and keep no more of it."""
+        policy = self._scaling_policy
+        if isinstance(policy, LimitedScalingPolicy) and policy.limit != limit:
+            policy.limit = limit
+            policy._send_resource_request()
 
     def _has_had_time(self, worker: str) -> bool:
         """Whether a worker that was dismissed is overdue, stuck in a user's code."""
@@ -180,7 +198,7 @@ class InPlaceController(TrainController):
         if missing > 0 and time.monotonic() >= self._not_before:
             group.request(missing)
             self._wanted = None
-        group.advance()
+        self._wait_after(group.advance())
 
     def _to(self, before: TrainControllerState, after: TrainControllerState) -> TrainControllerLoopIterationResult:
         return TrainControllerLoopIterationResult(
@@ -201,6 +219,16 @@ def _draining() -> dict[str, float]:
     return {
         node: max(0.0, deadline - now_ms) / 1000 if deadline else NO_DEADLINE_S for node, deadline in deadlines.items()
     }
+
+
+class LimitedScalingPolicy(ElasticScalingPolicy):
+    """Asks for room for as many workers as the run may have now, which is not always `max_workers`."""
+
+    limit: int | None = None
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        most: int = super()._get_num_workers_for_resource_request()
+        return most if self.limit is None else min(self.limit, most)
 
 
 class ElasticTorchTrainer(TorchTrainer):
@@ -227,6 +255,8 @@ class ElasticTorchTrainer(TorchTrainer):
         controller_class: Any = TrainController
         if self._rendezvous is not None:
             controller_class = type("ElasticController", (InPlaceController,), {"rendezvous": self._rendezvous})
+            if isinstance(policy := arguments["scaling_policy"], ElasticScalingPolicy):
+                arguments["scaling_policy"] = LimitedScalingPolicy(policy.scaling_config)
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         environment = {**get_env_vars_to_propagate(), "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
         options = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": environment}}

@@ -27,6 +27,9 @@ from elastic_ddp import signals
 
 _log = logging.getLogger(__name__)
 
+START_WITHIN_S = 600.0
+"""What a worker's process may take to be there once it has room: its environment may have to be installed first."""
+
 
 class _Rooms(PlacementGroupHandle):
     """The placement groups of the workers that a group starts with, as the one handle that Ray Train expects."""
@@ -57,6 +60,8 @@ class _Newcomer:
 
     room: PlacementGroup
     asked_at: float
+    placed_at: float | None = None
+    """When there was room for it."""
     actor: Any = None
     worker: Worker | None = None
     pending: Any = None
@@ -97,8 +102,8 @@ class ElasticWorkerGroup(WorkerGroup):
         return _Rooms([self._ask_for_room(selector) for selector in selectors])
 
     def _ask_for_room(self, selector: dict[str, str] | None) -> PlacementGroup:
-        if self.avoid:
-            selector = {**(selector or {}), "ray.io/node-id": f"!in({','.join(self.avoid)})"}
+        if self.avoid and (avoid := {each["NodeID"] for each in ray.nodes() if each["Alive"]}.intersection(self.avoid)):
+            selector = {**(selector or {}), "ray.io/node-id": f"!in({','.join(sorted(avoid))})"}
         return placement_group(
             [self._worker_group_context.resources_per_worker],
             strategy="PACK",
@@ -153,9 +158,9 @@ class ElasticWorkerGroup(WorkerGroup):
         for each in [each for each in self._newcomers if each.actor is None and now - each.asked_at >= waiting_s]:
             self._dismiss(each)
 
-    def advance(self) -> None:
-        """Takes newcomers as far as they get without waiting."""
-        arrived = []
+    def advance(self) -> int:
+        """Takes newcomers as far as they get without waiting. Returns how many failed to start."""
+        arrived, num_failed, now = [], 0, time.monotonic()
         for each in list(self._newcomers):
             try:
                 if self._advance(each):
@@ -163,17 +168,21 @@ class ElasticWorkerGroup(WorkerGroup):
                     self._newcomers.remove(each)
                     self._rooms[actor_id(each.worker)] = each.room
                     arrived.append(each.worker)
-            except RayError as error:
+                elif each.placed_at is not None and now - each.placed_at >= START_WITHIN_S:
+                    raise TimeoutError(f"its process was not there after {START_WITHIN_S:g} s")
+            except (RayError, TimeoutError) as error:
                 _log.warning("a worker that was to be added failed to start: %s", error)
                 self._dismiss(each)
+                num_failed += 1
         if arrived:
             self._set_workers([*self.get_workers(), *arrived])
+        return num_failed
 
     def _advance(self, newcomer: _Newcomer) -> bool:
         if newcomer.actor is None:
             if not newcomer.room.wait(0):
                 return False
-            newcomer.actor = self._create_actor(newcomer.room)
+            newcomer.actor, newcomer.placed_at = self._create_actor(newcomer.room), time.monotonic()
             newcomer.pending = newcomer.actor.get_metadata.remote()
         while ray.wait([newcomer.pending], timeout=0)[0]:
             result = ray.get(newcomer.pending)

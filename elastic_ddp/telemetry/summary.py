@@ -39,7 +39,8 @@ def summarize(
         error, steps, total_steps (those of the configuration), epochs,
         samples, wall_seconds (from the first to the last event, summed over the sessions),
         samples_per_second (of that time), goodput (seconds of each part of that time, see `goodput`), sessions and
-        commits (how many), restarts (generations that followed a lost worker), preemptions (workers that left because
+        commits (how many), restarts (generations that followed a lost worker), workers_lost (that died or were given
+        up in a generation; several may have made one restart), preemptions (workers that left because
         their node or process was to go), generations (each with its `stalls`), weights_sha256, samples_sha256, loss
         (first and last), metrics (last values), storage, versions.
     """
@@ -74,6 +75,7 @@ def summarize(
         "goodput": goodput(events),
         "sessions": len({event["session"] for event in events}),
         "restarts": sum(row["reason"] == WORKER_LOST for row in generations),
+        "workers_lost": len({event.get("member") for event in events if event["event"] == "worker_lost"} - {None}),
         "preemptions": sum(event["event"] == "worker_left" and event.get("kind") == "drain" for event in events),
         "commits": len({event["step"] for event in events if event["event"] == "commit"}),
         "generations": generations,
@@ -103,7 +105,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         "goodput": _goodput(summary.get("goodput") or {}),
         "loss": None if loss["first"] is None else f"{_number(loss['first'])} → {_number(loss['last'])}",
         "metrics": "  ".join(f"{key} {_number(value)}" for key, value in summary["metrics"].items()),
-        "workers lost": summary["restarts"] or None,
+        "workers lost": summary.get("workers_lost", summary["restarts"]) or None,
         "workers drained": summary.get("preemptions") or None,
         "sessions": summary["sessions"],
         "commits": summary["commits"],

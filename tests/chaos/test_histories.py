@@ -126,14 +126,18 @@ def test_a_worker_that_dies_again_and_again_right_after_it_joined(folder: Path, 
     assert sizes(summary)[:2] == [2, 1]
 
 
-def test_newcomers_that_fail_are_replaced_and_do_not_end_the_run(folder: Path, calm: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize(("how", "said"), [("raise", "a mistake of the user's"), ("SIGSEGV", "its process ended")])
+def test_newcomers_that_fail_are_replaced_and_do_not_end_the_run(
+    folder: Path, calm: Mapping[str, Any], how: str, said: str
+) -> None:
     """Nor do they count as restarts, of which there may be as many as there are losses."""
-    faults = [Fault(2, 10, "reduction", "SIGKILL"), *[Fault(2, 0, "build", "raise")] * 3]
-    run = Trial(folder, "newcomers-fail", faults, {"max_restarts": 1})
+    faults = [Fault(2, 10, "reduction", "SIGKILL"), *[Fault(2, 0, "build", how)] * 3]
+    run = Trial(folder, f"newcomers-fail-{how}", faults, {"max_restarts": 1})
     summary = run.fit().summary
     run.check(summary, calm)
     assert sizes(summary)[:2] == [3, 2]
-    assert all("a mistake of the user's" in event["error"] for event in run.events("newcomer_lost"))
+    assert summary["workers_lost"] == summary["restarts"] == 1
+    assert all(said in event["error"] for event in run.events("newcomer_lost"))
 
 
 class Director:

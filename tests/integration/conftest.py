@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
+
+from tests.integration import jobs
 
 
 @pytest.fixture
@@ -17,3 +21,22 @@ def cluster() -> Iterator[Cluster]:
     cluster.add_node(num_cpus=1, object_store_memory=10**8)
     yield cluster
     cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """The summary of the job that `jobs.drive` runs, on one worker. Ask for it before a cluster is started."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "data").mkdir()
+    jobs.write_rows(str(folder / "data"))
+    done = jobs.drive(str(folder / "data"), str(folder / "runs"), "calm", "1")
+    assert done.returncode == 0, done.stderr
+    return jobs.summary(folder, "calm")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the data set in `data`."""
+    (tmp_path / "data").mkdir()
+    jobs.write_rows(str(tmp_path / "data"))
+    return tmp_path

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -211,6 +212,17 @@ def drive(*arguments: str, timeout_s: float = 240, **environment: str) -> subpro
     with driver(*arguments, **environment) as process:
         output, errors = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def summary(folder: Path, name: str) -> Mapping[str, Any]:
+    """What the run `name`, whose storage is `runs` in a folder, left there."""
+    facts: Mapping[str, Any] = json.loads((folder / "runs" / name / "summary.json").read_text())
+    return facts
+
+
+def same_bits(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the runs of two summaries trained alike."""
+    return all(one[key] == other[key] for key in ("weights_sha256", "samples_sha256", "samples"))
 
 
 def main() -> None:

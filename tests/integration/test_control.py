@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -36,24 +35,6 @@ def connected(cluster: Cluster) -> Iterator[Cluster]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """The run that nothing disturbs."""
-    folder = tmp_path_factory.mktemp("calm")
-    (folder / "data").mkdir()
-    jobs.write_rows(str(folder / "data"))
-    done = jobs.drive(str(folder / "data"), str(folder / "runs"), "calm", "1")
-    assert done.returncode == 0, done.stderr
-    return summary(folder, "calm")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "data").mkdir()
-    jobs.write_rows(str(tmp_path / "data"))
-    return tmp_path
-
-
 def asked(cluster: Cluster, folder: Path, workers: str) -> Any:
     """A run that from step 20 on does nothing but what it is asked for, until `finish`."""
     arguments = (str(folder / "data"), str(folder / "runs"), NAME, workers, "ask", str(folder / "marker"), "20")
@@ -64,12 +45,7 @@ def finish(folder: Path, run: subprocess.Popen[str]) -> Mapping[str, Any]:
     (folder / "marker").touch()
     _, errors = run.communicate(timeout=120)
     assert run.returncode == 0, errors
-    return summary(folder, NAME)
-
-
-def summary(folder: Path, name: str) -> Mapping[str, Any]:
-    facts: Mapping[str, Any] = json.loads((folder / "runs" / name / "summary.json").read_text())
-    return facts
+    return jobs.summary(folder, NAME)
 
 
 def handle_when(run: subprocess.Popen[str], ready: Callable[[Mapping[str, Any]], bool]) -> RunHandle:
@@ -94,10 +70,6 @@ def waits_with(num_workers: int) -> Callable[[Mapping[str, Any]], bool]:
     )
 
 
-def same_bits(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one[key] == other[key] for key in ("weights_sha256", "samples_sha256", "samples"))
-
-
 def no_step_was_done_twice(facts: Mapping[str, Any]) -> bool:
     return all(after["first_step"] == before["last_step"] for before, after in pairwise(facts["generations"]))
 
@@ -106,7 +78,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [each for each in read_ledger(Storage(str(folder / "runs" / NAME))) if each["event"] == kind]
 
 
-def test_a_live_run_does_what_it_is_asked_for(calm: Mapping[str, Any], connected: Cluster, folder: Path) -> None:
+def test_a_live_run_does_what_it_is_asked_for(undisturbed: Mapping[str, Any], connected: Cluster, folder: Path) -> None:
     cluster = connected
     node = cluster.add_node(num_cpus=2, object_store_memory=10**8)
     with asked(cluster, folder, "1:3") as run:
@@ -132,7 +104,7 @@ def test_a_live_run_does_what_it_is_asked_for(calm: Mapping[str, Any], connected
         shown = command(cluster, "status", NAME)
         assert "training" in shown and handle.status()["members"][0]["node_id"] in shown
         facts = finish(folder, run)
-    assert same_bits(facts, calm)
+    assert jobs.same_bits(facts, undisturbed)
     assert no_step_was_done_twice(facts)
     assert facts["restarts"] == 0
     left = [each["kind"] for each in events(folder, "worker_left")]
@@ -142,7 +114,7 @@ def test_a_live_run_does_what_it_is_asked_for(calm: Mapping[str, Any], connected
 
 @pytest.mark.chaos
 def test_a_worker_that_gets_sigterm_leaves_between_two_steps_and_is_replaced(
-    calm: Mapping[str, Any], connected: Cluster, folder: Path
+    undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
 ) -> None:
     connected.add_node(num_cpus=1, object_store_memory=10**8)
     with asked(connected, folder, "1:2") as run:
@@ -155,18 +127,18 @@ def test_a_worker_that_gets_sigterm_leaves_between_two_steps_and_is_replaced(
         output, errors = run.communicate(timeout=120)
         assert run.returncode == 0, errors
         assert "status='stopped'" in output
-    facts = summary(folder, NAME)
+    facts = jobs.summary(folder, NAME)
     assert no_step_was_done_twice(facts)
     assert [each["kind"] for each in events(folder, "worker_left")] == ["drain"]
     assert not events(folder, "worker_lost")
     done = jobs.drive(str(folder / "data"), str(folder / "runs"), NAME, "1", RAY_ADDRESS=connected.address)
     assert done.returncode == 0, done.stderr
-    assert same_bits(summary(folder, NAME), calm)
+    assert jobs.same_bits(jobs.summary(folder, NAME), undisturbed)
 
 
 @pytest.mark.chaos
 def test_the_last_worker_commits_before_ray_takes_its_node_away(
-    calm: Mapping[str, Any], connected: Cluster, folder: Path
+    undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
 ) -> None:
     cluster = connected
     with asked(cluster, folder, "1") as run:
@@ -181,7 +153,7 @@ def test_the_last_worker_commits_before_ray_takes_its_node_away(
         until(lambda: waits_with(1)(handle.status()), run)
         assert handle.status()["members"][0]["node_id"] != node_id
         facts = finish(folder, run)
-    assert same_bits(facts, calm)
+    assert jobs.same_bits(facts, undisturbed)
     assert no_step_was_done_twice(facts)
     assert [each["by"] for each in events(folder, "notice")] == ["Ray"]
     assert not events(folder, "worker_lost")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
@@ -19,36 +20,28 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.chaos
 def test_a_run_that_gets_a_node_goes_on_with_more_workers_and_ends_with_the_same_bits(
-    cluster: Cluster, tmp_path: Path
+    undisturbed: Mapping[str, Any], cluster: Cluster, folder: Path
 ) -> None:
-    (tmp_path / "data").mkdir()
-    jobs.write_rows(str(tmp_path / "data"))
-    data, storage = str(tmp_path / "data"), str(tmp_path / "runs")
-    calm = jobs.drive(data, storage, "calm", "1", RAY_ADDRESS=cluster.address)
-    assert calm.returncode == 0, calm.stderr
-
-    grown = tmp_path / "grown"
+    data, storage = str(folder / "data"), str(folder / "runs")
+    grown = folder / "grown"
     with jobs.driver(data, storage, "grows", "1:3", "grow", str(grown), "25", RAY_ADDRESS=cluster.address) as run:
         until(grown.exists, run)
         cluster.add_node(num_cpus=2, object_store_memory=10**8)
         _, errors = run.communicate(timeout=120)
         assert run.returncode == 0, errors
 
-    summaries = [json.loads(Path(storage, name, "summary.json").read_text()) for name in ("calm", "grows")]
-    for key in ("weights_sha256", "samples_sha256", "samples"):
-        assert summaries[0][key] == summaries[1][key]
-    generations = summaries[1]["generations"]
+    facts = jobs.summary(folder, "grows")
+    assert jobs.same_bits(facts, undisturbed)
+    generations = facts["generations"]
     assert [generations[0]["world_size"], generations[-1]["world_size"]] == [1, 3]
     assert {each["reason"] for each in generations[1:]} == {"workers joined"}
     assert generations[1]["first_step"] == generations[0]["last_step"] in (26, 27), "the step at hand is finished"
-    assert summaries[1]["restarts"] == 0
+    assert facts["restarts"] == 0
 
 
 @pytest.mark.chaos
-def test_a_run_without_room_waits_is_stopped_and_finishes_once_there_is_room(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    jobs.write_rows(str(tmp_path / "data"))
-    data, storage = str(tmp_path / "data"), str(tmp_path / "runs")
+def test_a_run_without_room_waits_is_stopped_and_finishes_once_there_is_room(cluster: Cluster, folder: Path) -> None:
+    data, storage = str(folder / "data"), str(folder / "runs")
     with jobs.driver(data, storage, "waits", "2", RAY_ADDRESS=cluster.address) as run:
         until(lambda: row(cluster, "waits")[:1] == ["starting"], run)
         os.killpg(run.pid, signal.SIGINT)
@@ -59,25 +52,22 @@ def test_a_run_without_room_waits_is_stopped_and_finishes_once_there_is_room(clu
     assert status(cluster).startswith("no run is live on this cluster")
 
     cluster.add_node(num_cpus=1, object_store_memory=10**8)
-    hold = tmp_path / "hold"
+    hold = folder / "hold"
     with jobs.driver(data, storage, "waits", "2", "wait", str(hold), "25", RAY_ADDRESS=cluster.address) as run:
         until(lambda: row(cluster, "waits")[:1] + row(cluster, "waits")[3:5] == ["training", "25", "44"], run)
         hold.touch()
         _, errors = run.communicate(timeout=120)
     assert run.returncode == 0, errors
-    summary = json.loads(Path(storage, "waits", "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["sessions"]) == ("finished", 44, 2)
+    facts = jobs.summary(folder, "waits")
+    assert (facts["status"], facts["steps"], facts["sessions"]) == ("finished", 44, 2)
 
 
-def test_a_node_that_dies_takes_its_workers_but_no_step(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    jobs.write_rows(str(tmp_path / "data"))
-    data, storage = str(tmp_path / "data"), str(tmp_path / "runs")
-    calm = jobs.drive(data, storage, "calm", "1", RAY_ADDRESS=cluster.address)
-    assert calm.returncode == 0, calm.stderr
-
+def test_a_node_that_dies_takes_its_workers_but_no_step(
+    undisturbed: Mapping[str, Any], cluster: Cluster, folder: Path
+) -> None:
+    data, storage = str(folder / "data"), str(folder / "runs")
     doomed = cluster.add_node(num_cpus=2, object_store_memory=10**8)
-    hold = tmp_path / "hold"
+    hold = folder / "hold"
     with jobs.driver(data, storage, "shrinks", "1:3", "wait", str(hold), "25", "3", RAY_ADDRESS=cluster.address) as run:
         until(lambda: row(cluster, "shrinks")[:3:2] == ["training", "3"], run)
         kill(cluster, doomed)
@@ -85,23 +75,20 @@ def test_a_node_that_dies_takes_its_workers_but_no_step(cluster: Cluster, tmp_pa
         _, errors = run.communicate(timeout=120)
         assert run.returncode == 0, errors
 
-    summaries = [json.loads(Path(storage, name, "summary.json").read_text()) for name in ("calm", "shrinks")]
-    for key in ("weights_sha256", "samples_sha256", "samples"):
-        assert summaries[0][key] == summaries[1][key]
-    generations = summaries[1]["generations"]
+    facts = jobs.summary(folder, "shrinks")
+    assert jobs.same_bits(facts, undisturbed)
+    generations = facts["generations"]
     assert max(each["world_size"] for each in generations) == 3 > generations[-1]["world_size"] == 1
     for before, after in pairwise(generations):
         assert after["first_step"] == before["last_step"], "no step is done again"
 
 
 @pytest.mark.chaos
-def test_a_run_that_has_lost_all_its_workers_can_be_stopped(cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    jobs.write_rows(str(tmp_path / "data"))
-    data, storage = str(tmp_path / "data"), str(tmp_path / "runs")
+def test_a_run_that_has_lost_all_its_workers_can_be_stopped(cluster: Cluster, folder: Path) -> None:
+    data, storage = str(folder / "data"), str(folder / "runs")
     cluster.add_node(num_cpus=2, object_store_memory=10**8)
     with jobs.driver(
-        data, storage, "lost", "2", "wait", str(tmp_path / "never"), "25", RAY_ADDRESS=cluster.address
+        data, storage, "lost", "2", "wait", str(folder / "never"), "25", RAY_ADDRESS=cluster.address
     ) as run:
         until(lambda: row(cluster, "lost")[3:4] == ["25"], run)
         for node in list(cluster.worker_nodes):

@@ -165,6 +165,8 @@ def test_an_error_of_the_transform_reaches_the_consumer_with_its_traceback(index
     assert str(caught.value).startswith("the transform raised KeyError('label') in epoch 0, lane 0, chunk 0:")
     assert str(caught.value).endswith("KeyError: 'label'")
     assert 'raise KeyError("label")' in str(caught.value)
+    with make_feed(index, fail) as feed, pytest.raises(DataError, match="the transform raised"):
+        feed.wait()  # as a worker does before it joins: nobody is to wait for one that cannot read
 
 
 def test_a_file_that_went_is_named(index: DatasetIndex) -> None:

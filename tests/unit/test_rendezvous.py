@@ -211,7 +211,7 @@ def test_a_survivor_goes_on_as_soon_as_the_pulse_of_the_dead_one_ends(play: Play
         dying.close()
         answer = await survivor
         assert (answer.generation, answer.rank, answer.world_size, answer.source) == (2, 0, 1, 0)
-        assert (await rendezvous.supervise([], 0, {})).lost == {"a1": "its process ended"}
+        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).lost == {"a1": "its process ended"}
         late = await join(rendezvous, member("a", 1), after=1, step=5)
         assert late == Ended("its process ended")
 
@@ -303,15 +303,12 @@ def test_nobody_is_asked_to_let_in_more_than_there_is_room_for(play: Play, monke
     play(scenario, RendezvousOptions(min_workers=1, max_workers=2, heartbeat_timeout_s=30.0))
 
 
-def test_a_member_that_is_through_is_no_loss_and_is_not_waited_for(play: Play, long_polls: None) -> None:
+def test_a_member_that_is_through_when_the_run_is_over_is_no_loss(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        other = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5))
-        await until_held(other)
+        await rendezvous.end(member("a", 1), None, {"status": "finished"})
         await rendezvous.retire(member("a", 1))
-        assert (await other).reason == "workers left"
-        assert (await rendezvous.supervise([], 0, {})).lost == {}
-        assert (await rendezvous.listen(member("a", 1), 1, None)).ended == LEFT
+        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).lost == {}
         assert await events_of(rendezvous, "worker_lost") == []
 
     play(scenario)
@@ -472,7 +469,7 @@ def test_a_member_that_falls_silent_is_lost_and_one_that_beats_is_not(play: Play
         _, silent = await asyncio.open_connection(*address)
         silent.write(b"a1\n")
         await heard(rendezvous, member("a", 0), 1, lambda signals: signals.broken)
-        assert (await rendezvous.supervise([], 0, {})).lost == {"a1": "it was silent for 1 s"}
+        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).lost == {"a1": "it was silent for 1 s"}
         await asyncio.to_thread(pulse.stop)
         silent.close()
 
@@ -598,6 +595,8 @@ def test_a_worker_that_hangs_is_given_up_after_all_have_said_where_they_are(
         assert "it hung in 'forward' for 0.3 s (hang_timeout_s)" in str(hangs[-1].ended)
         (hang,) = await events_of(rendezvous, "hang")
         assert hang["culprits"] == ["a1"] and hang["places"] == {"a0": "reduction", "a1": "forward"}
+        assert isinstance(await join(rendezvous, member("a", 0), 1, 5), Assignment)
+        assert await rendezvous.listen(member("a", 0), 2, None) == NOTHING, "nobody asks for stacks any more"
 
     play(scenario, hang_options(0.3))
 
@@ -682,7 +681,7 @@ def test_a_newcomer_that_fails_is_replaced_and_does_not_end_a_run_that_trains(pl
         (lost,) = await events_of(rendezvous, "newcomer_lost")
         assert (lost["member"], lost["error"]) == ("a2", "no such mount")
         orders = await rendezvous.supervise(["a0", "a1", "a2"], 0, {})
-        assert orders is not None and orders.lost == {"a2": "no such mount"} and orders.failed == ["a2"]
+        assert orders is not None and orders.lost == {"a2": "no such mount"} and orders.newcomers == ["a2"]
         assert await rendezvous.end(member("a", 0), None, failed)
         assert (await rendezvous.follow(0)).outcome == failed
 
@@ -695,6 +694,115 @@ def test_who_fails_where_nobody_trains_ends_the_run(play: Play, long_polls: None
     async def scenario(rendezvous: Rendezvous) -> None:
         assert await rendezvous.end(member("a", 0), None, failed)
         assert (await rendezvous.follow(0)).outcome == failed
+
+    play(scenario)
+
+
+def test_a_newcomer_that_is_killed_costs_nothing_but_its_start(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        await rendezvous._on_lost("a2", "its process ended")
+        orders = await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})
+        assert orders is not None and orders.lost == {"a2": "its process ended"}
+        assert orders.newcomers == ["a2", "a3"], "of one that dies before it ever comes the controller knows first"
+        await rendezvous._on_lost("a1", "its process ended")
+        orders = await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})
+        assert orders is not None and "a1" not in orders.newcomers
+
+    play(scenario)
+
+
+def test_who_leaves_a_generation_unasked_is_a_loss(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        await rendezvous.retire(member("a", 1))
+        (lost,) = await events_of(rendezvous, "worker_lost")
+        assert (lost["member"], lost["error"]) == ("a1", "it left its generation, and was not asked to")
+        assert (await rendezvous.listen(member("a", 0), 1, None)).broken == 1
+        alone = await join(rendezvous, member("a", 0), 1, 5)
+        assert isinstance(alone, Assignment) and alone.world_size == 1
+
+    play(scenario)
+
+
+def test_a_newcomer_that_others_wait_for_takes_its_place_though_the_run_stops(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        newcomer = asyncio.create_task(join(rendezvous, member("a", 2)))
+        await until_held(newcomer)
+        newcomer.cancel()  # its call ended without an answer, and it is about to ask again
+        await asyncio.gather(*(join(rendezvous, member("a", rank), 1, 5) for rank in (0, 1)))
+        await rendezvous.stop()
+        place = await join(rendezvous, member("a", 2))
+        assert isinstance(place, Assignment) and place.world_size == 3
+
+    play(scenario)
+
+
+def test_a_newcomer_that_was_told_that_the_run_stops_is_not_waited_for(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        newcomer = asyncio.create_task(join(rendezvous, member("a", 2)))
+        await until_held(newcomer)
+        await rendezvous.stop()
+        newcomer.cancel()
+        assert await join(rendezvous, member("a", 2)) == Ended("stopped")
+        places = await asyncio.gather(*(join(rendezvous, member("a", rank), 1, 5) for rank in (0, 1)))
+        assert [each.world_size for each in places if isinstance(each, Assignment)] == [2, 2]
+
+    play(scenario)
+
+
+def test_of_one_presumed_dead_neither_progress_nor_time_counts(play: Play, long_polls: None) -> None:
+    ended = {"event": "generation_ended", "time": 0.0, "generation": 1, "account": {"useful": 60.0}}
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        await rendezvous.take([], {"step": 7}, "a1")
+        await rendezvous._on_lost("a0", "it was silent for 5 s")
+        await rendezvous.take([ended], {"step": 3}, "a0", 1)
+        assert (await rendezvous.status())["step"] == 7
+        assert [each["account"] for each in await events_of(rendezvous, "generation_ended")] == [None]
+
+    play(scenario)
+
+
+def test_a_commit_is_made_also_where_there_are_too_few_to_train(play: Play, long_polls: None) -> None:
+    options = RendezvousOptions(min_workers=2, max_workers=4, heartbeat_timeout_s=30.0, last_commit=3)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        assert (await rendezvous.status())["last_commit"] == 3, "that it went on from"
+        await rendezvous._on_lost("a1", "its process ended")
+        waits = asyncio.create_task(join(rendezvous, member("a", 0), 1, 5))
+        await until_held(waits)
+        request = await rendezvous.checkpoint()
+        place = await waits
+        assert isinstance(place, Assignment) and place.brief and place.world_size == 1
+        commit = {"event": "commit", "step": 5, "request": request, "time": 0.0}
+        await rendezvous.take([commit], None, "a0", 1)
+        assert await rendezvous.committed(request) == 5
+        waits = asyncio.create_task(rendezvous.join(member("a", 0), 2, 5, True, None, committed=5))
+        await until_held(waits)
+        assert await rendezvous.committed(await rendezvous.checkpoint()) == 5, "there is nothing newer"
+        waits.cancel()
+
+    play(scenario, options)
+
+
+def test_the_store_forgets_what_generations_before_the_last_said(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_module, "TICK_S", 0.01)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        for number in (1, 2):
+            rendezvous._store.set(f"generation{number}/here", "2")
+        rendezvous._store.set("generation10/here", "2")
+        await asyncio.gather(*(joined(rendezvous, member("a", rank), 1, 5) for rank in (0, 1)))
+        while "generation1/here" in rendezvous._store.list_keys():
+            await asyncio.sleep(0.01)
+        assert {"generation2/here", "generation10/here"} <= set(rendezvous._store.list_keys())
 
     play(scenario)
 
@@ -752,6 +860,24 @@ def test_a_restarted_rendezvous_knows_what_the_one_before_knew(play: Play, tmp_p
 
     play(first_life, options)
     play(second_life, options)
+
+
+def test_events_that_were_written_down_leave_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.elastic.journal.FORGET_TOGETHER", 100)
+    journal = Journal(Memory(str(tmp_path)))
+    for number in range(1, 1001):
+        journal.take([{"event": "steps", "step": number}], None, "a0", number)
+        if number % 10 == 0:
+            journal.after(number)
+    journal.take([{"event": "commit", "step": 1000}], None, "a0", 1001)
+    journal.end({"status": "finished"})
+    journal.after(1000)
+    assert len(Memory(str(tmp_path)).lines()) < 150
+    second = Journal(Memory(str(tmp_path)))
+    assert second.num_events == 1001 and second.ended == "finished"
+    assert second.after(1000) == [{"event": "commit", "step": 1000}]
+    assert second.last("steps") == {"event": "steps", "step": 1000}
+    assert second.take([{"event": "again"}], None, "a0", 1001) == [], "the sender had not heard that it arrived"
 
 
 def test_an_outcome_is_not_forgotten(play: Play, tmp_path: Path) -> None:

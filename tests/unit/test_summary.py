@@ -38,7 +38,7 @@ RUN = [
         generation(0, 2, 0, "start"),
         steps(10, 2.5, accuracy=0.1),
         ("commit", {"step": 10}),
-        ("worker_lost", {"rank": 1}),
+        ("worker_lost", {"member": "one"}),
         ("generation_ended", {"generation": 0, "last_step": 14, "reason": "worker lost"}),
         generation(1, 1, 14, "worker lost"),
         steps(20, 2.0),
@@ -68,6 +68,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
         "name": "mnist", "status": "finished", "error": None, "steps": 40, "epochs": 1, "samples": 400,
         "total_steps": None, "preemptions": 0,
         "wall_seconds": 15.0, "samples_per_second": 26.667, "sessions": 2, "restarts": 1, "commits": 3,
+        "workers_lost": 1,
         "weights_sha256": "aa", "samples_sha256": "bb", "loss": {"first": 2.5, "last": 1.0},
         "metrics": {"accuracy": 0.9, "final": 3.0}, "storage": "s3://b/runs", "versions": {"torch": "2.13.0"},
     }  # fmt: skip

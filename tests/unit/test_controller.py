@@ -1,0 +1,52 @@
+"""What the controller decides without a cluster: how long it waits, and for how many workers it asks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from ray.train import ScalingConfig
+
+from elastic_ddp.ray_internals.controller import PAUSES_S, InPlaceController, LimitedScalingPolicy
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One that stands still at a time of 0."""
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    controller: Any = object.__new__(InPlaceController)
+    controller._num_failed, controller._have_trained, controller._not_before = 0, set(), 0.0
+    return controller
+
+
+def test_the_more_newcomers_are_lost_the_longer_the_pause(controller: Any) -> None:
+    pauses = []
+    for _ in range(2000):
+        controller._wait_after(1)
+        pauses.append(controller._not_before)
+    assert tuple(pauses[: len(PAUSES_S)]) == PAUSES_S
+    assert set(pauses[len(PAUSES_S) :]) == {PAUSES_S[-1]}
+
+
+def test_one_that_gets_to_train_ends_that(controller: Any) -> None:
+    controller._see_who_has_trained({"a"})
+    controller._wait_after(4)
+    controller._see_who_has_trained({"a"})
+    controller._wait_after(1)
+    assert controller._not_before == PAUSES_S[4]
+    controller._see_who_has_trained({"a", "b"})
+    controller._wait_after(1)
+    assert controller._not_before == PAUSES_S[0]
+    controller._see_who_has_trained({"b"})
+    controller._wait_after(1)
+    assert controller._not_before == PAUSES_S[1], "a loss is none that trains"
+
+
+def test_no_more_room_is_asked_for_than_the_run_may_use() -> None:
+    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4)))
+    assert policy._get_num_workers_for_resource_request() == 4
+    policy.limit = 2
+    assert policy._get_num_workers_for_resource_request() == 2
+    policy.limit = 9
+    assert policy._get_num_workers_for_resource_request() == 4
