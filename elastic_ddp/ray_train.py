@@ -21,8 +21,8 @@ from elastic_ddp.elastic.rendezvous import RendezvousHandle
 from elastic_ddp.storage import Storage
 
 _RAY_TRAIN_SETTINGS = {
-    # How often the controller looks after its workers; by default every 2 s.
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    # How often the controller looks after its workers, while none is on its way; by default every 2 s.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1.0",
     # The controller's own log would run through our progress display; what it decides shows in the ledger.
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
     # How long it waits for room for its first workers, and does nothing else meanwhile. By default 60 s.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 
@@ -15,6 +16,11 @@ def derive_seed(seed: int, *place: int | str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+@functools.cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
+
+
 def seed_all(seed: int, *place: int | str) -> None:
     """Seeds torch (CPU and every device), NumPy's global generator and Python's, for one place in the run.
 
@@ -23,6 +29,11 @@ def seed_all(seed: int, *place: int | str) -> None:
     a step of an evaluation.
     """
     value = derive_seed(seed, *place)
-    torch.manual_seed(value)
+    if _has_accelerator():
+        torch.manual_seed(value)
+    else:
+        # The same for the CPU. That would also format a traceback for every kind of device which might yet be
+        # initialized: 3 ms, before every micro-batch.
+        torch.default_generator.manual_seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     random.seed(value)

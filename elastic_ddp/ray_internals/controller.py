@@ -48,6 +48,8 @@ SAID_AGAIN_S, BELIEVED_S = 5, 15
 """How often Ray is told how many workers the run would have, and for how long it keeps room for them. By default 20 s
 and 180 s: so long a driver that was killed would stand in the way of the one that goes on with the run."""
 ASK_AGAIN_S = 1.0
+BUSY_S = 0.5
+"""How often workers are looked after while others are on their way: every look takes those a step further."""
 PAUSES_S = (2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """How long no worker is started after one that was lost before it trained; the longer, the more were in a row."""
 NO_DEADLINE_S = 60.0
@@ -72,6 +74,7 @@ class InPlaceController(TrainController):
         logging.getLogger(TrainController.__module__).addFilter(_is_news)
         autoscaling_coordinator_client.AUTOSCALING_REQUESTS_INTERVAL_S = SAID_AGAIN_S
         autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = BELIEVED_S
+        self._calm_interval_s = self._health_check_interval_s
         self._wanted: int | None = None
         """How many workers there should be, if that has been seen since it was acted on."""
         self._hurry = False
@@ -89,6 +92,7 @@ class InPlaceController(TrainController):
         assert group is None or isinstance(group, ElasticWorkerGroup)
         started = [actor_id(worker) for worker in group.get_workers()] if group is not None else []
         starting = group.num_newcomers if group is not None else 0
+        self._health_check_interval_s = min(self._calm_interval_s, BUSY_S) if starting else self._calm_interval_s
         # Before the orders: a worker that has returned was dismissed by then, or the run is over.
         status = await self._poll_workers() if isinstance(state, RunningState) else None
         try:
