@@ -10,7 +10,7 @@ from elastic_ddp.elastic.assembly import PREPARE_S
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import PeerLostError, WorkersLostError, described
 from elastic_ddp.generation import Generation, feeds_of, micro_batches_of
-from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
+from elastic_ddp.parallel.process_group import Assignment, find_store, is_lost_peer
 from elastic_ddp.state import flatten
 from elastic_ddp.telemetry.account import Account
 from elastic_ddp.together import Tasks
@@ -107,6 +107,7 @@ class Participation:
     def _warm_up(self) -> None:
         """What nobody is to wait for when this worker joins: all that is slow the first time in a process."""
         flatten(self._state.state_dict())  # what cannot be saved is refused now, not by the first commit
+        find_store(*self._link.store_address())
         self._read_ahead(self._link.ask_for_prospect() or Prospect(rank=0, world_size=1, step=0))
         self._feeds.wait()  # the first pipeline takes seconds
         # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that has

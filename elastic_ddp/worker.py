@@ -16,7 +16,7 @@ from elastic_ddp.elastic.link import RendezvousLink, RunStopped
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
 from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersLostError, described
 from elastic_ddp.job import Job
-from elastic_ddp.parallel.process_group import is_lost_peer
+from elastic_ddp.parallel.process_group import is_lost_peer, use_interface_of
 from elastic_ddp.ray_train import Place
 from elastic_ddp.run import Run
 from elastic_ddp.seeding import seed_all
@@ -42,6 +42,7 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
     """
 
     _make_deterministic(job.config)
+    use_interface_of(place.member.node)
     link = RendezvousLink(rendezvous, place.member, job.config.heartbeat_timeout_s)
     signals.on_sigterm(lambda: link.leave("SIGTERM", job.config.drain_deadline_s))
     run = Run(job, link, place.device)

@@ -85,6 +85,11 @@ class RendezvousLink:
         prospect: Prospect | None = ray.get(self._rendezvous.prospect.remote(self.member))
         return prospect
 
+    def store_address(self) -> tuple[str, int]:
+        """Where members of a generation find each other, for now: it moves if the rendezvous is restarted."""
+        address: tuple[str, int] = ray.get(self._rendezvous.store_address.remote())
+        return address
+
     @property
     def commit_requested(self) -> int:
         """The number of a request to commit at the next step boundary; 0 for none."""

@@ -87,11 +87,11 @@ class Rendezvous:
             self._news.notify_all()
         self._assembly.changed = self._assembly.has_news = False
 
-    async def _poll(self, condition: asyncio.Condition) -> None:
-        """Until something changes, or for a poll. A call that asks again is what survives a lost reply."""
+    async def _poll(self, condition: asyncio.Condition, polls: int = 1) -> None:
+        """Until something changes, or for a poll, or some. A call that asks again is what survives a lost reply."""
         self._tell()
         with suppress(TimeoutError):
-            await asyncio.wait_for(condition.wait(), POLL_S)
+            await asyncio.wait_for(condition.wait(), polls * POLL_S)
 
     # Members.
 
@@ -100,6 +100,10 @@ class Rendezvous:
         async with self._turn():
             self._begin()
             return await self._pulses.start(self._host)
+
+    async def store_address(self) -> tuple[str, int]:
+        """Where the store of the generations is."""
+        return self._host, self._store.port
 
     def _begin(self) -> None:
         """What needs a running loop."""
@@ -173,7 +177,8 @@ class Rendezvous:
             )
             assembly.arrive(arrival, after=after, lost=lost, account=account)
             if (answer := assembly.place_of(member.id, after)) is None:
-                await self._poll(self._changed)
+                # Whose place is in sight reads ahead for it; others, and there may be a thousand, only wait.
+                await self._poll(self._changed, 1 if assembly.prospect_of(member.id) is not None else 5)
                 answer = assembly.place_of(member.id, after)
             return answer or assembly.prospect_of(member.id)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import gc
 import os
 import socket
 import stat
+import struct
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,8 +25,12 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 CONNECT_S = 5.0
 """How long the store of a generation may take to be reached."""
+FIND_STORE_S = 60.0
+"""The same, the first time in a process."""
 FORM_S = 1.0
 """How long the ranks of a group, all of which have come, may take to connect to each other, the first time they try."""
+_SIOCGIFADDR = 0x8915
+"""Of netdevice(7)."""
 _OURS, _TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 _LOST_PEER_SIGNS = (
@@ -204,6 +210,36 @@ class ProcessGroup:
         all_gather_single(everyone, mine)
         rows = everyone.view(self.world_size, longest).numpy()
         return [rows[rank, : int(sizes[rank])].tobytes() for rank in range(self.world_size)]
+
+
+def find_store(host: str, port: int) -> None:
+    """Connects to the store of a run's generations once, before others wait for this rank.
+
+    The first time in a process torch asks for the name of the store's host, for its log, and that takes ten seconds
+    where no name server answers.
+    """
+    dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=datetime.timedelta(seconds=FIND_STORE_S))
+
+
+def use_interface_of(address: str) -> None:
+    """Has gloo listen on the interface that has this address of the node; before a group is formed.
+
+    By default it listens on the one that the host's name stands for, which on many hosts is the loopback, where others
+    do not find it. What `GLOO_SOCKET_IFNAME` says counts. An address that no interface has changes nothing.
+    """
+    for _, interface in socket.if_nameindex():
+        if _address_of(interface) == address:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _address_of(interface: str) -> str | None:
+    """Its (first) IPv4 address, if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -57,6 +57,8 @@ NO_DEADLINE_S = 60.0
 LEAVE_WITHIN_S = 5.0
 """How long a worker that was let go may take to leave."""
 
+_OF_NO_USE = ("PlacementGroupCleanerCallback", "DatasetsCallback")
+"""Callbacks of Ray Train, see `ElasticTorchTrainer`."""
 _CHATTERS = ("scaling_policy.elastic", "failure_handling.default")
 """They tell of every look at the cluster, and of every lost worker as if the run had failed."""
 
@@ -236,10 +238,11 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
 
 
 class ElasticTorchTrainer(TorchTrainer):
-    """Ray Train's trainer with a controller that resizes in place, and without its cleaner of placement groups.
+    """Ray Train's trainer with a controller that resizes in place, and without two of its callbacks.
 
-    The cleaner asks the dashboard, which `ray[train]` does not bring, and complains every second that it is not there.
-    Our placement groups are not detached, so Ray frees them with the job.
+    The cleaner of placement groups asks the dashboard, which `ray[train]` does not bring, and complains every second
+    that it is not there. Our placement groups are not detached, so Ray frees them with the job. The other one hands out
+    shards of data sets, of which Ray Train knows none here, in a process of its own for every worker that is added.
 
     Args:
         rendezvous: the run's rendezvous; None restarts the whole group instead, as Ray Train does.
@@ -253,7 +256,7 @@ class ElasticTorchTrainer(TorchTrainer):
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
-        return [callback for callback in callbacks if type(callback).__name__ != "PlacementGroupCleanerCallback"]
+        return [callback for callback in callbacks if type(callback).__name__ not in _OF_NO_USE]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         controller_class: Any = TrainController

@@ -123,6 +123,11 @@ class ElasticWorkerGroup(WorkerGroup):
         self._rooms |= {actor_id(worker): room for worker, room in zip(workers, rooms, strict=True)}
         return WorkerGroup._assign_worker_ranks(workers)
 
+    def _init_train_context(self, workers: list[Worker], sync_actor: Any) -> None:
+        super()._init_train_context(workers, sync_actor)
+        # The barrier of `ray.train.report`, which takes the number of workers for fixed: a process for nothing.
+        ray.kill(sync_actor)
+
     def _create_actor(self, room: PlacementGroup) -> Any:
         runtime_env = self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env or {})
         actor = ray.remote(runtime_env=runtime_env, **bundle_to_remote_args(self._resources()))(self._worker_cls)

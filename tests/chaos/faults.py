@@ -19,6 +19,7 @@ import ray
 
 import elastic_ddp as ed
 from elastic_ddp.parallel import handover
+from tests.chaos import hosts
 from tests.integration import jobs
 from tests.integration.clusters import parent_of
 
@@ -41,7 +42,8 @@ class Fault:
     how: str
     """`SIGKILL`, `SIGSTOP` or `SIGTERM`; `SIGSEGV`, a real one; `gil`, a deadlock that holds Python's lock; `hang`, one
     that does not; `raise`, an error of the user's code; `rendezvous` or `driver`, whose process is killed; `node`,
-    which dies with all its processes; `drain`, by which Ray is told to take the node away."""
+    which dies with all its processes; `cut`, its network (see `hosts`); `drain`, by which Ray is told to take the node
+    away."""
     generation: int = 0
     """The worker is in this generation, or was in it or a later one."""
     along: tuple[int, ...] = ()
@@ -195,6 +197,8 @@ def _fail(fault: Fault, run: ed.Run) -> None:
         os.kill(ed.get_run(run.config.name).status()["driver"]["pid"], signal.SIGKILL)
     elif fault.how == "node":
         _kill_node(os.getppid())
+    elif fault.how == "cut":
+        hosts.cut()
     elif fault.how == "drain":
         _drain_node(DRAIN_S)
     else:

@@ -72,6 +72,9 @@ class FakeLink:
             reason=reason,
         )
 
+    def store_address(self) -> tuple[str, int]:
+        return "127.0.0.1", self._store_port
+
     def ask_for_prospect(self) -> Prospect | None:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.parallel import process_group
-from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
+from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer, use_interface_of
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -91,3 +92,15 @@ def test_a_collective_after_the_group_was_aborted_is_a_lost_peer_and_a_users_wor
     with pytest.raises(ValueError, match="not been initialized") as users:
         raise ValueError(str(caught.value))
     assert not is_lost_peer(users.value)
+
+
+def test_gloo_listens_where_the_nodes_address_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # to be as it was in the end
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    use_interface_of("203.0.113.7")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ, "no interface has it"
+    use_interface_of("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    use_interface_of("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

@@ -1,0 +1,68 @@
+"""A node that nobody hears any more, and that does not know it: its network is cut."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.faults import Fault
+from tests.chaos.hosts import Hosts, can_be_made, two_hosts
+from tests.chaos.runs import Trial
+from tests.integration import jobs
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.chaos,
+    pytest.mark.skipif(not can_be_made(), reason="network namespaces need root, and iproute2"),
+]
+
+
+def start(hosts: Hosts, run: Trial) -> subprocess.Popen[str]:
+    arguments = {
+        "data": run.data,
+        "config": run.config,
+        "faults": [vars(each) for each in run.faults],
+        "markers": str(run.markers),
+    }
+    return hosts.start(0, sys.executable, "-m", "tests.chaos.faults", json.dumps(arguments), stdout=subprocess.PIPE)
+
+
+def finish(run: Trial, driver: subprocess.Popen[str]) -> Mapping[str, Any]:
+    output, _ = driver.communicate(timeout=240)
+    assert driver.returncode == 0, output
+    return jobs.summary(run.folder, run.name)
+
+
+def until(condition: Callable[[], bool], driver: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert driver.poll() is None, driver.communicate()
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_a_node_whose_network_is_cut_is_missed_and_its_worker_is_nobody_when_it_is_back(folder: Path) -> None:
+    with two_hosts() as hosts:
+        calm = Trial(folder, "calm-on-hosts", settings={"max_workers": 1})
+        undisturbed = finish(calm, start(hosts, calm))
+
+        # The second one is to make the run wait for a worker on the node that came back.
+        faults = [Fault(1, 10, "reduction", "cut"), Fault(1, 30, "reduction", "SIGKILL")]
+        run = Trial(folder, "cut", faults, {"max_workers": 2, "heartbeat_timeout_s": 3.0})
+        driver = start(hosts, run)
+        until(lambda: [each["world_size"] for each in run.events("rendezvous")][-1:] == [1] and run.lost(), driver)
+        (lost,) = run.events("worker_lost")[-1:]
+        assert "it was silent for 3 s" in lost["error"]
+        hosts.mend()
+        facts = finish(run, driver)
+    assert jobs.same_bits(facts, undisturbed)
+    assert len(run.happened()) == 2 and facts["workers_lost"] == 2
+    assert [each["world_size"] for each in facts["generations"]][:3] == [2, 1, 2]
+    run.check_steps(facts["generations"])
