@@ -8,7 +8,8 @@ made, and to be cut when a peer is lost.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.state import flatten, unflatten
 
 CHUNK_BYTES = 16 << 20
+MOST_PIECES, MOST_BYTES = 64, 4 * CHUNK_BYTES
+"""Of what is on its way between two ranks at once."""
 
 
 def hand_over(state: Any, group: ProcessGroup, *, source: int, receivers: Sequence[int]) -> Any:
@@ -43,17 +46,47 @@ def hand_over(state: Any, group: ProcessGroup, *, source: int, receivers: Sequen
     size = chain.pass_on(torch.tensor([len(header)]))
     header = chain.pass_on(header if group.rank == source else torch.empty(int(size), dtype=torch.uint8))
     received = json.loads(header.numpy().tobytes())
-    for key, (dtype, shape) in received["layout"].items():
-        if group.rank == source:
-            value = tensors[key].detach().contiguous()
-        else:
-            value = tensors[key] = torch.empty(shape, dtype=getattr(torch, dtype))
-        if value.numel():
-            # As bytes, as gloo does not know every dtype, and in pieces: the source holds no second copy on the host.
-            for piece in value.reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
-                chain.pass_on(piece.cpu())
-    chain.finish()
+    if group.rank != source:
+        tensors = {
+            key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in received["layout"].items()
+        }
+    chain.pass_all(_pieces(tensors))
     return None if group.rank == source else unflatten(received["skeleton"], tensors)
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors as bytes, as gloo does not know every dtype, and in pieces: the source holds no second copy of them
+    on the host."""
+    for value in tensors.values():
+        if value.numel():
+            yield from value.detach().contiguous().reshape(-1).view(torch.uint8).split(CHUNK_BYTES)
+
+
+class _OnTheWay:
+    """Pieces that were sent, or are awaited, and have not arrived."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[dist.Work | None, torch.Tensor, int]] = deque()
+        self._num_bytes = 0
+
+    def add(self, work: dist.Work | None, piece: torch.Tensor, number: int) -> None:
+        self._pieces.append((work, piece, number))
+        self._num_bytes += piece.numel()
+
+    def first(self) -> tuple[torch.Tensor, int]:
+        """The one that has been on its way for longest, once it has arrived, and its number."""
+        work, piece, number = self._pieces.popleft()
+        assert work is not None, "this rank is in the group"
+        work.wait()
+        self._num_bytes -= piece.numel()
+        return piece, number
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._pieces) >= MOST_PIECES or self._num_bytes >= MOST_BYTES
 
 
 class _Chain:
@@ -63,23 +96,36 @@ class _Chain:
         place = ranks.index(rank)
         self._before = ranks[place - 1] if place else None
         self._next = ranks[place + 1] if place + 1 < len(ranks) else None
-        self._sent: dist.Work | None = None
-        self._piece: torch.Tensor | None = None
+        self._going = _OnTheWay()
 
     def pass_on(self, piece: torch.Tensor) -> torch.Tensor:
         """A tensor on the CPU: the first rank's own, and on the others filled with that."""
         if self._before is not None:
             dist.recv(piece, self._before)
-        self.finish()
-        if self._next is not None:
-            self._sent, self._piece = dist.isend(piece, self._next), piece
+        self._give(piece, 0)
         return piece
 
-    def finish(self) -> None:
-        """Until everything has gone."""
-        if self._sent is not None:
-            self._sent.wait()
-        self._sent = self._piece = None
+    def pass_all(self, pieces: Iterable[torch.Tensor]) -> None:
+        """Tensors of bytes, on the CPU but for the first rank's. Many are on their way at once: to wait for each of
+        those of a model takes longer than to carry them."""
+        coming = _OnTheWay()
+        for number, piece in enumerate(pieces, start=1):
+            if self._before is None:
+                self._give(piece.cpu(), number)
+                continue
+            coming.add(dist.irecv(piece, self._before, tag=number), piece, number)
+            if coming.is_full:
+                self._give(*coming.first())
+        while coming:
+            self._give(*coming.first())
+        while self._going:
+            self._going.first()
+
+    def _give(self, piece: torch.Tensor, number: int) -> None:
+        if self._next is not None:
+            self._going.add(dist.isend(piece, self._next, tag=number), piece, number)
+            while self._going.is_full:
+                self._going.first()
 
 
 def check_same_model(module: torch.nn.Module, group: ProcessGroup) -> None:

@@ -1,0 +1,86 @@
+"""State from one rank to others, over a real process group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ddp.parallel import handover
+from elastic_ddp.parallel.handover import hand_over
+from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
+from elastic_ddp.state import flatten
+from tests.ranks import run_ranks
+
+
+def state(size: int = 1000) -> dict[str, Any]:
+    """Of every kind of tensor that gives trouble, and of more pieces than are on their way at once."""
+    random = torch.Generator().manual_seed(7)
+    many = {str(k): torch.randn(k % 50, generator=random) for k in range(3 * handover.MOST_PIECES)}
+    return {
+        "large": torch.randn(size, generator=random),
+        "turned": torch.randn(30, 50, generator=random).t(),
+        "bf16": torch.randn(77, generator=random).bfloat16(),
+        "flags": torch.rand(13, generator=random) > 0.5,
+        "complex": torch.randn(5, generator=random, dtype=torch.complex64),
+        "number": torch.tensor(3),
+        "nothing": torch.empty(0, 4),
+        "many": many,
+        "plain": [1, "two", None],
+    }
+
+
+def digest(tree: Any) -> str:
+    skeleton, tensors = flatten(tree)
+    found = hashlib.sha256(repr(skeleton).encode())
+    for key in sorted(tensors):
+        value = tensors[key].contiguous()
+        found.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def receive(group: ProcessGroup, source: int, receivers: tuple[int, ...], chunk_bytes: int) -> str | None:
+    handover.CHUNK_BYTES = chunk_bytes
+    handover.MOST_BYTES = 4 * chunk_bytes
+    mine = state() if group.rank == source else {"another": torch.zeros(3)}
+    received = hand_over(mine, group, source=source, receivers=receivers)
+    return None if received is None else digest(received)
+
+
+@pytest.mark.parametrize("chunk_bytes", [16 << 20, 64, 1])
+def test_receivers_have_the_bits_of_the_source_and_others_get_nothing(chunk_bytes: int) -> None:
+    sent = digest(state())
+    if chunk_bytes > 1:
+        assert run_ranks(3, receive, 1, (2, 0), chunk_bytes) == [sent, None, sent]
+    assert run_ranks(3, receive, 0, (2,), chunk_bytes) == [None, None, sent]
+
+
+def leave_in_the_midst(group: ProcessGroup) -> str:
+    """Rank 1, in the middle of the chain, cuts its connections while there are pieces on their way, as its death
+    would."""
+    handover.CHUNK_BYTES, handover.MOST_BYTES = 1 << 20, 4 << 20
+    if group.rank == 1:
+        pieces = handover._pieces
+
+        def some(tensors: Any) -> Iterator[torch.Tensor]:
+            for number, piece in enumerate(pieces(tensors)):
+                if number == 20:
+                    raise KeyboardInterrupt
+                yield piece
+
+        handover._pieces = some
+    expected = KeyboardInterrupt if group.rank == 1 else RuntimeError
+    with pytest.raises(expected) as caught:
+        hand_over(state(size=50 << 20), group, source=0, receivers=(1, 2))
+    told = is_lost_peer(caught.value)
+    del caught
+    group.close(intact=False)
+    return "a peer was lost" if told else "left"
+
+
+def test_a_loss_in_the_midst_is_one_to_all_who_take_part() -> None:
+    assert run_ranks(3, leave_in_the_midst) == ["a peer was lost", "left", "a peer was lost"]
