@@ -55,7 +55,7 @@ class Commits:
 
     def look(self) -> None:
         """What the one before committed is for the storage to say: for a worker that has just become rank 0. It is
-        asked in the background, as nobody trains meanwhile."""
+        asked in the background, by a store of its own: all the others would wait for the answer."""
         self._look = threading.Thread(target=self._ask_storage, args=[self.step], name="newest-commit", daemon=True)
         self._look.start()
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import ray
 
-from elastic_ddp.elastic.rendezvous import NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
+from elastic_ddp.elastic.rendezvous import ANSWERS_WITHIN_S, NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.lease import holder
 from elastic_ddp.storage import Storage
 
 _ASK_AGAIN_S = 0.2
-_ANSWERS_WITHIN_S = 5.0
 
 
 class RunHandle:
@@ -161,7 +160,7 @@ def _connect(address: str | None = None) -> None:
     host, _, port = address.rpartition(":")
     try:
         if "/" not in host and port.isdecimal():  # Ray itself would knock for minutes
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_WITHIN_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
         ray.init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, OverflowError):
         raise ConfigError(

@@ -37,6 +37,7 @@ POLL_S = 1.0
 GONE_WITHIN_S = 120.0
 """How long Ray may take to end the rendezvous of a driver that is gone, with its machine perhaps."""
 ANSWERS_WITHIN_S = 5.0
+"""What somebody who may be gone is given to answer."""
 
 RendezvousHandle = Any
 """The actor's handle. Ray's own type for it loses what the methods return."""

@@ -122,13 +122,7 @@ class ProcessGroup:
         """
         before = _connections()
         # Soon or not at all: the rendezvous that hosts it may have died since, and its next one has another address.
-        store = dist.TCPStore(
-            assignment.store_host,
-            assignment.store_port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=datetime.timedelta(seconds=CONNECT_S),
-        )
+        store = _connect(assignment.store_host, assignment.store_port, within_s=CONNECT_S)
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
         group = cls(assignment, device, _connections() - before)
         on_forming(group)
@@ -218,7 +212,12 @@ def find_store(host: str, port: int) -> None:
     The first time in a process torch asks for the name of the store's host, for its log, and that takes ten seconds
     where no name server answers.
     """
-    dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=datetime.timedelta(seconds=FIND_STORE_S))
+    _connect(host, port, within_s=FIND_STORE_S)
+
+
+def _connect(host: str, port: int, *, within_s: float) -> dist.TCPStore:
+    timeout = datetime.timedelta(seconds=within_s)
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def use_interface_of(address: str) -> None:

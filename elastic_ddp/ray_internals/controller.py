@@ -154,6 +154,7 @@ class InPlaceController(TrainController):
         return self._to(state, RunningState())
 
     def _see_who_has_trained(self, workers: set[str]) -> None:
+        """One who had not before ends the row of newcomers that were lost."""
         if workers - self._have_trained:
             self._num_failed = 0
         self._have_trained = workers

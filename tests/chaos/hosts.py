@@ -47,10 +47,9 @@ class Hosts:
         count = "import ray; ray.init(logging_level='ERROR'); print(sum(each['Alive'] for each in ray.nodes()))"
         end = time.monotonic() + START_S
         while True:
-            with suppress(subprocess.CalledProcessError):
-                counting = self.start(0, sys.executable, "-c", count, stdout=subprocess.PIPE)
-                if counting.communicate(timeout=START_S)[0].strip() == str(num_nodes):
-                    return
+            counting = self.start(0, sys.executable, "-c", count, stdout=subprocess.PIPE)
+            if counting.communicate(timeout=START_S)[0].strip() == str(num_nodes):
+                return
             assert time.monotonic() < end, "Ray did not start"
 
     def start(self, host: int, *command: str, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[str]:

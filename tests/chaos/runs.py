@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,12 @@ class Trial:
     def config(self) -> dict[str, Any]:
         changes = {"steps": STEPS, "min_workers": 1, "resize_interval_s": 1.0, **self.settings}
         return jobs.settings(str(self.folder / "runs"), self.name, 3, **changes)
+
+    @property
+    def command(self) -> dict[str, Any]:
+        """What a driver of its own needs to know, see `faults.main`."""
+        faults = [asdict(each) for each in self.faults]
+        return {"data": self.data, "config": self.config, "faults": faults, "markers": str(self.markers)}
 
     def fit(self) -> ed.RunResult:
         """Runs it in this process."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from elastic_ddp.errors import TrainFunctionError
 from tests.chaos.faults import Fault, drive
 from tests.chaos.runs import Trial
+from tests.integration import jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_node")]
 
@@ -102,16 +101,10 @@ def test_a_driver_that_is_killed_is_replaced_by_the_same_command(
     folder: Path, calm: Mapping[str, Any], how: str, place: str, rank: int
 ) -> None:
     run = trial(folder, how, place, rank)
-    command = {
-        "data": run.data,
-        "config": run.config,
-        "markers": str(run.markers),
-        "faults": [asdict(each) for each in run.faults],
-    }
-    first = drive(command)
+    first = drive(run.command)
     assert first.returncode == -signal.SIGKILL, first.stderr
-    second = drive(command)
+    second = drive(run.command)
     assert second.returncode == 0, second.stderr
-    summary = json.loads((folder / "runs" / run.name / "summary.json").read_text())
+    summary = jobs.summary(folder, run.name)
     assert summary["sessions"] == 2
     run.check(summary, calm)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.chaos.faults import Fault
 from tests.chaos.hosts import Hosts, can_be_made, two_hosts
 from tests.chaos.runs import Trial
 from tests.integration import jobs
+from tests.integration.clusters import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,27 +25,14 @@ pytestmark = [
 
 
 def start(hosts: Hosts, run: Trial) -> subprocess.Popen[str]:
-    arguments = {
-        "data": run.data,
-        "config": run.config,
-        "faults": [vars(each) for each in run.faults],
-        "markers": str(run.markers),
-    }
-    return hosts.start(0, sys.executable, "-m", "tests.chaos.faults", json.dumps(arguments), stdout=subprocess.PIPE)
+    command = [sys.executable, "-m", "tests.chaos.faults", json.dumps(run.command)]
+    return hosts.start(0, *command, stdout=subprocess.PIPE)
 
 
 def finish(run: Trial, driver: subprocess.Popen[str]) -> Mapping[str, Any]:
     output, _ = driver.communicate(timeout=240)
     assert driver.returncode == 0, output
     return jobs.summary(run.folder, run.name)
-
-
-def until(condition: Callable[[], bool], driver: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert driver.poll() is None, driver.communicate()
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def test_a_node_whose_network_is_cut_is_missed_and_its_worker_is_nobody_when_it_is_back(folder: Path) -> None:
