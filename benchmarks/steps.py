@@ -1,6 +1,7 @@
 """What whole steps cost next to plain DDP: `python benchmarks/steps.py` prints a table and writes its figures as JSON.
 
-The same GPT of 10 M parameters, Parquet rows, batches, clipping and AdamW on two workers of one thread each, over gloo:
+The same GPT of 10 M parameters, Parquet rows, batches, clipping and AdamW on two workers of one thread each (on as many
+as `--workers` says), over gloo:
 
     plain        torchrun, DistributedDataParallel with no_sync, DataLoader with a DistributedSampler
     native       ElasticTrainer with `reduction="native"`, the stock all-reduce
@@ -47,7 +48,6 @@ sys.path.insert(0, EXAMPLES)
 
 from gpt import GPT, next_byte_loss  # noqa: E402
 
-WORLD_SIZE = 2
 MODEL = {"context": 64, "width": 320, "layers": 8, "heads": 5, "dropout": 0.0}
 MICRO_BATCH_SIZE = 8
 ROWS = 65_536
@@ -81,7 +81,7 @@ class StepLog:
 # Ours.
 
 
-def run_ours(side: str, data: str, folder: str, accumulate: int) -> None:
+def run_ours(side: str, data: str, folder: str, workers: int, accumulate: int) -> None:
     import ray
 
     import elastic_ddp as ed
@@ -102,16 +102,16 @@ def run_ours(side: str, data: str, folder: str, accumulate: int) -> None:
         name="steps",
         storage=folder,
         steps=MANY_STEPS,
-        global_batch_size=MICRO_BATCH_SIZE * accumulate * WORLD_SIZE,
+        global_batch_size=MICRO_BATCH_SIZE * accumulate * workers,
         micro_batch_size=MICRO_BATCH_SIZE,
-        min_workers=WORLD_SIZE,
-        max_workers=WORLD_SIZE,
+        min_workers=workers,
+        max_workers=workers,
         reduction=side,
         clip_grad_norm=1.0,
         log_every_steps=LOG_EVERY_STEPS,
         checkpoint=ed.CheckpointConfig(every_steps=MANY_STEPS),  # plain DDP makes none
     )
-    ray.init("local", num_cpus=WORLD_SIZE, include_dashboard=False, logging_level="warning")
+    ray.init("local", num_cpus=workers, include_dashboard=False, logging_level="warning")
     ed.ElasticTrainer(train, data, config).fit()
 
 
@@ -205,17 +205,17 @@ class Turn:
 class Side:
     """One of the three ways to train, running in processes of its own."""
 
-    def __init__(self, name: str, data: Path, folder: Path, accumulate: int) -> None:
-        self.name, self._folder = name, folder
+    def __init__(self, name: str, data: Path, folder: Path, *, workers: int, accumulate: int) -> None:
+        self.name, self._folder, self._num_workers = name, folder, workers
         folder.mkdir()
         launcher = [sys.executable]
         if name == "plain":
-            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
         arguments = [__file__, "--side", name, "--data", str(data), "--folder", str(folder)]
         path = os.pathsep.join(filter(None, [EXAMPLES, os.environ.get("PYTHONPATH")]))
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(
-                [*launcher, *arguments, "--accumulate", str(accumulate)],
+                [*launcher, *arguments, "--workers", str(workers), "--accumulate", str(accumulate)],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -248,7 +248,7 @@ class Side:
         status = Path(f"/proc/{self._workers()[0]}/status").read_text()
         peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
         return {
-            "worker_cpu_s_per_step": (end[1] - workers) / (end[0] - steps) / WORLD_SIZE,
+            "worker_cpu_s_per_step": (end[1] - workers) / (end[0] - steps) / self._num_workers,
             "other_cpu_s_per_step": (end[2] - others) / (end[0] - steps),
             "worker_peak_mib": int(peak.split()[1]) / 1024,
         }
@@ -258,7 +258,7 @@ class Side:
         return [float(line) for line in path.read_text().splitlines()[1:]] if path.exists() else []
 
     def _workers(self) -> list[int]:
-        return [int((self._folder / f"rank-{rank}").read_text().split()[0]) for rank in range(WORLD_SIZE)]
+        return [int((self._folder / f"rank-{rank}").read_text().split()[0]) for rank in range(self._num_workers)]
 
     def _cpu(self) -> tuple[int, float, float]:
         """Steps so far, CPU seconds of the workers, and of all processes beside them."""
@@ -287,7 +287,7 @@ class Side:
 
 
 def measure(
-    data: Path, scratch: Path, *, accumulate: int, rounds: int, turn_s: float, patience_s: float
+    data: Path, scratch: Path, *, workers: int, accumulate: int, rounds: int, turn_s: float, patience_s: float
 ) -> dict[str, Any]:
     sides: list[Side] = []
     turns: dict[str, list[Turn]] = {name: [] for name in SIDES}
@@ -297,7 +297,7 @@ def measure(
             title = f"{accumulate} micro-batches per worker and step"
             task = progress.add_task(title, total=len(SIDES) * (1 + rounds))
             for name in SIDES:
-                sides.append(Side(name, data, scratch / f"{name}-{accumulate}", accumulate))
+                sides.append(Side(name, data, scratch / f"{name}-{accumulate}", workers=workers, accumulate=accumulate))
                 sides[-1].warm_up()
                 progress.advance(task)
             deadline = time.monotonic() + patience_s
@@ -314,7 +314,7 @@ def measure(
     finally:
         for side in sides:
             side.close()
-    global_batch_size = MICRO_BATCH_SIZE * accumulate * WORLD_SIZE
+    global_batch_size = MICRO_BATCH_SIZE * accumulate * workers
     for name, each in turns.items():
         rates = [global_batch_size * turn.steps_per_s for turn in each]
         ratios = [ours.steps_per_s / plain.steps_per_s for ours, plain in zip(each, turns["plain"], strict=True)]
@@ -342,7 +342,7 @@ def describe_machine() -> dict[str, Any]:
 
 def print_table(results: dict[str, Any], output: Path) -> None:
     console = Console()
-    console.print(f"{results['model']}; {WORLD_SIZE} workers, one thread each, gloo")
+    console.print(f"{results['model']}; {results['workers']} workers, one thread each, gloo")
     console.print(f"{results['machine']}")
     for setting in results["settings"]:
         title = f"M/W = {setting['micro_batches_per_worker']}, global batch {setting['global_batch_size']}"
@@ -363,7 +363,7 @@ def print_table(results: dict[str, Any], output: Path) -> None:
                 f"{figures['worker_peak_mib']:.0f}",
             )
         console.print(table)
-    console.print("CPU: of one worker, in a step; beside: of all processes of that side but the two workers, in a step")
+    console.print("CPU: of one worker, in a step; beside: of all processes of that side but the workers, in a step")
     console.print("MiB: peak resident memory of rank 0")
     console.print(f"written to {output}")
 
@@ -376,6 +376,7 @@ def main() -> None:
     parser.add_argument(
         "--patience-s", type=float, default=600.0, help="how long to repeat turns that other programs disturbed"
     )
+    parser.add_argument("--workers", type=int, default=2, help="the world size; with fewer than cores, some are free")
     parser.add_argument(
         "--accumulate", type=int, nargs="+", default=[1, 4], help="micro-batches per worker and step, M/W"
     )
@@ -385,7 +386,7 @@ def main() -> None:
     if options.side == "plain":
         run_plain(options.data, options.folder, options.accumulate[0])
     elif options.side:
-        run_ours(options.side, options.data, options.folder, options.accumulate[0])
+        run_ours(options.side, options.data, options.folder, options.workers, options.accumulate[0])
     else:
         compare(options)
 
@@ -395,6 +396,7 @@ def compare(options: argparse.Namespace) -> None:
     results: dict[str, Any] = {
         "machine": describe_machine(),
         "model": f"GPT of {parameters / 1e6:.1f} M parameters, context {MODEL['context']}",
+        "workers": options.workers,
         "micro_batch_size": MICRO_BATCH_SIZE,
         "rounds": options.rounds,
         "turn_s": options.turn_s,
@@ -409,6 +411,7 @@ def compare(options: argparse.Namespace) -> None:
                 measure(
                     data,
                     Path(name),
+                    workers=options.workers,
                     accumulate=accumulate,
                     rounds=options.rounds,
                     turn_s=options.turn_s,
