@@ -1,0 +1,60 @@
+"""Where the cluster has a rendezvous of the run's name already."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from elastic_ddp.elastic import rendezvous as rendezvous_module
+from elastic_ddp.elastic.messages import RendezvousOptions
+from elastic_ddp.elastic.rendezvous import start_rendezvous
+from elastic_ddp.errors import ConfigError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def local_ray() -> Iterator[None]:
+    ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def driven_from(uri: str) -> RendezvousOptions:
+    driver = {"uri": uri, "pid": 123, "host": "old-head"}
+    return RendezvousOptions(min_workers=1, max_workers=1, heartbeat_timeout_s=5.0, driver=driver)
+
+
+def test_one_of_a_driver_that_is_gone_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = start_rendezvous("lm", 10, driven_from("file:///runs/lm"))
+    waits = []
+
+    def sleep(seconds: float) -> None:
+        if not waits:  # as Ray does, some time after the machine of its driver died
+            ray.kill(gone)
+        waits.append(seconds)
+        original(seconds)
+
+    original = time.sleep
+    monkeypatch.setattr(rendezvous_module.time, "sleep", sleep)
+    follower = start_rendezvous("lm", 20, driven_from("file:///runs/lm"))
+    assert waits
+    assert ray.get(follower.status.remote())["total_steps"] == 20
+
+
+def test_one_that_does_not_go_is_a_run_that_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_module, "GONE_WITHIN_S", 0.5)
+    held = start_rendezvous("lm", 10, driven_from("file:///runs/lm"))
+    with pytest.raises(ConfigError, match="live on this cluster already, in file:///runs/lm, by pid 123 on old-head"):
+        start_rendezvous("lm", 20, driven_from("file:///runs/lm"))
+    assert ray.get(held.status.remote())["total_steps"] == 10
+
+
+def test_one_with_another_storage_is_another_run() -> None:
+    held = start_rendezvous("lm", 10, driven_from("file:///runs/lm"))
+    with pytest.raises(ConfigError, match="use another name"):
+        start_rendezvous("lm", 20, driven_from("file:///elsewhere/lm"))
+    assert ray.get(held.status.remote())["total_steps"] == 10
