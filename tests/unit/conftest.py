@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.config import RunConfig
+from elastic_ddp.elastic import rendezvous as rendezvous_module
+from elastic_ddp.elastic.messages import RendezvousOptions
+from elastic_ddp.elastic.rendezvous import Rendezvous
 from elastic_ddp.job import Job
 from elastic_ddp.run import Run
 from elastic_ddp.storage import Storage
 from tests.unit.alone import CPU, FakeFeed, FakeIndex, FakeLink, NewRun
+from tests.unit.scene import LIMIT_S, OPTIONS, Play
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +59,29 @@ def new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _a_small_heap: None
     yield make
     for run in runs:
         run.close(intact=True)
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Runs a scenario against a rendezvous of its own, whose polls are short."""
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(rendezvous_module, "POLL_S", 0.05)
+
+    def run(scenario: Callable[[Rendezvous], Awaitable[Any]], options: RendezvousOptions = OPTIONS) -> Any:
+        async def within_time() -> Any:
+            rendezvous = Rendezvous("lm", 100, options)
+            try:
+                return await asyncio.wait_for(scenario(rendezvous), LIMIT_S)
+            finally:
+                if rendezvous._pulses._server is not None:
+                    rendezvous._pulses._server.close()
+
+        return asyncio.run(within_time())
+
+    return run
+
+
+@pytest.fixture
+def long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that comes at all comes because of a change."""
+    monkeypatch.setattr(rendezvous_module, "POLL_S", 1000.0)

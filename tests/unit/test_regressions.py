@@ -10,20 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic_ddp.batching import micro_batch_ranges
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic.messages import Ended
 from elastic_ddp.elastic.rendezvous import Rendezvous
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.job import COMMITS
+from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.ddp import PreparedModel
 from elastic_ddp.storage import Storage
 from elastic_ddp.train_state import TrainState
 from elastic_ddp.trainer import ElasticTrainer
 from tests.ranks import run_ranks
 from tests.unit.alone import CPU, LOST_PEER, Model, NewRun, link_of, prepared
-from tests.unit.test_buffers import StepBuffers, micro_batch_ranges
-from tests.unit.test_rendezvous import Play, join, member, play, started  # noqa: F401
+from tests.unit.scene import Play, join, member, started
 from tests.unit.test_run_api import Scripted, refused, state_of
 
 

@@ -1,0 +1,114 @@
+"""The rendezvous, without Ray: who is given up where nothing goes on any more."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from elastic_ddp.elastic.messages import NOTHING, RendezvousOptions, Signals
+from elastic_ddp.elastic.rendezvous import Rendezvous
+from elastic_ddp.parallel.process_group import Assignment
+from tests.unit.scene import Play, events_of, join, joined, member, started, where
+
+
+def hang_options(timeout_s: float) -> RendezvousOptions:
+    return RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, hang_timeout_s=timeout_s)
+
+
+def test_a_worker_that_hangs_is_given_up_after_all_have_said_where_they_are(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.3)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+
+        async def listens(rank: int, place: str) -> list[Signals]:
+            everything = []
+            while not (everything and (everything[-1].broken or everything[-1].ended)):
+                everything.append(await rendezvous.listen(member("a", rank), 1, None, where(7, place)))
+                await asyncio.sleep(0)  # an answer that comes at once leaves no time to others
+            return everything
+
+        waits, hangs = await asyncio.gather(listens(0, "reduction"), listens(1, "forward"))
+        assert any(each.show_stacks for each in waits) and any(each.show_stacks for each in hangs)
+        assert "it hung in 'forward' for 0.3 s (hang_timeout_s)" in str(hangs[-1].ended)
+        (hang,) = await events_of(rendezvous, "hang")
+        assert hang["culprits"] == ["a1"] and hang["places"] == {"a0": "reduction", "a1": "forward"}
+        assert isinstance(await join(rendezvous, member("a", 0), 1, 5), Assignment)
+        assert await rendezvous.listen(member("a", 0), 2, None) == NOTHING, "nobody asks for stacks any more"
+
+    play(scenario, hang_options(0.3))
+
+
+def test_a_collective_that_nobody_completes_is_tried_again(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.1)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        for rank in (0, 1):
+            await rendezvous.listen(member("a", rank), 1, None, where(7, "reduction"))
+        while not (await rendezvous.listen(member("a", 0), 1, None, where(7, "reduction"))).broken:
+            await asyncio.sleep(0)
+        assert not (await rendezvous.supervise(["a0", "a1"], 0, {})).lost  # type: ignore[union-attr]
+
+    play(scenario, hang_options(0.3))
+
+
+def test_a_function_in_which_all_workers_are_stuck_ends_the_run(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.1)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        for rank in (0, 1):
+            await rendezvous.listen(member("a", rank), 1, None, where(7, "forward"))
+        news = await rendezvous.follow(10_000)
+        while news.outcome is None:
+            news = await rendezvous.follow(10_000)
+        assert news.outcome["status"] == "failed"
+        assert "all workers have been in 'forward' for 0.3 s (hang_timeout_s)" in news.outcome["error"]
+
+    play(scenario, hang_options(0.3))
+
+
+def test_a_worker_that_never_comes_is_given_up(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.elastic.assembly.START_S", 0.0)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        begun = asyncio.get_running_loop().time()
+        while not (orders := await rendezvous.supervise(["a0", "a1", "a2"], 0, {})).lost:  # type: ignore[union-attr]
+            await asyncio.sleep(0.01)
+        assert asyncio.get_running_loop().time() - begun >= 0.3
+        assert orders is not None and list(orders.lost) == ["a2"]
+        (lost,) = await events_of(rendezvous, "newcomer_lost")
+        assert "not ready to train 0.3 s after its start (hang_timeout_s)" in lost["error"]
+        assert await events_of(rendezvous, "worker_lost") == []
+
+    play(scenario, hang_options(0.3))
+
+
+def test_waiting_for_workers_is_no_hang_however_long_it_takes(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.0)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        await rendezvous._on_lost("a1", "its process ended")
+        await rendezvous.listen(member("a", 0), 1, None, where(8, "rendezvous"))
+        waited, clock = 0.0, asyncio.get_running_loop().time
+        begun = clock()
+        while waited < 1.0:  # many times the timeout
+            assert await join(rendezvous, member("a", 0), 1, 5) is None
+            waited = clock() - begun
+        assert await events_of(rendezvous, "hang") == []
+        assert len(await events_of(rendezvous, "worker_lost")) == 1
+        newcomer, _ = await asyncio.gather(join(rendezvous, member("a", 2)), joined(rendezvous, member("a", 0), 1, 5))
+        assert isinstance(newcomer, Assignment) and newcomer.reason == "worker lost"
+
+    options = RendezvousOptions(min_workers=2, max_workers=4, heartbeat_timeout_s=30.0, hang_timeout_s=0.1)
+    play(scenario, options)

@@ -1,0 +1,372 @@
+"""The rendezvous, without Ray: what it hears, keeps and tells of the run, and what it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from elastic_ddp.elastic import rendezvous as rendezvous_module
+from elastic_ddp.elastic.journal import Journal
+from elastic_ddp.elastic.membership import LEFT
+from elastic_ddp.elastic.memory import Memory
+from elastic_ddp.elastic.messages import NOTHING, Ended, News, RendezvousOptions, Signals
+from elastic_ddp.elastic.pulse import Pulse
+from elastic_ddp.elastic.rendezvous import Rendezvous
+from elastic_ddp.parallel.process_group import Assignment
+from tests.unit.scene import BROKEN, Play, events_of, heard, join, joined, member, started, until_held
+
+# The ear and the mouth of the run.
+
+
+def test_messages_reach_the_driver_in_order_and_only_the_newest_progress_does(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous, size=1)
+        await rendezvous.take([{"event": "one"}, {"event": "two"}], {"step": 1})
+        await rendezvous.take([{"event": "three"}], {"step": 2})
+        assert await rendezvous.listen(member("a", 0, 1), 1, {"step": 3}) == NOTHING
+        news = await rendezvous.follow(0)
+        assert [event["event"] for event in news.events] == ["rendezvous", "one", "two", "three"]
+        assert (news.progress, news.outcome) == ({"step": 3}, None)
+        assert [event["event"] for event in (await rendezvous.follow(3)).events] == ["three"]
+
+    play(scenario)
+
+
+def test_what_the_driver_has_written_down_is_forgotten() -> None:
+    journal = Journal(Memory(None))
+    for number in range(1, 6):
+        journal.take([{"event": "steps", "step": number}], None)
+    assert [event["step"] for event in journal.after(2)] == [3, 4, 5] == [event["step"] for event in journal.after(2)]
+    assert [event["step"] for event in journal.after(0)] == [3, 4, 5]
+    assert journal.num_events == 5 and journal.last("steps")["step"] == 5
+    journal.take([{"event": "steps", "step": 6}], None)
+    assert [event["step"] for event in journal.after(5)] == [6] and journal.num_events == 6
+
+
+def test_the_driver_is_held_until_there_is_news(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        driver = asyncio.create_task(rendezvous.follow(0))
+        await until_held(driver)
+        await rendezvous.take([{"event": "commit", "step": 7}], None)
+        assert [event["step"] for event in (await driver).events] == [7]
+
+    play(scenario)
+
+
+def test_a_driver_without_news_is_answered_within_a_poll(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        assert await rendezvous.follow(0) == News([], {}, None, 0, False)
+
+    play(scenario)
+
+
+def test_a_stop_reaches_a_worker_that_waits_and_nobody_new_gets_in(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        waiting = asyncio.create_task(rendezvous.listen(member("a", 0), 1, None))
+        await until_held(waiting)
+        await rendezvous.stop()
+        assert await waiting == Signals(stop=True)
+        assert await rendezvous.listen(member("a", 1), 1, None) == Signals(stop=True)
+        assert await join(rendezvous, member("a", 2)) == Ended("stopped")
+        status = await rendezvous.status()
+        assert status["state"] == "stopping"
+
+    play(scenario)
+
+
+def test_survivors_of_a_run_that_stops_form_once_more_to_commit_what_they_hold(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        survivor = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5, lost=BROKEN))
+        await rendezvous.retire(member("a", 1))
+        await until_held(survivor)  # one is too few to train
+        await rendezvous.stop()
+        answer = await survivor
+        assert (answer.generation, answer.world_size, answer.source) == (2, 1, 0)
+
+    play(scenario, RendezvousOptions(min_workers=2, max_workers=4, heartbeat_timeout_s=30.0))
+
+
+def test_the_first_outcome_counts_and_ends_everyone(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        waiting = asyncio.create_task(rendezvous.listen(member("a", 1), 1, None))
+        joining = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=9))
+        driver = asyncio.create_task(rendezvous.follow(1))
+        await until_held(waiting, joining, driver)
+        await rendezvous.take([{"event": "commit", "step": 9}], None)
+        await rendezvous.end(member("a", 0), {"step": 9}, {"status": "failed", "error": "the first"})
+        await rendezvous.end(member("a", 0), None, {"status": "finished"})
+        assert await waiting == Signals(ended="failed")
+        news = await rendezvous.follow(1)
+        assert [event["step"] for event in news.events] == [9]  # nothing that was said before the end is lost
+        assert (news.progress, news.outcome) == ({"step": 9}, {"status": "failed", "error": "the first"})
+        assert (await driver).events == news.events
+        assert await join(rendezvous, member("a", 2)) == Ended("failed")
+        assert (await rendezvous.follow(2)).outcome == news.outcome  # at once
+        joining.cancel()
+
+    play(scenario)
+
+
+def test_a_member_that_waits_when_the_run_ends_is_told_when_it_asks_again(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        joining = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=9))
+        await rendezvous.end(member("a", 0), None, {"status": "finished"})
+        answers = [await joining, await join(rendezvous, member("a", 0), after=1, step=9)]
+        assert answers[-1] == Ended("finished")
+
+    play(scenario)
+
+
+def test_the_status_follows_the_run(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        fresh = await rendezvous.status()
+        assert (fresh["name"], fresh["state"], fresh["total_steps"]) == ("lm", "starting", 100)
+        assert fresh["step"] is fresh["last_commit"] is fresh["generation"] is None
+        await started(rendezvous)
+        said = [{"event": "generation", "generation": 1, "world_size": 2}, {"event": "commit", "step": 5}]
+        await rendezvous.take(said, {"step": 6, "loss": 0.5})
+        assert (await rendezvous.status())["state"] == "training"
+        await rendezvous.stop()
+        status = await rendezvous.status()
+        assert (status["state"], status["generation"], status["world_size"]) == ("stopping", 1, 2)
+        assert (status["step"], status["loss"], status["last_commit"]) == (6, 0.5, 5)
+        await rendezvous.end(member("a", 0), None, {"status": "stopped"})
+        assert (await rendezvous.status())["state"] == "stopped"
+
+    play(scenario)
+
+
+def test_of_one_presumed_dead_neither_progress_nor_time_counts(play: Play, long_polls: None) -> None:
+    ended = {"event": "generation_ended", "time": 0.0, "generation": 1, "account": {"useful": 60.0}}
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        await rendezvous.take([], {"step": 7}, "a1")
+        await rendezvous._on_lost("a0", "it was silent for 5 s")
+        await rendezvous.take([ended], {"step": 3}, "a0", 1)
+        assert (await rendezvous.status())["step"] == 7
+        assert [each["account"] for each in await events_of(rendezvous, "generation_ended")] == [None]
+
+    play(scenario)
+
+
+# What it is asked for.
+
+
+def test_a_member_that_asks_to_go_is_let_go_at_the_next_boundary_and_recorded(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        listening = asyncio.create_task(heard(rendezvous, member("a", 0), 1, lambda signals: signals.reconfigure))
+        await until_held(listening)
+        await rendezvous.leave(member("a", 1), 0.0, "SIGTERM")
+        await listening
+        first, second = await asyncio.gather(
+            joined(rendezvous, member("a", 0), 1, 5), join(rendezvous, member("a", 1), 1, 5)
+        )
+        assert (first.generation, first.world_size, first.reason) == (2, 1, "workers left")
+        assert second == Ended(LEFT)
+        assert [each["by"] for each in await events_of(rendezvous, "notice")] == ["SIGTERM"]
+        assert [(each["member"], each["kind"]) for each in await events_of(rendezvous, "worker_left")] == [
+            ("a1", "drain")
+        ]
+        orders = await rendezvous.supervise(["a0", "a1"], 0, {})
+        assert orders is not None and (orders.dismissed, orders.lost, orders.leaving) == (["a1"], {}, [])
+
+    play(scenario)
+
+
+def test_of_members_that_all_leave_one_is_to_commit_first(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        orders = await rendezvous.supervise(["a0", "a1"], 0, {"id0": 0.0, "id1": 0.0})
+        assert orders is not None and sorted(orders.leaving) == ["a0", "a1"] and orders.avoid == ["id0", "id1"]
+        await heard(rendezvous, member("a", 0), 1, lambda signals: signals.reconfigure)
+        first, second = await asyncio.gather(
+            joined(rendezvous, member("a", 0), 1, 5), join(rendezvous, member("a", 1), 1, 5)
+        )
+        assert first.brief and first.world_size == 1
+        assert second == Ended(LEFT)
+        assert await rendezvous.join(member("a", 0), 2, 5, True, None, 5) == Ended(LEFT)
+        assert [each["by"] for each in await events_of(rendezvous, "notice")] == ["Ray", "Ray"]
+
+    play(scenario)
+
+
+def test_who_asks_for_a_commit_is_told_when_there_is_one(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        request = await rendezvous.checkpoint()
+        assert await rendezvous.checkpoint() == request, "one commit answers both"
+        assert await rendezvous.committed(request) is None
+        signals = await heard(rendezvous, member("a", 0), 1, lambda signals: signals.commit)
+        await rendezvous.take([{"event": "commit", "step": 4, "request": None, "time": 0.0}], None)
+        assert await rendezvous.committed(request) is None
+        await rendezvous.take([{"event": "commit", "step": 7, "request": signals.commit, "time": 0.0}], None)
+        assert await rendezvous.committed(request) == 7
+        assert await rendezvous.checkpoint() == request + 1
+
+    play(scenario)
+
+
+def test_a_node_is_drained_by_its_address_or_by_its_id(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous, size=3)
+        assert await rendezvous.drain("10.0.0.1", 0.0) == ["id1"]
+        assert await rendezvous.drain("id2", 0.0) == ["id2"]
+        assert await rendezvous.drain("elsewhere", 0.0) == []
+        status = await rendezvous.status()
+        assert status["draining"] == ["id1", "id2"]
+        assert len(status["members"]) == 3, "they are still here"
+
+    play(scenario)
+
+
+def test_a_run_that_is_made_smaller_says_so_to_the_controller(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous, size=3)
+        await rendezvous.resize(1)
+        await heard(rendezvous, member("a", 0, 3), 1, lambda signals: signals.reconfigure)
+        answers = await asyncio.gather(*(join(rendezvous, member("a", rank, 3), 1, 5) for rank in range(3)))
+        assert answers[1:] == [Ended(LEFT), Ended(LEFT)]
+        orders = await rendezvous.supervise(["a0", "a1", "a2"], 0, {})
+        assert orders is not None and (orders.limit, orders.dismissed) == (1, ["a1", "a2"])
+
+    play(scenario)
+
+
+def test_a_commit_is_made_also_where_there_are_too_few_to_train(play: Play, long_polls: None) -> None:
+    options = RendezvousOptions(min_workers=2, max_workers=4, heartbeat_timeout_s=30.0, last_commit=3)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        assert (await rendezvous.status())["last_commit"] == 3, "that it went on from"
+        await rendezvous._on_lost("a1", "its process ended")
+        waits = asyncio.create_task(join(rendezvous, member("a", 0), 1, 5))
+        await until_held(waits)
+        request = await rendezvous.checkpoint()
+        place = await waits
+        assert isinstance(place, Assignment) and place.brief and place.world_size == 1
+        commit = {"event": "commit", "step": 5, "request": request, "time": 0.0}
+        await rendezvous.take([commit], None, "a0", 1)
+        assert await rendezvous.committed(request) == 5
+        waits = asyncio.create_task(rendezvous.join(member("a", 0), 2, 5, True, None, committed=5))
+        await until_held(waits)
+        assert await rendezvous.committed(await rendezvous.checkpoint()) == 5, "there is nothing newer"
+        waits.cancel()
+
+    play(scenario, options)
+
+
+def test_the_store_forgets_what_generations_before_the_last_said(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_module, "TICK_S", 0.01)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        for number in (1, 2):
+            rendezvous._store.set(f"generation{number}/here", "2")
+        rendezvous._store.set("generation10/here", "2")
+        await asyncio.gather(*(joined(rendezvous, member("a", rank), 1, 5) for rank in (0, 1)))
+        while "generation1/here" in rendezvous._store.list_keys():
+            await asyncio.sleep(0.01)
+        assert {"generation2/here", "generation10/here"} <= set(rendezvous._store.list_keys())
+
+    play(scenario)
+
+
+# A second life.
+
+
+def test_a_message_is_kept_whole_or_not_at_all_where_the_disk_is_full(tmp_path: Path) -> None:
+    memory = Memory(str(tmp_path))
+    memory.append([{"sender": "", "number": 0, "event": {"event": "first"}}])
+    size = (tmp_path / "events.jsonl").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))  # the next one fits by ten bytes
+    try:
+        with pytest.raises(OSError, match="too large"):
+            memory.append([{"sender": "", "number": 0, "event": {"event": "second"}}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert (tmp_path / "events.jsonl").stat().st_size == size
+    memory.append([{"sender": "", "number": 0, "event": {"event": "third"}}])
+    assert [line["event"]["event"] for line in Memory(str(tmp_path)).lines()] == ["first", "third"]
+
+
+def test_a_restarted_rendezvous_knows_what_the_one_before_knew(play: Play, tmp_path: Path) -> None:
+    options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=0.3, memory=str(tmp_path))
+    said = [{"event": "commit", "step": 5, "request": None, "time": 0.0}]
+
+    async def first_life(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous, size=3)
+        await rendezvous.take(said, None, "a0", 1)
+        await rendezvous.resize(2)
+        await rendezvous.drain("id2", 100.0)
+
+    async def second_life(rendezvous: Rendezvous) -> None:
+        host, port = await rendezvous.pulse_address()
+        pulses = [Pulse(lambda: (host, port), f"a{rank}", 30.0) for rank in (0, 2)]
+        await rendezvous.take(said, None, "a0", 1)  # it had not heard that it arrived
+        assert len(await events_of(rendezvous, "commit")) == 1
+        status = await rendezvous.status()
+        assert (status["wanted"], status["draining"], len(status["members"])) == (2, ["id2"], 3)
+        assert status["last_commit"] == 5
+        await heard(rendezvous, member("a", 0, 3), 1, lambda signals: signals.broken)
+        (lost,) = await events_of(rendezvous, "worker_lost")
+        assert (lost["member"], lost["error"]) == ("a1", "it did not come back after the rendezvous was restarted")
+        first, leaving = await asyncio.gather(
+            joined(rendezvous, member("a", 0, 3), 1, 6), join(rendezvous, member("a", 2, 3), 1, 6)
+        )
+        assert (first.generation, first.rank, first.world_size) == (2, 0, 1)
+        assert leaving == Ended(LEFT)
+        for pulse in pulses:
+            pulse.stop()
+
+    play(first_life, options)
+    play(second_life, options)
+
+
+def test_events_that_were_written_down_leave_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.elastic.journal.FORGET_TOGETHER", 100)
+    journal = Journal(Memory(str(tmp_path)))
+    for number in range(1, 1001):
+        journal.take([{"event": "steps", "step": number}], None, "a0", number)
+        if number % 10 == 0:
+            journal.after(number)
+    journal.take([{"event": "commit", "step": 1000}], None, "a0", 1001)
+    journal.end({"status": "finished"})
+    journal.after(1000)
+    assert len(Memory(str(tmp_path)).lines()) < 150
+    second = Journal(Memory(str(tmp_path)))
+    assert second.num_events == 1001 and second.ended == "finished"
+    assert second.after(1000) == [{"event": "commit", "step": 1000}]
+    assert second.last("steps") == {"event": "steps", "step": 1000}
+    assert second.take([{"event": "again"}], None, "a0", 1001) == [], "the sender had not heard that it arrived"
+
+
+def test_an_outcome_is_not_forgotten(play: Play, tmp_path: Path) -> None:
+    options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, memory=str(tmp_path))
+
+    async def first_life(rendezvous: Rendezvous) -> None:
+        await rendezvous.end(member("a", 0), None, {"status": "finished", "steps": 9})
+
+    async def second_life(rendezvous: Rendezvous) -> None:
+        assert (await rendezvous.follow(0)).outcome == {"status": "finished", "steps": 9}
+
+    play(first_life, options)
+    play(second_life, options)
