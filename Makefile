@@ -14,7 +14,7 @@ install: $(VENV)/.installed ## make .venv and install elastic_ddp into it
 train: $(VENV)/.installed ## run the main job; its arguments go into ARGS="..."
 	$(VENV)/bin/python examples/train.py $(ARGS)
 
-test: lint ## lint, then run every test (the GPU's where there is one)
+test: lint ## lint, then run the tests (the GPU's where there is one), but for those of `make chaos`
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 unit: $(VENV)/.installed-dev ## the tests that need no Ray, in seconds
@@ -59,5 +59,7 @@ $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.made:
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON); install Python 3.11 or 3.12, or name one: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 12) else "$(PYTHON) is Python %d.%d, and elastic_ddp needs 3.11 or 3.12; name one: make PYTHON=python3.12 ..." % v)'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null && $(PYTHON) -m venv $(VENV) || { \
+		: a Python without ensurepip, as Debian has it, but with pip; \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; }
 	@touch $@

@@ -84,7 +84,14 @@ def insert(sums: dict[Node, Value], node: Node, value: Value, add: Add[Value]) -
 
 
 def root(sums: Mapping[Node, Value], num_leaves: int, add: Add[Value]) -> Value:
-    """The sum over all leaves, from the sums of subtrees that tile them."""
+    """The sum over all leaves, from the sums of subtrees that tile them.
+
+    Raises:
+        ValueError: they do not.
+    """
+    covered = sum(len(range(node.micro_batches.start, min(node.micro_batches.stop, num_leaves))) for node in sums)
+    if covered != num_leaves:
+        raise ValueError(f"{sorted(sums)} cover {covered} of {num_leaves} micro-batches")
     sums = dict(sums)
     top = (num_leaves - 1).bit_length()
     for level in range(top):

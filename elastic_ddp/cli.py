@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import runpy
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +35,9 @@ app = typer.Typer(
 _console = Console(width=None if sys.stdout.isatty() else 200)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
 def run(
     context: typer.Context,
     job: Annotated[
@@ -191,17 +195,40 @@ def _load_function(reference: str, job: Path) -> Callable[..., Any]:
     where, _, name = reference.rpartition(":") if isinstance(reference, str) else ("", "", "")
     if not where:
         raise ConfigError(f"{job}: {reference!r} names no function; write module:function or file.py:function")
-    if where.endswith(".py"):
-        path = (job.parent / where).resolve()
-        sys.path.insert(0, str(path.parent))
-        where = path.stem
     try:
-        function = getattr(importlib.import_module(where), name)
+        is_file = where.endswith(".py")
+        module = _module_of((job.parent / where).resolve()) if is_file else importlib.import_module(where)
+        function = getattr(module, name)
     except Exception as error:  # whatever the module does when it is imported
         raise ConfigError(f"{job}: {reference!r} cannot be loaded: {described(error)}") from error
     if not callable(function):
         raise ConfigError(f"{job}: {reference!r} is a {type(function).__name__}, not a function")
     return function
+
+
+def _module_of(path: Path) -> ModuleType:
+    """A file beside the job as a module. It goes to the workers as it is, as they may not have it; what it imports from
+    its folder they find where they share that."""
+    for name in (path.stem, f"{path.stem} ({path})"):  # the second where it is named like another module
+        known = sys.modules.get(name)
+        if known is None:
+            break
+        if getattr(known, "__file__", None) == str(path):
+            return known
+    sys.path.insert(0, str(path.parent))
+    sys.argv[0] = str(path)  # the program, whose folder Ray adds to the path of the workers
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    from ray.cloudpickle import register_pickle_by_value
+
+    register_pickle_by_value(module)
+    return module
 
 
 def main() -> None:

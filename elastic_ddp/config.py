@@ -92,7 +92,8 @@ class DataConfig(_Settings):
     columns: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_accept_list)] | None = None
     """Columns to read; all of them by default."""
     shuffle: bool = True
-    """A seeded permutation for every epoch; False reads the rows in their stored order."""
+    """A seeded permutation for every epoch; False reads the rows in their stored order. A step takes the next ones of
+    each of M lanes, so a global batch comes from M places of the data set either way."""
     window_row_groups: PositiveInt = 4
     """Row groups whose rows are shuffled together. The quality of the shuffle grows with it, and so does memory: a
     worker holds one window, before the transform, for each of its micro-batches."""
@@ -155,7 +156,8 @@ class RunConfig(_Settings):
     clip_grad_norm: PositiveFloat | None = None
     """The total 2-norm that gradients are clipped to."""
     max_restarts: Annotated[int, Field(ge=-1)] = 100
-    """Lost workers or nodes that a run survives; -1 for no limit. Errors of the training function are never retried."""
+    """Times that workers may be lost; -1 for no limit. What does not count: workers that never trained while others do,
+    and nodes that Ray said it would take away. Errors of the training function are never retried."""
     log_every_steps: PositiveInt = 10
     """How often logged values are written to the ledger."""
     in_place: bool = True

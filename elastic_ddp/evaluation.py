@@ -12,6 +12,7 @@ from elastic_ddp.batching import Node, root
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.order import EpochShape
+from elastic_ddp.job import has_commits
 from elastic_ddp.seeding import seed_all
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ def evaluate(
     micro-batch's loss goes into a slot of its own, and the slots are added along the reduction tree."""
     config, group = job.config, generation.group
     generation.activity.enter("collective")
-    found = open_index(data, job.storage, columns=config.data.columns).to_bytes() if group.rank == 0 else None
+    found = None
+    if group.rank == 0:
+        columns = config.data.columns
+        found = open_index(data, job.storage, columns, may_replace=lambda: not has_commits(job.storage)).to_bytes()
     index = DatasetIndex.from_bytes(group.broadcast_bytes(found))
     shape = EpochShape(index.num_rows, config.num_micro_batches, config.micro_batch_size)
     feed = MicroBatchFeed(

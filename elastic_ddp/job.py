@@ -20,6 +20,11 @@ COMMITS = "checkpoints"
 """The folder of a run's commits, in the run's storage."""
 
 
+def has_commits(storage: Storage) -> bool:
+    """Whether a run, in its own folder, has anything that other data or other settings could not go on from."""
+    return bool(storage.list(f"{COMMITS}/commits"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One run, as its workers need to know it."""

@@ -64,7 +64,8 @@ def run_workers(
 ) -> None:
     """Runs `work(job, rendezvous, place)` on Ray Train workers until all of them return.
 
-    It blocks meanwhile. When a worker is lost, or there is room for more, the whole group is started again.
+    It blocks meanwhile. Where workers are not resized in place, the whole group is started again when one is lost or
+    there is room for more.
 
     Args:
         work: importable by the workers.

@@ -20,7 +20,7 @@ from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation
 from elastic_ddp.step import Step
 from elastic_ddp.together import NotTogetherError
-from elastic_ddp.train_state import Position, Stateful, TrainState
+from elastic_ddp.train_state import Position, Stateful, TrainState, check_model
 
 if TYPE_CHECKING:
     from elastic_ddp.data.source import Transform
@@ -80,16 +80,7 @@ class Run:
                 "run.prepare got a second model; write a torch.nn.Module that holds the parts and whose forward calls "
                 "them, and prepare that"
             )
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            raise ConfigError("run.prepare got a DistributedDataParallel; give it the plain model, it wraps it itself")
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ConfigError(
-                "run.prepare got a model without a parameter that requires a gradient; there is nothing to train"
-            )
-        if any(getattr(part, "sparse", False) and isinstance(part, torch.nn.Embedding) for part in module.modules()):
-            raise ConfigError(
-                "run.prepare got an Embedding(sparse=True); sparse gradients cannot be reduced, use sparse=False"
-            )
+        check_model(module)
         bf16 = self.config.precision == "bf16"
         self._state.model = PreparedModel(module.to(self.device), device=self.device, bf16=bf16)
         return self._state.model

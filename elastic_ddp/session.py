@@ -150,6 +150,10 @@ class Session:
             self._progress.note(
                 f"generation {event['generation']} ({event['reason']}): {workers} from step {event['first_step']}"
             )
+        elif name == "resumed":  # it has looked into the commit, and may have passed over newer ones
+            self._newest |= {"step": event["step"]}
+        elif name == "commit_rejected":
+            self._progress.note(f"{event['key']} is passed over: {event['reason']}")
         elif name == "commit":
             self._progress.note(f"committed step {event['step']} in {event['seconds']:.2f} s")
         elif name == "worker_lost":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,8 @@ class Step:
         self._logged: dict[str, dict[int | None, float]] = {}
         self._current: int | None = None
         self._entered = False
+        self._failed: Exception | None = None
+        """What came up in the step and may have been caught in it, which it cannot be made after."""
         self._batches: Iterator[MicroBatch] = iter(())
         self.index = generation.state.position.step
         """The step's number, from 0."""
@@ -67,12 +71,18 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         self._current = None
+        # The traceback of what failed holds on to the process group, which is about to be left.
+        failed, self._failed = self._failed, None
+        if error is None or isinstance(error, Exception):
+            error = failed or error
         if error is not None and is_lost_peer(error):
             self.lost = described(error)
             if self.agreed is None:
                 self.generation.buffers.put_back()
                 self._state.module.zero_grad(set_to_none=True)
             return True
+        if kind is None and error is not None:
+            raise self._caught(error) from error
         if error is None and self.agreed is None:
             raise ConfigError(
                 f"step {self.index} ended without step.optimize(); call it as the last line of `with step`"
@@ -87,6 +97,10 @@ class Step:
         """
         if not self._entered:
             raise ConfigError(f"step {self.index} was used outside its block; write `with step:` around it")
+        with self._remembering_failure():
+            yield from self._micro_batches()
+
+    def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         strategy = self.generation.strategy
         to_compute = set(strategy.to_compute)
         self._batches = self.generation.feed.step(self.index)
@@ -100,6 +114,7 @@ class Step:
             strategy.prepare_forward(batch.index)
             seed_all(self.generation.seed, self.index, batch.index)
             yield batch.rows if batch.num_rows else self._padded(batch.rows)
+            self._check_unharmed()
             if self._records[batch.index].loss is _NOT_YET:
                 raise ConfigError(
                     f"step {self.index}: micro-batch {batch.index} was left without step.backward(loss); call it "
@@ -124,25 +139,50 @@ class Step:
             raise ConfigError(
                 f"step.backward got a loss of shape {tuple(loss.shape)}; give the mean over the batch's rows"
             )
-        generation, micro_batch = self.generation, self._current
-        record = self._records[micro_batch]
-        record.loss = to_host(loss.detach())
+        with self._remembering_failure():
+            self._backward(loss, self._current)
+
+    def _backward(self, loss: torch.Tensor, micro_batch: int) -> None:
+        generation, record = self.generation, self._records[micro_batch]
         is_last = micro_batch == generation.strategy.to_compute[-1]
         self._activity.enter("reduction" if is_last else "backward")
+        value = to_host(loss.detach())
         generation.strategy.backward(loss, micro_batch)
         generation.buffers.end_micro_batch(
             micro_batch, generation.strategy.weight(micro_batch) if record.num_rows else None
         )
+        record.loss = value
         if is_last:
             self._control.votes = {**self._votes(), "buffers_changed": generation.buffers.changed}
             real = {m: each for m, each in self._records.items() if each.num_rows}
             self._control.start(real, generation.group.world_size)
 
+    @contextmanager
+    def _remembering_failure(self) -> Iterator[None]:
+        """The first one: what follows from it is not what is to be told."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = self._failed or error
+            raise
+
+    def _check_unharmed(self) -> None:
+        if self._failed is not None:
+            if is_lost_peer(self._failed):
+                raise self._failed
+            raise self._caught(self._failed) from self._failed
+
+    def _caught(self, error: BaseException) -> ConfigError:
+        return ConfigError(
+            f"step {self.index}: {described(error)} was caught in the training function, and the step cannot be "
+            "made after it: gradients of a part of its rows are missing. Let it out of `with step`"
+        )
+
     def log(self, **values: float | torch.Tensor) -> None:
         """Logs scalars under their names. Within `micro_batches()` they are averaged over the rows of the global batch;
         after it they have to be the same on every rank. Written to the ledger every `log_every_steps` steps."""
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.numel() != 1:
+            if isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) != 1:
                 raise ConfigError(f"step.log got {name} of shape {tuple(value.shape)}; log one number under a name")
             if not isinstance(value, torch.Tensor | float | int | np.number | np.ndarray):
                 raise ConfigError(f"step.log got {name}={value!r}; log a number")
@@ -154,6 +194,11 @@ class Step:
 
         The mean gradient of the global batch is in the parameters from the last `backward` on.
         """
+        self._check_unharmed()
+        with self._remembering_failure():
+            self._optimize()
+
+    def _optimize(self) -> None:
         generation, state = self.generation, self._state
         strategy = generation.strategy
         missing = [m for m in strategy.to_compute if m not in self._records or self._records[m].loss is _NOT_YET]
@@ -180,6 +225,7 @@ class Step:
                 divisor=strategy.divisor,
                 group=generation.group,
             )
+        generation.group.settle()
         self._activity.enter("optimizer")
         seed_all(generation.seed, self.index, "optimize")
         for optimizer in state.optimizers:

@@ -87,6 +87,8 @@ class TrainState:
                 "run.prepare got a ReduceLROnPlateau, which needs a metric to step; keep it out of run.prepare, give "
                 "it to run.register, and step it yourself with what run.evaluate returned"
             )
+        if any(scheduler is each for each in self.schedulers):
+            raise ConfigError(f"run.prepare got the same {type(scheduler).__name__} twice; prepare each scheduler once")
         if not any(scheduler.optimizer is optimizer for optimizer in self.optimizers):
             raise ConfigError(
                 "run.prepare got a scheduler of an optimizer it does not know; prepare its optimizer first"
@@ -145,3 +147,29 @@ class TrainState:
     def weights_sha256(self) -> str:
         """Over names, dtypes, shapes and bytes of parameters, then buffers, in the model's order."""
         return weights_sha256([*self.module.named_parameters(), *self.module.named_buffers()])
+
+
+def check_model(module: torch.nn.Module) -> None:
+    """Raises a ConfigError for a model that a run cannot train."""
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        raise ConfigError("run.prepare got a DistributedDataParallel; give it the plain model, it wraps it itself")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError(
+            "run.prepare got a model without a parameter that requires a gradient; there is nothing to train"
+        )
+    for part in module.modules():
+        kind = type(part).__name__
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
+            raise ConfigError(
+                f"run.prepare got an {kind}(sparse=True); sparse gradients cannot be reduced, use sparse=False"
+            )
+        if isinstance(part, torch.nn.SyncBatchNorm):
+            raise ConfigError(
+                f"run.prepare got a {kind}, whose statistics depend on the number of workers; use BatchNorm, whose "
+                "running statistics the run combines over all micro-batches of a step"
+            )
+    if complex_ones := [name for name, each in module.named_parameters() if each.is_complex()]:
+        raise ConfigError(
+            f"run.prepare got complex parameters, {', '.join(complex_ones[:5])}, whose gradients DDP cannot reduce; "
+            "keep them as real ones, and use torch.view_as_complex in forward"
+        )

@@ -27,7 +27,7 @@ from elastic_ddp.data.ingest import check_cpus, materialize
 from elastic_ddp.elastic.messages import RendezvousOptions
 from elastic_ddp.elastic.rendezvous import start_rendezvous
 from elastic_ddp.errors import ConfigError, TrainFunctionError
-from elastic_ddp.job import COMMITS, Job
+from elastic_ddp.job import COMMITS, Job, has_commits
 from elastic_ddp.lease import DriverLease
 from elastic_ddp.ray_internals import WRITTEN_FOR
 from elastic_ddp.ray_train import is_in_place
@@ -99,6 +99,11 @@ class ElasticTrainer:
         self._train = train
         self._data = data
         self._transform = transform
+        if self.config.storage.startswith("memory:"):
+            raise ConfigError(
+                f"storage={self.config.storage!r} is the memory of one process, and every worker would have its own; "
+                "use a path that all nodes share, or a URI such as s3://bucket/runs"
+            )
         self._storage = Storage(self.config.storage).at(self.config.name)
         self._storage.check_writable()
 
@@ -192,12 +197,12 @@ class ElasticTrainer:
     def _open_data(self) -> DatasetIndex:
         source = self._data
         if isinstance(source, ray.data.Dataset):
-            source = materialize(source, self._storage)
-        return open_index(source, self._storage, columns=self.config.data.columns, may_replace=not self._has_commits())
+            source = materialize(source, self._storage, may_replace=self._may_replace(), note=_note)
+        return open_index(source, self._storage, columns=self.config.data.columns, may_replace=self._may_replace)
 
-    def _has_commits(self) -> bool:
-        """Whether there is anything that another data set or other settings could not go on from."""
-        return bool(self._storage.list(f"{COMMITS}/commits"))
+    def _may_replace(self) -> bool:
+        """Whether nothing was committed yet that other data or other settings could not go on from."""
+        return not has_commits(self._storage)
 
     def _claim(self, index: DatasetIndex) -> None:
         """Writes down what defines the run, or compares it with what is written once something was trained."""
@@ -205,7 +210,7 @@ class ElasticTrainer:
         try:
             self._storage.create(_IDENTITY, json.dumps(mine, indent=1).encode())
         except FileExistsError:
-            if not self._has_commits():
+            if self._may_replace():
                 self._storage.write(_IDENTITY, json.dumps(mine, indent=1).encode())
                 return
             theirs = json.loads(self._storage.read(_IDENTITY))

@@ -1,7 +1,9 @@
 """Any text as Parquet: windows of bytes, cut once and kept in ./data."""
 
+import errno
 import hashlib
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -29,23 +31,28 @@ def text_windows(folder: str | None, context: int) -> tuple[str, str]:
     files = sorted(f for f in source.rglob("*") if f.suffix in suffixes and "site-packages" not in f.parts)
     versions = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     name = hashlib.sha256(repr((versions, context)).encode()).hexdigest()[:12]
-    train, held_out = (CACHE / name / "train").resolve(), (CACHE / name / "held-out").resolve()
-    if not (train.exists() and held_out.exists()):
+    windows_folder = (CACHE / name).resolve()
+    if not windows_folder.exists():
         text = np.frombuffer(b"\n\n".join(file.read_bytes() for file in files), dtype=np.uint8)
         count = len(text) // (context + 1)
         if count < 2:
             raise SystemExit(f"--data {source}: {len(text)} bytes of text ({', '.join(suffixes)}) make no two windows")
         windows = text[: count * (context + 1)].reshape(count, context + 1)
         held = np.arange(count) % 20 == min(19, count - 1)
-        write_windows(windows[~held], train)
-        write_windows(windows[held][:HELD_OUT_WINDOWS], held_out)
-    return str(train), str(held_out)
+        CACHE.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix=".unfinished-") as unfinished:
+            write_windows(windows[~held], Path(unfinished, name, "train"))
+            write_windows(windows[held][:HELD_OUT_WINDOWS], Path(unfinished, name, "held-out"))
+            try:
+                Path(unfinished, name).rename(windows_folder)  # it appears when it is complete
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another process was faster
+                    raise
+    return str(windows_folder / "train"), str(windows_folder / "held-out")
 
 
-def write_windows(windows: np.ndarray, path: Path, row_group_rows: int = 1024) -> None:
-    """Writes windows of bytes, (rows, length); the folder appears when it is complete."""
+def write_windows(windows: np.ndarray, folder: Path, row_group_rows: int = 1024) -> None:
+    """Writes windows of bytes, (rows, length)."""
     table = pa.table({"window": pa.FixedSizeListArray.from_arrays(pa.array(windows.reshape(-1)), windows.shape[1])})
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, unfinished / "part-0.parquet", row_group_size=row_group_rows)
-    unfinished.rename(path)
+    folder.mkdir(parents=True)
+    pq.write_table(table, folder / "part-0.parquet", row_group_size=row_group_rows)

@@ -1,4 +1,4 @@
-"""From Arrow columns to NumPy arrays, by the column's type and never by its values."""
+"""From Arrow columns to NumPy arrays, by the column's type; by its values only where lists are to have one length."""
 
 from __future__ import annotations
 

@@ -127,6 +127,35 @@ def _version(fs: fsspec.AbstractFileSystem, name: str, info: dict[str, Any]) -> 
     return "unknown"  # the size still counts
 
 
+def check_version(path: str, size: int, version: str) -> None:
+    """Refuses a file that is not the one that was listed.
+
+    Raises:
+        DataError: it changed, or is gone.
+    """
+    fs, name = filesystem_of(path)
+    fs.invalidate_cache()
+    try:
+        info = fs.info(name)
+        found = DataFile(path, int(info["size"]), _version(fs, name, info))
+    except FileNotFoundError as error:
+        raise _gone(path) from error
+    # Some file systems know more of a single file than of one that they list: another kind of version says nothing.
+    is_comparable = found.version.partition("=")[0] == version.partition("=")[0]
+    if found.size != size or (is_comparable and found.version != version):
+        raise DataError(
+            f"{path} changed since it was indexed ({size} bytes, {version} -> {found.size} bytes, {found.version}). A "
+            "run uses one data set from its first step to its last: put the file back, or start a run with another name"
+        )
+
+
+def _gone(path: str) -> DataError:
+    return DataError(
+        f"{path} is gone since the data set was listed; a run reads the same files from its first step to its last: "
+        "put it back, or start a run with another name"
+    )
+
+
 def read_footer(path: str, size: int, footer_bytes: int = _TAIL_BYTES) -> tuple[pq.FileMetaData, int]:
     """A file's metadata, and how many bytes it takes at the file's end.
 
@@ -182,10 +211,7 @@ def read_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
             starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
             parts = fs.cat_ranges([name] * len(ranges), starts, stops, on_error="raise")
     except FileNotFoundError as error:
-        raise DataError(
-            f"{path} is gone since the data set was listed; a run reads the same files from its first step to its "
-            "last: put it back, or start a run with another name"
-        ) from error
+        raise _gone(path) from error
     for (start, stop), part in zip(ranges, parts, strict=True):
         if len(part) != stop - start:
             raise DataError(f"{path} ended {stop - start - len(part)} bytes early: it changed since it was listed")

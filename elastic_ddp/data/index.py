@@ -10,7 +10,7 @@ import base64
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,10 +111,16 @@ def build_index(source: Source, columns: Sequence[str] | None = None, threads: i
 
 
 def open_index(
-    source: Source, storage: Storage, columns: Sequence[str] | None = None, *, may_replace: bool = False
+    source: Source,
+    storage: Storage,
+    columns: Sequence[str] | None = None,
+    *,
+    may_replace: Callable[[], bool] = lambda: False,
 ) -> DatasetIndex:
-    """The index that the run already has for this source, or a new one that the run then keeps; `may_replace` one of
-    files that have changed since.
+    """The index that the run already has for this source, or a new one that the run then keeps.
+
+    Args:
+        may_replace: asked if files have changed since: whether the run may have a new one of them.
 
     Raises:
         DataError: files changed, went or came since the run's index was built; what `build_index` raises.
@@ -132,7 +138,7 @@ def open_index(
     try:
         check_unchanged(index.files, files)
     except DataError:
-        if not may_replace:
+        if not may_replace():
             raise
         index = _index_files(source, files, columns, threads=16)
         storage.write(key, index.to_bytes())
@@ -175,6 +181,12 @@ def _source_hash(source: Source, columns: Sequence[str] | None) -> str:
 def _index_files(source: Source, files: list[DataFile], columns: Sequence[str] | None, threads: int) -> DatasetIndex:
     with ThreadPoolExecutor(threads, thread_name_prefix="footers") as pool:
         footers = list(pool.map(lambda file: _read_footer(file), files))
+    for file, footer in zip(files, footers, strict=True):
+        names = footer.schema.names
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise DataError(
+                f"{file.path} has more than one column named {', '.join(map(repr, twice))}; give each a name of its own"
+            )
     first = footers[0].schema
     schema = first if columns is None else _select(first, columns, files[0].path)
     for file, footer in zip(files[1:], footers[1:], strict=True):
@@ -221,7 +233,7 @@ def _select(schema: pa.Schema, columns: Sequence[str], path: str) -> pa.Schema:
 
 
 def _check_schema(expected: pa.Schema, found: pa.Schema, first: str, path: str, *, every_column: bool) -> None:
-    """The order of the columns may differ between files, and so may nullability; names and types may not."""
+    """The order of columns may differ between files, and whether they may hold nulls; names and types may not."""
     problems = []
     for field in expected:
         if field.name not in found.names:

@@ -79,9 +79,6 @@ class EpochShape:
         start, stop = self.span(step, micro_batch)
         return stop - start
 
-    def rows_in_step(self, step: int) -> int:
-        return int(self.rows(step).sum())
-
     def span(self, step: int, micro_batch: int) -> tuple[int, int]:
         """The rows of a micro-batch as [start, stop) in its lane, `micro_batch` being the lane's number too."""
         in_lane = self.rows_in_lane(micro_batch)

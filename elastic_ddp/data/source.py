@@ -26,7 +26,7 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
 from elastic_ddp.data.columns import to_numpy
-from elastic_ddp.data.files import read_footer, read_row_group
+from elastic_ddp.data.files import check_version, read_footer, read_row_group
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.order import Chunk, FeedPlan, Int64Array, transform_generator
 from elastic_ddp.errors import DataError
@@ -42,6 +42,8 @@ BLOCK_BYTES = 8 << 20
 _WINDOWS_AHEAD = 2  # windows read before they are needed; lanes end their windows at different steps
 _OPEN_FILES = 256  # parsed footers that a read task keeps
 
+_WIDEST = {"c": 16}
+"""Bytes of the widest numbers that torch has, by kind; 8 of the others."""
 _COLUMN = "column:"  # prefix of the user's columns in a block, whose other columns are ours
 
 
@@ -167,6 +169,7 @@ def _read_group(index: DatasetIndex, group: int) -> pa.Table:
 
 @lru_cache(maxsize=_OPEN_FILES)
 def _footer(path: str, size: int, version: str, footer_bytes: int) -> pq.FileMetaData:
+    check_version(path, size, version)
     return read_footer(path, size, footer_bytes)[0]
 
 
@@ -174,9 +177,9 @@ def _widen(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Dictionaries are decoded, and strings get 64-bit offsets: a window of them may well be larger than 2 GiB."""
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    if pa.types.is_string(column.type):
+    if pa.types.is_string(column.type) or pa.types.is_string_view(column.type):
         return column.cast(pa.large_string())
-    if pa.types.is_binary(column.type):
+    if pa.types.is_binary(column.type) or pa.types.is_binary_view(column.type):
         return column.cast(pa.large_binary())
     return column
 
@@ -249,6 +252,13 @@ def _run(transform: Transform, rows: Arrays, generator: np.random.Generator, num
 
 def _check_tensors(rows: Arrays, *, transformed: bool) -> None:
     for name, values in rows.items():
+        if values.dtype.kind in "biufc" and (
+            values.dtype.itemsize > _WIDEST.get(values.dtype.kind, 8) or not values.dtype.isnative
+        ):
+            raise DataError(
+                f"column {name!r} holds {values.dtype} values, which no tensor can hold: convert them with astype, to "
+                "float64 or narrower and to this machine's byte order"
+            )
         if values.dtype.kind not in "biufc":
             fix = (
                 f"return numbers for {name!r} from the transform, or leave it out of what it returns"

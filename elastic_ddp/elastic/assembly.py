@@ -356,12 +356,14 @@ class Assembly:
             leaving=membership.leaving,
             avoid=membership.draining,
             limit=membership.limit,
+            is_over=self.journal.ended is not None or self.state.stop,
         )
 
     @property
     def last_commit(self) -> int | None:
         """Steps done in the newest commit."""
-        newest: int | None = self.journal.last("commit").get("step", self._options.last_commit)
+        begun_from = self.journal.last("resumed").get("step", self._options.last_commit)
+        newest: int | None = self.journal.last("commit").get("step", begun_from)
         return newest
 
     def doing(self) -> str:
@@ -399,6 +401,9 @@ class Assembly:
             progress = None
             messages = [{**each, "account": None} if each["event"] == "generation_ended" else each for each in messages]
         messages = self.journal.take(messages, progress, sender, first)
+        for each in messages:
+            if each["event"] == "first_step":
+                self.membership.made_a_step(each["generation"])
         self.has_news = self.has_news or bool(messages)
         open_request = self.state.open_request
         if open_request and any(each["event"] == "commit" and each.get("request") == open_request for each in messages):

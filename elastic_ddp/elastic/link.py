@@ -107,7 +107,7 @@ class RendezvousLink:
 
     def leave(self, why: str, within_s: float) -> None:
         """Asks to be let go at a step boundary."""
-        ray.get(self._rendezvous.leave.remote(self.member, within_s, why))
+        self._insist(self._rendezvous.leave, self.member, within_s, why)
 
     def say(self, event: str, **fields: Any) -> None:
         """Queues an event for the run's record. Costs a queue's put."""
@@ -159,7 +159,7 @@ class RendezvousLink:
         worker may be stuck in a collective."""
         self._cut = cut
         if cut is not None and self._must_cut(self._signals):
-            cut()
+            _cut(cut)
 
     def _must_cut(self, signals: Signals) -> bool:
         return signals.ended is not None or signals.broken == self._generation
@@ -244,8 +244,16 @@ class RendezvousLink:
             cut = self._cut
             if cut is not None and self._must_cut(signals) and (signals.ended is not None or cut_in < generation):
                 cut_in = generation
-                cut()
+                _cut(cut)
             if signals.ended is not None:
                 return
             if signals != NOTHING:
                 self._closed.wait(0.05)  # the rendezvous answers at once from here on
+
+
+def _cut(cut: Callable[[], None]) -> None:
+    """Whatever comes of it: the thread that does it has other things to do, and those that wait will tell."""
+    try:
+        cut()
+    except Exception:
+        _log.exception("a process group could not be cut")

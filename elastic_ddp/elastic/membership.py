@@ -63,7 +63,9 @@ class Membership:
     """Members that were let go, and why: `DRAIN` or `RESIZE`."""
     _waiting: dict[str, Arrival] = field(default_factory=dict)
     _trained: set[str] = field(default_factory=set)
-    """Members that have ever been in a generation."""
+    """Members that have ever made a step, or hold the state after one."""
+    _listed: set[str] = field(default_factory=set)
+    """Workers that the controller has ever counted."""
     _gone: dict[str, str] = field(default_factory=dict)
     _leaving: dict[str, Notice] = field(default_factory=dict)
     _draining: dict[str, Notice] = field(default_factory=dict)
@@ -100,6 +102,8 @@ class Membership:
             return self._gone[member.id]
         if lost is not None and self._is_current(member.id):
             self.loss = self.loss or lost
+        if arrival.step is not None:
+            self._trained.add(member.id)
         before = self._waiting.get(member.id)  # who asks again has waited since the first time
         self._waiting[member.id] = replace(arrival, at_s=before.at_s) if before is not None else arrival
         return None
@@ -121,13 +125,20 @@ class Membership:
         self._waiting.pop(member, None)
 
     def forget(self, workers: Iterable[str]) -> None:
-        """Keeps of members whose processes are gone nothing but that they are: these workers there are."""
+        """Keeps of members whose processes are gone nothing but that they are.
+
+        Args:
+            workers: those that the controller counts. A new one comes here before it is among them.
+        """
         there = {*workers, *(each.id for each in self.known())}
-        self._trained &= there
-        self._broken_for &= there
-        self._leaving = {each: notice for each, notice in self._leaving.items() if each in there}
-        self.dismissed = {each: kind for each, kind in self.dismissed.items() if each in there}
-        self._gone = {each: how if each in there else LONG_GONE for each, how in self._gone.items()}
+        self._listed |= set(workers)
+        gone = self._listed - there
+        self._trained -= gone
+        self._broken_for -= gone
+        self._leaving = {each: notice for each, notice in self._leaving.items() if each not in gone}
+        self.dismissed = {each: kind for each, kind in self.dismissed.items() if each not in gone}
+        self._gone = {each: LONG_GONE if each in gone else how for each, how in self._gone.items()}
+        self._listed -= gone
 
     def ask_to_leave(self, members: Iterable[str], notice: Notice = AT_ONCE) -> None:
         """Members are to go at a step boundary: at the next one if the others are enough, or can wait, without them."""
@@ -172,9 +183,17 @@ class Membership:
         """Whether there is a generation that has lost nobody, and has not been left by all."""
         return self.current is not None and self.loss is None and not self.current.ids <= self._gone.keys()
 
+    def made_a_step(self, generation: int) -> None:
+        """All members of a generation did, if it is the current one."""
+        if self.current is not None and self.current.number == generation:
+            self._trained |= self.current.ids - self._gone.keys()
+
     def is_newcomer(self, member: str) -> bool:
-        """Whether a worker has never trained, and others do."""
-        return member not in self._trained and any(each.id not in self._gone for each in self._members())
+        """Whether a worker has never trained, and others that are there have, or are to without it."""
+        if member in self._trained:
+            return False
+        others = {each.id for each in self.known()} - {member}
+        return bool(others & self._trained) or (not self._is_current(member) and any(map(self._is_current, others)))
 
     def all_wait(self) -> bool:
         """Whether everybody there is waits for a generation, and there are too few for one."""
@@ -379,7 +398,6 @@ class Membership:
         self._short_since = None
         for each in formed.members:
             del self._waiting[each.id]
-            self._trained.add(each.id)
         self.current, self.loss = formed, None
         return formed
 

@@ -74,6 +74,8 @@ class Orders(NamedTuple):
     """Nodes that no worker is to be started on, by Ray's name."""
     limit: int
     """Workers that there may be."""
+    is_over: bool
+    """Whether the run has ended, or is to stop: then workers return."""
 
 
 @dataclass(frozen=True, kw_only=True)

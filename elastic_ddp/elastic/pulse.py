@@ -18,6 +18,8 @@ from contextlib import suppress
 from elastic_ddp.parallel.process_group import spare
 
 BEATS_PER_TIMEOUT = 5
+PATIENCE_S = 60.0
+"""Silence of a worker that nobody waits for yet: imports, and a compiler, may hold Python's global lock for long."""
 LOOK_AGAIN_S = 0.1
 """How long beats may take to be read that have come while the rendezvous was busy."""
 
@@ -86,14 +88,25 @@ class PulseServer:
     Args:
         timeout_s: silence that is taken for death.
         on_lost: told of a member that is dead or presumed so, and of how that was seen.
+        is_awaited: whether others wait for a member, or would; `PATIENCE_S` is for those for whom they do not.
     """
 
-    def __init__(self, timeout_s: float, on_lost: Callable[[str, str], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        on_lost: Callable[[str, str], Awaitable[None]],
+        is_awaited: Callable[[str], bool] = lambda member: True,
+    ) -> None:
         self._timeout_s = timeout_s
         self._on_lost = on_lost
+        self._is_awaited = is_awaited
         self._server: asyncio.Server | None = None
-        self.connected: set[str] = set()
-        """Members whose pulse is heard."""
+        self._newest: dict[str, asyncio.StreamReader] = {}
+        """The connection of every member whose pulse is heard: the newest, if it has connected again."""
+
+    def hears(self, member: str) -> bool:
+        """Whether a member's pulse is heard."""
+        return member in self._newest
 
     async def start(self, host: str) -> tuple[str, int]:
         """Starts listening, the first time; returns the address."""
@@ -108,16 +121,18 @@ class PulseServer:
         except (TimeoutError, OSError, ValueError):
             member = ""
         if member:
-            self.connected.add(member)
-            how = await self._listen(reader)
-            self.connected.discard(member)
-            if how is not None:
-                await self._on_lost(member, how)
+            self._newest[member] = reader
+            how = await self._listen(member, reader)
+            if self._newest[member] is reader:  # else it is heard over another one
+                del self._newest[member]
+                if how is not None:
+                    await self._on_lost(member, how)
         writer.close()
 
-    async def _listen(self, reader: asyncio.StreamReader) -> str | None:
+    async def _listen(self, member: str, reader: asyncio.StreamReader) -> str | None:
         """How the pulse ended; None if in peace."""
         loop = asyncio.get_running_loop()
+        heard = loop.time()
         while True:
             begun = loop.time()
             try:
@@ -129,9 +144,13 @@ class PulseServer:
                     # Beats may have come while this process was busy, and the clock was looked at before them.
                     beats = await asyncio.wait_for(reader.read(1024), LOOK_AGAIN_S)
             except TimeoutError:
-                return f"it was silent for {self._timeout_s:g} s"
+                silent_s = self._timeout_s if self._is_awaited(member) else max(self._timeout_s, PATIENCE_S)
+                if loop.time() - heard < silent_s:
+                    continue
+                return f"it was silent for {silent_s:g} s"
             except OSError as error:
                 return f"its connection broke: {error}"
+            heard = loop.time()
             if beats.endswith(b"!"):
                 return None
             if not beats:

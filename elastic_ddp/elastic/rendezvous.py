@@ -62,7 +62,7 @@ class Rendezvous:
             self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._assembly = Assembly(options, (self._host, port))
-        self._pulses = PulseServer(options.heartbeat_timeout_s, self._on_lost)
+        self._pulses = PulseServer(options.heartbeat_timeout_s, self._on_lost, self._is_awaited)
         self._ticker: asyncio.Task[None] | None = None
         self._swept = 0
         """The generation before which nothing is left in the store."""
@@ -136,8 +136,12 @@ class Rendezvous:
         """Members connect their pulses again. Who does not died meanwhile."""
         await asyncio.sleep(self._options.heartbeat_timeout_s)
         for member in members:
-            if member not in self._pulses.connected:
+            if not self._pulses.hears(member):
                 await self._on_lost(member, "it did not come back after the rendezvous was restarted")
+
+    def _is_awaited(self, member: str) -> bool:
+        """Whether a worker has come: from then on others may be in a generation with it."""
+        return self._assembly.membership.has_seen(member)
 
     async def _on_lost(self, member: str, how: str) -> None:
         async with self._turn() as assembly:

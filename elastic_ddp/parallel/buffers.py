@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.batching import Node, insert, maximal_subtrees, root
+from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.process_group import ProcessGroup, all_gather_single
 
 Changes = list[torch.Tensor | None]
@@ -29,12 +30,11 @@ class StepBuffers:
 
     def begin(self) -> None:
         """Remembers what the step starts from."""
-        places = [
-            (owner, name, buffer)
-            for owner in self._module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and buffer.numel()
+        everything = [
+            (owner, name, buffer) for owner in self._module.modules() for name, buffer in owner._buffers.items()
         ]
+        self._absent = [(owner, name) for owner, name, buffer in everything if buffer is None or not buffer.numel()]
+        places = [(owner, name, buffer) for owner, name, buffer in everything if buffer is not None and buffer.numel()]
         # By place, not by tensor: a forward may change a buffer as well as put another tensor there.
         self._places = sorted(places, key=lambda place: not place[2].is_floating_point())
         buffers = [buffer for _, _, buffer in self._places]
@@ -48,7 +48,17 @@ class StepBuffers:
         """Whether any micro-batch so far changed any buffer."""
 
     def end_micro_batch(self, micro_batch: int, weight: float | None) -> None:
-        """Collects what a micro-batch changed and puts the buffers back; `weight` None for one to be ignored."""
+        """Collects what a micro-batch changed and puts the buffers back; `weight` None for one to be ignored.
+
+        Raises:
+            ConfigError: it filled a buffer that was None or empty, which the other micro-batches would not start from.
+        """
+        for owner, name in self._absent:
+            if (filled := owner._buffers.get(name)) is not None and filled.numel():
+                raise ConfigError(
+                    f"the buffer {name!r} of {type(owner).__name__} was None or empty before a forward filled it, and "
+                    "every micro-batch of a step starts from the same buffers; give it its size and values in __init__"
+                )
         starts = self._start + self._others_start
         if not starts:
             return

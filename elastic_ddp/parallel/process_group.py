@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,8 @@ class ProcessGroup:
     device: torch.device
     _sockets: set[_Socket] = field(default_factory=set, repr=False)
     _is_cut: bool = False
+    _nccl: Any = field(default=None, repr=False)
+    """The backend for CUDA tensors, once the group is formed, until it is aborted."""
 
     @property
     def rank(self) -> int:
@@ -133,6 +135,9 @@ class ProcessGroup:
         # Peers look for each other in the store under the group's number in its process, and torch counts one that
         # could not be formed too: who failed once would never meet who did not.
         dist.distributed_c10d._world.group_count = 0
+        if device.type == "cuda":
+            # A collective that breaks is cut by us. By default torch ends the process.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=own,
@@ -142,6 +147,9 @@ class ProcessGroup:
         )
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
         group._sockets = _connections() - before
+        if device.type == "cuda":
+            assert dist.group.WORLD is not None
+            group._nccl = dist.group.WORLD._get_backend(device)
         if group._is_cut:
             raise PeerLostError("a peer was lost while the group was formed")
         dist.barrier()
@@ -171,8 +179,21 @@ class ProcessGroup:
         """Breaks every collective in flight, on this rank and on its peers. From any thread."""
         self._is_cut = True
         _shut_down(self._sockets)
+        nccl, self._nccl = self._nccl, None  # of this group, whatever torch's default one is by now, and once
+        if nccl is not None:
+            nccl.abort()
+
+    def settle(self) -> None:
+        """Waits until the device has done what it was given: collectives of NCCL are over for the host before they are
+        for the device, and one that was cut leaves anything behind.
+
+        Raises:
+            PeerLostError: the group was cut meanwhile.
+        """
         if self.device.type == "cuda":
-            dist.distributed_c10d._abort_process_group()
+            torch.cuda.current_stream(self.device).synchronize()
+            if self._is_cut:
+                raise PeerLostError("the generation broke before the device had reduced the gradients")
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """The bytes of rank `source`, on every rank."""

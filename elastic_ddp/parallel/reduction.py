@@ -23,8 +23,17 @@ def _add_lists(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torc
     return left
 
 
-def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return left.add_(right)
+_TAKEN = torch.empty(0)
+Sum = torch.Tensor | Callable[[], torch.Tensor]
+"""A subtree's sum of a bucket, flat, or what makes it so: once, when it is needed, and without a copy that stays."""
+
+
+def _now(value: Sum) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else value()
+
+
+def _add(left: Sum, right: Sum) -> Sum:
+    return _now(left).add_(_now(right))
 
 
 class CanonicalReduction:
@@ -53,6 +62,7 @@ class CanonicalReduction:
         self._ranges = list(ranges)
         self._group = group
         self._sums: dict[Node, list[torch.Tensor]] = {}
+        """By parameter; `_TAKEN` where a bucket has it."""
         self._unfinished: list[Callable[[], None]] = []
         self._last: int | None = None
         self._used: set[int] = set()
@@ -118,11 +128,6 @@ class CanonicalReduction:
                 elif parameter.grad is None:
                     parameter.grad = torch.as_strided(piece, parameter.size(), torch.empty_like(parameter).stride())
 
-    @property
-    def held_copies(self) -> int:
-        """Gradient copies held now, beside the parameters' own."""
-        return len(self._sums)
-
     def hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The communication hook, for `DistributedDataParallel.register_comm_hook(None, reduction.hook)`."""
         buffer, is_last = bucket.buffer(), bucket.is_last()
@@ -132,7 +137,7 @@ class CanonicalReduction:
         done = _future(buffer.device)
         if self._group.world_size == 1:
             # gloo's all_to_all_single hangs here at world size 1, and there is nobody to exchange with.
-            mean = root(sums, self._num_leaves, _add).div_(self._divisor)
+            mean = _now(root(sums, self._num_leaves, _add)).div_(self._divisor)
             done.set_result(mean)
             self._keep(bucket.parameters(), mean)
             return done
@@ -151,18 +156,28 @@ class CanonicalReduction:
         if self._may_be_unused:
             self._reduced.append((parameters, mean))
 
-    def _subtree_sums(self, bucket: dist.GradBucket) -> dict[Node, torch.Tensor]:
+    def _subtree_sums(self, bucket: dist.GradBucket) -> dict[Node, Sum]:
         """This rank's subtree sums of a bucket, flat like the bucket's buffer."""
         buffer = bucket.buffer()
         parameters = bucket.parameters()
         places = [self._position[id(parameter)] for parameter in parameters]
-        sums = {node: _flatten([held[k] for k in places], parameters) for node, held in self._sums.items()}
+
+        def taker(held: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
+            def take() -> torch.Tensor:
+                gradients = [held[place] for place in places]
+                for place in places:
+                    held[place] = _TAKEN
+                return _flatten(gradients, parameters)
+
+            return take
+
+        sums: dict[Node, Sum] = {node: taker(held) for node, held in self._sums.items()}
         if self._last is not None:
             insert(sums, Node(0, self._last), buffer, _add_into(buffer))
         return sums
 
     def _exchange(
-        self, bucket: dist.GradBucket, sums: dict[Node, torch.Tensor], done: torch.futures.Future[torch.Tensor]
+        self, bucket: dist.GradBucket, sums: dict[Node, Sum], done: torch.futures.Future[torch.Tensor]
     ) -> Callable[[], None]:
         """Starts the exchange of a bucket; the returned function folds what came and starts the gather."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
@@ -170,14 +185,15 @@ class CanonicalReduction:
         chunk = -(-size // world_size)
         mine = self._subtrees[self._group.rank]
         if len(mine) == 1 and size == chunk * world_size:
-            send = sums[mine[0]]
+            send = _now(sums[mine[0]])
         else:
             send = buffer.new_zeros(world_size, len(mine), chunk)
             for place, node in enumerate(mine):
                 full, rest = divmod(size, chunk)
-                send[:full, place] = sums[node][: full * chunk].view(full, chunk)
+                flat = _now(sums[node])
+                send[:full, place] = flat[: full * chunk].view(full, chunk)
                 if rest:
-                    send[full, place, :rest] = sums[node][full * chunk :]
+                    send[full, place, :rest] = flat[full * chunk :]
             send = send.view(-1)
         output_sizes = [len(subtrees) * chunk for subtrees in self._subtrees]
         received = buffer.new_empty(sum(output_sizes))
@@ -208,11 +224,11 @@ def _future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
     return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
-def _add_into(buffer: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _add_into(buffer: torch.Tensor) -> Callable[[Sum, Sum], Sum]:
     """An addition whose result replaces `buffer`, one of its two operands: the sum needs no memory of its own."""
 
-    def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return torch.add(left, right, out=buffer)
+    def add(left: Sum, right: Sum) -> Sum:
+        return torch.add(_now(left), _now(right), out=buffer)
 
     return add
 

@@ -54,6 +54,8 @@ PAUSES_S = (2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """How long no worker is started after one that was lost before it trained; the longer, the more were in a row."""
 NO_DEADLINE_S = 60.0
 """What a node is taken to have left if Ray says that it drains, and not until when."""
+MOMENT_S = 0.1
+"""What is left where the deadline has passed, by this machine's clock."""
 LEAVE_WITHIN_S = 5.0
 """How long a worker that was let go may take to leave."""
 
@@ -116,12 +118,14 @@ class InPlaceController(TrainController):
             return await super()._step()
         assert group is not None
         workers = {rank: actor_id(worker) for rank, worker in enumerate(group.get_workers())}
+        done = {rank for rank, each in status.worker_statuses.items() if not each.running}
         dismissed = {rank for rank, each in workers.items() if each in orders.dismissed}
+        if not orders.is_over:  # who returns all the same was let go before it was among these
+            dismissed |= done - status.errors.keys()
         lost: dict[int, Exception] = {
             **{rank: error for rank, error in status.errors.items() if rank not in dismissed},
             **{rank: RuntimeError(orders.lost[each]) for rank, each in workers.items() if each in orders.lost},
         }
-        done = {rank for rank, each in status.worker_statuses.items() if not each.running}
         through = done - dismissed - lost.keys()
         if through and len(through) == len(workers.keys() - dismissed):
             group.remove(dismissed)
@@ -133,9 +137,11 @@ class InPlaceController(TrainController):
         self._wait_after(len(lost_newcomers))
         if lost:
             error = WorkerGroupError(error_message="workers were lost", worker_failures=lost)
-            # Those that never trained are no failures of the run. Ray Train counts every decision.
+            # Those that never trained, or went with a node that Ray was about to take, are no failures of the run. Ray
+            # Train counts every decision.
             decision = FailureDecision.RETRY
-            if lost.keys() - lost_newcomers:
+            preempted = {rank for rank in lost if group.get_workers()[rank].metadata.node_id in orders.avoid}
+            if lost.keys() - lost_newcomers - preempted:
                 decision = self._failure_policy.make_decision(training_failed_error=error)
             nobody_left = len(lost) + len(through) + len(dismissed) == len(workers)
             if decision != FailureDecision.RETRY or nobody_left:
@@ -224,7 +230,8 @@ def _draining() -> dict[str, float]:
     deadlines: dict[str, int] = ray._private.state.state.get_draining_nodes()
     now_ms = time.time() * 1000
     return {
-        node: max(0.0, deadline - now_ms) / 1000 if deadline else NO_DEADLINE_S for node, deadline in deadlines.items()
+        node: max(MOMENT_S, (deadline - now_ms) / 1000) if deadline else NO_DEADLINE_S
+        for node, deadline in deadlines.items()
     }
 
 

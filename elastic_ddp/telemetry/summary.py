@@ -167,6 +167,7 @@ def _step_of(event: Event) -> int | None:
     """Steps behind the run, where an event tells."""
     field = {
         "session_started": "resumed_from_step",
+        "resumed": "step",
         "generation": "first_step",
         "steps": "step",
         "commit": "step",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -273,10 +274,15 @@ def test_pipelines_run_while_workers_hold_every_cpu(index: DatasetIndex) -> None
 
 def test_a_ray_data_set_is_written_once_and_read_from_there(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
+    notes: list[str] = []
+    materialize(ray.data.range(3), storage, may_replace=True)
     dataset = ray.data.range_tensor(50, shape=(2, 3))
-    path = materialize(dataset, storage)
+    path = materialize(dataset, storage, may_replace=True, note=notes.append)  # before anything was trained on it
+    assert notes.pop().startswith("nothing is committed yet, so the ray.data.Dataset is written once more")
     written = storage.list()
-    assert materialize(ray.data.range(3), storage) == path
+    assert {key.split("/")[1] for key in written} == {"dataset.json", path.rpartition("/")[2]}, "the other one is gone"
+    assert materialize(ray.data.range(3), storage, may_replace=False, note=notes.append) == path
+    assert notes.pop().startswith("the run goes on with the copy of its ray.data.Dataset that it began with")
     assert storage.list() == written
     index = build_index(path)
     assert index.num_rows == 50
@@ -290,8 +296,23 @@ def test_a_ray_data_set_is_written_once_and_read_from_there(tmp_path: Path) -> N
             assert batch.rows["data"].shape == (MICRO_BATCH_SIZE, 2, 3)
 
 
+def test_two_copies_of_a_ray_data_set_have_their_rows_in_the_same_order(tmp_path: Path) -> None:
+    """Files are named as their tasks begin, and those after a stage of its own begin as its tasks end."""
+
+    def hold_up_the_first(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if 0 in rows["id"]:
+            time.sleep(2)
+        return rows
+
+    dataset = ray.data.range(40, override_num_blocks=4).map_batches(hold_up_the_first, num_cpus=0.5)
+    index = build_index(materialize(dataset, Storage(tmp_path), may_replace=False))
+    assert dataset.context.execution_options.preserve_order is False
+    ids = [row for file in index.files for row in pq.read_table(file.path)["id"].to_pylist()]
+    assert ids == list(range(40))
+
+
 def test_data_is_written_to_s3_and_read_from_there_over_http(s3: str) -> None:
-    path = materialize(ray.data.range(ROWS), Storage(f"{s3}/run"))
+    path = materialize(ray.data.range(ROWS), Storage(f"{s3}/run"), may_replace=False)
     assert path.startswith(f"{s3}/run/data/dataset-")
     index = build_index(path)
     with make_feed(index, lambda rows, random: rows, last_step=19) as feed:

@@ -39,6 +39,7 @@ MAY_IMPORT_RAY = {"control", "trainer", "session", "ray_train", "ray_internals",
 KNOWS_RAYS_INTERNALS = "elastic_ddp.ray_internals"
 """They change with every release of Ray, so one package has them all, and no other Ray than its own is shown to it."""
 
+WRITES_ONLY = {"ray.cloudpickle.register_pickle_by_value"}
 RUNS_CODE_WHEN_IT_READS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "cPickle", "_pickle"}
 
 
@@ -145,6 +146,6 @@ def test_private_modules_of_ray_are_touched_in_one_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", modules())
 def test_nothing_that_could_run_code_from_a_file_is_imported_or_called(name: str) -> None:
-    names = set(dotted_names(modules()[name]))
+    names = set(dotted_names(modules()[name])) - WRITES_ONLY
     assert not {piece for each in names for piece in each.split(".")} & RUNS_CODE_WHEN_IT_READS
     assert not {"torch.load", "torch.save", "torch.jit.load", "numpy.load", "np.load"} & names

@@ -183,3 +183,8 @@ def test_the_tree_over_a_few_micro_batches_spelled_out() -> None:
 def test_folding_the_root_leaves_the_sums_as_they_were() -> None:
     sums = {Node(1, 0): "(0+1)", Node(0, 2): "2"}
     assert root(sums, 3, plus) == root(sums, 3, plus) == "((0+1)+2)"
+
+
+def test_a_sum_of_which_a_part_is_missing_is_none() -> None:
+    with pytest.raises(ValueError, match="cover 3 of 4 micro-batches"):
+        root({Node(1, 0): 1.0, Node(0, 3): 1.0}, 4, lambda left, right: left + right)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic_ddp.batching import micro_batch_ranges, processing_order
+from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
 from tests.ranks import run_ranks
@@ -178,3 +179,20 @@ def test_a_model_without_buffers_has_nothing_to_do() -> None:
 
     model: Any = Plain(2, 2)
     assert not step(model, 3, ALONE).changed
+
+
+class FilledLater(torch.nn.Module):
+    """A cache that the first forward makes."""
+
+    def __init__(self, empty: torch.Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("cache", empty)
+
+    def compute(self, micro_batch: int) -> None:
+        self.cache = torch.full((2,), float(micro_batch))
+
+
+@pytest.mark.parametrize("empty", [None, torch.empty(0)], ids=["None", "empty"])
+def test_a_buffer_that_a_forward_makes_is_refused_by_name(empty: torch.Tensor | None) -> None:
+    with pytest.raises(ConfigError, match="the buffer 'cache' of FilledLater was None or empty"):
+        step(FilledLater(empty), 2, ALONE)  # type: ignore[arg-type]

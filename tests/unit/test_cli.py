@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from typer.testing import CliRunner
 
 from elastic_ddp import cli, trainer
@@ -154,6 +156,37 @@ def test_a_function_of_an_installed_module_is_loaded_by_its_name(job: Path, monk
     assert FakeTrainer.made["train"] is json.dumps
 
 
+CALLS_WHAT_IT_READS = "import pickle, sys; print(pickle.load(sys.stdin.buffer)(3))"
+
+
+def test_functions_beside_a_job_reach_processes_that_do_not_have_their_file(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As workers on other nodes, whose folder is another one too."""
+    monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
+    (job.parent / "job.py").write_text("FACTOR = 2\n\ndef train(run):\n    return run * FACTOR\n")
+    invoke("run", str(job))
+    sent = ray.cloudpickle.dumps(FakeTrainer.made["train"])
+    done = subprocess.run([sys.executable, "-c", CALLS_WHAT_IT_READS], input=sent, capture_output=True, cwd="/")
+    assert (done.stdout, done.stderr) == (b"6\n", b"")
+
+
+def test_a_job_is_found_beside_its_file_whatever_else_has_its_name(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
+    (job.parent / "json.py").write_text("def train(run): ...\n\ndef transform(rows, rng): ...\n")
+    job.write_text(SETTINGS + JOB.replace("job.py", "json.py") + 'transform = "json.py:transform"\n')
+    invoke("run", str(job))
+    made = FakeTrainer.made
+    assert made["train"].__code__.co_filename == str(job.parent / "json.py")
+    assert made["train"].__globals__ is made["transform"].__globals__, "the file is read once"
+    assert sys.modules["json"] is json
+
+
+def test_what_follows_a_script_is_the_scripts(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    assert invoke("run", str(tmp_path / "script.py"), "--help", "-x", "1").output == "['--help', '-x', '1']\n"
+
+
 def test_run_needs_no_transform(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
     invoke("run", str(job))
@@ -182,7 +215,11 @@ def test_a_job_table_with_other_keys_is_refused_with_those_it_takes(job: Path, t
     ("reference", "message"),
     [
         ("train", "'train' names no function; write module:function or file.py:function"),
-        ("nowhere.py:train", "'nowhere.py:train' cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
+        (
+            "nowhere.py:train",
+            "'nowhere.py:train' cannot be loaded: FileNotFoundError: [Errno 2] No such file or directory: "
+            "'{folder}/nowhere.py'",
+        ),
         (
             "job.py:missing",
             "'job.py:missing' cannot be loaded: AttributeError: module 'job' has no attribute 'missing'",
@@ -194,7 +231,7 @@ def test_a_function_that_cannot_be_loaded_is_refused(job: Path, reference: str, 
     job.write_text(SETTINGS + JOB.replace("job.py:train", reference))
     with pytest.raises(ConfigError) as caught:
         invoke("run", str(job))
-    assert str(caught.value) == f"{job}: {message}"
+    assert str(caught.value) == f"{job}: {message}".replace("{folder}", str(job.parent))
 
 
 def test_a_job_without_a_table_or_with_a_number_for_a_function_is_refused(job: Path) -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_ddp.data.files import list_files, read_footer, read_row_group
+from elastic_ddp.data.files import check_version, list_files, read_footer, read_row_group
 from elastic_ddp.data.index import DatasetIndex, build_index, open_index
 from elastic_ddp.errors import DataError
 
@@ -243,3 +243,20 @@ def test_a_file_that_went_after_it_was_listed_is_named(tmp_path: Path) -> None:
     size = path.stat().st_size
     path.unlink()
     assert f"{path} is gone since the data set was listed" in message(read_footer, str(path), size)
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    columns = [pa.array([1, 2]), pa.array([3, 4])]
+    write(tmp_path / "a.parquet", pa.Table.from_arrays(columns, names=["x", "x"]))
+    assert "has more than one column named 'x'" in message(build_index, str(tmp_path))
+
+
+def test_a_file_that_is_replaced_by_one_of_the_same_size_is_noticed_when_it_is_opened(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "a.parquet"))
+    (file,) = list_files(path)
+    check_version(file.path, file.size, file.version)
+    check_version(file.path, file.size, "ETag=unknown to who lists")
+    os.utime(path, ns=(1, 1))
+    assert f"{path} changed since it was indexed" in message(check_version, file.path, file.size, file.version)
+    os.unlink(path)
+    assert "is gone since" in message(check_version, file.path, file.size, file.version)

@@ -19,6 +19,8 @@ from elastic_ddp.data.source import (
     PrepareChunks,
     PreparedChunk,
     Transform,
+    _check_tensors,
+    _widen,
     read_chunks,
     transform_generator,
     unpack,
@@ -229,3 +231,14 @@ def test_pipelines_that_could_never_get_a_cpu_are_refused() -> None:
 )
 def test_pipelines_that_find_a_cpu_are_let_through(free: dict[str, float]) -> None:
     cpus([{"CPU": 8.0, "GPU": 2.0}], **free)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("values", [np.zeros(3, ">i4"), np.zeros(3, np.longdouble), np.zeros(3, np.clongdouble)])
+def test_numbers_that_no_tensor_can_hold_are_refused(values: np.ndarray) -> None:
+    with pytest.raises(DataError, match="convert them with astype"):
+        _check_tensors({"x": values}, transformed=True)
+
+
+@pytest.mark.parametrize("values", [pa.array(["a", "bc"], pa.string_view()), pa.array([b"a", b"bc"], pa.binary_view())])
+def test_views_of_strings_are_read_like_strings(values: pa.Array) -> None:
+    assert _widen(pa.chunked_array([values])).take(pa.array([1, 0])).to_pylist() == values.to_pylist()[::-1]

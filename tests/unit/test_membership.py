@@ -567,3 +567,32 @@ def test_what_ended_a_generation_is_forgotten_with_the_next() -> None:
     assert club.formed().reason == "worker lost"
     club.all_arrive("bcd", 6)
     assert club.formed().reason == "workers joined"
+
+
+def test_one_that_was_let_go_before_the_controller_counted_it_is_remembered_until_it_has() -> None:
+    club = club_of("ab", max_workers=3)
+    club.all_arrive("c")
+    club.membership.ask_to_leave("c")
+    club.membership.ask_to_leave("d")  # SIGTERM, before it has come
+    club.membership.forget(["a", "b"])
+    assert list(club.membership.dismissed) == ["c"]
+    assert club.arrive("d") == LEFT, "it heard the signal, and goes"
+    club.membership.forget(["a", "b", "c", "d"])
+    assert list(club.membership.dismissed) == ["c", "d"]
+    club.membership.forget(["a", "b"])
+    assert not club.membership.dismissed
+
+
+def test_who_is_lost_before_its_first_step_never_trained() -> None:
+    club = club_of("ab", max_workers=3)
+    assert not club.membership.is_newcomer("a"), "where nobody has trained nobody is new"
+    club.membership.made_a_step(club.membership.generation)
+    club.all_arrive("c")
+    club.now += SETTLE_S
+    club.all_arrive("ab", 5)
+    assert club.names() == ["a", "b", "c"]
+    club.membership.made_a_step(club.membership.generation - 1)
+    assert club.membership.is_newcomer("c"), "it has not got the state yet"
+    assert not club.membership.is_newcomer("a")
+    club.membership.made_a_step(club.membership.generation)
+    assert not club.membership.is_newcomer("c")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.parallel import process_group
-from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer, use_interface_of
+from elastic_ddp.parallel.process_group import Assignment, ProcessGroup, is_lost_peer, use_interface_of
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -104,3 +104,25 @@ def test_gloo_listens_where_the_nodes_address_is(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     use_interface_of("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_a_group_that_was_never_formed_can_be_cut_also_on_a_gpu() -> None:
+    assignment = Assignment(generation=1, rank=0, world_size=2, store_host="", store_port=0, reason="start")
+    group = ProcessGroup(assignment, torch.device("cuda"))
+    group.cut()
+    group.cut()
+
+
+def test_the_backend_of_a_gpu_is_aborted_once() -> None:
+    class Backend:
+        aborted = 0
+
+        def abort(self) -> None:
+            self.aborted += 1
+
+    assignment = Assignment(generation=1, rank=0, world_size=2, store_host="", store_port=0, reason="start")
+    backend = Backend()
+    group = ProcessGroup(assignment, torch.device("cuda"), _nccl=backend)
+    group.cut()
+    group.cut()
+    assert backend.aborted == 1

@@ -261,3 +261,38 @@ def test_a_server_is_started_once() -> None:
         assert await ear.server.start(HOST) == address
 
     listening(LONG_S, scenario)
+
+
+def test_the_end_of_an_older_connection_means_nothing_where_a_newer_one_is_heard() -> None:
+    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+        older = await connected(address, "a")
+        while not ear.server.hears("a"):
+            await asyncio.sleep(0)
+        _, newer = await asyncio.open_connection(*address)
+        newer.write(b"a\n.")
+        await newer.drain()
+        await asyncio.sleep(0.1)
+        older.close()
+        other = await connected(address, "b")
+        other.close()
+        assert await ear.until_lost() == [("b", "its process ended")], "a is heard"
+        newer.close()
+        assert (await ear.until_lost(2))[1] == ("a", "its process ended")
+
+    listening(LONG_S, scenario)
+
+
+def test_one_that_nobody_waits_for_yet_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports, or compiles, and holds Python's global lock."""
+    monkeypatch.setattr("elastic_ddp.elastic.pulse.PATIENCE_S", 4 * SHORT_S)
+    begun = time.monotonic()
+
+    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+        ear.server._is_awaited = lambda member: member == "awaited"
+        connections = [await connected(address, member) for member in ("starting", "awaited")]
+        assert await ear.until_lost() == [("awaited", f"it was silent for {SHORT_S:g} s")]
+        assert (await ear.until_lost(2))[1] == ("starting", f"it was silent for {4 * SHORT_S:g} s")
+        assert time.monotonic() - begun >= 4 * SHORT_S
+        assert len(connections) == 2
+
+    listening(SHORT_S, scenario)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,7 +93,7 @@ class Trained:
         for micro_batch in self.strategy.to_compute:
             self.strategy.prepare_forward(micro_batch)
             loss = loss_of(self.model, micro_batch, rows[micro_batch])
-            self.held.append(self.reduction.held_copies)
+            self.held.append(len(self.reduction._sums))
             self.strategy.backward(loss, micro_batch)
         self.buckets.append(len(self.bucket_sizes))
         return gradients_of(self.model)
@@ -105,7 +107,7 @@ def three_steps(group: ProcessGroup) -> dict[str, Any]:
         gradients = [trained.step(FULL), trained.step(FULL)]
         held = trained.held
         gradients.append(trained.step(SHORT))
-        left = trained.reduction.held_copies
+        left = len(trained.reduction._sums)
         found[name] = {"gradients": gradients, "buckets": trained.buckets, "held": held, "left": left}
         trained.strategy.close()
     return found
@@ -215,3 +217,45 @@ def test_a_peer_that_goes_in_the_middle_of_a_step_is_an_error_and_no_hang(number
     for message, lost_peer, seconds in survivors:
         assert lost_peer, message
         assert seconds < 10
+
+
+# Memory.
+
+SHARE = 16
+"""Micro-batches of a rank."""
+_M_MMAP_THRESHOLD = -3
+
+
+def peak_copies(group: ProcessGroup, reduction: str, bucket_cap_mb: float) -> float:
+    """What a rank takes at most in a step, beyond what it had before, in copies of the gradients."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)  # what is freed goes back to the system at once
+    changes = {"reduction": reduction, "global_batch_size": SHARE * group.world_size, "micro_batch_size": 1}
+    strategy_config = config(bucket_cap_mb).model_copy(update=changes)
+    model = PreparedModel(
+        torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(10))), device=CPU, bf16=False
+    )
+    num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+    strategy = DDPStrategy(model, strategy_config, group)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = peak_bytes()
+    for _ in range(2):
+        strategy.begin_step(np.full(SHARE * group.world_size, 1))
+        for micro_batch in strategy.to_compute:
+            strategy.prepare_forward(micro_batch)
+            strategy.backward(model(torch.ones(1, 1024)).sum(), micro_batch)
+        model.zero_grad()
+    strategy.close()
+    return (peak_bytes() - before) / num_bytes
+
+
+def peak_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+@pytest.mark.parametrize(("world_size", "bucket_cap_mb"), [(1, 1000.0), (2, 5.0)])
+def test_a_step_takes_no_more_memory_than_was_promised(world_size: int, bucket_cap_mb: float) -> None:
+    native, canonical = (
+        max(run_ranks(world_size, peak_copies, reduction, bucket_cap_mb)) for reduction in ("native", "canonical")
+    )
+    assert canonical - native <= math.log2(SHARE) + 1

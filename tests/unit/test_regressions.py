@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import threading
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.ddp import PreparedModel
+from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from elastic_ddp.train_state import TrainState
 from elastic_ddp.trainer import ElasticTrainer
@@ -163,3 +166,86 @@ def test_a_training_function_that_cannot_be_sent_is_refused_by_name(tmp_path: An
     settings = {"name": "a", "storage": str(tmp_path), "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
     with pytest.raises(ConfigError, match=r"train.*cannot be sent to workers because of <unlocked _thread.lock"):
         ElasticTrainer(train, "data", settings)
+
+
+def caught(step: Step, model: PreparedModel, error: Exception | None = None) -> None:
+    """A user's function that goes on whatever backward says."""
+    for place, batch in enumerate(step.micro_batches()):
+        loss = model(batch["x"]).mean()
+        if place == 1:
+            loss.register_hook(lambda gradient: fail(error or MemoryError("no memory")))
+        with suppress(Exception):
+            step.backward(loss)
+    step.optimize()
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_a_backward_whose_error_the_user_catches_makes_no_step(new_run: NewRun) -> None:
+    """It left a micro-batch's gradients out, and hashes of samples that were in it."""
+    run = new_run()
+    model = prepared(run)
+    with pytest.raises(ConfigError, match=r"step 0: MemoryError: no memory was caught in the training function"):
+        for step in run.steps():
+            with step:
+                caught(step, model)
+    assert run.position.step == 0
+
+
+def test_a_lost_peer_that_the_user_catches_is_lost_all_the_same(new_run: NewRun) -> None:
+    run = new_run(steps=2)
+    model = prepared(run)
+    lost = []
+    for step in run.steps():
+        with step:
+            if not lost:
+                lost.append(step.index)
+                caught(step, model, dist.DistNetworkError(LOST_PEER))
+            else:
+                for batch in step.micro_batches():
+                    step.backward(model(batch["x"]).mean())
+                step.optimize()
+    assert run.position.step == 2
+    assert link_of(run).joins == [(None, True), (0, True)]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.SyncBatchNorm(3)),
+            "got a SyncBatchNorm, whose statistics",
+        ),
+        (torch.nn.EmbeddingBag(3, 3, sparse=True), r"got an EmbeddingBag\(sparse=True\)"),
+        (torch.nn.Linear(3, 3, dtype=torch.complex64), "got complex parameters, weight, bias"),
+    ],
+)
+def test_models_that_cannot_be_reduced_are_refused(new_run: NewRun, model: torch.nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        new_run().prepare(model)
+
+
+def test_a_scheduler_that_is_prepared_twice_is_refused(new_run: NewRun) -> None:
+    """It would step twice."""
+    run = new_run()
+    optimizer = run.prepare(torch.optim.SGD(run.prepare(torch.nn.Linear(3, 1)).parameters()))
+    scheduler = run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    with pytest.raises(ConfigError, match="the same StepLR twice"):
+        run.prepare(scheduler)
+
+
+def test_an_array_is_logged_as_one_number_only(new_run: NewRun) -> None:
+    run = new_run()
+    prepared(run)
+    step = next(iter(run.steps()))
+    step.log(one=np.ones(1))
+    with pytest.raises(ConfigError, match=r"step.log got many of shape \(3,\)"):
+        step.log(many=np.zeros(3))
+
+
+def test_storage_in_the_memory_of_one_process_is_refused() -> None:
+    config = {"name": "a", "storage": "memory://a", "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
+    with pytest.raises(ConfigError, match="every worker would have its own"):
+        ElasticTrainer(lambda run: None, "data", config)
