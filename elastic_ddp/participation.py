@@ -107,7 +107,7 @@ class Participation:
     def _warm_up(self) -> None:
         """What nobody is to wait for when this worker joins: all that is slow the first time in a process."""
         flatten(self._state.state_dict())  # what cannot be saved is refused now, not by the first commit
-        find_store(*self._link.store_address())
+        find_store(self._link.store_address)
         self._read_ahead(self._link.ask_for_prospect() or Prospect(rank=0, world_size=1, step=0))
         self._feeds.wait()  # the first pipeline takes seconds
         # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that has

@@ -151,6 +151,7 @@ class RendezvousLink:
                 while_waiting(answer)
             elif answer is not None:
                 self._generation = answer.generation
+                self._progress = self._progress if answer.rank == 0 else None  # the first one's word is what counts
                 self._signals = replace(self._signals, **_OF_A_GENERATION)  # said of the one before
                 return answer
 

@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -20,6 +21,8 @@ from elastic_ddp.parallel.process_group import spare
 BEATS_PER_TIMEOUT = 5
 PATIENCE_S = 60.0
 """Silence of a worker that nobody waits for yet: imports, and a compiler, may hold Python's global lock for long."""
+CONNECT_WITHIN_S = 60.0
+"""How long a worker that starts looks for the rendezvous."""
 LOOK_AGAIN_S = 0.1
 """How long beats may take to be read that have come while the rendezvous was busy."""
 
@@ -37,7 +40,7 @@ class Pulse:
         self._address, self._member = address, member
         self._interval_s = timeout_s / BEATS_PER_TIMEOUT
         self._stopped, self._stopping = os.pipe()
-        self._connection = self._connect()
+        self._connection = self._connect_patiently()
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
         self._thread.start()
 
@@ -47,6 +50,17 @@ class Pulse:
         connection.settimeout(None)
         connection.sendall(self._member.encode() + b"\n")
         return connection
+
+    def _connect_patiently(self) -> socket.socket:
+        """The rendezvous may have died just now, and be on its way again."""
+        end = time.monotonic() + CONNECT_WITHIN_S
+        while True:
+            try:
+                return self._connect()
+            except OSError:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(self._interval_s)
 
     def _beat(self) -> None:
         while not self._is_stopped_before_it_breaks():

@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 import struct
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 CONNECT_S = 5.0
 """How long the store of a generation may take to be reached."""
-FIND_STORE_S = 60.0
+FIND_STORE_S, FIND_ONCE_S = 60.0, 15.0
 """The same, the first time in a process."""
 FORM_S = 1.0
 """How long the ranks of a group, all of which have come, may take to connect to each other, the first time they try."""
@@ -227,13 +228,23 @@ class ProcessGroup:
         return [rows[rank, : int(sizes[rank])].tobytes() for rank in range(self.world_size)]
 
 
-def find_store(host: str, port: int) -> None:
+def find_store(address: Callable[[], tuple[str, int]]) -> None:
     """Connects to the store of a run's generations once, before others wait for this rank.
 
     The first time in a process torch asks for the name of the store's host, for its log, and that takes ten seconds
     where no name server answers.
+
+    Args:
+        address: tells where it is, as far as that is known: it moves if the rendezvous is restarted.
     """
-    _connect(host, port, within_s=FIND_STORE_S)
+    end = time.monotonic() + FIND_STORE_S
+    while True:
+        try:
+            _connect(*address(), within_s=FIND_ONCE_S)
+            return
+        except dist.DistError:
+            if time.monotonic() >= end:
+                raise
 
 
 def _connect(host: str, port: int, *, within_s: float) -> dist.TCPStore:

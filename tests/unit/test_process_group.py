@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from dataclasses import replace
 from typing import Any
@@ -126,3 +127,16 @@ def test_the_backend_of_a_gpu_is_aborted_once() -> None:
     group.cut()
     group.cut()
     assert backend.aborted == 1
+
+
+def test_a_store_that_has_moved_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "FIND_ONCE_S", 1.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        ports = [gone.getsockname()[1], store.port]
+    asked = iter(ports)
+    process_group.find_store(lambda: ("127.0.0.1", next(asked)))
+    assert next(asked, None) is None, "both were tried"
+    monkeypatch.setattr(process_group, "FIND_STORE_S", 0.0)
+    with pytest.raises(dist.DistError):
+        process_group.find_store(lambda: ("127.0.0.1", ports[0]))

@@ -296,3 +296,15 @@ def test_one_that_nobody_waits_for_yet_may_be_silent_for_longer(monkeypatch: pyt
         assert len(connections) == 2
 
     listening(SHORT_S, scenario)
+
+
+def test_a_worker_that_starts_finds_a_rendezvous_that_was_restarted_just_then() -> None:
+    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+        with socket.create_server((HOST, 0)) as gone:
+            addresses = iter([gone.getsockname()[:2], address])
+        pulse = await asyncio.to_thread(Pulse, lambda: next(addresses), "a", BEATING_S)
+        while not ear.server.hears("a"):
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(pulse.stop)
+
+    listening(LONG_S, scenario)
