@@ -11,6 +11,7 @@ from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import PeerLostError, WorkersLostError, described
 from elastic_ddp.generation import Generation, feeds_of, micro_batches_of
 from elastic_ddp.parallel.process_group import Assignment, find_store, is_lost_peer
+from elastic_ddp.rehearsal import Rehearsal
 from elastic_ddp.state import flatten
 from elastic_ddp.telemetry.account import Account
 from elastic_ddp.together import Tasks
@@ -69,7 +70,10 @@ class Participation:
         """
         account = self.account.seconds()
         if not self.holds_state:
-            self._warm_up()
+            # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that
+            # has been imported and built, and next to nothing among what is new since now.
+            gc.collect()
+            gc.freeze()
         attempt = 0
         while attempt < FORMED_AGAIN:
             self.activity.enter("rendezvous")
@@ -104,16 +108,20 @@ class Participation:
             f"The last time: {lost}. Look at the network between the nodes"
         )
 
-    def _warm_up(self) -> None:
-        """What nobody is to wait for when this worker joins: all that is slow the first time in a process."""
+    def warm_up(self) -> Rehearsal | None:
+        """What nobody is to wait for when this worker joins for the first time: all that is slow the first time in a
+        process. Returns the step that it should rehearse, if others train meanwhile."""
         flatten(self._state.state_dict())  # what cannot be saved is refused now, not by the first commit
         find_store(self._link.store_address)
-        self._read_ahead(self._link.ask_for_prospect() or Prospect(rank=0, world_size=1, step=0))
+        place = self._link.ask_for_prospect()
+        self._read_ahead(place or Prospect(rank=0, world_size=1, step=0))
         self._feeds.wait()  # the first pipeline takes seconds
-        # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that has
-        # been imported and built, and next to nothing among what is new since now.
-        gc.collect()
-        gc.freeze()
+        batch = self._feeds.peek()
+        if place is None or batch is None or not batch.num_rows:
+            return None
+        self.activity.enter("warm-up")
+        epoch = self._job.shape.epoch_of(place.step)
+        return Rehearsal(self._state, batch, place=place, epoch=epoch, seed=self._job.config.seed)
 
     def _read_ahead(self, prospect: Prospect) -> bool:
         """Has the rows of a place that this worker may get read. Returns whether the first of them are there."""

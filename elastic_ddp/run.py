@@ -18,6 +18,7 @@ from elastic_ddp.job import Job
 from elastic_ddp.parallel.ddp import PreparedModel
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation
+from elastic_ddp.rehearsal import Rehearsal
 from elastic_ddp.step import Step
 from elastic_ddp.together import NotTogetherError
 from elastic_ddp.train_state import Position, Stateful, TrainState, check_model
@@ -45,6 +46,7 @@ class Run:
         self._commits = Commits(job, link)
         self._participation = Participation(job, link, state=self._state, commits=self._commits, device=device)
         self._step: Step | None = None
+        self._rehearsal: Rehearsal | None = None
 
     # What the user calls.
 
@@ -59,7 +61,7 @@ class Run:
             ConfigError: a second model, an optimizer of other parameters, a scheduler of another optimizer, or
                 anything else; `register` is for other things with state.
         """
-        if self._participation.generation is not None:
+        if self._participation.generation is not None or self._rehearsal is not None:
             raise ConfigError("run.prepare was called inside run.steps(); prepare everything before the loop")
         if isinstance(thing, torch.nn.Module):
             return self._prepare_model(thing)  # type: ignore[return-value]
@@ -88,7 +90,7 @@ class Run:
     def register(self, name: str, thing: Stateful) -> None:
         """Adds user state to every commit: anything with `state_dict()` of plain values and tensors, and
         `load_state_dict()`. It has to be updated in the same way on every rank."""
-        if self._participation.holds_state:
+        if self._participation.holds_state or self._rehearsal is not None:
             raise ConfigError(f"run.register got {name} inside run.steps(); register everything before the loop")
         if not isinstance(thing, Stateful):
             raise ConfigError(
@@ -101,7 +103,9 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """The steps of the run from where it stands: from the first, or from the newest commit.
 
-        A step that loses a peer comes again, with the same samples, in the next generation.
+        A step that loses a peer comes again, with the same samples, in the next generation. A worker that is to join
+        others while they train makes its first step twice, too: at first alone, up to `optimize` (see `Rehearsal`), so
+        that nobody waits for what is slow in it.
         """
         if self._state.model is None or not self._state.optimizers:
             raise ConfigError(
@@ -112,6 +116,11 @@ class Run:
         while True:
             generation = part.generation
             if generation is None:
+                if not part.holds_state:
+                    self._rehearsal = part.warm_up()
+                    if self._rehearsal is not None:
+                        yield self._rehearsal
+                        self._rehearsal = None
                 generation = part.join(lost)
                 losses = losses if generation.group.assignment.again else 0
             if self.position.step >= self._job.total_steps:
@@ -149,8 +158,8 @@ class Run:
         Every rank calls it at the same place, inside or after the loop over `steps()`; the result is the same on every
         rank and at every world size. The model is in eval mode and without gradients meanwhile.
 
-        Decide by `step.index` alone whether to call it. It is NaN if a peer was lost in a step, and then not all of the
-        others ask for it.
+        Decide by `step.index` alone whether to call it. It is NaN if a peer was lost in a step and not all of the
+        others ask for it, and in a step that a newcomer rehearses.
 
         Args:
             loss_fn: from the model and a batch to the mean loss over the batch's rows.
@@ -159,6 +168,8 @@ class Run:
             name: of the result, in the record.
         """
         part, step = self._participation, self._step
+        if self._rehearsal is not None:
+            return math.nan
         if part.generation is None:
             raise ConfigError("run.evaluate was called before run.steps(); call it inside the loop or after it")
         if self.rank == 0:
@@ -177,16 +188,16 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the current generation; 0 before the first. For logging: nothing that changes
-        weights may depend on it."""
+        """This worker's rank in the current generation, before its first the one that it is likely to get, or 0. For
+        logging: nothing that changes weights may depend on it."""
         generation = self._participation.generation
-        return generation.group.rank if generation else 0
+        return generation.group.rank if generation else self._rehearsal.place.rank if self._rehearsal else 0
 
     @property
     def world_size(self) -> int:
-        """Workers of the current generation; 0 before the first."""
+        """Workers of the current generation; before the first as for `rank`."""
         generation = self._participation.generation
-        return generation.group.world_size if generation else 0
+        return generation.group.world_size if generation else self._rehearsal.place.world_size if self._rehearsal else 0
 
     @property
     def position(self) -> Position:

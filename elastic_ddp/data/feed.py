@@ -144,6 +144,14 @@ class MicroBatchFeed:
             if self._error is not None and not self._ready:
                 raise self._error
 
+    def peek(self) -> MicroBatch | None:
+        """A copy of the micro-batch that comes next, if it is there."""
+        with self._changed:
+            if not self._ready:
+                return None
+            batch = self._await_device(self._ready[0][1])
+        return replace(batch, rows={name: column.clone() for name, column in batch.rows.items()})
+
     def skip_to(self, step: int) -> None:
         """Leaves out the steps before this one. It does not wait for them."""
         with self._changed:
@@ -199,6 +207,10 @@ class MicroBatchFeed:
                 raise self._error
             _, batch = self._ready.popleft()
             self._changed.notify_all()
+        return self._await_device(batch)
+
+    def _await_device(self, batch: MicroBatch) -> MicroBatch:
+        """Has what the device does from here on wait for the copy."""
         if batch.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(batch.ready)

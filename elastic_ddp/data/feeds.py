@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from elastic_ddp.data.feed import MicroBatchFeed
+from elastic_ddp.data.feed import MicroBatch, MicroBatchFeed
 
 _FAR = 500
 """Steps that are sooner entered anew than reached by leaving out those before them."""
@@ -45,6 +45,10 @@ class Feeds:
         """Until the first rows of the prepared feed are there. Raises what keeps them from being read."""
         if self._prepared is not None:
             self._prepared.wait()
+
+    def peek(self) -> MicroBatch | None:
+        """A copy of the first micro-batch of the prepared feed, if it is there."""
+        return self._prepared.peek() if self._prepared is not None else None
 
     def settle(self, micro_batches: tuple[int, ...], step: int | None) -> None:
         """To be called before a process group forms: it knows its connections by those that are opened meanwhile, and a

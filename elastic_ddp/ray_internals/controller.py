@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScali
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id
+from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, give_back
 
 if TYPE_CHECKING:
     from elastic_ddp.elastic.messages import Orders
@@ -66,13 +67,15 @@ _CHATTERS = ("scaling_policy.elastic", "failure_handling.default")
 
 
 class InPlaceController(TrainController):
-    """See the module. Subclasses set `rendezvous`."""
+    """See the module. Subclasses set `rendezvous`, and what the names of placement groups begin with."""
 
     worker_group_cls = ElasticWorkerGroup
     rendezvous: Any = None
+    rooms = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        ElasticWorkerGroup.rooms = self.rooms
         for module in _CHATTERS:
             logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
         logging.getLogger(TrainController.__module__).addFilter(_is_news)
@@ -249,8 +252,8 @@ class ElasticTorchTrainer(TorchTrainer):
     """Ray Train's trainer with a controller that resizes in place, and without two of its callbacks.
 
     The cleaner of placement groups asks the dashboard, which `ray[train]` does not bring, and complains every second
-    that it is not there. Our placement groups are not detached, so Ray frees them with the job. The other one hands out
-    shards of data sets, of which Ray Train knows none here, in a process of its own for every worker that is added.
+    that it is not there. Ours are freed at the end of `fit`, however that comes. The other one hands out shards of data
+    sets, of which Ray Train knows none here, in a process of its own for every worker that is added.
 
     Args:
         rendezvous: the run's rendezvous; None restarts the whole group instead, as Ray Train does.
@@ -268,8 +271,10 @@ class ElasticTorchTrainer(TorchTrainer):
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         controller_class: Any = TrainController
+        rooms = f"elastic_ddp-{uuid.uuid4().hex}-"
         if self._rendezvous is not None:
-            controller_class = type("ElasticController", (InPlaceController,), {"rendezvous": self._rendezvous})
+            attributes = {"rendezvous": self._rendezvous, "rooms": rooms}
+            controller_class = type("ElasticController", (InPlaceController,), attributes)
             if isinstance(policy := arguments["scaling_policy"], ElasticScalingPolicy):
                 arguments["scaling_policy"] = LimitedScalingPolicy(policy.scaling_config)
         here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
@@ -277,5 +282,8 @@ class ElasticTorchTrainer(TorchTrainer):
         options = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": environment}}
         controller: Any = ray.remote(controller_class).options(**options).remote(**arguments)
         self._on_controller(controller)
-        ray.get(controller.run.remote())
-        return ray.get(controller.get_result.remote())
+        try:
+            ray.get(controller.run.remote())
+            return ray.get(controller.get_result.remote())
+        finally:
+            give_back(rooms)

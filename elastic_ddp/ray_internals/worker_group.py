@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import uuid
 from collections.abc import Collection
 from typing import Any, ClassVar
 
@@ -20,7 +21,13 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 from ray.train.v2._internal.util import bundle_to_remote_args
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_ddp import signals
@@ -70,6 +77,14 @@ class _Newcomer:
     """Whether that is the start of its training function, the last of them."""
 
 
+def give_back(rooms: str) -> None:
+    """Removes what is left of placement groups whose names begin so: those of a controller that was ended live on until
+    the driver's process ends."""
+    for each in placement_group_table().values():
+        if each["name"].startswith(rooms) and each["state"] != "REMOVED":
+            remove_placement_group(get_placement_group(each["name"]))
+
+
 def actor_id(worker: Worker) -> str:
     """The id by which the worker's own process knows its actor."""
     return str(worker.actor._actor_id.hex())
@@ -89,6 +104,8 @@ class ElasticWorkerGroup(WorkerGroup):
     _worker_cls = ElasticWorker
     avoid: ClassVar[list[str]] = []
     """Nodes that no worker is to be started on, by Ray's name. The process's own, as one group may follow another."""
+    rooms: ClassVar[str] = ""
+    """What the names of its placement groups begin with."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,6 +125,7 @@ class ElasticWorkerGroup(WorkerGroup):
             [self._worker_group_context.resources_per_worker],
             strategy="PACK",
             bundle_label_selector=[selector] if selector else None,
+            name=self.rooms + uuid.uuid4().hex,
         )
 
     def _create_workers(self, num_workers: int, placement_group: Any, *args: Any, **kwargs: Any) -> list[Worker]:

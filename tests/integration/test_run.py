@@ -20,7 +20,9 @@ import torch
 
 import elastic_ddp as ed
 from elastic_ddp import ray_internals
+from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.errors import ConfigError, DataError, TrainFunctionError, WorkersLostError
+from elastic_ddp.job import COMMITS
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 from tests.integration import jobs
@@ -89,38 +91,33 @@ def test_bf16_runs_have_the_same_bits_at_any_number_of_workers_and_others_than_f
 
 
 def test_a_native_run_sees_the_same_samples_and_repeats_itself(folder: Path, calm: ed.RunResult) -> None:
-    native, again = (fit(folder, f"native-{number}", 2, reduction="native") for number in (1, 2))
+    def train(run: ed.Run) -> None:
+        jobs.make_train(held_out=str(folder / "held-out"))(run)
+        for name, transform in (("plain", None), ("squared", lambda rows, random: {"y": rows["y"] ** 2})):
+            run.evaluate(
+                lambda _, batch: batch["y"].double().mean(), str(folder / "held-out"), transform=transform, name=name
+            )
+
+    native, again = (fit(folder, f"native-{number}", 2, train=train, reduction="native") for number in (1, 2))
     assert_same(again, native)
     assert native.samples_sha256 == calm.samples_sha256
     assert native.metrics["validation_loss"] == pytest.approx(calm.metrics["validation_loss"], rel=1e-3)
+    y = pq.read_table(folder / "held-out")["y"].to_numpy()
+    assert native.metrics["plain_loss"] == pytest.approx(y.mean(), rel=1e-12)
+    assert native.metrics["squared_loss"] == pytest.approx((y**2).mean(), rel=1e-12)
 
 
-def test_an_evaluation_is_the_mean_over_the_rows_each_of_them_once(folder: Path, cluster: None) -> None:
-    held_out = str(folder / "held-out")
-    table = pq.read_table(held_out)
-    x = torch.from_numpy(np.stack(table["x"].to_numpy()))
-    y = torch.from_numpy(table["y"].to_numpy())
-
-    def train(run: ed.Run) -> None:
-        jobs.make_train()(run)
-        model = run._state.module.eval()
-        with torch.no_grad():
-            expected = float(jobs.loss_fn(model, {"x": x, "y": y}))
-        model.train()
-        assert run.evaluate(jobs.loss_fn, held_out, name="model") == pytest.approx(expected, rel=1e-6)
-        run.evaluate(lambda _, batch: batch["y"].double().mean(), held_out, name="rows")
-        squared = run.evaluate(
-            lambda _, batch: batch["y"].double().mean(),
-            held_out,
-            transform=lambda rows, random: {"y": rows["y"] ** 2},
-            name="transformed",
-        )
-        assert model.training and squared > 0
-
-    metrics = fit(folder, "evaluated", 3, train=train, steps=2).metrics
-    assert len(y) % 48 % 8, "the last batch is short, and not a whole number of micro-batches"
-    assert metrics["rows_loss"] == pytest.approx(float(y.double().mean()), rel=1e-12)
-    assert metrics["transformed_loss"] == pytest.approx(float((y**2).double().mean()), rel=1e-12)
+def test_an_evaluation_is_the_mean_over_the_rows_each_of_them_once(folder: Path, calm: ed.RunResult) -> None:
+    table = pq.read_table(folder / "held-out")
+    held_out = {"x": torch.from_numpy(np.stack(table["x"].to_numpy())), "y": torch.from_numpy(table["y"].to_numpy())}
+    assert len(held_out["y"]) % 48 % 8, "the last batch is short, and not a whole number of micro-batches"
+    newest = CheckpointStore(Storage(calm.uri).at(COMMITS), keep=1).load_latest()
+    assert newest is not None and newest[0].step == calm.steps
+    model = jobs.Model()
+    model.load_state_dict(newest[1]["model"])
+    with torch.no_grad():
+        expected = float(jobs.loss_fn(model.eval(), held_out))
+    assert calm.metrics["validation_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_summary_tells_the_run(calm: ed.RunResult) -> None:
@@ -278,8 +275,8 @@ def drive(folder: Path, name: str, *how: str, workers: int = 2) -> subprocess.Co
     return jobs.drive(str(folder / "data"), str(folder / "runs"), name, str(workers), *how)
 
 
-# In every test run a driver is killed in test_run_on_s3.py.
-@pytest.mark.parametrize("how", [pytest.param("kill-driver", marks=pytest.mark.chaos), "interrupt"])
+@pytest.mark.chaos  # in every test run a driver is killed in test_run_on_s3.py
+@pytest.mark.parametrize("how", ["kill-driver", "interrupt"])
 def test_the_same_command_resumes_a_run_whose_driver_is_gone(folder: Path, calm: ed.RunResult, how: str) -> None:
     marker = folder / how
     first = drive(folder, how, how, str(marker), "25")

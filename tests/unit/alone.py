@@ -35,6 +35,7 @@ class FakeLink:
         self.prospect: Prospect | None = None
         self.is_deaf = False
         self.commit_requested = 0
+        self.others_train: Prospect | None = None
         self.presumed_dead = False
         self.is_again = True
         """Whether a generation after the first has the members of the one before."""
@@ -76,7 +77,7 @@ class FakeLink:
         return "127.0.0.1", self._store_port
 
     def ask_for_prospect(self) -> Prospect | None:
-        return None
+        return self.others_train
 
     def is_member_of(self, generation: int) -> bool:
         return generation == len(self.joins) and not self.presumed_dead
@@ -127,6 +128,9 @@ class FakeFeed:
             yield next(self._stream)
 
     def wait(self) -> None: ...
+
+    def peek(self) -> MicroBatch:
+        return next(self._all_from(self.next_step))
 
     def interrupt(self) -> None: ...
 

@@ -22,7 +22,7 @@ LAYERS = (
     ("worker",),
     ("ray_train", "run"),
     ("participation",),
-    ("generation", "evaluation", "commits"),
+    ("generation", "evaluation", "commits", "rehearsal"),
     ("step", "train_state", "job", "together"),
     ("elastic",),
     ("parallel", "checkpoint", "data"),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.elastic.link import RunStopped
 from elastic_ddp.elastic.messages import Prospect
-from elastic_ddp.errors import WorkersLostError
+from elastic_ddp.errors import ConfigError, WorkersLostError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.run import Run
@@ -369,3 +369,64 @@ def test_the_weights_that_are_compared_are_those_of_the_state_that_all_have(
     monkeypatch.setattr(ProcessGroup, "all_gather_bytes", exchange)
     assert train(run)["weights_sha256"] == "of the last step"
     assert compared == [b"of a step before", b"of the last step"]
+
+
+# A rehearsal.
+
+
+def test_a_newcomer_makes_its_first_step_alone_before_others_wait_for_it(new_run: NewRun) -> None:
+    """What is slow in it, such as a compiler, is done by then."""
+    run = new_run()
+    link_of(run).others_train = Prospect(rank=2, world_size=3, step=4)
+    model = prepared(run)
+    seen: list[tuple[int, int, int, int]] = []
+    made = []
+    model.module.register_forward_pre_hook(
+        lambda *_: seen.append((len(link_of(run).joins), run.position.step, run.rank, run.world_size))
+    )
+    for step in run.steps():
+        if not seen:
+            assert math.isnan(run.evaluate(lambda *_: torch.zeros(()), "held-out")), "others do not ask for it now"
+            with pytest.raises(ConfigError, match="register everything before the loop"):
+                run.register("late", model.module)
+            assert (step.index, step.epoch, step.loss) == (4, 0, None)
+        with step:
+            for batch in step.micro_batches():
+                loss = model(batch["x"]).square().mean()
+                step.log(twice=2 * loss)
+                step.backward(loss)
+                batch["x"].zero_()
+            step.optimize()
+            made.append(step.index)
+    assert seen[0] == (0, 0, 2, 3) and seen[1] == (1, 0, 0, 1), "one micro-batch, before it asked to join"
+    assert made == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_rehearsal_leaves_no_trace(new_run: NewRun) -> None:
+    alone, newcomer = new_run(folder="alone"), None
+    calm = train(alone)
+    newcomer = new_run(folder="newcomer")
+    link_of(newcomer).others_train = Prospect(rank=1, world_size=2, step=3)
+    rehearsed = train(newcomer)
+    assert rehearsed["weights_sha256"] == calm["weights_sha256"]
+    assert rehearsed["samples_sha256"] == calm["samples_sha256"]
+
+
+def test_what_goes_wrong_in_a_rehearsal_is_the_users_to_hear(new_run: NewRun) -> None:
+    run = new_run()
+    link_of(run).others_train = Prospect(rank=1, world_size=2, step=3)
+
+    def fail(step: Step) -> None:
+        raise ZeroDivisionError("the user's own")
+
+    with pytest.raises(ZeroDivisionError):
+        body_of_a_step(run, fail)
+    assert not link_of(run).joins, "nobody waited for it"
+
+
+def body_of_a_step(run: Run, body: Callable[[Step], None]) -> None:
+    prepared(run)
+    for step in run.steps():
+        with step:
+            for _ in step.micro_batches():
+                body(step)

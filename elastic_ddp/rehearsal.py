@@ -1,0 +1,81 @@
+"""What is slow in a model's first step, done by a newcomer alone, while others still train without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_ddp.parallel.buffers import StepBuffers
+from elastic_ddp.seeding import seed_all
+from elastic_ddp.step import Step
+
+if TYPE_CHECKING:
+    from elastic_ddp.data.feed import MicroBatch
+    from elastic_ddp.elastic.messages import Prospect
+    from elastic_ddp.train_state import TrainState
+
+
+class Rehearsal(Step):
+    """A step that ends where others would be needed, and comes again, like one in which a peer is lost.
+
+    The user's function gets it from `run.steps()` before the first real one: a forward and a backward of a micro-batch
+    compile what is to be compiled, and load what a device needs. It leaves no trace in the model, and the optimizer is
+    not stepped.
+
+    Args:
+        state: of this worker; its model is used as it is.
+        batch: the rows to do it with; they are not used up.
+        place: where this worker is likely to be, and in which step.
+        epoch: of that step.
+        seed: the run's.
+    """
+
+    def __init__(self, state: TrainState, batch: MicroBatch, *, place: Prospect, epoch: int, seed: int) -> None:
+        self._state, self._batch, self._seed = state, batch, seed
+        self._buffers = StepBuffers(state.module)
+        self.place = place
+        self.index = place.step
+        self.epoch = epoch
+        self.loss = None
+        self.agreed = None
+        self.lost = None
+
+    def __enter__(self) -> Step:
+        self._state.module.zero_grad(set_to_none=True)
+        self._buffers.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        self._buffers.put_back()
+        self._state.module.zero_grad(set_to_none=True)
+        return isinstance(error, _Over)
+
+    def micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        assert self._state.model is not None
+        self._state.model.use_replica(None)
+        seed_all(self._seed, self.index, self._batch.index)
+        yield self._batch.rows
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        pass
+
+    def optimize(self) -> None:
+        self._buffers.end_micro_batch(self._batch.index, None)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # what goes wrong on the device goes wrong here
+        raise _Over
+
+    def metrics(self) -> dict[str, Any]:
+        return {}
+
+
+class _Over(BaseException):
+    """The rehearsal is. Not an Exception: `except Exception` lets it pass."""

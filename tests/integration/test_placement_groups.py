@@ -1,0 +1,32 @@
+"""What a run holds of the cluster is free when it is over, however that came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray.util import placement_group, placement_group_table
+
+from elastic_ddp.ray_internals.worker_group import give_back
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def local_ray() -> Iterator[None]:
+    ray.init("local", num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def test_rooms_of_a_controller_that_was_ended_are_given_back_and_nobody_elses() -> None:
+    groups = {name: placement_group([{"CPU": 1}], name=name) for name in ("run-1-a", "run-1-b", "run-2-a")}
+    assert all(group.wait(30) for group in groups.values())
+    waits = placement_group([{"CPU": 1}], name="run-1-c")
+    give_back("run-1-")
+    assert groups["run-2-a"].wait(0)
+    states = {each["name"]: each["state"] for each in placement_group_table().values()}
+    assert states == {**dict.fromkeys(("run-1-a", "run-1-b", "run-1-c"), "REMOVED"), "run-2-a": "CREATED"}
+    assert not waits.wait(0)
+    assert placement_group([{"CPU": 2}]).wait(30), "there is room again"
