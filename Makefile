@@ -59,7 +59,7 @@ $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.made:
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON); install Python 3.11 or 3.12, or name one: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 12) else "$(PYTHON) is Python %d.%d, and elastic_ddp needs 3.11 or 3.12; name one: make PYTHON=python3.12 ..." % v)'
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null && $(PYTHON) -m venv $(VENV) || { \
-		: a Python without ensurepip, as Debian has it, but with pip; \
-		$(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; }
+	@# Debian has Python without ensurepip, and pip beside it.
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
+	else $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; fi
 	@touch $@

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -72,9 +72,6 @@ class Rehearsal(Step):
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # what goes wrong on the device goes wrong here
         raise _Over
-
-    def metrics(self) -> dict[str, Any]:
-        return {}
 
 
 class _Over(BaseException):

@@ -160,7 +160,7 @@ class RendezvousLink:
         worker may be stuck in a collective."""
         self._cut = cut
         if cut is not None and self._must_cut(self._signals):
-            _cut(cut)
+            _try_to_cut(cut)
 
     def _must_cut(self, signals: Signals) -> bool:
         return signals.ended is not None or signals.broken == self._generation
@@ -245,14 +245,14 @@ class RendezvousLink:
             cut = self._cut
             if cut is not None and self._must_cut(signals) and (signals.ended is not None or cut_in < generation):
                 cut_in = generation
-                _cut(cut)
+                _try_to_cut(cut)
             if signals.ended is not None:
                 return
             if signals != NOTHING:
                 self._closed.wait(0.05)  # the rendezvous answers at once from here on
 
 
-def _cut(cut: Callable[[], None]) -> None:
+def _try_to_cut(cut: Callable[[], None]) -> None:
     """Whatever comes of it: the thread that does it has other things to do, and those that wait will tell."""
     try:
         cut()

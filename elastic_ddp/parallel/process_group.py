@@ -231,8 +231,8 @@ class ProcessGroup:
 def find_store(address: Callable[[], tuple[str, int]]) -> None:
     """Connects to the store of a run's generations once, before others wait for this rank.
 
-    The first time in a process torch asks for the name of the store's host, for its log, and that takes ten seconds
-    where no name server answers.
+    Torch asks a name server for the name of the store's host, for its log, and the store for that of who connects: with
+    every connection, and that takes five seconds where one answer is lost, and ten where none comes.
 
     Args:
         address: tells where it is, as far as that is known: it moves if the rendezvous is restarted.

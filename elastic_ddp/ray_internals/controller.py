@@ -34,6 +34,7 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision, autoscaling_coordinator_client
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
+from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import WorkerGroupError
 
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, give_back
@@ -140,11 +141,8 @@ class InPlaceController(TrainController):
         self._wait_after(len(lost_newcomers))
         if lost:
             error = WorkerGroupError(error_message="workers were lost", worker_failures=lost)
-            # Those that never trained, or went with a node that Ray was about to take, are no failures of the run. Ray
-            # Train counts every decision.
             decision = FailureDecision.RETRY
-            preempted = {rank for rank in lost if group.get_workers()[rank].metadata.node_id in orders.avoid}
-            if lost.keys() - lost_newcomers - preempted:
+            if any(counts_as_failure(group.get_workers()[rank], orders) for rank in lost):  # Ray Train counts decisions
                 decision = self._failure_policy.make_decision(training_failed_error=error)
             nobody_left = len(lost) + len(through) + len(dismissed) == len(workers)
             if decision != FailureDecision.RETRY or nobody_left:
@@ -220,6 +218,12 @@ class InPlaceController(TrainController):
         return TrainControllerLoopIterationResult(
             run_attempt_id=self._get_run_attempt_id(), previous_state=before, next_state=after
         )
+
+
+def counts_as_failure(worker: Worker, orders: Orders) -> bool:
+    """Whether a lost worker is a failure of the run: not if it never trained while others do, nor if it went with a
+    node that is drained."""
+    return actor_id(worker) not in orders.newcomers and worker.metadata.node_id not in orders.avoid
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 from tests.integration import jobs
@@ -21,6 +22,14 @@ def cluster() -> Iterator[Cluster]:
     cluster.add_node(num_cpus=1, object_store_memory=10**8)
     yield cluster
     cluster.shutdown()
+
+
+@pytest.fixture
+def local_ray() -> Iterator[None]:
+    """A Ray of this process's own, of one node."""
+    ray.init("local", num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

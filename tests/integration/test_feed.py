@@ -299,13 +299,19 @@ def test_a_ray_data_set_is_written_once_and_read_from_there(tmp_path: Path) -> N
 def test_two_copies_of_a_ray_data_set_have_their_rows_in_the_same_order(tmp_path: Path) -> None:
     """Files are named as their tasks begin, and those after a stage of its own begin as its tasks end."""
 
-    def hold_up_the_first(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if 0 in rows["id"]:
-            time.sleep(2)
+    through = tmp_path / "through"
+    through.mkdir()
+
+    def first_last(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        end = time.monotonic() + 30
+        while 0 in rows["id"] and len(list(through.iterdir())) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        (through / str(rows["id"].min())).touch()
         return rows
 
-    dataset = ray.data.range(40, override_num_blocks=4).map_batches(hold_up_the_first, num_cpus=0.5)
-    index = build_index(materialize(dataset, Storage(tmp_path), may_replace=False))
+    dataset = ray.data.range(40, override_num_blocks=4).map_batches(first_last, num_cpus=0.4)
+    index = build_index(materialize(dataset, Storage(tmp_path / "run"), may_replace=False))
+    assert len(list(through.iterdir())) == 4
     assert dataset.context.execution_options.preserve_order is False
     ids = [row for file in index.files for row in pq.read_table(file.path)["id"].to_pylist()]
     assert ids == list(range(40))

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import ray
 from ray.util import placement_group, placement_group_table
 
 from elastic_ddp.ray_internals.worker_group import give_back
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def local_ray() -> Iterator[None]:
-    ray.init("local", num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 
 def test_rooms_of_a_controller_that_was_ended_are_given_back_and_nobody_elses() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import ray
@@ -13,14 +12,7 @@ from elastic_ddp.elastic.messages import RendezvousOptions
 from elastic_ddp.elastic.rendezvous import start_rendezvous
 from elastic_ddp.errors import ConfigError
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def local_ray() -> Iterator[None]:
-    ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 
 def driven_from(uri: str) -> RendezvousOptions:

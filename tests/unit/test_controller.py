@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.train import ScalingConfig
 
-from elastic_ddp.ray_internals.controller import PAUSES_S, InPlaceController, LimitedScalingPolicy
+from elastic_ddp.elastic.messages import Orders
+from elastic_ddp.ray_internals.controller import (
+    PAUSES_S,
+    InPlaceController,
+    LimitedScalingPolicy,
+    counts_as_failure,
+)
 
 
 @pytest.fixture
@@ -50,3 +57,17 @@ def test_no_more_room_is_asked_for_than_the_run_may_use() -> None:
     assert policy._get_num_workers_for_resource_request() == 2
     policy.limit = 9
     assert policy._get_num_workers_for_resource_request() == 4
+
+
+def test_newcomers_and_what_goes_with_a_drained_node_are_no_failures_of_the_run() -> None:
+    def worker(name: str, node_id: str) -> Any:
+        actor = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: name))
+        return SimpleNamespace(actor=actor, metadata=SimpleNamespace(node_id=node_id))
+
+    orders = Orders(lost={}, newcomers=["new"], dismissed=[], leaving=[], avoid=["drained"], limit=3, is_over=False)
+    counted = {
+        (name, node): counts_as_failure(worker(name, node), orders)
+        for name in ("old", "new")
+        for node in ("healthy", "drained")
+    }
+    assert [place for place, counts in counted.items() if counts] == [("old", "healthy")]
