@@ -17,6 +17,7 @@ from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.ddp import DDPStrategy
 from elastic_ddp.parallel.handover import check_same_model, hand_over
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
+from elastic_ddp.parallel.store import StoreConnection
 from elastic_ddp.step import Step
 from elastic_ddp.train_state import TrainState
 
@@ -78,6 +79,7 @@ class Generation:
         job: Job,
         state: TrainState,
         device: torch.device,
+        store: StoreConnection,
         feeds: Feeds,
         load_state: Callable[[], dict[str, Any] | None],
         on_forming: Callable[[ProcessGroup], None],
@@ -92,6 +94,7 @@ class Generation:
             job: what the run is.
             state: this rank's objects; on ranks that lag, overwritten by those of the most advanced.
             device: where the model is.
+            store: this worker's connection to it.
             feeds: this worker's, of which it takes one.
             load_state: called on rank 0 alone, and only if no rank holds a state: the one to start from, or None for
                 what the user's function built.
@@ -114,6 +117,7 @@ class Generation:
             feeds.settle(owned, assignment.first_step)
             group = ProcessGroup.form(
                 assignment,
+                store=store,
                 device=device,
                 timeout_s=job.config.collective_timeout_s,
                 attempt=attempt,

@@ -10,7 +10,8 @@ from elastic_ddp.elastic.assembly import PREPARE_S
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import PeerLostError, WorkersLostError, described
 from elastic_ddp.generation import Generation, feeds_of, micro_batches_of
-from elastic_ddp.parallel.process_group import Assignment, find_store, is_lost_peer
+from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
+from elastic_ddp.parallel.store import StoreConnection
 from elastic_ddp.rehearsal import Rehearsal
 from elastic_ddp.state import flatten
 from elastic_ddp.telemetry.account import Account
@@ -57,6 +58,7 @@ class Participation:
         self.tasks = Tasks()
         self._job, self._link, self._state, self._commits, self._device = job, link, state, commits, device
         self._feeds = feeds_of(job, device)
+        self._store = StoreConnection()
         self._preparing_since: float | None = None
         """Since when this worker gets ready for another generation."""
         self._was_first = False
@@ -112,7 +114,7 @@ class Participation:
         """What nobody is to wait for when this worker joins for the first time: all that is slow the first time in a
         process. Returns the step that it should rehearse, if others train meanwhile."""
         flatten(self._state.state_dict())  # what cannot be saved is refused now, not by the first commit
-        find_store(self._link.store_address)
+        self._store.find(self._link.store_address)
         place = self._link.ask_for_prospect()
         self._read_ahead(place or Prospect(rank=0, world_size=1, step=0))
         self._feeds.wait()  # the first pipeline takes seconds
@@ -154,6 +156,7 @@ class Participation:
             job=self._job,
             state=self._state,
             device=self._device,
+            store=self._store,
             feeds=self._feeds,
             load_state=self._commits.load_newest,
             on_forming=lambda group: self._link.cut_when_broken(group.cut),

@@ -16,7 +16,8 @@ from elastic_ddp.elastic.link import RendezvousLink, RunStopped
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
 from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersLostError, described
 from elastic_ddp.job import Job
-from elastic_ddp.parallel.process_group import is_lost_peer, use_interface_of
+from elastic_ddp.parallel.process_group import is_lost_peer
+from elastic_ddp.parallel.sockets import use_interface_of
 from elastic_ddp.ray_train import Place
 from elastic_ddp.run import Run
 from elastic_ddp.seeding import seed_all

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+# Torch asks the name server with every connection to a store. An answer that is lost is five seconds by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 settings.register_profile("any machine", deadline=None)  # one that is busy with other things is no fault
 settings.load_profile("any machine")
 

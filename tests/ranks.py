@@ -6,12 +6,14 @@ import gc
 import multiprocessing
 import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
+from elastic_ddp.parallel.store import StoreConnection
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 # DDP imports torch._dynamo when it is first built: a second or more in every process.
@@ -20,7 +22,7 @@ _PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "elastic_ddp.genera
 
 def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, generation: int = 1) -> list[Any]:
     """`body(group, *args)` on every rank; its results in rank order. A rank that raises fails the call."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = empty_store()
     results = _PROCESSES.SimpleQueue()
     processes = []
     for rank in range(world_size):
@@ -48,11 +50,26 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, generation:
     return [by_rank[rank] for rank in range(world_size)]
 
 
+def empty_store() -> dist.TCPStore:
+    """The one store of all tests, one after the other."""
+    store = _store()
+    for key in store.list_keys():
+        store.delete_key(key)
+    return store
+
+
+@cache
+def _store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def _rank(assignment: Assignment, body: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
     gc.freeze()  # closing a group collects garbage: not among the modules that were loaded before, a second or more
     torch.set_num_threads(1)
     try:
-        group = ProcessGroup.form(assignment, device=torch.device("cpu"), timeout_s=60)
+        store = StoreConnection()
+        store.find(lambda: (assignment.store_host, assignment.store_port))
+        group = ProcessGroup.form(assignment, store=store, device=torch.device("cpu"), timeout_s=60)
         value = body(group, *args)
         if dist.is_initialized():  # the body may have closed it
             group.meet()

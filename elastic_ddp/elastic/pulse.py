@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from elastic_ddp.parallel.process_group import spare
+from elastic_ddp.parallel.sockets import spare
 
 BEATS_PER_TIMEOUT = 5
 PATIENCE_S = 60.0

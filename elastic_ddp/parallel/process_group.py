@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
 import gc
 import os
-import socket
-import stat
-import struct
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from elastic_ddp.errors import PeerLostError
+from elastic_ddp.parallel.sockets import Socket, connections, shut_down
+from elastic_ddp.parallel.store import StoreConnection
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it; 2.11 knows only the old name."""
 
-CONNECT_S = 5.0
-"""How long the store of a generation may take to be reached."""
-FIND_STORE_S, FIND_ONCE_S = 60.0, 15.0
-"""The same, the first time in a process."""
 FORM_S = 1.0
 """How long the ranks of a group, all of which have come, may take to connect to each other, the first time they try."""
-_SIOCGIFADDR = 0x8915
-"""Of netdevice(7)."""
 _OURS, _TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 _LOST_PEER_SIGNS = (
@@ -73,20 +64,15 @@ class Assignment:
     """Why this generation was formed, for the record."""
 
 
-class _Socket(NamedTuple):
-    """One socket: its descriptor may be another's after it."""
-
-    descriptor: int
-    inode: int
-
-
 @dataclass
 class ProcessGroup:
     """The open process group of a generation. Form it with `form`; every rank has to call it."""
 
     assignment: Assignment
     device: torch.device
-    _sockets: set[_Socket] = field(default_factory=set, repr=False)
+    store: StoreConnection = field(repr=False)
+    """Outlives the group."""
+    _sockets: frozenset[Socket] = field(default=frozenset(), repr=False)
     _is_cut: bool = False
     _nccl: Any = field(default=None, repr=False)
     """The backend for CUDA tensors, once the group is formed, until it is aborted."""
@@ -104,6 +90,7 @@ class ProcessGroup:
         cls,
         assignment: Assignment,
         *,
+        store: StoreConnection,
         device: torch.device,
         timeout_s: float,
         attempt: int = 0,
@@ -119,17 +106,34 @@ class ProcessGroup:
         and then connect within a short timeout, which is `timeout_s` from there on.
 
         Args:
+            store: this process's connection. A peer that is lost while the group forms costs it, because a wait in the
+                store ends in no other way.
             timeout_s: for every collective.
             attempt: how often in a row that has failed; each time it may take twice as long.
             on_forming: told of the group before it waits for its peers, so that it can be cut from there on.
         """
-        before = _connections()
-        # Soon or not at all: the rendezvous that hosts it may have died since, and its next one has another address.
-        store = _connect(assignment.store_host, assignment.store_port, within_s=CONNECT_S)
-        store.set_timeout(datetime.timedelta(seconds=timeout_s))
-        group = cls(assignment, device, _connections() - before)
+        try:
+            return cls._form(assignment, store, device, timeout_s, min(timeout_s, FORM_S * 2**attempt), on_forming)
+        except BaseException:
+            store.drop()
+            raise
+
+    @classmethod
+    def _form(
+        cls,
+        assignment: Assignment,
+        store: StoreConnection,
+        device: torch.device,
+        timeout_s: float,
+        forming_s: float,
+        on_forming: Callable[[ProcessGroup], None],
+    ) -> ProcessGroup:
+        everyones = store.at(assignment.store_host, assignment.store_port)
+        everyones.set_timeout(datetime.timedelta(seconds=timeout_s))
+        before = connections()
+        group = cls(assignment, device, store, store.sockets)
         on_forming(group)
-        own = dist.PrefixStore(f"generation{assignment.generation}", store)
+        own = dist.PrefixStore(f"generation{assignment.generation}", everyones)
         if own.add("here", 1) == assignment.world_size:
             own.set("all", "")
         own.wait(["all"])
@@ -144,10 +148,10 @@ class ProcessGroup:
             store=own,
             rank=assignment.rank,
             world_size=assignment.world_size,
-            timeout=datetime.timedelta(seconds=min(timeout_s, FORM_S * 2**attempt)),
+            timeout=datetime.timedelta(seconds=forming_s),
         )
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
-        group._sockets = _connections() - before
+        group._sockets = connections() - before
         if device.type == "cuda":
             assert dist.group.WORLD is not None
             group._nccl = dist.group.WORLD._get_backend(device)
@@ -179,7 +183,7 @@ class ProcessGroup:
     def cut(self) -> None:
         """Breaks every collective in flight, on this rank and on its peers. From any thread."""
         self._is_cut = True
-        _shut_down(self._sockets)
+        shut_down(self._sockets)
         nccl, self._nccl = self._nccl, None  # of this group, whatever torch's default one is by now, and once
         if nccl is not None:
             nccl.abort()
@@ -228,51 +232,6 @@ class ProcessGroup:
         return [rows[rank, : int(sizes[rank])].tobytes() for rank in range(self.world_size)]
 
 
-def find_store(address: Callable[[], tuple[str, int]]) -> None:
-    """Connects to the store of a run's generations once, before others wait for this rank.
-
-    Torch asks a name server for the name of the store's host, for its log, and the store for that of who connects: with
-    every connection, and that takes five seconds where one answer is lost, and ten where none comes.
-
-    Args:
-        address: tells where it is, as far as that is known: it moves if the rendezvous is restarted.
-    """
-    end = time.monotonic() + FIND_STORE_S
-    while True:
-        try:
-            _connect(*address(), within_s=FIND_ONCE_S)
-            return
-        except dist.DistError:
-            if time.monotonic() >= end:
-                raise
-
-
-def _connect(host: str, port: int, *, within_s: float) -> dist.TCPStore:
-    timeout = datetime.timedelta(seconds=within_s)
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def use_interface_of(address: str) -> None:
-    """Has gloo listen on the interface that has this address of the node; before a group is formed.
-
-    By default it listens on the one that the host's name stands for, which on many hosts is the loopback, where others
-    do not find it. What `GLOO_SOCKET_IFNAME` says counts. An address that no interface has changes nothing.
-    """
-    for _, interface in socket.if_nameindex():
-        if _address_of(interface) == address:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def _address_of(interface: str) -> str | None:
-    """Its (first) IPv4 address, if it has one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
-
-
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error says that a collective broke because a peer is gone, rather than that user code is wrong."""
     if isinstance(error, PeerLostError | dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
@@ -290,39 +249,3 @@ def _is_torchs(error: BaseException) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     raised_in = Path(frames[-1].f_code.co_filename) if frames else Path()
     return raised_in.is_relative_to(_OURS) or raised_in.is_relative_to(_TORCHS)
-
-
-def _connections() -> set[_Socket]:
-    """This process's connected sockets. Not listeners: gloo ends the process when its own is shut."""
-    found = set()
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        try:
-            status = os.fstat(descriptor)
-            if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        connection.getpeername()
-                        found.add(_Socket(descriptor, status.st_ino))
-        except OSError:
-            continue
-    return found
-
-
-_spared: set[int] = set()
-
-
-def spare(connection: socket.socket) -> None:
-    """Keeps a connection that may be opened while a group forms from being cut with the group."""
-    _spared.add(os.fstat(connection.fileno()).st_ino)
-
-
-def _shut_down(sockets: set[_Socket]) -> None:
-    for descriptor, inode in sockets:
-        if inode in _spared:
-            continue
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                if os.fstat(connection.fileno()).st_ino == inode:
-                    connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue  # closed already

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic import rendezvous as rendezvous_module
 from elastic_ddp.elastic.messages import RendezvousOptions
 from elastic_ddp.elastic.rendezvous import Rendezvous
 from elastic_ddp.job import Job
+from elastic_ddp.parallel.store import StoreConnection
 from elastic_ddp.run import Run
 from elastic_ddp.storage import Storage
+from tests.ranks import empty_store
 from tests.unit.alone import CPU, FakeFeed, FakeIndex, FakeLink, NewRun
 from tests.unit.scene import LIMIT_S, OPTIONS, Play
 
@@ -31,11 +32,19 @@ def _a_small_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session")
+def _connection() -> StoreConnection:
+    """One for all runs on one worker: a new one takes seconds where a name server's answer is lost."""
+    return StoreConnection()
+
+
 @pytest.fixture
-def new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _a_small_heap: None) -> Iterator[NewRun]:
+def new_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _connection: StoreConnection, _a_small_heap: None
+) -> Iterator[NewRun]:
     """Makes runs on one worker, with a real process group. One in the folder of another finds its commits."""
     monkeypatch.setattr("elastic_ddp.generation.MicroBatchFeed", FakeFeed)
-    stores: list[dist.TCPStore] = []
+    monkeypatch.setattr("elastic_ddp.participation.StoreConnection", lambda: _connection)
     runs: list[Run] = []
 
     def make(num_rows: int = 80, folder: str = "run", **changes: Any) -> Run:
@@ -50,8 +59,7 @@ def new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _a_small_heap: None
             transform=None,
             storage=Storage(tmp_path).at(folder),
         )
-        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-        link: Any = FakeLink(stores[-1].port)
+        link: Any = FakeLink(empty_store().port)
         torch.manual_seed(0)
         runs.append(Run(job, link, CPU))
         return runs[-1]

@@ -12,10 +12,13 @@ from elastic_ddp.batching import micro_batch_ranges, processing_order
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
+from elastic_ddp.parallel.store import StoreConnection
 from tests.ranks import run_ranks
 
 ALONE = ProcessGroup(
-    Assignment(generation=1, rank=0, world_size=1, store_host="", store_port=0, reason="start"), torch.device("cpu")
+    Assignment(generation=1, rank=0, world_size=1, store_host="", store_port=0, reason="start"),
+    torch.device("cpu"),
+    StoreConnection(),
 )
 """A group of one has nothing to communicate."""
 CONSTANT = [0.1, 1 / 3, float("inf"), float("-inf"), -0.0, 5e-324, 3.0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.parallel import process_group
-from elastic_ddp.parallel.process_group import Assignment, ProcessGroup, is_lost_peer, use_interface_of
+from elastic_ddp.parallel.process_group import Assignment, ProcessGroup, is_lost_peer
+from elastic_ddp.parallel.store import StoreConnection
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -25,9 +24,9 @@ def form_after_a_failure(group: ProcessGroup) -> str:
     group.close(intact=True)
     if group.rank == 1:
         with pytest.raises(RuntimeError) as caught:
-            ProcessGroup.form(replace(group.assignment, generation=2), device=CPU, timeout_s=1)
+            ProcessGroup.form(replace(group.assignment, generation=2), store=group.store, device=CPU, timeout_s=1)
         assert is_lost_peer(caught.value)
-    again = ProcessGroup.form(replace(group.assignment, generation=3), device=CPU, timeout_s=20)
+    again = ProcessGroup.form(replace(group.assignment, generation=3), store=group.store, device=CPU, timeout_s=20)
     return b"".join(again.all_gather_bytes(bytes([again.rank]))).hex()
 
 
@@ -68,11 +67,11 @@ def lose_a_peer_that_has_published_its_address(group: ProcessGroup, victim: int)
         if group.rank == victim:
             patch.setattr(process_group.dist, "PrefixStore", DiesOnceItIsKnown)
         assignment = replace(group.assignment, generation=2)
-        ProcessGroup.form(assignment, device=CPU, timeout_s=60, on_forming=forming.append)
+        ProcessGroup.form(assignment, store=group.store, device=CPU, timeout_s=60, on_forming=forming.append)
     forming[0].close(intact=False)
     assert group.rank == victim or is_lost_peer(caught.value), caught.value
     seconds = time.monotonic() - begun
-    group = ProcessGroup.form(replace(group.assignment, generation=3), device=CPU, timeout_s=60)
+    group = ProcessGroup.form(replace(group.assignment, generation=3), store=group.store, device=CPU, timeout_s=60)
     if group.rank == 1:
         time.sleep(1.5 * process_group.FORM_S)
     group.all_gather_bytes(b"")
@@ -95,21 +94,9 @@ def test_a_collective_after_the_group_was_aborted_is_a_lost_peer_and_a_users_wor
     assert not is_lost_peer(users.value)
 
 
-def test_gloo_listens_where_the_nodes_address_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # to be as it was in the end
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    use_interface_of("203.0.113.7")
-    assert "GLOO_SOCKET_IFNAME" not in os.environ, "no interface has it"
-    use_interface_of("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    use_interface_of("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
-
-
 def test_a_group_that_was_never_formed_can_be_cut_also_on_a_gpu() -> None:
     assignment = Assignment(generation=1, rank=0, world_size=2, store_host="", store_port=0, reason="start")
-    group = ProcessGroup(assignment, torch.device("cuda"))
+    group = ProcessGroup(assignment, torch.device("cuda"), StoreConnection())
     group.cut()
     group.cut()
 
@@ -123,20 +110,7 @@ def test_the_backend_of_a_gpu_is_aborted_once() -> None:
 
     assignment = Assignment(generation=1, rank=0, world_size=2, store_host="", store_port=0, reason="start")
     backend = Backend()
-    group = ProcessGroup(assignment, torch.device("cuda"), _nccl=backend)
+    group = ProcessGroup(assignment, torch.device("cuda"), StoreConnection(), _nccl=backend)
     group.cut()
     group.cut()
     assert backend.aborted == 1
-
-
-def test_a_store_that_has_moved_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "FIND_ONCE_S", 1.0)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        ports = [gone.getsockname()[1], store.port]
-    asked = iter(ports)
-    process_group.find_store(lambda: ("127.0.0.1", next(asked)))
-    assert next(asked, None) is None, "both were tried"
-    monkeypatch.setattr(process_group, "FIND_STORE_S", 0.0)
-    with pytest.raises(dist.DistError):
-        process_group.find_store(lambda: ("127.0.0.1", ports[0]))

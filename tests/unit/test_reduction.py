@@ -117,7 +117,9 @@ def lose_a_peer_in_every_collective(group: ProcessGroup) -> list[tuple[str, bool
     """Rank 2 goes in the middle of a step, in each collective of the reduction. How its peers find out."""
     found = []
     for number, collective in enumerate(("all_to_all_single", "all_gather_single"), start=2):
-        group = ProcessGroup.form(replace(group.assignment, generation=number), device=CPU, timeout_s=60)
+        group = ProcessGroup.form(
+            replace(group.assignment, generation=number), store=group.store, device=CPU, timeout_s=60
+        )
         trained = Trained(group, MANY_BUCKETS)
         trained.step(FULL)
         module: Any = dist if collective == "all_to_all_single" else reduction
