@@ -13,8 +13,8 @@ from elastic_ddp.parallel.sockets import Socket, connections, keep_alive
 FIND_S, FIND_ONCE_S = 60.0, 15.0
 """How long the store may take to be found before others wait for this worker, and how long each time it is tried."""
 CONNECT_S = 7.0
-"""The same while others wait: not for long, since the rendezvous that hosts it may have died meanwhile, and its next one
-has another address; but for longer than one answer of a name server that is lost."""
+"""The same while others wait: longer than one answer of a name server that is lost, and no longer, since the rendezvous
+that hosts it may have died meanwhile, and its next one has another address."""
 _IDLE_S, _SILENT_S = 60, 5
 
 
