@@ -44,8 +44,8 @@ class Fault:
     that does not; `raise`, an error of the user's code; `rendezvous` or `driver`, whose process is killed; `node`,
     which dies with all its processes; `cut`, its network (see `hosts`); `drain`, by which Ray is told to take the node
     away."""
-    generation: int = 0
-    """The worker is in this generation, or was in it or a later one."""
+    later: bool = False
+    """The worker is or was in a later generation than that of the fault before this one."""
     along: tuple[int, ...] = ()
     """Ranks that are killed in the same moment."""
 
@@ -100,12 +100,16 @@ def make_train(
 
 def happened(markers: Path) -> list[Happened]:
     """The faults that did, in their order."""
-    return [Happened(**json.loads(marker.read_text())) for marker in sorted(markers.glob("*.json"), key=_number)]
+    return [_read(marker) for marker in sorted(markers.glob("*.json"), key=_number)]
 
 
 def marker_of(markers: str | os.PathLike[str], number: int) -> Path:
     """The file that exists once a fault has happened."""
     return Path(markers, f"{number}.json")
+
+
+def _read(marker: Path) -> Happened:
+    return Happened(**json.loads(marker.read_text()))
 
 
 def _number(marker: Path) -> int:
@@ -142,11 +146,14 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
             rank, generation = run.rank, run._participation.generation.number
         for number, fault in enumerate(faults):
             is_here = (fault.rank, fault.place) == (rank, place)
-            if not is_here or run.position.step < fault.step or generation < fault.generation:
+            if not is_here or run.position.step < fault.step or marker_of(markers, number).exists():
                 continue
+            if number > 0:
+                before = marker_of(markers, number - 1)
+                if not before.exists() or (fault.later and generation <= _read(before).generation):
+                    continue
             here = Happened(os.getpid(), run._link.member.id, rank, run.position.step, generation)
-            is_next = number == 0 or marker_of(markers, number - 1).exists()
-            if is_next and _claim(marker_of(markers, number), here):
+            if _claim(marker_of(markers, number), here):
                 _fail(fault, run)
 
     run._participation.activity.enter = enter_and_fail  # type: ignore[method-assign]

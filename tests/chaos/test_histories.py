@@ -80,7 +80,7 @@ def test_a_join_and_a_loss_in_the_same_moment(
     folder: Path, calm: Mapping[str, Any], place: str, rank: int, step: int
 ) -> None:
     """Before the second loss the run waits for the replacement of the first, which comes in after step 26."""
-    faults = [Fault(2, 10, "reduction", "SIGKILL"), Fault(rank, step, place, "SIGKILL", generation=2 if step else 0)]
+    faults = [Fault(2, 10, "reduction", "SIGKILL"), Fault(rank, step, place, "SIGKILL", later=step > 0)]
     run = Trial(folder, f"join-and-loss-{place}-{rank}", faults)
     summary = run.fit().summary
     run.check(summary, calm)
@@ -99,7 +99,7 @@ def test_a_loss_in_the_midst_of_a_hand_over(folder: Path, calm: Mapping[str, Any
 def test_a_loss_while_all_leave_to_let_a_newcomer_in(
     folder: Path, calm: Mapping[str, Any], how: str, rank: int
 ) -> None:
-    faults = [Fault(2, 10, "reduction", "SIGKILL"), Fault(rank, 0, "leaving", how, generation=2)]
+    faults = [Fault(2, 10, "reduction", "SIGKILL"), Fault(rank, 0, "leaving", how, later=True)]
     run = Trial(folder, f"leaving-{how}-{rank}", faults, {"heartbeat_timeout_s": 3.0})
     summary = run.fit().summary
     run.check(summary, calm)

@@ -15,7 +15,6 @@ def test_rooms_of_a_controller_that_was_ended_are_given_back_and_nobody_elses() 
     assert all(group.wait(30) for group in groups.values())
     placement_group([{"CPU": 1}], name="run-1-c")  # for which there is no room
     give_back("run-1-")
-    assert groups["run-2-a"].wait(0)
     states = {each["name"]: each["state"] for each in placement_group_table().values()}
     assert states == {**dict.fromkeys(("run-1-a", "run-1-b", "run-1-c"), "REMOVED"), "run-2-a": "CREATED"}
     assert placement_group([{"CPU": 2}]).wait(30), "there is room again"

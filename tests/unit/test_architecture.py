@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -116,6 +118,21 @@ def test_imports_make_no_circle() -> None:
         TopologicalSorter({name: imported_modules(name) for name in modules()}).prepare()
     except CycleError as error:
         raise AssertionError(" -> ".join(reversed(error.args[1]))) from None
+
+
+@pytest.mark.parametrize("name", ["cli", "data.source", "data.pipeline"])
+def test_what_starts_often_does_not_wait_for_torch(name: str) -> None:
+    """A worker that joins waits for the processes that read its data."""
+    told = f"import sys, {PACKAGE}.{name}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+def test_the_package_has_the_names_that_it_says_and_no_others() -> None:
+    assert dir(elastic_ddp) == sorted(elastic_ddp.__all__) == sorted(elastic_ddp._MODULES)
+    for name in elastic_ddp.__all__:
+        assert getattr(elastic_ddp, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        _ = elastic_ddp.Trainer
 
 
 def test_ray_is_known_to_few() -> None:
