@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 CACHE = Path("data")
-HELD_OUT_WINDOWS = 1000
+HELD_OUT_WINDOWS = 500
 
 
 def is_text(data: str | None) -> bool:
@@ -30,7 +30,7 @@ def text_windows(folder: str | None, context: int) -> tuple[str, str]:
     suffixes = (".py", ".txt", ".md", ".rst")
     files = sorted(f for f in source.rglob("*") if f.suffix in suffixes and "site-packages" not in f.parts)
     versions = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    name = hashlib.sha256(repr((versions, context)).encode()).hexdigest()[:12]
+    name = hashlib.sha256(repr((versions, context, HELD_OUT_WINDOWS)).encode()).hexdigest()[:12]
     windows_folder = (CACHE / name).resolve()
     if not windows_folder.exists():
         text = np.frombuffer(b"\n\n".join(file.read_bytes() for file in files), dtype=np.uint8)

@@ -92,7 +92,8 @@ class Rendezvous:
         """Until something changes, or for a poll, or some. A call that asks again is what survives a lost reply."""
         self._tell()
         with suppress(TimeoutError):
-            await asyncio.wait_for(condition.wait(), polls * POLL_S)
+            async with asyncio.timeout(polls * POLL_S):
+                await condition.wait()
 
     # Members.
 
