@@ -13,7 +13,7 @@ from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.job import has_commits
-from elastic_ddp.seeding import seed_all
+from elastic_ddp.seeding import as_before, seed_all
 
 if TYPE_CHECKING:
     from elastic_ddp.data.source import Transform
@@ -58,7 +58,7 @@ def evaluate(
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), as_before(device):
             for step in range(shape.steps_per_epoch):
                 for batch in feed.step(step):
                     generation.activity.enter("evaluation")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic_ddp.parallel.buffers import StepBuffers
+from elastic_ddp.parallel.process_group import is_without_group
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
 
@@ -53,7 +54,8 @@ class Rehearsal(Step):
     ) -> bool:
         self._buffers.put_back()
         self._state.module.zero_grad(set_to_none=True)
-        return isinstance(error, _Over)
+        # A collective of the user's own needs the others. It is made in the step itself.
+        return isinstance(error, _Over) or (error is not None and is_without_group(error))
 
     def micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         assert self._state.model is not None

@@ -19,6 +19,7 @@ from elastic_ddp.parallel.ddp import PreparedModel
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation
 from elastic_ddp.rehearsal import Rehearsal
+from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
 from elastic_ddp.together import NotTogetherError
 from elastic_ddp.train_state import Position, Stateful, TrainState, check_model
@@ -200,6 +201,11 @@ class Run:
         return generation.group.world_size if generation else self._rehearsal.place.world_size if self._rehearsal else 0
 
     @property
+    def has_met_others(self) -> bool:
+        """Whether this worker has been in a generation."""
+        return self._participation.holds_state
+
+    @property
     def position(self) -> Position:
         """Steps done and rows consumed."""
         return self._state.position
@@ -214,6 +220,7 @@ class Run:
     def _next_step(self, generation: Generation) -> Step:
         step, shape = self.position.step, self._job.shape
         self._participation.tasks.begin_step(step)
+        seed_all(self.config.seed, step, "begin")
         return Step(generation, shape.rows(step), shape.epoch_of(step), lambda: self._votes(step + 1))
 
     def _votes(self, steps_done: int) -> dict[str, bool]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -24,9 +26,10 @@ def _has_accelerator() -> bool:
 def seed_all(seed: int, *place: int | str) -> None:
     """Seeds torch (CPU and every device), NumPy's global generator and Python's, for one place in the run.
 
-    Places in use: `("init",)` before the user's function runs, `(step, m)` before micro-batch m of a step,
-    `(step, "optimize")` before the optimizer, `("evaluate", step, m)` before micro-batch m of
-    a step of an evaluation.
+    Places in use: `("init",)` before the user's function runs, `(step, "begin")` before a step, `(step, m)` before its
+    micro-batch m, `(step, "end")` after the last one, `(step, "optimize")` before the optimizer, and
+    `("evaluate", step, m)` before micro-batch m of a step of an evaluation. So whatever is drawn anywhere in the loop
+    follows from the seed and the step.
     """
     value = derive_seed(seed, *place)
     if _has_accelerator():
@@ -37,3 +40,16 @@ def seed_all(seed: int, *place: int | str) -> None:
         torch.default_generator.manual_seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     random.seed(value)
+
+
+@contextmanager
+def as_before(device: torch.device) -> Iterator[None]:
+    """Leaves all of these generators as it found them."""
+    devices = [device] if device.type != "cpu" else []
+    numpys, pythons = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        try:
+            yield
+        finally:
+            np.random.set_state(numpys)
+            random.setstate(pythons)

@@ -93,7 +93,8 @@ class Step:
         """This rank's micro-batches: dicts of tensors on the run's device, of shape `(rows, ...)`.
 
         Every micro-batch has `micro_batch_size` rows, but in the last step of an epoch, where it may be shorter. Random
-        generators (torch's, NumPy's, Python's) are seeded for each, so dropout is the same at every world size.
+        generators (torch's, NumPy's, Python's) are seeded for each, so dropout is the same at every world size. They
+        are seeded as well when a step begins, after its last micro-batch, and before the optimizer.
         """
         if not self._entered:
             raise ConfigError(f"step {self.index} was used outside its block; write `with step:` around it")
@@ -101,6 +102,12 @@ class Step:
             yield from self._micro_batches()
 
     def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        try:
+            yield from self._owned_micro_batches()
+        finally:  # also where the loop ends early
+            seed_all(self.generation.seed, self.index, "end")
+
+    def _owned_micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         strategy = self.generation.strategy
         to_compute = set(strategy.to_compute)
         self._batches = self.generation.feed.step(self.index)

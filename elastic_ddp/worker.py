@@ -16,7 +16,7 @@ from elastic_ddp.elastic.link import RendezvousLink, RunStopped
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
 from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersLostError, described
 from elastic_ddp.job import Job
-from elastic_ddp.parallel.process_group import is_lost_peer
+from elastic_ddp.parallel.process_group import is_lost_peer, is_without_group
 from elastic_ddp.parallel.sockets import use_interface_of
 from elastic_ddp.ray_train import Place
 from elastic_ddp.run import Run
@@ -26,6 +26,11 @@ _RAY_FAILED = (
     ray.exceptions.LocalRayletDiedError,
     ray.exceptions.NodeDiedError,
     ray.exceptions.ObjectLostError,
+)
+
+_NO_GROUP_YET = (
+    "Before the first step there is no process group, and after it another one whenever membership changes. Use "
+    "run.rank and run.world_size (for logging), and collectives of your own within `with step` only"
 )
 
 
@@ -64,7 +69,9 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
         # Outside a generation this worker has no say: it came too late, or the run stopped while it waited.
         outcome = {"status": "stopped", **run.progress()} if run.world_size else {}
     except BaseException as error:
-        if run.world_size != 1 and is_lost_peer(error):
+        if is_without_group(error) and not run.has_met_others:
+            outcome = _failure(error, _NO_GROUP_YET)
+        elif run.world_size != 1 and is_lost_peer(error):
             lost = f"the training function was left by an error of a lost peer: {described(error)}"
         elif _is_rays(error):
             lost = f"Ray fails on this node: {described(error)}"
@@ -96,12 +103,12 @@ def _is_rays(error: BaseException) -> bool:
     return isinstance(error, _RAY_FAILED)
 
 
-def _failure(error: BaseException) -> dict[str, Any]:
+def _failure(error: BaseException, remedy: str = "") -> dict[str, Any]:
     """Ours say all there is to say; the user's come with their traceback."""
     if isinstance(error, ElasticDDPError):
         return {"status": "failed", "kind": type(error).__name__, "error": str(error)}
     text = "".join(traceback.format_exception(error))
-    return {"status": "failed", "kind": TrainFunctionError.__name__, "error": text}
+    return {"status": "failed", "kind": TrainFunctionError.__name__, "error": text + remedy}
 
 
 def _make_deterministic(config: RunConfig) -> None:

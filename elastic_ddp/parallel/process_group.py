@@ -25,6 +25,7 @@ FORM_S = 1.0
 """How long the ranks of a group, all of which have come, may take to connect to each other, the first time they try."""
 _OURS, _TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
+_NO_GROUP = "default process group has not been initialized"
 _LOST_PEER_SIGNS = (
     "gloo/transport",
     "connection closed by peer",
@@ -35,7 +36,7 @@ _LOST_PEER_SIGNS = (
     "nccl",
     "connection was likely closed",
     "failed to recv",
-    "default process group has not been initialized",  # it was aborted
+    _NO_GROUP,  # it was aborted
 )
 
 
@@ -242,6 +243,11 @@ def is_lost_peer(error: BaseException) -> bool:
         and any(sign in text for sign in _LOST_PEER_SIGNS)
         and _is_torchs(error)
     )
+
+
+def is_without_group(error: BaseException) -> bool:
+    """Whether an error says that a collective, or a question for the rank, came where there is no process group."""
+    return isinstance(error, ValueError) and _NO_GROUP in str(error).lower() and _is_torchs(error)
 
 
 def _is_torchs(error: BaseException) -> bool:

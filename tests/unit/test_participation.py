@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from elastic_ddp.errors import ConfigError, WorkersLostError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.run import Run
+from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from elastic_ddp.together import Task
@@ -184,6 +187,34 @@ def test_a_worker_that_is_presumed_dead_commits_nothing_and_asks_for_its_place(n
     assert link.steps_of("commit") == [6, 7], "of step 3, the others made one"
     assert taken == list(range(7)), "what is done is not done again"
     assert len(link.joins) == 2 and "was presumed dead" in str(link.losses[1])
+
+
+def test_what_is_drawn_between_batches_and_steps_does_not_depend_on_what_was_drawn_before(
+    new_run: NewRun,
+) -> None:
+    """Nor does it in a worker that has just come, and so in a run that was interrupted."""
+
+    def drawn(run: Run, until: int) -> dict[int, list[float]]:
+        model = prepared(run)
+        drawn: dict[int, list[float]] = {}
+        for step in run.steps():
+            drawn[step.index] = [random.random()]
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(model(batch["x"]).square().mean())
+                drawn[step.index] += [float(torch.rand(())), np.random.random()]
+                step.optimize()
+            drawn[step.index].append(random.random())
+            if step.index == until:
+                break
+        return drawn
+
+    calm = drawn(new_run(steps=6, checkpoint={"every_steps": 3}), 5)
+    assert len({each for numbers in calm.values() for each in numbers}) == 6 * 4, "no number comes twice"
+    first = drawn(new_run(folder="other", steps=6, checkpoint={"every_steps": 3}), 3)
+    seed_all(1, "another process")
+    second = drawn(new_run(folder="other", steps=6, checkpoint={"every_steps": 3}), 5)
+    assert set(second) == {3, 4, 5} and {**first, **second} == calm
 
 
 # Outside of steps.
@@ -422,6 +453,18 @@ def test_what_goes_wrong_in_a_rehearsal_is_the_users_to_hear(new_run: NewRun) ->
     with pytest.raises(ZeroDivisionError):
         body_of_a_step(run, fail)
     assert not link_of(run).joins, "nobody waited for it"
+
+
+def test_a_collective_of_the_users_own_ends_a_rehearsal_and_nothing_else(new_run: NewRun) -> None:
+    run = new_run()
+    link_of(run).others_train = Prospect(rank=1, world_size=2, step=3)
+    sizes = []
+
+    def ask(step: Step) -> None:
+        sizes.append(dist.get_world_size())
+
+    assert train(run, ask)["steps"] == 6
+    assert sizes == [1] * 6
 
 
 def body_of_a_step(run: Run, body: Callable[[Step], None]) -> None:

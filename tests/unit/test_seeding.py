@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ddp.seeding import derive_seed, seed_all
+from elastic_ddp.seeding import as_before, derive_seed, seed_all
 
 places = st.lists(st.integers(0, 2**40) | st.text(max_size=8), max_size=3).map(tuple)
 
@@ -54,3 +55,14 @@ def test_torch_numpy_and_python_are_all_seeded() -> None:
 def test_every_seed_is_one_that_numpy_takes() -> None:
     for step in range(200):
         seed_all(2**63 - 1, step)
+
+
+def test_generators_are_left_as_they_were_found() -> None:
+    seed_all(1, "a")
+    expected = draws()
+    seed_all(1, "a")
+    with pytest.raises(KeyError), as_before(torch.device("cpu")):
+        seed_all(2, "b")
+        draws()
+        raise KeyError
+    assert draws() == expected
