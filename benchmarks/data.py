@@ -328,6 +328,11 @@ def print_table(results: dict[str, Any], output: Path) -> None:
     for entry in results["memory"]:
         label = f"order of {entry['rows']:.0e} rows in {entry['row_groups']:.0e} row groups, KiB"
         line(label, f"{entry['kept_bytes'] / 1024:,.0f}", "grows with row groups, not rows")
+        line(
+            "and while a window of row groups is permuted, KiB",
+            f"{entry['peak_bytes'] / 1024:,.0f}",
+            "and with a window's rows",
+        )
     print(f"\nwritten to {output}")
 
 

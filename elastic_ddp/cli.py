@@ -133,7 +133,8 @@ def resize(
     from elastic_ddp.control import get_run
 
     get_run(run).resize(num_workers)
-    _console.print(f"run {run} is to have {num_workers} workers: `elastic-ddp status` tells how many it has")
+    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    _console.print(f"run {run} is to have {workers}: `elastic-ddp status` tells how many it has")
 
 
 @app.command()

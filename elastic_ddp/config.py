@@ -310,6 +310,16 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"config={os.fspath(path)!r} is not TOML: {error}") from None
 
 
+_FIXES = {
+    "int_type": " (a number without quotes or a fraction)",
+    "float_type": " (a number without quotes)",
+    "bool_type": " (true or false, without quotes)",
+    "string_type": " (text in quotes)",
+    "string_pattern_mismatch": " (letters, digits, '.', '_' and '-', beginning with a letter or digit)",
+}
+"""What may be given instead, by pydantic's type of the mistake, where its message does not say so."""
+
+
 def _explain(error: ValidationError, model: type[BaseModel]) -> str:
     """One line for each mistake: the setting, the value, the rule and what may be given instead."""
     lines = []
@@ -323,7 +333,9 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> str:
         elif mistake["type"] == "value_error":
             lines.append(str(mistake["ctx"]["error"]))
         else:
-            lines.append(f"{where}={value!r}: {mistake['msg'][0].lower()}{mistake['msg'][1:]}")
+            lines.append(
+                f"{where}={value!r}: {mistake['msg'][0].lower()}{mistake['msg'][1:]}{_FIXES.get(mistake['type'], '')}"
+            )
     return "invalid configuration: " + "; ".join(lines)
 
 

@@ -14,6 +14,7 @@ import ray
 from elastic_ddp.elastic.rendezvous import ANSWERS_WITHIN_S, NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.lease import holder
+from elastic_ddp.ray_internals import use_token_on_this_machine
 from elastic_ddp.storage import Storage
 
 _ASK_AGAIN_S = 0.2
@@ -161,6 +162,7 @@ def _connect(address: str | None = None) -> None:
     try:
         if "/" not in host and port.isdecimal():  # Ray itself would knock for minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
+            use_token_on_this_machine(address)
         ray.init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, OverflowError):
         raise ConfigError(

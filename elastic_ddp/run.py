@@ -95,7 +95,8 @@ class Run:
             raise ConfigError(f"run.register got {name} inside run.steps(); register everything before the loop")
         if not isinstance(thing, Stateful):
             raise ConfigError(
-                f"run.register got {name}, a {type(thing).__name__}, without state_dict and load_state_dict"
+                f"run.register got {name}, a {type(thing).__name__}, without state_dict and load_state_dict; give "
+                "it both, or wrap it in an object that has them"
             )
         if name in self._state.registered:
             raise ConfigError(f"run.register got {name} twice; give each thing a name of its own")

@@ -98,6 +98,8 @@ class Step:
         """
         if not self._entered:
             raise ConfigError(f"step {self.index} was used outside its block; write `with step:` around it")
+        if self._records:
+            raise ConfigError(f"step.micro_batches of step {self.index} was called twice; loop over it once")
         with self._remembering_failure():
             yield from self._micro_batches()
 

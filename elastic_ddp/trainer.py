@@ -29,7 +29,7 @@ from elastic_ddp.elastic.rendezvous import start_rendezvous
 from elastic_ddp.errors import ConfigError, TrainFunctionError
 from elastic_ddp.job import COMMITS, Job, has_commits
 from elastic_ddp.lease import DriverLease
-from elastic_ddp.ray_internals import WRITTEN_FOR
+from elastic_ddp.ray_internals import WRITTEN_FOR, use_token_on_this_machine
 from elastic_ddp.ray_train import is_in_place
 from elastic_ddp.session import Session
 from elastic_ddp.storage import Storage
@@ -145,6 +145,7 @@ class ElasticTrainer:
         lease.acquire()
         if not ray.is_initialized():
             # A running cluster if there is one (RAY_ADDRESS, `ray start`), otherwise this machine.
+            use_token_on_this_machine(os.environ.get("RAY_ADDRESS", ""))
             context: Any = ray.init(log_to_driver=True, logging_level=logging.WARNING)
             address = ray.get_runtime_context().gcs_address
             if str(context.address_info["session_dir"]).endswith(f"_{os.getpid()}"):  # who began the session

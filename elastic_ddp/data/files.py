@@ -79,9 +79,20 @@ def list_files(source: Source) -> list[DataFile]:
     of one folder or glob are sorted by path; the entries of a list keep their order.
 
     Raises:
-        DataError: an entry stands for no file.
+        DataError: an entry stands for no file, or a file is there twice.
     """
-    return [file for entry in entries_of(source) for file in _list(entry)]
+    entry_of: dict[str, str] = {}
+    files = []
+    for entry in entries_of(source):
+        for file in _list(entry):
+            if file.path in entry_of:
+                raise DataError(
+                    f"data has {file.path} twice, as {entry_of[file.path]!r} and as {entry!r}: its rows would come "
+                    "twice in an epoch; name every file once"
+                )
+            entry_of[file.path] = entry
+            files.append(file)
+    return files
 
 
 def _list(source: str) -> list[DataFile]:
@@ -206,7 +217,7 @@ def read_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     try:
         if isinstance(fs, LocalFileSystem):
             with open(name, "rb", buffering=0) as file:
-                parts = [os.pread(file.fileno(), stop - start, start) for start, stop in ranges]
+                parts = [_read_at(file.fileno(), start, stop) for start, stop in ranges]
         else:
             starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
             parts = fs.cat_ranges([name] * len(ranges), starts, stops, on_error="raise")
@@ -214,8 +225,20 @@ def read_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         raise _gone(path) from error
     for (start, stop), part in zip(ranges, parts, strict=True):
         if len(part) != stop - start:
-            raise DataError(f"{path} ended {stop - start - len(part)} bytes early: it changed since it was listed")
+            raise DataError(
+                f"{path} ended {stop - start - len(part)} bytes early: it changed since it was listed. Put back what "
+                "was there, or begin a run of another name"
+            )
     return parts
+
+
+def _read_at(descriptor: int, start: int, stop: int) -> bytes:
+    """Bytes [start, stop), as far as there are any. The system gives less than 2 GiB at a time."""
+    parts = []
+    while start < stop and (part := os.pread(descriptor, stop - start, start)):
+        parts.append(part)
+        start += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

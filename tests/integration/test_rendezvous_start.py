@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -11,6 +15,8 @@ from elastic_ddp.elastic import rendezvous as rendezvous_module
 from elastic_ddp.elastic.messages import RendezvousOptions
 from elastic_ddp.elastic.rendezvous import start_rendezvous
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.lease import DriverLease
+from elastic_ddp.storage import Storage
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
@@ -35,6 +41,26 @@ def test_one_of_a_driver_that_is_gone_is_waited_for(monkeypatch: pytest.MonkeyPa
     follower = start_rendezvous("lm", 20, driven_from("file:///runs/lm"))
     assert waits
     assert ray.get(follower.status.remote())["total_steps"] == 20
+
+
+@pytest.mark.parametrize("told", ["by its folder", "by RAY_ADDRESS"])
+def test_a_run_on_a_cluster_that_asks_for_a_token_is_found_by_another_process(told: str, tmp_path: Path) -> None:
+    """As the cluster does that `ray.init()` starts, unless it is told otherwise."""
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    uri = f"file://{tmp_path}/lm"
+    _held = start_rendezvous("lm", 10, driven_from(uri))
+    address = ray.get_runtime_context().gcs_address
+    environment = {name: value for name, value in os.environ.items() if name not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+    if told == "by RAY_ADDRESS":
+        environment["RAY_ADDRESS"] = address
+    line = [sys.executable, "-m", "elastic_ddp.cli", "status", uri if told == "by its folder" else "lm"]
+    with DriverLease(Storage(uri), "lm", "session", print) as lease:
+        lease.acquire()
+        lease.renew(ray_address=address)
+        shown = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    assert "  lm  " in shown.stdout and f"(Ray at {address})" in shown.stdout
+    assert not shown.stderr
 
 
 def test_one_that_does_not_go_is_a_run_that_is_live(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,15 +65,21 @@ def test_an_unknown_setting_like_no_other_is_answered_with_all_of_them() -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": "5"}, "steps='5': input should be a valid integer"),
-        ({"steps": 5.0}, "steps=5.0: input should be a valid integer"),
-        ({"steps": True}, "steps=True: input should be a valid integer"),
-        ({"resize_interval_s": True}, "resize_interval_s=True: input should be a valid number"),
-        ({"data": {"shuffle": 1}}, "data.shuffle=1: input should be a valid boolean"),
-        ({"data": {"columns": ["x", 3]}}, "data.columns.1=3: input should be a valid string"),
+        ({"steps": "5"}, "steps='5': input should be a valid integer (a number without quotes or a fraction)"),
+        ({"steps": 5.0}, "steps=5.0: input should be a valid integer (a number without quotes or a fraction)"),
+        ({"steps": True}, "steps=True: input should be a valid integer (a number without quotes or a fraction)"),
+        (
+            {"resize_interval_s": True},
+            "resize_interval_s=True: input should be a valid number (a number without quotes)",
+        ),
+        ({"data": {"shuffle": 1}}, "data.shuffle=1: input should be a valid boolean (true or false, without quotes)"),
+        ({"data": {"columns": ["x", 3]}}, "data.columns.1=3: input should be a valid string (text in quotes)"),
         ({"data": 3}, "data=3: input should be a valid dictionary or instance of DataConfig"),
-        ({"storage": Path("runs")}, f"storage={Path('runs')!r}: input should be a valid string"),
-        ({"resources_per_worker": {"CPU": "1"}}, "resources_per_worker.CPU='1': input should be a valid number"),
+        ({"storage": Path("runs")}, f"storage={Path('runs')!r}: input should be a valid string (text in quotes)"),
+        (
+            {"resources_per_worker": {"CPU": "1"}},
+            "resources_per_worker.CPU='1': input should be a valid number (a number without quotes)",
+        ),
         ({"reduction": "ring"}, "reduction='ring': input should be 'canonical' or 'native'"),
         ({"precision": "fp16"}, "precision='fp16': input should be 'fp32' or 'bf16'"),
     ],
@@ -137,7 +143,10 @@ def test_what_is_not_a_number_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "a b", ".hidden", "-x", "naïve", "a\n", "../up"])
 def test_a_name_that_could_not_be_a_folder_is_refused(name: str) -> None:
-    assert refusal(name=name) == f"name={name!r}: string should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$'"
+    assert refusal(name=name) == (
+        f"name={name!r}: string should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$' (letters, digits, '.', '_' and "
+        "'-', beginning with a letter or digit)"
+    )
 
 
 def test_a_name_may_have_up_to_a_hundred_letters_digits_dots_and_dashes() -> None:
@@ -227,7 +236,7 @@ def test_what_a_refusal_proposes_is_accepted() -> None:
 def test_all_mistakes_are_named_at_once() -> None:
     assert refusal(seed=-1, steps="5", checkpoint={"keep": 0}).split("; ") == [
         "seed=-1: input should be greater than or equal to 0",
-        "steps='5': input should be a valid integer",
+        "steps='5': input should be a valid integer (a number without quotes or a fraction)",
         "checkpoint.keep=0: input should be greater than or equal to 1",
     ]
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_ddp.data.files import check_version, list_files, read_footer, read_row_group
+from elastic_ddp.data.files import check_version, list_files, read_footer, read_ranges, read_row_group
 from elastic_ddp.data.index import DatasetIndex, build_index, open_index
 from elastic_ddp.errors import DataError
 
@@ -137,6 +137,32 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'a.parquet'} is not a Parquet file (17 bytes)" in message(build_index, str(tmp_path))
     (tmp_path / "a.parquet").write_bytes(b"PAR1" + b"\0" * 20 + (16).to_bytes(4, "little") + b"PAR1")
     assert f"{tmp_path / 'a.parquet'} is not a readable Parquet file" in message(build_index, str(tmp_path))
+
+
+def test_a_file_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    """Its rows would come twice in an epoch, under different ids."""
+    pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "a.parquet")
+    file = str(tmp_path / "a.parquet")
+    for source in ([file, file], [str(tmp_path), file], [str(tmp_path / "*.parquet"), str(tmp_path)]):
+        with pytest.raises(DataError) as caught:
+            build_index(source)
+        assert str(caught.value) == (
+            f"data has {file} twice, as {source[0]!r} and as {source[1]!r}: its rows would come twice in an epoch; "
+            "name every file once"
+        )
+
+
+def test_ranges_are_read_to_their_end_however_little_the_system_gives_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux gives at most 2 GiB."""
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, count, offset: pread(descriptor, min(count, 7), offset))
+    path = str(tmp_path / "file")
+    assert read_ranges(path, [(3, 40), (50, 50), (90, 100)]) == [bytes(range(3, 40)), b"", bytes(range(90, 100))]
+    with pytest.raises(DataError, match="ended 5 bytes early"):
+        read_ranges(path, [(90, 105)])
 
 
 def test_schemas_that_differ_are_refused_by_file_and_column(tmp_path: Path) -> None:

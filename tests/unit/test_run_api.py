@@ -102,7 +102,8 @@ def test_state_is_registered_under_a_name_of_its_own_and_with_both_methods(new_r
     )
     nothing: Any = 3
     assert says(run, lambda run: run.register("number", nothing)) == (
-        "run.register got number, a int, without state_dict and load_state_dict"
+        "run.register got number, a int, without state_dict and load_state_dict; give "
+        "it both, or wrap it in an object that has them"
     )
 
 
