@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from elastic_ddp.config import DataConfig
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.index import DatasetIndex, build_index
-from elastic_ddp.data.order import EpochOrder, EpochShape
+from elastic_ddp.data.order import EpochOrder, EpochShape, Lane
 
 NUM_MICRO_BATCHES = 8
 MICRO_BATCH_SIZES = (64, 512)
@@ -272,6 +272,47 @@ def measure_memory() -> list[dict[str, object]]:
     return results
 
 
+def measure_shuffle() -> list[dict[str, float]]:
+    """How well a sorted data set is mixed: the variance of the label counts of a global batch beside that of a full
+    shuffle, and the correlation of a row's place in the epoch with its value."""
+    num_rows, num_groups, num_labels, results = 10**6, 1000, 10, []
+    rows_per_group = np.full(num_groups, num_rows // num_groups)
+    for num_lanes, micro_batch_size in ((8, 32), (64, 4)):
+        for window in (1, 4, 16):
+            options = DataConfig(window_row_groups=window)
+            order = EpochOrder(rows_per_group, 0, seed=0, num_lanes=num_lanes, options=options)
+            lanes = [rows_of(order.lane(number), num_rows // num_groups) for number in range(num_lanes)]
+            steps = min(map(len, lanes)) // micro_batch_size
+            batches = np.stack([lane[: steps * micro_batch_size].reshape(steps, -1) for lane in lanes], 1)
+            batches = batches.reshape(steps, -1)
+            labels = batches * num_labels // num_rows
+            counts = np.stack([(labels == label).sum(axis=1) for label in range(num_labels)], 1)
+            full_shuffle = batches.shape[1] / num_labels * (1 - 1 / num_labels)
+            place = np.repeat(np.arange(steps), batches.shape[1])
+            results.append(
+                {
+                    "micro_batches": num_lanes,
+                    "micro_batch_size": micro_batch_size,
+                    "window_row_groups": window,
+                    "variance_ratio": float(counts.var(axis=0).mean() / full_shuffle),
+                    "correlation": float(np.corrcoef(place, batches.reshape(-1))[0, 1]),
+                }
+            )
+    return results
+
+
+def rows_of(lane: Lane, rows_per_group: int) -> np.ndarray:
+    """The rows of a lane in its order, by their place in the data set."""
+    windows = []
+    for window in range(len(lane.window_starts) - 1):
+        parts = [
+            np.arange(group * rows_per_group + start, group * rows_per_group + stop)
+            for group, start, stop in lane.segments(window)
+        ]
+        windows.append(np.concatenate(parts)[lane.permutation(window)])
+    return np.concatenate(windows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/data.json"))
@@ -299,6 +340,7 @@ def main() -> None:
             "bytes": measure_bytes(folder),
             "entry": measure_entry(index, arguments.pairs),
             "memory": measure_memory(),
+            "shuffle": measure_shuffle(),
         }
     ray.shutdown()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -332,6 +374,13 @@ def print_table(results: dict[str, Any], output: Path) -> None:
             "and while a window of row groups is permuted, KiB",
             f"{entry['peak_bytes'] / 1024:,.0f}",
             "and with a window's rows",
+        )
+    for entry in results["shuffle"]:
+        label = f"{entry['micro_batches']} micro-batches of {entry['micro_batch_size']}, windows of "
+        line(
+            f"sorted data, {label}{entry['window_row_groups']}: variance",
+            f"{entry['variance_ratio']:.1f}",
+            "1 is a full shuffle",
         )
     print(f"\nwritten to {output}")
 

@@ -106,7 +106,7 @@ class Storage:
             verb = "deleted from"
             self._folder.delete(key)
         except Exception as error:  # backends raise whatever their client library does
-            raise ConfigError(f"storage={self.uri!r} cannot be {verb}: {described(error)}; {_remedy(error)}") from error
+            raise ConfigError(f"storage={self.uri!r} cannot be {verb}: {described(error)}; {remedy(error)}") from error
 
     def filesystem_and_path(self) -> tuple[Any, str]:
         """A `pyarrow.fs.FileSystem` and the path of this folder in it, for Ray's `storage_filesystem`."""
@@ -401,7 +401,7 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remedy(error: Exception) -> str:
+def remedy(error: Exception) -> str:
     """What to change, by the class of a backend's exception; names are compared as backends are optional."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"}:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import io
 import os
+import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from elastic_ddp.errors import DataError
+from elastic_ddp.errors import DataError, described
+from elastic_ddp.storage import remedy
 
 _TAIL_BYTES = 64 * 1024  # read at once from a file's end: most footers are smaller
 _MAGIC = b"PAR1"
@@ -44,13 +46,26 @@ class DataFile:
     """ETag, or the time of the last change: differs whenever the content does."""
 
 
+_PYARROWS_OPTIONS = re.compile(r"^\w+://.*\?\w+=")
+
+
 def filesystem_of(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The fsspec file system of a URI or local path, and the path in it; access is set up by the environment."""
+    """The fsspec file system of a URI or local path, and the path in it; access is set up by the environment.
+
+    Raises:
+        DataError: fsspec does not know it.
+    """
+    if _PYARROWS_OPTIONS.search(uri):
+        raise DataError(
+            f"data={uri!r} has options behind its path, as URIs of pyarrow may; leave them out, and set them for "
+            "all of this process: AWS_ENDPOINT_URL and AWS_REGION for S3, or fsspec's configuration (FSSPEC_S3_...)"
+        )
     try:
         fs, path = fsspec.core.url_to_fs(uri)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         raise DataError(
-            f"data={uri!r} cannot be opened: {error}; give a local path or a URI that fsspec knows"
+            f"data={uri!r} cannot be opened: {error}; give a local path or a URI that fsspec knows, and install what "
+            "fsspec needs for it"
         ) from error
     return fs, path
 
@@ -75,7 +90,8 @@ def entries_of(source: Source) -> list[str]:
 def list_files(source: Source) -> list[DataFile]:
     """The Parquet files of a file, folder, glob or list of these, in the data set's stored order.
 
-    A folder stands for all `*.parquet` below it, but those in a path with a part that begins with `.` or `_`. Files
+    A folder, also one that a glob names, stands for all `*.parquet` below it, but those in a path with a part that
+    begins with `.` or `_`; a part like `key=value` is a folder's name and no column. Files
     of one folder or glob are sorted by path; the entries of a list keep their order.
 
     Raises:
@@ -102,6 +118,9 @@ def _list(source: str) -> list[DataFile]:
         if fsspec.core.has_magic(path) and not fs.exists(path):
             found = fs.glob(path, detail=True)
             wanted = {name: info for name, info in found.items() if info["type"] == "file"}
+            for folder in found.keys() - wanted.keys():
+                below = fs.find(folder, detail=True)
+                wanted |= {name: info for name, info in below.items() if _is_data(name, folder)}
         elif fs.isdir(path):
             found = fs.find(path, detail=True)
             wanted = {name: info for name, info in found.items() if _is_data(name, path)}
@@ -109,6 +128,8 @@ def _list(source: str) -> list[DataFile]:
             wanted = {path: fs.info(path)}
     except FileNotFoundError:
         raise DataError(f"data={source!r}: there is no such file or folder; check the path") from None
+    except Exception as error:  # file systems raise whatever their client library does
+        raise DataError(f"data={source!r} cannot be listed: {described(error)}; {remedy(error)}") from error
     if not wanted:
         raise DataError(
             f"data={source!r} holds no Parquet file; a folder needs files that end in .parquet (names that begin with "

@@ -139,6 +139,31 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
     assert f"{tmp_path / 'a.parquet'} is not a readable Parquet file" in message(build_index, str(tmp_path))
 
 
+def test_a_glob_of_folders_stands_for_the_files_below_them(tmp_path: Path) -> None:
+    for label in (0, 1):
+        (tmp_path / f"label={label}" / "_hidden").mkdir(parents=True)
+        pq.write_table(table(start=10 * label), tmp_path / f"label={label}" / "part.parquet")
+        pq.write_table(table(), tmp_path / f"label={label}" / "_hidden" / "part.parquet")
+    files = list_files(str(tmp_path / "label=*"))
+    assert [file.path for file in files] == [str(tmp_path / f"label={label}" / "part.parquet") for label in (0, 1)]
+
+
+def test_options_of_a_pyarrow_uri_are_refused_with_where_they_belong() -> None:
+    with pytest.raises(DataError, match=r"has options behind its path.*AWS_ENDPOINT_URL"):
+        list_files("s3://bucket/train?endpoint_override=localhost%3A9000&scheme=http")
+    with pytest.raises(DataError, match="holds no Parquet file"):
+        list_files("memory://bucket/part-?.parquet/x")
+
+
+def test_a_store_that_cannot_be_reached_is_named_with_what_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_nothing(*_: object, **__: object) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.isdir", list_nothing)
+    with pytest.raises(DataError, match=r"data='memory://data' cannot be listed: .*refused; check the address"):
+        list_files("memory://data")
+
+
 def test_a_file_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     """Its rows would come twice in an epoch, under different ids."""
     pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "a.parquet")
