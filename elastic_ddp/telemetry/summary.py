@@ -42,7 +42,8 @@ def summarize(
         commits (how many), restarts (generations that followed a lost worker), workers_lost (that died or were given
         up in a generation; several may have made one restart), preemptions (workers that left because
         their node or process was to go), generations (each with its `stalls`), weights_sha256, samples_sha256, loss
-        (first and last), metrics (last values), storage, versions.
+        (first and last), metrics (last values), evaluated_at (steps done when a metric of an evaluation was measured),
+        storage, versions.
     """
     events = list(events)
     started = _last(events, "session_started")
@@ -56,9 +57,11 @@ def summarize(
     steps = end.get("steps")
     losses = [event["loss"] for event in progress if event.get("loss") is not None]
     metrics: dict[str, Any] = {}
+    evaluated_at: dict[str, int] = {}
     for event in events:
         if event["event"] == "evaluation":
             metrics[f"{event['name']}_loss"] = event["loss"]
+            evaluated_at[f"{event['name']}_loss"] = event["step"]
         metrics.update(event.get("metrics") or {})
     metrics.update(end.get("metrics") or {})
     generations = _generations(events)
@@ -83,9 +86,17 @@ def summarize(
         "samples_sha256": end.get("samples_sha256"),
         "loss": {"first": losses[0] if losses else None, "last": losses[-1] if losses else None},
         "metrics": metrics,
+        "evaluated_at": evaluated_at,
         "storage": storage if storage is not None else config.get("storage"),
         "versions": dict(versions if versions is not None else started.get("versions") or {}),
     }
+
+
+def _metrics(summary: Mapping[str, Any]) -> Iterable[str]:
+    evaluated_at = summary.get("evaluated_at") or {}
+    for name, value in summary["metrics"].items():
+        step = evaluated_at.get(name, summary["steps"])
+        yield f"{name} {_number(value)}" + (f" (step {step:,})" if step != summary["steps"] else "")
 
 
 def render(summary: Mapping[str, Any]) -> RenderableType:
@@ -104,7 +115,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         "time": _duration(summary["wall_seconds"]),
         "goodput": _goodput(summary.get("goodput") or {}),
         "loss": None if loss["first"] is None else f"{_number(loss['first'])} → {_number(loss['last'])}",
-        "metrics": "  ".join(f"{key} {_number(value)}" for key, value in summary["metrics"].items()),
+        "metrics": "  ".join(_metrics(summary)),
         "workers lost": summary.get("workers_lost", summary["restarts"]) or None,
         "workers drained": summary.get("preemptions") or None,
         "sessions": summary["sessions"],

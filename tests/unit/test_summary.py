@@ -70,7 +70,8 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
         "wall_seconds": 15.0, "samples_per_second": 26.667, "sessions": 2, "restarts": 1, "commits": 3,
         "workers_lost": 1,
         "weights_sha256": "aa", "samples_sha256": "bb", "loss": {"first": 2.5, "last": 1.0},
-        "metrics": {"accuracy": 0.9, "final": 3.0}, "storage": "s3://b/runs", "versions": {"torch": "2.13.0"},
+        "metrics": {"accuracy": 0.9, "final": 3.0}, "evaluated_at": {},
+        "storage": "s3://b/runs", "versions": {"torch": "2.13.0"},
     }  # fmt: skip
     assert [[row["generation"], row["world_size"], row["first_step"], row["last_step"]] for row in generations] == [
         [0, 2, 0, 14],
@@ -243,3 +244,18 @@ def test_a_word_on_a_generation_that_comes_after_the_next_was_formed_is_not_abou
         (7, 8, "a worker was lost"),
         (8, 8, None),
     ]
+
+
+def test_a_loss_that_is_older_than_the_run_says_of_which_step_it_is() -> None:
+    evaluation = {"name": "validation", "loss": 5.5}
+    events = session(
+        "s1",
+        0.0,
+        steps(3, 1.0),
+        ("evaluation", {**evaluation, "step": 2}),
+        ("evaluation", {"name": "test", "loss": 4.0, "step": 3}),
+    )
+    summary = summarize(events)
+    assert summary["metrics"] == {"validation_loss": 5.5, "test_loss": 4.0}
+    assert summary["evaluated_at"] == {"validation_loss": 2, "test_loss": 3}
+    assert "validation_loss 5.5 (step 2)  test_loss 4\n" in shown(summary)
