@@ -107,7 +107,8 @@ class Step:
         try:
             yield from self._owned_micro_batches()
         finally:  # also where the loop ends early
-            seed_all(self.generation.seed, self.index, "end")
+            if self.agreed is None:  # not where somebody keeps the iterator, and lets it go in another step
+                seed_all(self.generation.seed, self.index, "end")
 
     def _owned_micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         strategy = self.generation.strategy
