@@ -33,6 +33,7 @@ format: $(VENV)/.installed-dev ## let ruff fix what it can
 	$(VENV)/bin/ruff format .
 
 bench: $(VENV)/.installed-dev ## measure what data, steps and changes of membership cost here
+	$(VENV)/bin/python benchmarks/main_job.py
 	$(VENV)/bin/python benchmarks/data.py
 	$(VENV)/bin/python benchmarks/steps.py
 	$(VENV)/bin/python benchmarks/elasticity.py
