@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,16 @@ class Nodes:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._alive: list[Any] = []
+        self._nodes: list[Any] = []
 
-    def add_up_to(self, number: int) -> None:
-        """Fresh ones for those that are gone, as an autoscaler starts them."""
-        self._alive = [node for node in self._alive if not node.dead_processes()]
-        while len(self._alive) < number:
-            self._alive.append(self._cluster.add_node(num_cpus=1, object_store_memory=10**8))
+    def add_up_to(self, number: int, *, going: Collection[str] = ()) -> None:
+        """Fresh ones for those that are dead or about to go, by Ray's name, as an autoscaler starts them."""
+        while sum(node.node_id not in going and not node.dead_processes() for node in self._nodes) < number:
+            self._nodes.append(self._cluster.add_node(num_cpus=1, object_store_memory=10**8))
 
     def remove(self) -> None:
-        while self._alive:
-            self._cluster.remove_node(self._alive.pop(), allow_graceful=False)
+        while self._nodes:
+            self._cluster.remove_node(self._nodes.pop(), allow_graceful=False)
 
 
 @pytest.fixture
@@ -72,8 +71,8 @@ def test_nodes_that_go_make_no_difference_wherever_their_worker_is(
     nodes.add_up_to(3)
     with run.live() as (_, result):
         while not result.done():
-            nodes.add_up_to(3)
-            time.sleep(0.1)
+            nodes.add_up_to(3, going={each["node_id"] for each in run.events("notice")})
+            time.sleep(0.2)
     run.check(result.result().summary, calm)
     if how == "drain":
         assert [each["by"] for each in run.events("notice")] == ["Ray"] * len(PLACES)
