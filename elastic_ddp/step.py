@@ -100,17 +100,14 @@ class Step:
             raise ConfigError(f"step {self.index} was used outside its block; write `with step:` around it")
         if self._records:
             raise ConfigError(f"step.micro_batches of step {self.index} was called twice; loop over it once")
-        with self._remembering_failure():
-            yield from self._micro_batches()
-
-    def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         try:
-            yield from self._owned_micro_batches()
+            with self._remembering_failure():
+                yield from self._micro_batches()
         finally:  # also where the loop ends early
             if self.agreed is None:  # not where somebody keeps the iterator, and lets it go in another step
                 seed_all(self.generation.seed, self.index, "end")
 
-    def _owned_micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+    def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         strategy = self.generation.strategy
         to_compute = set(strategy.to_compute)
         self._batches = self.generation.feed.step(self.index)

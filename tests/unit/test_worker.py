@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ Train = Callable[[Run], Any]
 
 
 @pytest.fixture
-def outcome_of(new_run: NewRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Train], dict[str, Any]]:
+def outcome_of(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[Train], dict[str, Any]]:
     """What a worker with a training function says of the run's end."""
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(FakeLink, "end", lambda link, **outcome: said.append(outcome) or True, raising=False)
