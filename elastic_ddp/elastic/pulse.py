@@ -23,6 +23,8 @@ PATIENCE_S = 60.0
 """Silence of a worker that nobody waits for yet: imports, and a compiler, may hold Python's global lock for long."""
 CONNECT_WITHIN_S = 60.0
 """How long a worker that starts looks for the rendezvous."""
+BACKLOG = 4096
+"""Workers that may connect at the same time; with asyncio's 100, others of a thousand try again seconds later."""
 LOOK_AGAIN_S = 0.1
 """How long beats may take to be read that have come while the rendezvous was busy."""
 
@@ -125,13 +127,14 @@ class PulseServer:
     async def start(self, host: str) -> tuple[str, int]:
         """Starts listening, the first time; returns the address."""
         if self._server is None:
-            self._server = await asyncio.start_server(self._follow, host)
+            self._server = await asyncio.start_server(self._follow, host, backlog=BACKLOG)
         address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return address
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            member = (await asyncio.wait_for(reader.readline(), self._timeout_s)).decode().strip()
+            async with asyncio.timeout(self._timeout_s):
+                member = (await reader.readline()).decode().strip()
         except (TimeoutError, OSError, ValueError):
             member = ""
         if member:
@@ -151,12 +154,14 @@ class PulseServer:
             begun = loop.time()
             try:
                 try:
-                    beats = await asyncio.wait_for(reader.read(1024), self._timeout_s)
+                    async with asyncio.timeout(self._timeout_s):
+                        beats = await reader.read(1024)
                 except TimeoutError:
                     if loop.time() - begun > self._timeout_s * 1.5:
                         continue  # this process was stopped itself, and heard nobody meanwhile
                     # Beats may have come while this process was busy, and the clock was looked at before them.
-                    beats = await asyncio.wait_for(reader.read(1024), LOOK_AGAIN_S)
+                    async with asyncio.timeout(LOOK_AGAIN_S):
+                        beats = await reader.read(1024)
             except TimeoutError:
                 silent_s = self._timeout_s if self._is_awaited(member) else max(self._timeout_s, PATIENCE_S)
                 if loop.time() - heard < silent_s:
