@@ -7,10 +7,15 @@ With another Ray none of them is imported, and what Ray makes public has to do: 
 import logging
 import os
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import ray
 
 WRITTEN_FOR = "2.60"
+ANSWERS_WITHIN_S = 5.0
+"""What a cluster is given to answer."""
 
 
 def are_known() -> bool:
@@ -22,19 +27,47 @@ def use_token_on_this_machine(address: str) -> None:
     """For a cluster whose address is given; before `ray.init`.
 
     One that `ray.init()` started asks for a token by default. Ray takes that into account where it finds a cluster by
-    itself, but not where it is told the address.
+    itself, but not where it is told the address. A cluster that asks for none could not reach a process that does.
 
     Args:
-        address: host and port of a cluster. Of one on another machine it is not known whether it asks for a token:
-            `RAY_AUTH_MODE=token` says so.
+        address: host and port of a cluster. One on another machine is not sent this one's token: `RAY_AUTH_MODE=token`
+            says that it is to be.
     """
     host = address.rpartition(":")[0].strip("[]")
-    if "RAY_AUTH_MODE" in os.environ or not are_known() or not host or not _is_here(host):
+    if "RAY_AUTH_MODE" in os.environ or not are_known() or not host or not _is_here(host) or not _asks_token(address):
         return
     from ray._private.authentication import authentication_token_setup as tokens
 
     tokens.logger.setLevel(logging.ERROR)  # it would warn that there is one
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def _asks_token(address: str) -> bool:
+    """Whether a cluster refuses a question that comes without one."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+    with _silence():  # Ray's C++ writes down the refusal that is looked for
+        try:
+            GcsClient(address=address).internal_kv_get(b"session_name", b"session", timeout=ANSWERS_WITHIN_S)
+        except ray.exceptions.AuthenticationError:
+            return True
+        except Exception:  # there is none, which `ray.init` says better
+            return False
+    return False
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """For what writes to the process' standard error past Python."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _is_here(host: str) -> bool:

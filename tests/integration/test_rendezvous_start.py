@@ -63,6 +63,26 @@ def test_a_run_on_a_cluster_that_asks_for_a_token_is_found_by_another_process(to
     assert not shown.stderr
 
 
+@pytest.mark.parametrize("mode", ["token", "disabled"])
+def test_a_cluster_on_this_machine_is_used_as_it_was_started(mode: str) -> None:
+    """This machine has a token, which was made for another cluster on it."""
+    start = "import ray; ray.init('local', num_cpus=1, include_dashboard=False, logging_level='ERROR'); print('at', "
+    start += "ray.get_runtime_context().gcs_address, flush=True); input()"
+    use = "import os, ray; from elastic_ddp.ray_internals import use_token_on_this_machine as use; "
+    use += "use(os.environ['RAY_ADDRESS']); ray.init(logging_level='ERROR'); "
+    use += "A = type('A', (), {'ask': lambda self: 'answered'}); a = ray.remote(num_cpus=0)(A).remote(); "
+    use += "print(ray.get(a.ask.remote(), timeout=60))"
+    bare = {name: value for name, value in os.environ.items() if name not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", start], env={**bare, "RAY_AUTH_MODE": mode}, **piped) as cluster:
+        assert cluster.stdout is not None
+        address = next(line.split()[1] for line in cluster.stdout if line.startswith("at "))
+        environment = {**bare, "RAY_ADDRESS": address}
+        used = subprocess.run([sys.executable, "-c", use], env=environment, capture_output=True, text=True, timeout=90)
+        cluster.communicate("\n")
+    assert "answered" in used.stdout, used.stderr
+
+
 def test_one_that_does_not_go_is_a_run_that_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_module, "GONE_WITHIN_S", 0.5)
     held = start_rendezvous("lm", 10, driven_from("file:///runs/lm"))
