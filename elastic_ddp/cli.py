@@ -1,4 +1,4 @@
-"""The command line: `elastic-ddp run | status | resize | drain | checkpoint | stop | show`."""
+"""The command line: `elastic-ddp run | status | resize | drain | checkpoint | stop | show | checkpoints`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from elastic_ddp import cli_checkpoints
 from elastic_ddp.config import RunConfig, read_toml
 from elastic_ddp.errors import ConfigError, ElasticDDPError, described
 from elastic_ddp.storage import Storage
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(cli_checkpoints.app, name="checkpoints")
 # Not on a terminal nobody can widen it, and what is cut off cannot be searched for.
 _console = Console(width=None if sys.stdout.isatty() else 200)
 

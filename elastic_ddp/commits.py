@@ -2,44 +2,65 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError
+from elastic_ddp.checkpoint import CheckpointStore, Commit, Save, Saver
+from elastic_ddp.checkpoint.saving import RankLostError
+from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError, described
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import holder
+from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
+from elastic_ddp.restoring import restore
 
 if TYPE_CHECKING:
     from elastic_ddp.elastic.link import RendezvousLink
     from elastic_ddp.job import Job
+    from elastic_ddp.parallel.process_group import ProcessGroup
     from elastic_ddp.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
+OF_RANK_0 = frozenset({"user"})
+"""Components of the state that may differ between ranks, for all that is known: the first one's count."""
+RETRY_S = 60.0
+"""How long a write that failed is tried again before the save fails."""
+LOOK_S = 0.05
+"""How often whoever waits for a save looks whether its generation broke."""
+
 
 class Commits:
-    """The commits of a run, as one worker sees them. Rank 0 writes them, and its clock and its ear say when; all ranks
-    know when one was made.
+    """The commits of a run, as one worker sees them. All ranks write them, behind training; rank 0 makes them complete,
+    and its clock and its ear say when.
 
     Attributes:
-        step: steps done in the newest commit, as far as this worker knows.
-        durable_step: the same, of the newest that this worker wrote itself.
+        step: steps done in the newest one that was begun, as far as this worker knows.
+        durable_step: the same, of the newest that this worker made complete itself.
     """
 
     def __init__(self, job: Job, link: RendezvousLink) -> None:
         self._job, self._link = job, link
-        self._store = CheckpointStore(job.storage.at(COMMITS), keep=job.config.checkpoint.keep)
+        self._storage = job.storage.at(COMMITS)
+        self._store = CheckpointStore(self._storage, keep=job.config.checkpoint.keep)
+        self._saver = Saver(self._storage, self._store, of_rank_0=OF_RANK_0, retry_s=RETRY_S)
+        self._connection = StoreConnection()
         self.step: int | None = None
         self.durable_step: int | None = None
+        self._known_step: int | None = None
+        """Steps done in the newest one that is there, which the storage said or this worker made."""
         self._at = time.monotonic()
         self._answered = 0
         """The newest request to commit that was met."""
         self._look: threading.Thread | None = None
-        self._is_sure = True
-        """Whether the storage said so, or this worker's own eyes."""
+        self._begun = (0, 0)
+        """A generation, and how many were begun in it."""
+        self._failures: list[Exception] = []
+        """Of saves since the last that did not fail."""
+        self._outcome: Commit | Exception | None = None
+        """Of the save before, where this worker was rank 0 in it."""
 
     def are_due(self, steps_done: int) -> bool:
         """Whether rank 0 votes for one after the step at hand."""
@@ -53,6 +74,39 @@ class Commits:
         """Whether somebody waits for one."""
         return self._link.commit_requested > self._answered
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether one is under way, for all that this rank has to do with it. There is one at a time."""
+        return self._saver.is_busy
+
+    def leave_out(self, steps_done: int) -> None:
+        """One is due while another is under way: the next comes when its time has come again. Rank 0 calls it."""
+        if not self.is_asked_for:
+            self._note(steps_done)
+            self._link.say("commit_left_out", step=steps_done)
+
+    def check(self) -> None:
+        """Whether training may go on with the newest commit that there is. Rank 0 calls it.
+
+        Raises:
+            PeerLostError: this worker was presumed dead.
+            DriverReplacedError: nothing is committed any more.
+            StorageError: too many saves failed.
+        """
+        if isinstance(self._outcome, PeerLostError):
+            lost, self._outcome = self._outcome, None
+            raise lost
+        for failure in self._failures:
+            if isinstance(failure, DriverReplacedError):
+                raise failure
+        most = self._job.config.checkpoint.max_failed_saves
+        if len(self._failures) > most:
+            raise StorageError(
+                f"{len(self._failures)} saves in a row failed (checkpoint.max_failed_saves={most}), the last one: "
+                f"{described(self._failures[-1])}. The newest commit holds {self._known_step} steps; mend the storage, "
+                "and run the same command again"
+            )
+
     def look(self) -> None:
         """What the one before committed is for the storage to say: for a worker that has just become rank 0. It is
         asked in the background, by a store of its own: all the others would wait for the answer."""
@@ -64,23 +118,35 @@ class Commits:
             newest = CheckpointStore(self._job.storage.at(COMMITS), keep=self._job.config.checkpoint.keep).latest()
         except StorageError as error:
             _log.warning("what was committed last cannot be read: %s", error)
-            self._is_sure = False
             return
         found = newest.step if newest is not None else None
-        if self.step == noted != found:  # the one that was noted did not come to be
-            self.step, self._at = found, float("-inf") if noted is not None else self._at
+        if self.step == noted:  # none was begun meanwhile
+            self._known_step = found
+            if noted != found:  # the one that was noted did not come to be, so far
+                self.step, self._at = found, float("-inf") if noted is not None else self._at
 
-    def have(self, step: int) -> bool:
-        """Whether the state after so many steps is durable. On a worker that has just become rank 0 it waits for the
-        storage to say so."""
+    def have(self, step: int, group: ProcessGroup) -> bool:
+        """Whether the state after so many steps is durable. Rank 0 calls it; it waits for the save at hand, and on a
+        worker that has just become rank 0 for the storage to say so.
+
+        Raises:
+            PeerLostError: the generation broke meanwhile.
+        """
         if self._look is not None:
             self._look.join()
             self._look = None
-        return self._is_sure and self.step == step
+        self._wait_in(group)
+        return self._known_step == step
 
-    def load_newest(self) -> dict[str, Any] | None:
-        """The state of the newest commit that can be used; None if there has been none."""
-        newest = self._store.load_latest()
+    def restore(self, group: ProcessGroup) -> dict[str, Any] | None:
+        """The state of the newest commit that can be used, on the CPU; None if there has been none. Every rank calls
+        it.
+
+        Raises:
+            CheckpointError: on rank 0: there are commits, and none can be used.
+            StorageError: the storage could not be read.
+        """
+        newest = restore(self._store, self._storage, group)
         for key, reason in self._store.rejected:
             self._link.say("commit_rejected", key=key, reason=reason)
         if newest is None:
@@ -91,30 +157,37 @@ class Commits:
                 )
             return None
         commit, state = newest
-        self.step = commit.step
-        self._link.say("resumed", step=commit.step)
+        self.step = self._known_step = commit.step
+        if group.rank == 0:
+            self._link.say("resumed", step=commit.step)
         return state
 
-    def note(self, step: int) -> None:
-        """One is made of a step, by rank 0."""
-        self.step, self._at, self._is_sure = step, time.monotonic(), True
+    def warm_up(self, state: TrainState) -> None:
+        """What the first save of a process would have training wait for.
 
-    def write(self, state: TrainState, *, generation: int, account: dict[str, float]) -> None:
-        """Makes the state durable. Rank 0 calls it."""
-        begun, request = time.monotonic(), self._link.commit_requested
-        position = state.position
-        record = {
-            "samples": position.samples,
-            "samples_sha256": position.samples_sha256,
-            "epoch": self._job.shape.epoch_of(position.step),
-            "generation": generation,
-            "data": self._job.index.fingerprint,
-            "identity": self._job.config.identity(),
-        }
+        Raises:
+            CheckpointError: the state holds something that cannot be kept.
+        """
+        self._saver.warm_up(state.state_dict())
+        # Not while a process group forms: it takes connections that are made meanwhile for its own.
+        self._connection.find(self._link.store_address)
+
+    def save(self, state: TrainState, group: ProcessGroup, *, account: dict[str, float]) -> None:
+        """Begins to make the state durable, once the save before has ended. Every rank calls it, and may change the
+        state when it returns.
+
+        Raises:
+            CheckpointError: the state holds something that cannot be kept.
+            PeerLostError: the generation broke before the save before had ended.
+        """
+        generation, step, begun_at = group.assignment.generation, state.position.step, time.monotonic()
+        number = self._begun[1] + 1 if self._begun[0] == generation else 1
+        self._begun = generation, number
+        request = self._link.commit_requested
 
         def fence() -> None:
-            if not self._link.is_member_of(generation):
-                raise PeerLostError(f"generation {generation} is over, and this worker was presumed dead")
+            if not self._link.may_commit():
+                raise PeerLostError("this worker was presumed dead")
             driver = holder(self._job.storage)
             if driver is not None and driver.session != self._job.session:
                 raise DriverReplacedError(
@@ -122,13 +195,86 @@ class Commits:
                     "committed any more"
                 )
 
-        self._store.save(state.state_dict(), step=position.step, record=record, fence=fence)
-        self.durable_step, self._answered = position.step, request
-        self._link.say(
-            "commit",
-            generation=generation,
-            step=position.step,
-            seconds=time.monotonic() - begun,
-            request=request or None,
-            account=account,
+        def end(outcome: Commit | Exception) -> None:
+            seconds, self._outcome = time.monotonic() - begun_at, outcome
+            if isinstance(outcome, Commit):
+                self._failures.clear()
+                self.durable_step = self._known_step = step
+                self._answered = max(self._answered, request)
+                self._link.say(
+                    "commit",
+                    generation=generation,
+                    step=step,
+                    seconds=seconds,
+                    num_bytes=outcome.num_bytes,
+                    request=request or None,
+                    account=account,
+                )
+                return
+            if isinstance(outcome, RankLostError):  # the others can do it, at once
+                self.step, self._at = self._known_step, float("-inf")
+            elif not isinstance(outcome, PeerLostError):
+                self._failures.append(outcome)
+            self._link.say("commit_failed", generation=generation, step=step, seconds=seconds, error=described(outcome))
+
+        mailbox = None
+        if group.world_size > 1:
+            address = group.assignment.store_host, group.assignment.store_port
+            mailbox = StoreMailbox(self._connection, address, self._link.store_address, f"saves{generation}")
+        attempt = hashlib.sha256(f"{self._job.session}/{generation}/{step}/{number}".encode()).hexdigest()[:32]
+        save = Save(
+            step=step,
+            attempt=attempt,
+            world_size=group.world_size,
+            rank=group.rank,
+            mailbox=mailbox,
+            record=self._record(state, generation),
+            fence=fence,
+            on_end=end,
         )
+        self._wait_in(group)
+        self._outcome = None
+        self._saver.begin(state.state_dict(), save)
+        self._note(step)
+
+    def _note(self, step: int) -> None:
+        """From here on it is counted when the next one is due."""
+        self.step, self._at = step, time.monotonic()
+
+    def wait(self, group: ProcessGroup) -> None:
+        """Until the save that was begun last has ended, for this rank.
+
+        Raises:
+            PeerLostError: the generation broke meanwhile.
+            Exception: on rank 0, what it failed of.
+        """
+        self._wait_in(group)
+        if isinstance(self._outcome, RankLostError):
+            raise PeerLostError(str(self._outcome))
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+
+    def _wait_in(self, group: ProcessGroup) -> None:
+        while not self._saver.wait(within_s=LOOK_S):
+            if group.is_cut:
+                raise PeerLostError("a peer was lost while the state was made durable")
+
+    def generation_broke(self) -> None:
+        """A rank of this worker's generation is lost."""
+        self._saver.generation_broke()
+
+    def close(self, within_s: float) -> None:
+        """Waits for the save at hand, if there is one."""
+        self._saver.wait(within_s)
+
+    def _record(self, state: TrainState, generation: int) -> dict[str, Any]:
+        position = state.position
+        return {
+            "time": time.time(),
+            "samples": position.samples,
+            "samples_sha256": position.samples_sha256,
+            "epoch": self._job.shape.epoch_of(position.step),
+            "generation": generation,
+            "data": self._job.index.fingerprint,
+            "identity": self._job.config.identity(),
+        }

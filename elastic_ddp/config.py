@@ -78,6 +78,9 @@ class CheckpointConfig(_Settings):
     a run commits every 60 seconds. A run always commits when it ends or is stopped."""
     keep: PositiveInt = 2
     """Commits kept; older ones are deleted once a newer one is complete."""
+    max_failed_saves: Annotated[int, Field(ge=0)] = 3
+    """Saves in a row that may fail, for want of the storage for example, before the run ends with an error. After each
+    training goes on, and the commit before is the newest."""
 
     @model_validator(mode="after")
     def _default_interval(self) -> Self:

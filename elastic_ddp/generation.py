@@ -81,7 +81,7 @@ class Generation:
         device: torch.device,
         store: StoreConnection,
         feeds: Feeds,
-        load_state: Callable[[], dict[str, Any] | None],
+        restore: Callable[[ProcessGroup], dict[str, Any] | None],
         on_forming: Callable[[ProcessGroup], None],
         on_formed: Callable[[], None],
         activity: Activity,
@@ -96,8 +96,8 @@ class Generation:
             device: where the model is.
             store: this worker's connection to it.
             feeds: this worker's, of which it takes one.
-            load_state: called on rank 0 alone, and only if no rank holds a state: the one to start from, or None for
-                what the user's function built.
+            restore: called only if no rank holds a state: the one to start from, or None for what the user's function
+                built on rank 0.
             on_forming: told of the process group as soon as it can be cut.
             on_formed: called when it is formed.
             activity: this worker's.
@@ -126,7 +126,7 @@ class Generation:
             on_formed()
             if assignment.first_step is not None:
                 opened.append(feeds.open(owned, assignment.first_step))  # its first rows come while the state does
-            cls._share_state(group, state=state, load_state=load_state)
+            cls._share_state(group, state=state, restore=restore)
             assert state.model is not None
             strategy = DDPStrategy(state.model, job.config, group)
             if not opened:
@@ -151,17 +151,20 @@ class Generation:
 
     @staticmethod
     def _share_state(
-        group: ProcessGroup, *, state: TrainState, load_state: Callable[[], dict[str, Any] | None]
+        group: ProcessGroup, *, state: TrainState, restore: Callable[[ProcessGroup], dict[str, Any] | None]
     ) -> None:
         """Brings all ranks to the state of the most advanced."""
         check_same_model(state.module, group)
         source, receivers = group.assignment.source, group.assignment.receivers
         if source is None:
+            if (restored := restore(group)) is not None:
+                state.load_state_dict(restored)
+                return
+            if state.begin_with is not None:
+                state.begin_with(group)
             # Rank 0 speaks for all of them even at the very start: what a model draws its first weights from is the
             # user's business, that all ranks have the same ones is ours.
             source, receivers = 0, tuple(range(1, group.world_size))
-            if group.rank == 0 and (loaded := load_state()) is not None:
-                state.load_state_dict(loaded)
         mine = state.state_dict() if group.rank == source and receivers else None
         received = hand_over(mine, group, source=source, receivers=receivers)
         if received is not None:

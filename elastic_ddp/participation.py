@@ -13,7 +13,6 @@ from elastic_ddp.generation import Generation, feeds_of, micro_batches_of
 from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
 from elastic_ddp.parallel.store import StoreConnection
 from elastic_ddp.rehearsal import Rehearsal
-from elastic_ddp.state import flatten
 from elastic_ddp.telemetry.account import Account
 from elastic_ddp.together import Tasks
 
@@ -113,7 +112,7 @@ class Participation:
     def warm_up(self) -> Rehearsal | None:
         """What nobody is to wait for when this worker joins for the first time: all that is slow the first time in a
         process. Returns the step that it should rehearse, if others train meanwhile."""
-        flatten(self._state.state_dict())  # what cannot be saved is refused now, not by the first commit
+        self._commits.warm_up(self._state)
         self._store.find(self._link.store_address)
         place = self._link.ask_for_prospect()
         self._read_ahead(place or Prospect(rank=0, world_size=1, step=0))
@@ -158,7 +157,7 @@ class Participation:
             device=self._device,
             store=self._store,
             feeds=self._feeds,
-            load_state=self._commits.load_newest,
+            restore=self._commits.restore,
             on_forming=lambda group: self._link.cut_when_broken(group.cut),
             on_formed=self.account.formed,
             activity=self.activity,
@@ -235,18 +234,23 @@ class Participation:
             f"them died. The last time: {lost}. If a rank needs longer than others there, raise collective_timeout_s"
         )
 
-    def commit(self) -> None:
-        """Makes the state durable. Every rank calls it; rank 0 writes, the others go on."""
+    def save(self) -> None:
+        """Begins to make the state durable. Every rank calls it, and goes on when its share is copied."""
         assert self.generation is not None
-        self._commits.note(self._state.position.step)
-        if self.generation.group.rank == 0:
-            with self.account.checkpoint(), self.activity.within("commit"):
-                account = self.account.seconds()
-                self._commits.write(self._state, generation=self.generation.number, account=account)
+        with self.account.checkpoint(), self.activity.within("commit"):
+            self._commits.save(self._state, self.generation.group, account=self.account.seconds())
+
+    def commit(self) -> None:
+        """Makes the state durable. Every rank calls it; rank 0 returns when that is so."""
+        assert self.generation is not None
+        self.save()
+        with self.account.checkpoint(), self.activity.within("commit"):
+            self._commits.wait(self.generation.group)
 
     def shut_down(self) -> None:
-        """Nothing is read any more. For the end of the run in this worker, after `close`."""
+        """Nothing is read or saved any more. For the end of the run in this worker, after `close`."""
         self._feeds.shut_down()
+        self._commits.close(self._job.config.drain_deadline_s)
 
     def leave(self, *, intact: bool, reason: str = "the run ended") -> str | None:
         """Leaves the generation, if there is one; `intact` when all its members do, for that reason. Returns how one of
@@ -264,6 +268,8 @@ class Participation:
         generation, self.generation = self.generation, None
         if generation is not None:
             intact = intact and lost is None
+            if not intact:
+                self._commits.generation_broke()
             self._link.cut_when_broken(None)
             if generation.group.rank == 0:
                 self._link.say(

@@ -19,6 +19,7 @@ from elastic_ddp.parallel.ddp import PreparedModel
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation
 from elastic_ddp.rehearsal import Rehearsal
+from elastic_ddp.restoring import Weights
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
 from elastic_ddp.together import NotTogetherError
@@ -87,6 +88,30 @@ class Run:
         bf16 = self.config.precision == "bf16"
         self._state.model = PreparedModel(module.to(self.device), device=self.device, bf16=bf16)
         return self._state.model
+
+    def load_weights(self, uri: str, *, step: int | None = None, strict: bool = True) -> None:
+        """Has the run begin with the weights of another run, for fine-tuning: parameters and buffers of the model, and
+        nothing of its optimizer or its position. Every rank calls it, after `prepare(model)`.
+
+        It is for the beginning of a run: one that has a commit of its own goes on from that.
+
+        Args:
+            uri: the other run's folder, `<storage>/<name>`.
+            step: of its commit; by default the newest.
+            strict: refuse names that only one of the two has. Shapes have to be the same in any case.
+
+        Raises:
+            ConfigError: there is no such commit, or it does not fit the model: the names that are missing there, or
+                unexpected, are said.
+            CheckpointError: it is not complete.
+        """
+        if self._participation.holds_state or self._rehearsal is not None:
+            raise ConfigError("run.load_weights was called inside run.steps(); call it before the loop")
+        if self._state.model is None:
+            raise ConfigError("run.load_weights came before a model was prepared; call run.prepare(model) first")
+        module, weights = self._state.module, Weights.find(uri, step)
+        weights.check(module, strict=strict)
+        self._state.begin_with = lambda group: weights.load(module, group, strict=strict)
 
     def register(self, name: str, thing: Stateful) -> None:
         """Adds user state to every commit: anything with `state_dict()` of plain values and tensors, and
@@ -229,9 +254,10 @@ class Run:
         changes when all are ready for that."""
         reconfigure = self._participation.is_ready_to_change(steps_done)
         if self.rank != 0:
-            return {"reconfigure": reconfigure}
+            return {"reconfigure": reconfigure, "saving": self._commits.is_saving}
         return {
             "commit": self._commits.are_due(steps_done),
+            "saving": self._commits.is_saving,
             "stop": self._link.stop_requested,
             "reconfigure": reconfigure,
         }
@@ -276,11 +302,15 @@ class Run:
             if self.rank == 0:
                 newest, account = self._newest(step), part.account.seconds()
                 self._link.say("steps", generation=generation.number, **newest, metrics=metrics, account=account)
+        if self.rank == 0:
+            self._commits.check()
         if step.agreed.votes["stop"]:
             self._commit_the_end(generation)
             raise RunStopped("stop was requested")
-        if step.agreed.votes["commit"]:
-            part.commit()
+        if step.agreed.votes["commit"] and not step.agreed.votes["saving"]:
+            part.save()
+        elif step.agreed.votes["commit"] and self.rank == 0:
+            self._commits.leave_out(self.position.step)
 
     def _newest(self, step: Step) -> dict[str, Any]:
         return {
@@ -320,10 +350,15 @@ class Run:
 
     def _commit_the_end(self, generation: Generation) -> None:
         """Makes the state durable, and every rank sure of that: none of them leaves with it before."""
-        if not self._commits.have(self.position.step):
+        group = generation.group
+        with generation.activity.within("commit"):
+            is_there = b"1" if group.rank == 0 and self._commits.have(self.position.step, group) else b""
+        with generation.activity.within("collective"):
+            is_there = group.broadcast_bytes(is_there if group.rank == 0 else None)
+        if not is_there:
             self._participation.commit()
         with generation.activity.within("collective"):
-            generation.group.meet()
+            group.meet()
 
     def progress(self) -> dict[str, Any]:
         """How far the run is, as the summary says it."""

@@ -156,6 +156,10 @@ class Session:
             self._progress.note(f"{event['key']} is passed over: {event['reason']}")
         elif name == "commit":
             self._progress.note(f"committed step {event['step']} in {event['seconds']:.2f} s")
+        elif name == "commit_failed":
+            self._progress.note(f"step {event['step']} could not be committed: {event['error'].splitlines()[0]}")
+        elif name == "commit_left_out":
+            self._progress.note(f"step {event['step']} is not committed: the commit before is still being written")
         elif name == "worker_lost":
             self._state = "a worker was lost, waiting for its replacement"
             self._progress.note(

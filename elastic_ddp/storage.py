@@ -17,6 +17,10 @@ from elastic_ddp.errors import ConfigError, StorageError, described
 _PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
 _TEMPORARY = ".tmp-"
 _CREATE_TRIES = 4
+PART_BYTES = 16 << 20
+"""Of a large object on S3, sent at once."""
+PARALLEL_PARTS = 4
+"""Parts of an object that are on their way."""
 
 # Folders need not be made there, and a PUT replaces an object as a whole.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})
@@ -48,9 +52,21 @@ class Storage:
         with self._errors("read", key, FileNotFoundError):
             return self._folder.read(_checked(key))
 
-    def write(self, key: str, data: bytes) -> None:
+    def size(self, key: str) -> int:
+        """Of an object, in bytes; FileNotFoundError if there is none."""
+        with self._errors("read", key, FileNotFoundError):
+            return self._folder.size(_checked(key))
+
+    def read_range(self, key: str, start: int, end: int) -> bytearray:
+        """Bytes [start, end) of an object that goes beyond `start`; fewer if it ends before `end`. FileNotFoundError if
+        there is none."""
+        with self._errors("read", key, FileNotFoundError):
+            return self._folder.read_range(_checked(key), start, end)
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
         """Store or replace an object. Readers see the old bytes or the new ones, on local disks and object stores
-        also if this process dies meanwhile; local bytes are on the disk when this returns."""
+        also if this process dies meanwhile; local bytes are on the disk when this returns. S3 gets a large object in
+        parts, several at a time."""
         with self._errors("write", key):
             self._folder.write(_checked(key), data)
 
@@ -144,7 +160,9 @@ class _Folder(Protocol):
     uri: str
 
     def read(self, key: str) -> bytes: ...
-    def write(self, key: str, data: bytes) -> None: ...
+    def size(self, key: str) -> int: ...
+    def read_range(self, key: str, start: int, end: int) -> bytearray: ...
+    def write(self, key: str, data: bytes | memoryview) -> None: ...
     def create(self, key: str, data: bytes) -> None: ...
     def sizes(self, prefix: str) -> dict[str, int]: ...
     def delete(self, key: str) -> None: ...
@@ -163,7 +181,20 @@ class _LocalFolder:
     def read(self, key: str) -> bytes:
         return (self._path / key).read_bytes()
 
-    def write(self, key: str, data: bytes) -> None:
+    def size(self, key: str) -> int:
+        return (self._path / key).stat().st_size
+
+    def read_range(self, key: str, start: int, end: int) -> bytearray:
+        data = bytearray(end - start)
+        with (self._path / key).open("rb", buffering=0) as file:
+            file.seek(start)
+            done = 0
+            while done < len(data) and (count := file.readinto(memoryview(data)[done:])):
+                done += count
+        del data[done:]
+        return data
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
         target = self._path / key
         with self._temporary(target, data) as temporary:
             os.replace(temporary, target)
@@ -217,7 +248,7 @@ class _LocalFolder:
         return pyarrow.fs.LocalFileSystem(), self.uri
 
     @contextmanager
-    def _temporary(self, target: Path, data: bytes) -> Iterator[Path]:
+    def _temporary(self, target: Path, data: bytes | memoryview) -> Iterator[Path]:
         """A synced file with the data beside the target; removed afterwards if it is still there."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -246,10 +277,21 @@ class _RemoteFolder:
         data: bytes = fs.cat_file(f"{base}/{key}")
         return data
 
-    def write(self, key: str, data: bytes) -> None:
+    def size(self, key: str) -> int:
+        fs, base = self._open()
+        return int(fs.info(f"{base}/{key}")["size"])
+
+    def read_range(self, key: str, start: int, end: int) -> bytearray:
+        fs, base = self._open()
+        return bytearray(fs.cat_file(f"{base}/{key}", start=start, end=end))
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
         fs, base = self._open()
         self._make_parent(fs, f"{base}/{key}")
-        fs.pipe_file(f"{base}/{key}", data)
+        if self._protocol in ("s3", "s3a") and len(data) >= 2 * PART_BYTES:
+            fs.pipe_file(f"{base}/{key}", _InParts(data), chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
+        else:
+            fs.pipe_file(f"{base}/{key}", bytes(data))
 
     def create(self, key: str, data: bytes) -> None:
         fs, base = self._open()
@@ -323,6 +365,19 @@ class _RemoteFolder:
         }
 
 
+class _InParts:
+    """What s3fs cuts a large object from: only the parts on their way are copied."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, part: slice) -> bytes:
+        return bytes(self._data[part])
+
+
 def _create_on_s3(fs: Any, path: str, data: bytes) -> None:
     """One conditional PUT, marked so that our own success is known even if its answer was lost.
 
@@ -385,7 +440,7 @@ def _checked(key: str) -> str:
     return key
 
 
-def _write_through(file: Any, data: bytes) -> None:
+def _write_through(file: Any, data: bytes | memoryview) -> None:
     file.write(data)
     file.flush()
     os.fsync(file.fileno())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -12,6 +12,11 @@ from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.parallel.control import EMPTY_CHAIN, chain
 from elastic_ddp.parallel.ddp import PreparedModel
 from elastic_ddp.state import weights_sha256
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_ddp.parallel.process_group import ProcessGroup
 
 
 @runtime_checkable
@@ -51,6 +56,8 @@ class TrainState:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     schedulers: list[torch.optim.lr_scheduler.LRScheduler] = field(default_factory=list)
     registered: dict[str, Stateful] = field(default_factory=dict)
+    begin_with: Callable[[ProcessGroup], None] | None = None
+    """Loads other weights into the model, on every rank, where a run begins."""
     position: Position = field(default_factory=Position)
 
     @property

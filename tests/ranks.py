@@ -15,15 +15,15 @@ import torch.distributed as dist
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
 from elastic_ddp.parallel.store import StoreConnection
 
-_PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES = multiprocessing.get_context("forkserver")
 # DDP imports torch._dynamo when it is first built: a second or more in every process.
-_PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "elastic_ddp.generation"])
+PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "elastic_ddp.generation"])
 
 
 def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, generation: int = 1) -> list[Any]:
     """`body(group, *args)` on every rank; its results in rank order. A rank that raises fails the call."""
     store = empty_store()
-    results = _PROCESSES.SimpleQueue()
+    results = PROCESSES.SimpleQueue()
     processes = []
     for rank in range(world_size):
         assignment = Assignment(
@@ -34,7 +34,7 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, generation:
             store_port=store.port,
             reason="start",
         )
-        processes.append(_PROCESSES.Process(target=_rank, args=(assignment, body, args, results)))
+        processes.append(PROCESSES.Process(target=_rank, args=(assignment, body, args, results)))
     for process in processes:
         process.start()
     by_rank: dict[int, Any] = {}

@@ -1,6 +1,7 @@
 """Durable state: commits that are complete or do not exist."""
 
 from elastic_ddp.checkpoint.commits import Commit, StoredObject
+from elastic_ddp.checkpoint.saving import Save, Saver
 from elastic_ddp.checkpoint.store import CheckpointStore
 
-__all__ = ["CheckpointStore", "Commit", "StoredObject"]
+__all__ = ["CheckpointStore", "Commit", "Save", "Saver", "StoredObject"]

@@ -1,48 +1,116 @@
 """What a commit is, as bytes, and which commits are kept: pure functions of plain values.
 
 commits/N.json                       the manifest of the commit at step N, written last and only once
+set-aside/N-<hex>.json               the manifest of an attempt that did not verify, which is kept with its objects
 step=N/attempt=<hex>/state.json      the skeleton of the state
-step=N/attempt=<hex>/<name>.safetensors   the tensors of one top-level component
+step=N/attempt=<hex>/<writer>-<k>.bin     blocks of tensors, their raw bytes, one after the other
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Annotated, Any, Final, Literal, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from elastic_ddp.errors import CheckpointError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+MAX_MANIFEST_BYTES = 2**28
+"""More than any commit's has, and little enough to be read whole."""
 MAX_OBJECT_BYTES = 2**48
 MAX_STEP = 10**15
+ALIGNMENT = 16
+"""Blocks begin at multiples of so many bytes, so that their memory can be used as any dtype."""
+
+SKELETON = "state.json"
 
 _MANIFEST = re.compile(r"commits/(0|[1-9][0-9]{0,15})\.json")
+_SET_ASIDE = re.compile(r"set-aside/(0|[1-9][0-9]{0,15})-([0-9a-f]{32}|unknown)\.json")
 _ATTEMPT = re.compile(r"(step=(0|[1-9][0-9]{0,15})/attempt=[0-9a-f]{32})/.+")
+_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+")
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Crc32 = Annotated[int, Field(ge=0, lt=2**32)]
+Extent = Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_OBJECT_BYTES)], ...], Field(max_length=64)]
 
 
 class StoredObject(BaseModel):
-    """One object of a commit and what has to be found in it."""
+    """One object of a commit."""
 
     model_config = _STRICT
 
     key: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._=/-]+$", max_length=500)]
     size: Annotated[int, Field(ge=0, le=MAX_OBJECT_BYTES)]
-    sha256: Sha256
+
+
+class Skeleton(StoredObject):
+    """The object with all of the state that is no tensor."""
+
+    crc32: Crc32
 
     def check(self, data: bytes) -> None:
         """CheckpointError unless these are the bytes that were committed."""
         if len(data) != self.size:
             raise CheckpointError(f"{self.key} has {len(data)} bytes; {self.size} were committed")
-        if hashlib.sha256(data).hexdigest() != self.sha256:
+        if zlib.crc32(data) != self.crc32:
             raise CheckpointError(f"{self.key} does not have the checksum it was committed with")
+
+
+class StoredBlock(BaseModel):
+    """A box of a tensor and where its bytes are, in row-major order, padded with zeros to `ALIGNMENT`."""
+
+    model_config = _STRICT
+
+    offsets: Extent
+    """Where in the tensor it begins, by dimension."""
+    sizes: Extent
+    object: Annotated[int, Field(ge=0)]
+    """Its place among the commit's objects."""
+    start: Annotated[int, Field(ge=0, le=MAX_OBJECT_BYTES)]
+    """Where in the object it begins, in bytes."""
+    crc32: Crc32
+    """Of its bytes, the padding included."""
+
+
+class StoredTensor(BaseModel):
+    """A tensor of the state, whole, however many ranks held or wrote it."""
+
+    model_config = _STRICT
+
+    dtype: Annotated[str, StringConstraints(max_length=40)]
+    shape: Extent
+    blocks: Annotated[tuple[StoredBlock, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        """They make up the tensor, each element once."""
+        dtype_of(self.dtype)
+        for block in self.blocks:
+            if len(block.offsets) != len(self.shape) or len(block.sizes) != len(self.shape):
+                raise ValueError(f"a block of a tensor of shape {self.shape} has another number of dimensions")
+            if any(a + n > length for a, n, length in zip(block.offsets, block.sizes, self.shape, strict=True)):
+                raise ValueError(f"a block lies outside of a tensor of shape {self.shape}")
+        if sum(math.prod(block.sizes) for block in self.blocks) != math.prod(self.shape) or _overlap(self.blocks):
+            raise ValueError(f"the blocks of a tensor of shape {self.shape} do not make it up")
+        return self
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return dtype_of(self.dtype)
+
+    def num_bytes(self, block: StoredBlock) -> int:
+        """Of one of its blocks, without the padding."""
+        return math.prod(block.sizes) * self.torch_dtype.itemsize
 
 
 class Commit(BaseModel):
@@ -50,23 +118,56 @@ class Commit(BaseModel):
 
     model_config = _STRICT
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     step: Annotated[int, Field(ge=0, le=MAX_STEP)]
     attempt: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-    objects: Annotated[tuple[StoredObject, ...], Field(min_length=1, max_length=1_000_000)]
+    state: Skeleton
+    objects: Annotated[tuple[StoredObject, ...], Field(max_length=1_000_000)]
+    """Those with the bytes of tensors."""
+    tensors: dict[str, StoredTensor]
+    """By component and place in the state."""
     record: dict[str, Any]
     """Free facts of the caller, such as the epoch, the generation and hashes; JSON."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
         """Everything lies in the attempt's own folder, so a manifest can neither read nor delete anything else."""
-        names = [item.key.removeprefix(self.prefix + "/") for item in self.objects]
-        for item, name in zip(self.objects, names, strict=True):
+        names = [item.key.removeprefix(self.prefix + "/") for item in self.all_objects]
+        for item, name in zip(self.all_objects, names, strict=True):
             if name == item.key or not name or "/" in name or name.startswith("."):
                 raise ValueError(f"the object {item.key!r} is not in {self.prefix}")
         if len(set(names)) != len(names):
             raise ValueError("an object is listed twice")
         return self
+
+    @model_validator(mode="after")
+    def _check_ranges(self) -> Self:
+        """Blocks fill their objects, one after the other: no byte is without a checksum, and none is used twice, so
+        that tensors are no larger than what is stored for them."""
+        for place, (item, blocks) in enumerate(zip(self.objects, self.blocks_by_object, strict=True)):
+            end = 0
+            for tensor, block in blocks:
+                if block.start != end:
+                    raise ValueError(f"the blocks in object {place} do not follow each other")
+                end += padded(tensor.num_bytes(block))
+            if end != item.size:
+                raise ValueError(f"the blocks in object {place} have {end} bytes and it has {item.size}")
+        return self
+
+    @cached_property
+    def blocks_by_object(self) -> list[list[tuple[StoredTensor, StoredBlock]]]:
+        """What is in each object, in its order."""
+        found: dict[int, list[tuple[StoredTensor, StoredBlock]]] = defaultdict(list)
+        for tensor in self.tensors.values():
+            for block in tensor.blocks:
+                if block.object >= len(self.objects):
+                    raise ValueError(f"there is no object {block.object}")
+                found[block.object].append((tensor, block))
+        # Blocks without elements have no bytes, and come before what begins at the same place.
+        return [
+            sorted(found[place], key=lambda each: (each[1].start, math.prod(each[1].sizes)))
+            for place in range(len(self.objects))
+        ]
 
     @property
     def key(self) -> str:
@@ -77,10 +178,19 @@ class Commit(BaseModel):
         """The folder of the objects."""
         return attempt_prefix(self.step, self.attempt)
 
+    @property
+    def all_objects(self) -> tuple[StoredObject, ...]:
+        return (*self.objects, self.state)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all objects."""
+        return sum(item.size for item in self.all_objects)
+
     def to_bytes(self) -> bytes:
         """The manifest: JSON with a checksum of itself; the record has passed `check_record`."""
         body = json.loads(_canonical(self.model_dump()))
-        return json.dumps({**body, "sha256": _sha256(body)}, indent=1).encode()
+        return json.dumps({**body, "sha256": _sha256(body)}, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, key: str, data: bytes) -> Commit:
@@ -100,7 +210,7 @@ class Commit(BaseModel):
                 raise ValueError("it does not have its own checksum")
             commit = cls.model_validate_json(_canonical(body))
         except ValidationError as error:
-            what = "; ".join(mistake["msg"] for mistake in error.errors(include_url=False, include_input=False))
+            what = "; ".join(mistake["msg"] for mistake in error.errors(include_url=False, include_input=False)[:5])
             raise CheckpointError(f"{key} is not the manifest of a commit: {what}") from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{key} is not the manifest of a commit: {error}") from error
@@ -110,11 +220,24 @@ class Commit(BaseModel):
 
     def check_present(self, sizes: Mapping[str, int]) -> None:
         """CheckpointError unless every object is among these, by key, with its size."""
-        for item in self.objects:
+        for item in self.all_objects:
             if item.key not in sizes:
                 raise CheckpointError(f"{item.key} is missing")
             if sizes[item.key] != item.size:
                 raise CheckpointError(f"{item.key} has {sizes[item.key]} bytes; {item.size} were committed")
+
+
+def padded(num_bytes: int) -> int:
+    """What a block of so many bytes takes up in its object."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """ValueError where a tensor of that dtype cannot be stored."""
+    dtype = getattr(torch, name, None) if _DTYPE.fullmatch(name) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r:.40} is not a dtype that is kept")
+    return dtype
 
 
 def check_record(record: dict[str, Any], *, step: int) -> None:
@@ -132,6 +255,11 @@ def manifest_key(step: int) -> str:
     return f"commits/{step}.json"
 
 
+def set_aside_key(step: int, attempt: str | None) -> str:
+    """Where the manifest of a bad commit goes; without an attempt if it does not say which one that is."""
+    return f"set-aside/{step}-{attempt or 'unknown'}.json"
+
+
 def attempt_prefix(step: int, attempt: str) -> str:
     return f"step={step}/attempt={attempt}"
 
@@ -146,7 +274,7 @@ def superseded(keys: Iterable[str], kept: Iterable[Commit], *, step: int) -> tup
 
     Those are manifests older than every kept commit, and attempts up to this step that no kept commit and no
     remaining manifest stands for: older commits, and what dead savers left. Nothing of a later step is touched:
-    another saver may be at work there.
+    another saver may be at work there. What was set aside stays, for a person to look at.
     """
     keys, kept = list(keys), list(kept)
     oldest = min(commit.step for commit in kept)
@@ -155,12 +283,37 @@ def superseded(keys: Iterable[str], kept: Iterable[Commit], *, step: int) -> tup
     # A manifest that cannot be read does not say which attempt is its own: its step is left alone until it is old.
     unreadable = {newer for newer in steps if newer >= oldest} - {commit.step for commit in kept}
     live = {commit.prefix for commit in kept}
+    for match in filter(None, map(_SET_ASIDE.fullmatch, keys)):
+        live.add(attempt_prefix(int(match[1]), match[2]))
+        unreadable |= {int(match[1])} if match[2] == "unknown" else set()
     attempts = {
         match[1]
         for match in map(_ATTEMPT.fullmatch, keys)
         if match and int(match[2]) <= step and int(match[2]) not in unreadable and match[1] not in live
     }
     return manifests, sorted(attempts)
+
+
+def _overlap(blocks: tuple[StoredBlock, ...]) -> bool:
+    """Whether two of these boxes share an element. Swept along the dimension in which they begin at most places."""
+    boxes = [block for block in blocks if math.prod(block.sizes)]
+    if len(boxes) < 2:
+        return False
+    dimensions = range(len(boxes[0].offsets))
+    sweep = max(dimensions, key=lambda d: len({box.offsets[d] for box in boxes}), default=None)
+    if sweep is None:  # of a scalar, twice
+        return True
+    active: list[StoredBlock] = []
+    for box in sorted(boxes, key=lambda each: each.offsets[sweep]):
+        active = [each for each in active if each.offsets[sweep] + each.sizes[sweep] > box.offsets[sweep]]
+        for other in active:
+            if all(
+                box.offsets[d] < other.offsets[d] + other.sizes[d] and other.offsets[d] < box.offsets[d] + box.sizes[d]
+                for d in dimensions
+            ):
+                return True
+        active.append(box)
+    return False
 
 
 def _canonical(body: Any) -> str:

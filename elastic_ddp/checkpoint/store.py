@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-import safetensors
-import safetensors.torch
 import torch
 
 from elastic_ddp.checkpoint.commits import (
+    MAX_MANIFEST_BYTES,
     Commit,
-    StoredObject,
     attempt_prefix,
     check_record,
     committed_steps,
     manifest_key,
+    set_aside_key,
     superseded,
 )
-from elastic_ddp.errors import CheckpointError, StorageError, described
-from elastic_ddp.state import flatten, unflatten
+from elastic_ddp.checkpoint.reading import pieces_of, read_pieces, state_of, state_to_fill
+from elastic_ddp.checkpoint.writing import Part, StateWriter, put_together
+from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.storage import Storage
 
 _log = logging.getLogger(__name__)
-_SKELETON = "state.json"
 _PUBLISH_TRIES = 3
-_COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
-_NATIVE = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    }
-)
-"""What every version of safetensors knows; other dtypes are stored as their bytes."""
 
 
 class CheckpointStore:
@@ -65,6 +45,7 @@ class CheckpointStore:
             raise ValueError(f"keep={keep}: at least the newest commit has to stay; use 1 or more")
         self._storage = storage
         self._keep = keep
+        self._writer = StateWriter()
         self.rejected: list[tuple[str, str]] = []
         """Key of the manifest and the reason for every commit that this store has passed over."""
 
@@ -76,54 +57,92 @@ class CheckpointStore:
         record: dict[str, Any],
         fence: Callable[[], None] = lambda: None,
     ) -> Commit:
-        """Commit a state; only one rank calls this. Returns when the commit is durable.
+        """Commit a state that one process holds whole. Returns when the commit is durable.
 
         A step is committed once: if it is already, by an attempt that verifies, that commit is returned and nothing
-        is written. Superseded commits are removed afterwards; failing at that is logged and tried again with the
-        next commit.
+        is written.
 
         Args:
-            state: Components by name (letters, digits, `_` and `-`), each a tree for `elastic_ddp.state.flatten`.
+            state: as for `StateWriter.stage`.
             step: Steps that the state has behind it.
             record: Facts to keep in the manifest; JSON values.
-            fence: Called when all is written but the manifest; raises if this saver may not commit any more, and then
-                nothing was.
+            fence: See `complete`.
 
         Raises:
             CheckpointError: the state or the record holds something that cannot be kept.
             StorageError: the storage failed. The commit may or may not exist; saving again settles it.
         """
         # Refused before anything is written: a state or a record that cannot be kept.
-        skeletons, tensors = _flattened(state)
         check_record(record, step=step)
+        self._writer.stage(state, rank=0, world_size=1)
         if (existing := self._existing(step)) is not None:
             return existing
-
         attempt = uuid.uuid4().hex
         prefix = attempt_prefix(step, attempt)
         try:
-            # One component at a time, so that only one is in memory twice.
-            objects = [self._write(f"{prefix}/{name}.safetensors", to_safetensors(tensors[name])) for name in tensors]
-            objects.append(self._write(f"{prefix}/{_SKELETON}", json.dumps(skeletons, separators=(",", ":")).encode()))
+            part = self._writer.write(self._storage, prefix)
         except StorageError:
-            with suppress(StorageError):  # the first failure is the one to report
-                self._storage.delete_tree(prefix)
+            self.discard(prefix)
             raise
+        return self.complete(
+            step=step, attempt=attempt, parts=[part], names=self._writer.names, record=record, fence=fence
+        )
+
+    def complete(
+        self,
+        *,
+        step: int,
+        attempt: str,
+        parts: Sequence[Part],
+        names: Iterable[str],
+        record: dict[str, Any],
+        fence: Callable[[], None],
+    ) -> Commit:
+        """Commits what all ranks have written; one of them calls this. Returns when the commit is durable.
+
+        A step is committed once: another attempt's commit is returned if that came first and verifies, and nothing is
+        left of this one. Superseded commits are removed afterwards; failing at that is logged and tried again with
+        the next commit.
+
+        Args:
+            step: Steps that the state has behind it.
+            attempt: 32 hexadecimal digits that no other has.
+            parts: What was written, by rank.
+            names: Of all tensors that should have been.
+            record: Facts to keep in the manifest; JSON values.
+            fence: Called when all is written but the manifest; raises if this saver may not commit any more, and then
+                nothing was.
+
+        Raises:
+            CheckpointError: something was not written, or the record cannot be kept.
+            StorageError: the storage failed. The commit may or may not exist.
+        """
         try:
+            check_record(record, step=step)
+            objects, tensors = put_together(parts, names)
+            state = next((part.state for part in parts if part.state is not None), None)
+            if state is None:
+                raise CheckpointError("not all that belongs to the state was written: its skeleton is missing")
+            commit = Commit(step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record=record)
             fence()
         except BaseException:
-            with suppress(StorageError):
-                self._storage.delete_tree(prefix)
+            self.discard(attempt_prefix(step, attempt))
             raise
         # From here on a failure leaves the objects alone: the manifest may have been stored and its answer lost.
-        manifest = Commit(step=step, attempt=attempt, objects=tuple(objects), record=record).to_bytes()
+        manifest = commit.to_bytes()
         commit = self._publish(Commit.from_bytes(manifest_key(step), manifest), manifest)
         self._remove_superseded(commit)
         return commit
 
+    def discard(self, prefix: str) -> None:
+        """Removes what was written of an attempt that failed. Failing at that is no matter: what failed first is to be
+        told, and the next commit removes it."""
+        with suppress(StorageError):
+            self._storage.delete_tree(prefix)
+
     def latest(self) -> Commit | None:
         """The newest commit that is complete: its manifest verifies and every object has its size."""
-        return next(self._complete(), None)
+        return next(self.candidates(), None)
 
     def load(self, commit: Commit) -> dict[str, Any]:
         """The state of a commit, on the CPU; checksums are verified as it is read.
@@ -131,16 +150,34 @@ class CheckpointStore:
         Raises:
             CheckpointError: names the object that is missing or is not what was committed.
         """
-        objects = {item.key.removeprefix(f"{commit.prefix}/"): item for item in commit.objects}
+        skeleton = self.skeleton(commit)
+        tensors, targets = state_to_fill(commit)
+        for piece, data in read_pieces(self._storage, pieces_of(commit, tensors)):
+            targets.fill(piece, data)
+        return state_of(commit, skeleton, tensors)
+
+    def verify(self, commit: Commit) -> None:
+        """Reads every byte of a commit.
+
+        Raises:
+            CheckpointError: names the object that is missing or is not what was committed.
+        """
+        self.skeleton(commit)
+        for _ in read_pieces(self._storage, pieces_of(commit, commit.tensors)):
+            pass
+
+    def skeleton(self, commit: Commit) -> bytes:
+        """What of a commit's state is no tensor, verified.
+
+        Raises:
+            CheckpointError: it is missing, or is not what was committed.
+        """
         try:
-            skeletons = json.loads(self._read(objects.pop(_SKELETON)))
-            tensors = {
-                name.removesuffix(".safetensors"): safetensors.torch.load(self._read(item))
-                for name, item in objects.items()
-            }
-            return {name: unflatten(skeleton, tensors.get(name, {})) for name, skeleton in skeletons.items()}
-        except (AttributeError, KeyError, RecursionError, ValueError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"{commit.prefix} is not a state: {described(error)}") from error
+            data = self._storage.read(commit.state.key)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{commit.state.key} is missing") from error
+        commit.state.check(data)
+        return data
 
     def load_latest(self) -> tuple[Commit, dict[str, Any]] | None:
         """The newest commit whose contents verify, with its state; None if there is none.
@@ -149,14 +186,29 @@ class CheckpointStore:
             StorageError: the storage could not be read. That is no reason to fall back: an outage would throw away
                 good commits.
         """
-        for commit in self._complete():
+        for commit in self.candidates():
             try:
                 return commit, self.load(commit)
             except CheckpointError as error:
-                self._reject(commit.key, str(error))
+                self.reject(commit.key, str(error))
         return None
 
-    def _complete(self) -> Iterator[Commit]:
+    def all_commits(self) -> list[tuple[int, Commit | CheckpointError]]:
+        """The steps that have a commit, newest first, each with the commit or with why it is not complete."""
+        found: list[tuple[int, Commit | CheckpointError]] = []
+        for step in committed_steps(self._storage.list("commits")):
+            try:
+                commit = self._manifest(manifest_key(step))
+                commit.check_present(self._storage.sizes(commit.prefix))
+            except FileNotFoundError:
+                continue  # removed since it was listed
+            except CheckpointError as error:
+                found.append((step, error))
+            else:
+                found.append((step, commit))
+        return found
+
+    def candidates(self) -> Iterator[Commit]:
         """Complete commits, newest first; looked at one by one, as the first is nearly always the one wanted."""
         seen: set[int] = set()
         # Listed again when none was good: a saver may have committed and cleaned up behind the first listing.
@@ -165,12 +217,12 @@ class CheckpointStore:
                 seen.add(step)
                 key = manifest_key(step)
                 try:
-                    commit = Commit.from_bytes(key, self._storage.read(key))
+                    commit = self._manifest(key)
                     commit.check_present(self._storage.sizes(commit.prefix))
                 except FileNotFoundError:
                     continue  # removed since it was listed
                 except CheckpointError as error:
-                    self._reject(key, str(error))
+                    self.reject(key, str(error))
                     continue
                 yield commit
 
@@ -178,16 +230,30 @@ class CheckpointStore:
         """The commit of this step if its contents verify; a bad one is removed, so that it can be made again."""
         key = manifest_key(step)
         try:
-            commit = Commit.from_bytes(key, self._storage.read(key))
-            for item in commit.objects:
-                self._read(item)
+            commit = self._manifest(key)
+            self.verify(commit)
         except FileNotFoundError:
             return None
         except CheckpointError as error:
-            self._reject(key, str(error))
-            self._storage.delete(key)
+            self.reject(key, str(error))
+            self.set_aside(key)
             return None
         return commit
+
+    def set_aside(self, key: str) -> None:
+        """Has a commit that does not verify out of the way, so that its step can be committed again. It is kept, with
+        its objects, and found under `set-aside/`."""
+        try:
+            data = self._storage.read(key)
+        except FileNotFoundError:
+            return  # it was already
+        try:
+            attempt = Commit.from_bytes(key, data).attempt
+        except CheckpointError:
+            attempt = None
+        [step] = committed_steps([key])
+        self._storage.write(set_aside_key(step, attempt), data)
+        self._storage.delete(key)
 
     def _publish(self, commit: Commit, manifest: bytes) -> Commit:
         """Store the manifest; returns the commit that the step has then, which may be one of another attempt."""
@@ -213,7 +279,7 @@ class CheckpointStore:
                 # Commits of later steps were passed over when this run resumed: they must not push out good ones.
                 if step < newest.step and len(kept) < self._keep:
                     with suppress(CheckpointError, FileNotFoundError):
-                        commit = Commit.from_bytes(manifest_key(step), self._storage.read(manifest_key(step)))
+                        commit = self._manifest(manifest_key(step))
                         commit.check_present(sizes)
                         kept.append(commit)
             manifests, attempts = superseded(sizes, kept, step=newest.step)
@@ -224,53 +290,21 @@ class CheckpointStore:
         except StorageError as error:
             _log.warning("superseded commits are left until the next commit: %s", error)
 
-    def _write(self, key: str, data: bytes) -> StoredObject:
-        self._storage.write(key, data)
-        return StoredObject(key=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    def _manifest(self, key: str) -> Commit:
+        """CheckpointError if that is none; FileNotFoundError if there is no such object."""
+        if (size := self._storage.size(key)) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{key} is not the manifest of a commit: it has {size} bytes")
+        return Commit.from_bytes(key, self._storage.read(key))
 
-    def _read(self, item: StoredObject) -> bytes:
-        try:
-            data = self._storage.read(item.key)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{item.key} is missing") from error
-        item.check(data)
-        return data
-
-    def _reject(self, key: str, reason: str) -> None:
+    def reject(self, key: str, reason: str) -> None:
+        """A commit is passed over."""
         if (key, reason) not in self.rejected:
             _log.warning("the commit %s is passed over: %s", key, reason)
             self.rejected.append((key, reason))
 
 
-def _flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """Skeletons, and tensors where there are any, by component."""
-    skeletons: dict[str, Any] = {}
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for name, component in state.items():
-        if not isinstance(name, str) or not _COMPONENT.fullmatch(name):
-            raise CheckpointError(
-                f"{name!r:.80} cannot be the name of a component of the state; use letters, digits, _ and -"
-            )
-        try:
-            skeletons[name], found = flatten(component)
-        except CheckpointError as error:
-            raise CheckpointError(f"{name}.{error}") from error
-        if found:
-            tensors[name] = found
-    return skeletons, tensors
-
-
-def to_safetensors(tensors: dict[str, torch.Tensor]) -> bytes:
-    """The bytes of a safetensors file, with tensors of dtypes that it does not have as uint8."""
-    plain: dict[str, torch.Tensor] = {}
-    owners: set[int] = set()
-    for name, tensor in tensors.items():
-        stored = tensor.cpu()
-        if stored.dtype not in _NATIVE:
-            # The skeleton has the dtype; `unflatten` reads the bytes as that.
-            stored = stored.reshape(-1).view(torch.uint8)
-        # safetensors refuses tensors that overlap, such as views of one flat buffer.
-        owner = stored.untyped_storage().data_ptr()
-        plain[name] = stored.clone() if owner in owners else stored
-        owners.add(owner)
-    return safetensors.torch.save(plain)
+def _of(component: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a component, by their place in it."""
+    return {
+        name.removeprefix(f"{component}."): each for name, each in tensors.items() if name.startswith(f"{component}.")
+    }

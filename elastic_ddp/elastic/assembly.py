@@ -149,11 +149,9 @@ class Assembly:
         """Whether those who are to go can wait for others to get ready."""
         return self.membership.has_time(time.monotonic(), PREPARE_S)
 
-    def is_member_of(self, member: Member, generation: int) -> bool:
-        """Whether a member is one of the current generation, and not presumed dead: only then may it commit."""
-        current = self.membership.current
-        is_current = current is not None and current.number == generation and member.id in current.ids
-        return is_current and self.membership.is_gone(member.id) is None
+    def may_commit(self, member: Member) -> bool:
+        """Whether a member takes part in the run, or did until it left in peace; not one that is presumed dead."""
+        return self.membership.has_seen(member.id) and self.membership.is_gone(member.id) in (None, LEFT)
 
     def expect(self, started: list[str]) -> None:
         """These workers there are. One that does not come at all is given up."""

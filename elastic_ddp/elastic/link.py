@@ -47,8 +47,8 @@ class RendezvousLink:
     def __init__(self, rendezvous: RendezvousHandle, member: Member, heartbeat_timeout_s: float) -> None:
         self.member = member
         self._rendezvous = rendezvous
-        self._outbox: queue.SimpleQueue[dict[str, Any] | tuple[int, Future[bool]] | None] = queue.SimpleQueue()
-        """Messages, questions whether a generation is still this worker's, and None, which ends it."""
+        self._outbox: queue.SimpleQueue[dict[str, Any] | Future[bool] | None] = queue.SimpleQueue()
+        """Messages, questions whether this worker may commit, and None, which ends it."""
         self._progress: dict[str, Any] | None = None
         self.activity = Activity()
         """Where the training thread is, which tells it."""
@@ -95,11 +95,11 @@ class RendezvousLink:
         """The number of a request to commit at the next step boundary; 0 for none."""
         return self._signals.commit
 
-    def is_member_of(self, generation: int) -> bool:
-        """Whether the rendezvous still counts on this worker in a generation. Waits for the answer, which the link's
-        thread asks for, after all that was said before."""
+    def may_commit(self) -> bool:
+        """Whether the rendezvous does not presume this worker dead. Waits for the answer, which the link's thread asks
+        for, after all that was said before."""
         answer: Future[bool] = Future()
-        self._outbox.put((generation, answer))
+        self._outbox.put(answer)
         while self._speaker.is_alive():
             with suppress(TimeoutError):
                 return answer.result(timeout=1.0)
@@ -200,11 +200,10 @@ class RendezvousLink:
                 if isinstance(message, dict):
                     self._send([message])
                 else:
-                    generation, answer = message
-                    answer.set_result(self._insist(self._rendezvous.is_member_of, self.member, generation))
+                    message.set_result(self._insist(self._rendezvous.may_commit, self.member))
             except ray.exceptions.RayError as error:
-                if isinstance(message, tuple):
-                    message[1].set_exception(error)
+                if isinstance(message, Future):
+                    message.set_exception(error)
                 return  # the driver is gone, and this worker goes with it
 
     def _send(self, messages: list[dict[str, Any]]) -> None:

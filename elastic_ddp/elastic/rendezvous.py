@@ -34,6 +34,10 @@ TICK_S = 0.2
 POLL_S = 1.0
 """How long a member's or the driver's call is held while there is nothing to say."""
 
+SAVES_KEPT = 20
+"""Generations for which the store keeps what ranks of a save told each other."""
+_OF_GENERATION = re.compile(r"(generation|saves)(\d+)/")
+
 GONE_WITHIN_S = 120.0
 """How long Ray may take to end the rendezvous of a driver that is gone, with its machine perhaps."""
 ANSWERS_WITHIN_S = 5.0
@@ -128,8 +132,9 @@ class Rendezvous:
         """Removes from the store what members of generations before this one told each other."""
         if generation != self._swept:
             for key in self._store.list_keys():
-                number = re.match(r"generation(\d+)/", key)
-                if number is not None and int(number[1]) < generation:
+                number = _OF_GENERATION.match(key)
+                # A save may outlive some generations.
+                if number is not None and int(number[2]) < generation - (SAVES_KEPT if number[1] == "saves" else 0):
                     self._store.delete_key(key)
             self._swept = generation
 
@@ -218,10 +223,10 @@ class Rendezvous:
         async with self._turn() as assembly:
             assembly.take(messages, progress, sender, first)
 
-    async def is_member_of(self, member: Member, generation: int) -> bool:
-        """Whether a member is one of the current generation, and not presumed dead: only then may it commit."""
+    async def may_commit(self, member: Member) -> bool:
+        """Whether what a member has written may be committed: not if it is presumed dead."""
         async with self._turn() as assembly:
-            return assembly.is_member_of(member, generation)
+            return assembly.may_commit(member)
 
     async def leave(self, member: Member, within_s: float, why: str) -> None:
         """A member has been told to go, and says so."""

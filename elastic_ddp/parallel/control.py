@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from elastic_ddp.batching import Node, root
 
-VOTES = ("stop", "commit", "reconfigure", "buffers_changed")
+VOTES = ("stop", "commit", "saving", "reconfigure", "buffers_changed")
 _DIGEST_WORDS = 4  # 32 bytes of SHA-256
 _SLOT_WORDS = 1 + _DIGEST_WORDS
 

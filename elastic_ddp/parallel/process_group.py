@@ -86,6 +86,11 @@ class ProcessGroup:
     def world_size(self) -> int:
         return self.assignment.world_size
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it was broken here, as a peer is lost."""
+        return self._is_cut
+
     @classmethod
     def form(
         cls,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from elastic_ddp.parallel.sockets import Socket, connections, keep_alive
+
+Result = TypeVar("Result")
 
 FIND_S, FIND_ONCE_S = 60.0, 15.0
 """How long the store may take to be found before others wait for this worker, and how long each time it is tried."""
@@ -70,3 +73,40 @@ class StoreConnection:
     def drop(self) -> None:
         """Whatever has become of the connection, it is not used again."""
         self.sockets, self._address, self._store = frozenset(), None, None
+
+
+class StoreMailbox:
+    """Word that ranks leave for each other in the store. For one thread.
+
+    Args:
+        connection: to the store, and not the training thread's, whose waits would hold it up.
+        address: of the store, as far as that is known.
+        find: tells where it is if it is not there any more: it moves if the rendezvous is restarted, and what was in it
+            is lost.
+        name: under which keys begin.
+    """
+
+    def __init__(
+        self, connection: StoreConnection, address: tuple[str, int], find: Callable[[], tuple[str, int]], name: str
+    ) -> None:
+        self._connection, self._address, self._find, self._name = connection, address, find, name
+
+    def put(self, key: str, text: str) -> None:
+        self._do(lambda store: store.set(f"{self._name}/{key}", text))
+
+    def get(self, key: str) -> str | None:
+        """What is there, if anything is. It waits for nothing."""
+        key = f"{self._name}/{key}"
+        return self._do(lambda store: store.get(key).decode() if store.check([key]) else None)
+
+    def remove(self, key: str) -> None:
+        self._do(lambda store: store.delete_key(f"{self._name}/{key}"))
+
+    def _do(self, operation: Callable[[dist.TCPStore], Result]) -> Result:
+        """Tried once more where the store has moved."""
+        try:
+            return operation(self._connection.at(*self._address, within_s=FIND_ONCE_S))
+        except dist.DistError:
+            self._connection.drop()
+            self._address = self._find()
+            return operation(self._connection.at(*self._address, within_s=FIND_ONCE_S))

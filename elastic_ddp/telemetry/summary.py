@@ -170,7 +170,7 @@ def _last_step(events: list[Event]) -> int | None:
     step = None
     for event in events:
         if (value := _step_of(event)) is not None:
-            step = value
+            step = max(value, step or 0) if event["event"] == "commit" else value
     return step
 
 
@@ -227,7 +227,7 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
             # A worker's last word on a generation may come after the rendezvous' first one on the next.
             about = next((row for row in rows[-2:] if _is_about(event, row)), current)
             if (step := _step_of(event)) is not None:
-                about["last_step"] = step
+                about["last_step"] = max(step, about["last_step"])  # a commit is told of when it is complete
             if event["event"] == "generation_ended":
                 about["ended_by"] = event.get("reason")
             elif event["event"] in ("finished", "failed") and current["ended_by"] is None:

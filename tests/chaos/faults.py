@@ -27,6 +27,10 @@ DRAIN_S = 8.0
 """What a node has left when Ray is told to take it away."""
 
 
+LINGERING = ("SIGTERM", "drain")
+"""Faults whose victims work on for a while, and are not to be the next one's, too."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """What happens to a worker when it enters a place of its loop, once in a run."""
@@ -153,6 +157,8 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
                 if not before.exists() or (fault.later and generation <= _read(before).generation):
                     continue
             here = Happened(os.getpid(), run._link.member.id, rank, run.position.step, generation)
+            if fault.how in LINGERING and any(each.member == here.member for each in happened(markers)):
+                continue
             if _claim(marker_of(markers, number), here):
                 _fail(fault, run)
 

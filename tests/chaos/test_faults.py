@@ -40,8 +40,6 @@ def faults_at(place: str, rank: int, how: str, *, step: int = 27) -> list[Fault]
         return [loss, Fault(rank, step, place, how)]
     if place == "first step":
         return [loss, Fault(rank, step, "forward", how, later=True)]
-    if place == "commit" and rank != 0:  # what it does while rank 0 writes
-        return [Fault(rank, -(-step // COMMIT_EVERY) * COMMIT_EVERY, "data", how)]
     return [Fault(rank, step, place, how)]
 
 

@@ -84,6 +84,12 @@ def get_ready(run: ed.Run, at: int) -> None:
         time.sleep(0.01)
 
 
+def finish_saving(run: ed.Run) -> None:
+    """Steps are so short here that a save takes many of them, and those that are due meanwhile would be left out."""
+    if (generation := run._participation.generation) is not None:
+        run._commits._wait_in(generation.group)
+
+
 def make_train(
     fault: Callable[[ed.Run, int], None] | None = None, held_out: str | None = None, counter: Counter | None = None
 ) -> Callable[..., None]:
@@ -101,6 +107,7 @@ def make_train(
                     loss = loss_fn(model, batch)
                     step.log(twice=2 * loss)
                     get_ready(run, step.index)
+                    finish_saving(run)
                     step.backward(loss)
                     if fault is not None:
                         fault(run, step.index)

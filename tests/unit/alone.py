@@ -79,8 +79,8 @@ class FakeLink:
     def ask_for_prospect(self) -> Prospect | None:
         return self.others_train
 
-    def is_member_of(self, generation: int) -> bool:
-        return generation == len(self.joins) and not self.presumed_dead
+    def may_commit(self) -> bool:
+        return not self.presumed_dead
 
     def say(self, event: str, **fields: Any) -> None:
         self.said.append({"event": event, **fields})

@@ -11,10 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load as load_safetensors
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
-from elastic_ddp.checkpoint.commits import StoredObject, committed_steps, superseded
+from elastic_ddp.checkpoint.commits import Skeleton, committed_steps, superseded
 from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.state import weights_sha256
 from elastic_ddp.storage import Storage
@@ -81,31 +80,36 @@ def test_the_newest_commit_comes_back_with_its_record(storage: Storage) -> None:
     assert other.rejected == []
 
 
-def test_tensors_lie_in_safetensors_files_that_other_tools_open(storage: Storage) -> None:
+def keys_of(commit: Commit) -> list[str]:
+    return [commit.key, *(item.key for item in commit.all_objects)]
+
+
+def test_tensors_lie_there_as_raw_bytes(storage: Storage) -> None:
     [commit] = save(storage, 5)
-    assert [item.key.removeprefix(commit.prefix) for item in commit.objects] == [
-        "/model.safetensors", "/optimizer.safetensors", "/user.safetensors", "/state.json",
-    ]  # fmt: skip
-    model = load_safetensors(storage.read(f"{commit.prefix}/model.safetensors"))
-    assert torch.equal(model["weight"], make_state(5)["model"]["weight"]) and model["bias"].dtype == torch.bfloat16
-    assert storage.list() == sorted([commit.key, *(item.key for item in commit.objects)])
+    assert [item.key.removeprefix(commit.prefix) for item in commit.all_objects] == ["/0-0.bin", "/state.json"]
+    stored = commit.tensors["model.weight"]
+    assert stored.dtype == "float32" and stored.shape == (16, 8)
+    [block] = stored.blocks
+    data = storage.read_range(commit.objects[block.object].key, block.start, block.start + 16 * 8 * 4)
+    assert bytes(data) == make_state(5)["model"]["weight"].numpy().tobytes()
+    assert storage.list() == sorted(keys_of(commit))
 
 
 def test_retention_keeps_the_newest_and_removes_every_byte_of_the_rest(storage: Storage) -> None:
     commits = save(storage, 1, 2, 3, 10, keep=2)
-    kept = [key for commit in commits[2:] for key in (commit.key, *(item.key for item in commit.objects))]
+    kept = [key for commit in commits[2:] for key in keys_of(commit)]
     assert storage.list() == sorted(kept)
     assert restored_step(storage) == 10
 
 
 def test_what_a_dead_saver_left_goes_with_the_next_commit_and_later_steps_stay(storage: Storage) -> None:
     save(storage, 1)
-    storage.write(f"step=2/attempt={'a' * 32}/model.safetensors", b"half")
-    storage.write(f"step=9/attempt={'b' * 32}/model.safetensors", b"another saver is at work")
+    storage.write(f"step=2/attempt={'a' * 32}/0-0.bin", b"half")
+    storage.write(f"step=9/attempt={'b' * 32}/0-0.bin", b"another saver is at work")
     storage.write("notes.txt", b"not ours")
     save(storage, 3)
     left = [key for key in storage.list() if not key.startswith(("commits/", "step=1/", "step=3/"))]
-    assert left == ["notes.txt", f"step=9/attempt={'b' * 32}/model.safetensors"]
+    assert left == ["notes.txt", f"step=9/attempt={'b' * 32}/0-0.bin"]
 
 
 def test_a_step_is_committed_once(storage: Storage) -> None:
@@ -128,7 +132,7 @@ def test_a_saver_that_comes_second_removes_its_attempt_and_takes_the_first_commi
 
     store._publish = late  # type: ignore[method-assign]
     assert store.save(make_state(4), step=4, record={}) == rival[0]
-    assert storage.list("step=4") == sorted(item.key for item in rival[0].objects)
+    assert storage.list("step=4") == sorted(keys_of(rival[0])[1:])
 
 
 def test_a_saver_that_may_not_commit_any_more_leaves_nothing(storage: Storage) -> None:
@@ -152,7 +156,8 @@ def test_a_bad_commit_is_made_again_when_its_step_comes_again(storage: Storage) 
     store = CheckpointStore(storage, keep=3)
     again = store.save(make_state(4), step=4, record={"step": 4})
     assert again.attempt != bad.attempt and restored_step(storage) == 4
-    assert not storage.list(bad.prefix) and store.rejected[0][0] == "commits/4.json"
+    assert store.rejected[0][0] == "commits/4.json"
+    assert storage.list("set-aside") == [f"set-aside/4-{bad.attempt}.json"] and storage.list(bad.prefix)
 
 
 def test_commits_passed_over_do_not_push_out_good_ones(storage: Storage) -> None:
@@ -188,7 +193,7 @@ def test_a_damaged_commit_falls_back_to_the_one_before(
 ) -> None:
     save(storage, 1, 2)
     [_, newest] = [*save(storage, 1), *save(storage, 3)]
-    key = {"manifest": newest.key, "skeleton": newest.objects[-1].key, "tensors": newest.objects[0].key}[which]
+    key = {"manifest": newest.key, "skeleton": newest.state.key, "tensors": newest.objects[0].key}[which]
     corrupt(storage, key, how)
     store = CheckpointStore(storage, keep=3)
     with caplog.at_level(logging.WARNING):
@@ -236,10 +241,10 @@ def test_when_nothing_verifies_there_is_nothing_to_resume_and_it_says_why(storag
 class _Outage(Storage):
     """Lists, but does not read objects."""
 
-    def read(self, key: str) -> bytes:
+    def read_range(self, key: str, start: int, end: int) -> bytearray:
         if key.startswith("step="):
             raise StorageError("connection reset")
-        return super().read(key)
+        return super().read_range(key, start, end)
 
 
 def test_an_outage_is_raised_and_never_taken_for_a_bad_commit(tmp_path: Path) -> None:
@@ -288,8 +293,8 @@ def _manifest(**changes: Any) -> bytes:
     """A manifest with a right checksum, whatever is in it."""
     attempt = "0" * 32
     body: dict[str, Any] = {
-        "format": 1, "step": 7, "attempt": attempt, "record": {},
-        "objects": [{"key": f"step=7/attempt={attempt}/state.json", "size": 2, "sha256": "0" * 64}],
+        "format": 2, "step": 7, "attempt": attempt, "record": {}, "tensors": {}, "objects": [],
+        "state": {"key": f"step=7/attempt={attempt}/state.json", "size": 2, "crc32": 0},
     }  # fmt: skip
     body |= changes
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
@@ -297,29 +302,29 @@ def _manifest(**changes: Any) -> bytes:
 
 
 def _object(**changes: Any) -> list[dict[str, Any]]:
-    return [{"key": f"step=7/attempt={'0' * 32}/x", "size": 2, "sha256": "0" * 64, **changes}]
+    return [{"key": f"step=7/attempt={'0' * 32}/x", "size": 0, **changes}]
 
 
 def test_a_manifest_is_the_same_whoever_writes_the_json() -> None:
-    assert Commit.from_bytes("commits/7.json", _manifest()).objects[0].size == 2
+    assert Commit.from_bytes("commits/7.json", _manifest()).state.size == 2
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 2},
+        {"format": 1},
         {"format": True},
         {"step": -1},
         {"step": "7"},
         {"step": 8},
         {"attempt": "../up"},
         {"attempt": "0" * 31},
-        {"objects": []},
         {"objects": [*_object(), *_object()]},
         {"objects": _object(size=-1)},
         {"objects": _object(size=2**60)},
         {"objects": _object(size=1.5)},
-        {"objects": _object(sha256="")},
+        {"state": _object(crc32=2**32)[0]},
+        {"state": _object(crc32=0, key="/etc/passwd")[0]},
         {"objects": _object(key="/etc/passwd")},
         {"objects": _object(key=f"step=7/attempt={'0' * 32}/../../x")},
         {"objects": _object(key=f"step=7/attempt={'0' * 32}/a/b")},
@@ -345,8 +350,8 @@ def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
 
 def _commit(step: int, attempt: int = 0) -> Commit:
     prefix = f"step={step}/attempt={attempt:032x}"
-    item = StoredObject(key=f"{prefix}/state.json", size=1, sha256="0" * 64)
-    return Commit(step=step, attempt=f"{attempt:032x}", objects=(item,), record={})
+    state = Skeleton(key=f"{prefix}/state.json", size=1, crc32=0)
+    return Commit(step=step, attempt=f"{attempt:032x}", state=state, objects=(), tensors={}, record={})
 
 
 def test_only_names_of_manifests_count_as_commits() -> None:
@@ -368,12 +373,12 @@ def test_retention_never_touches_a_kept_commit_or_a_later_step(
 ) -> None:
     newest = data.draw(st.sampled_from(sorted(steps)))
     kept = [_commit(step) for step in sorted(steps, reverse=True) if step <= newest][:keep]
-    keys = [key for step in steps for key in (_commit(step).key, _commit(step).objects[0].key)]
-    keys += [_commit(step, attempt=1).objects[0].key for step in orphans]
+    keys = [key for step in steps for key in (_commit(step).key, _commit(step).state.key)]
+    keys += [_commit(step, attempt=1).state.key for step in orphans]
     manifests, attempts = superseded(keys, kept, step=newest)
     gone = {key for key in keys if key in manifests or key.rpartition("/")[0] in attempts}
     for commit in kept:
-        assert commit.key not in gone and commit.objects[0].key not in gone
+        assert commit.key not in gone and commit.state.key not in gone
     assert not [key for key in gone if key.startswith("step=") and int(key.split("/")[0][5:]) > newest]
     assert len(committed_steps(set(keys) - gone)) == len(kept) + len([step for step in steps if step > newest])
-    assert not [step for step in orphans if step <= newest and _commit(step, attempt=1).objects[0].key not in gone]
+    assert not [step for step in orphans if step <= newest and _commit(step, attempt=1).state.key not in gone]

@@ -46,7 +46,8 @@ def refusal(**changes: Any) -> str:
         ({"data": {"column": ["x"]}}, "data.column=['x']: there is no such setting; did you mean columns?"),
         (
             {"checkpoint": {"bananas": 3}},
-            "checkpoint.bananas=3: there is no such setting; the settings here are every_seconds, every_steps, keep",
+            "checkpoint.bananas=3: there is no such setting; the settings here are every_seconds, every_steps, keep, "
+            "max_failed_saves",
         ),
     ],
 )

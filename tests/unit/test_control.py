@@ -63,7 +63,7 @@ def on_a_rank(group: ProcessGroup) -> list[dict[str, Any]]:
 
 def test_a_single_process_agrees_with_itself() -> None:
     agreed = agree(range(7), FULL, {"stop": True, "reconfigure": False}, LOSSES, 1)
-    assert agreed.votes == {"stop": 1, "commit": 0, "reconfigure": 0, "buffers_changed": 0}
+    assert agreed.votes == {"stop": 1, "commit": 0, "saving": 0, "reconfigure": 0, "buffers_changed": 0}
     assert set(agreed.votes) == set(VOTES)
 
 
@@ -88,7 +88,13 @@ def test_every_rank_hears_the_same_as_a_single_process_would() -> None:
         for heard in ranks:
             assert heard == ranks[0]
             for after, alone in zip(heard, calm, strict=True):
-                assert after["votes"] == {"stop": 1, "commit": world_size, "reconfigure": 0, "buffers_changed": 1}
+                assert after["votes"] == {
+                    "stop": 1,
+                    "commit": world_size,
+                    "saving": 0,
+                    "reconfigure": 0,
+                    "buffers_changed": 1,
+                }
                 assert after["loss"] == bits(alone.loss)
                 assert after["digests"] == alone.row_digests
 

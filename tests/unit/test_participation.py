@@ -181,6 +181,7 @@ def test_a_worker_that_is_presumed_dead_commits_nothing_and_asks_for_its_place(n
 
     def in_step(step: Step) -> None:
         taken.append(step.index)
+        run._commits.close(60)  # of the step before
         link.presumed_dead = len(link.joins) < 2
 
     train(run, in_step)
@@ -207,6 +208,7 @@ def test_what_is_drawn_between_batches_and_steps_does_not_depend_on_what_was_dra
             drawn[step.index].append(random.random())
             if step.index == until:
                 break
+        run.shut_down()  # the save at hand ends before
         return drawn
 
     calm = drawn(new_run(steps=6, checkpoint={"every_steps": 3}), 5)

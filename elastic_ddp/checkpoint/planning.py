@@ -1,0 +1,91 @@
+"""Who writes which block of which tensor: torch.distributed.checkpoint's planning, with replicated tensors shared out.
+
+DCP has a replicated tensor written by one rank, whole. Here every tensor, or this rank's shard of one, is cut into
+blocks of rows, so that ranks share what they all hold, and what is read or sent at once is small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+BLOCK_BYTES = 16 << 20
+"""No block is larger, but for a single row."""
+
+
+class BlockPlanner(DefaultSavePlanner):
+    """Plans the blocks of a flat dict of tensors: plain ones, which every rank holds, and DTensors.
+
+    Every rank calls `create_local_plan`; `create_global_plan` shares out what several of them have.
+    """
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._block_bytes = block_bytes
+
+    def create_local_plan(self) -> SavePlan:
+        items = [item for name, tensor in self.state_dict.items() for item in self._items(name, tensor)]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def _items(self, name: str, tensor: torch.Tensor) -> Iterator[WriteItem]:
+        local, origin = local_part(name, tensor)
+        properties = TensorProperties.create_from_tensor(local)
+        for first, sizes in blocks_of(local.shape, local.element_size(), self._block_bytes):
+            offsets = torch.Size(start + place for start, place in zip(origin, first, strict=True))
+            if math.prod(sizes) or not tensor.numel():  # DTensors may have shards without elements
+                yield WriteItem(
+                    index=MetadataIndex(name, offsets),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk=ChunkStorageMetadata(offsets, sizes), properties=properties, size=tensor.size()
+                    ),
+                )
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The block, a view of this rank's memory."""
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        local, origin = local_part(write_item.index.fqn, self.state_dict[write_item.index.fqn])
+        return narrowed(local, [at - start for at, start in zip(chunk.offsets, origin, strict=True)], chunk.sizes)
+
+
+def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Size]:
+    """What this rank has of a tensor, and where in it that begins."""
+    if not hasattr(tensor, "__create_write_items__"):
+        return tensor, torch.Size([0] * tensor.dim())
+    [item] = tensor.__create_write_items__(name, tensor)  # DCP's protocol for DTensors
+    return tensor.to_local(), item.tensor_data.chunk.offsets  # type: ignore[attr-defined]
+
+
+def blocks_of(shape: torch.Size, element_bytes: int, block_bytes: int) -> Iterator[tuple[torch.Size, torch.Size]]:
+    """Cuts a tensor along its first dimension of more than one, so that blocks are contiguous: offsets and sizes."""
+    axis = next((d for d, length in enumerate(shape) if length > 1), None)
+    nothing = torch.Size([0] * len(shape))
+    if axis is None or not math.prod(shape):
+        yield nothing, shape
+        return
+    row_bytes = math.prod(shape[axis + 1 :]) * element_bytes
+    rows = max(1, block_bytes // row_bytes)
+    for first in range(0, shape[axis], rows):
+        offsets, sizes = list(nothing), list(shape)
+        offsets[axis], sizes[axis] = first, min(rows, shape[axis] - first)
+        yield torch.Size(offsets), torch.Size(sizes)
+
+
+def narrowed(tensor: torch.Tensor, offsets: list[int], sizes: torch.Size) -> torch.Tensor:
+    """A box of a tensor, a view."""
+    for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dimension, offset, size)
+    return tensor
+
+
+def shared_out(planner: BlockPlanner, plans: list[SavePlan]) -> list[SavePlan]:
+    """What each rank is to write, of what each has. The same on every rank that calls it with the same plans."""
+    shares, _ = planner.create_global_plan(plans)
+    return shares

@@ -1,0 +1,180 @@
+"""Bytes of a commit into tensors, each checked as it comes."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections import deque
+from collections.abc import Collection, Generator, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from elastic_ddp.checkpoint.commits import Commit, StoredBlock, StoredTensor, padded
+from elastic_ddp.checkpoint.planning import narrowed
+from elastic_ddp.errors import CheckpointError, described
+from elastic_ddp.state import unflatten
+from elastic_ddp.storage import Storage
+
+PIECE_BYTES = 16 << 20
+"""Neighbouring blocks are read together up to so many bytes."""
+PARALLEL_PIECES = 8
+"""Pieces that are on their way, or have come and are not used yet."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring blocks in an object, which are read at once."""
+
+    key: str
+    start: int
+    end: int
+    blocks: tuple[tuple[str, StoredBlock], ...]
+    """With the names of their tensors."""
+
+
+def pieces_of(commit: Commit, names: Iterable[str]) -> list[Piece]:
+    """The blocks of some of a commit's tensors, where they are stored."""
+    wanted: list[list[tuple[str, StoredBlock, int]]] = [[] for _ in commit.objects]
+    for name in names:
+        tensor = commit.tensors[name]
+        for block in tensor.blocks:
+            wanted[block.object].append((name, block, block.start + padded(tensor.num_bytes(block))))
+    pieces: list[Piece] = []
+    for item, blocks in zip(commit.objects, wanted, strict=True):
+        together: list[tuple[str, StoredBlock, int]] = []
+        for each in sorted(blocks, key=lambda each: (each[1].start, each[2])):
+            if together and (each[1].start != together[-1][2] or each[2] - together[0][1].start > PIECE_BYTES):
+                pieces.append(_piece(item.key, together))
+                together = []
+            together.append(each)
+        if together:
+            pieces.append(_piece(item.key, together))
+    return pieces
+
+
+def _piece(key: str, blocks: list[tuple[str, StoredBlock, int]]) -> Piece:
+    return Piece(key, blocks[0][1].start, blocks[-1][2], tuple((name, block) for name, block, _ in blocks))
+
+
+def read_pieces(storage: Storage, pieces: Iterable[Piece]) -> Generator[tuple[Piece, bytearray]]:
+    """The bytes of pieces, in their order, several read at a time.
+
+    Raises:
+        CheckpointError: names the object that is missing or is not what was committed.
+        StorageError: the storage failed.
+    """
+    waiting: deque[Future[tuple[Piece, bytearray]]] = deque()
+    with ThreadPoolExecutor(PARALLEL_PIECES, thread_name_prefix="block-reader") as pool:
+        try:
+            for piece in pieces:
+                waiting.append(pool.submit(_read, storage, piece))
+                if len(waiting) >= PARALLEL_PIECES:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for each in waiting:
+                each.cancel()
+
+
+def _read(storage: Storage, piece: Piece) -> tuple[Piece, bytearray]:
+    try:
+        data = storage.read_range(piece.key, piece.start, piece.end) if piece.end > piece.start else bytearray()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{piece.key} is missing") from error
+    check(piece, data)
+    return piece, data
+
+
+def check(piece: Piece, data: bytearray) -> None:
+    """CheckpointError unless these are the bytes that were committed."""
+    if len(data) != piece.end - piece.start:
+        raise CheckpointError(f"{piece.key} ends before byte {piece.end}, where it should not")
+    view = memoryview(data)
+    starts = [block.start for _, block in piece.blocks] + [piece.end]
+    for (name, block), start, end in zip(piece.blocks, starts, starts[1:], strict=False):
+        if zlib.crc32(view[start - piece.start : end - piece.start]) != block.crc32:
+            raise CheckpointError(
+                f"{piece.key} does not have the checksum it was committed with, in bytes {start} to {end} ({name})"
+            )
+
+
+class Targets:
+    """Tensors on the CPU that are to be filled: whole ones, or what this rank has of them.
+
+    Args:
+        tensors: by name in the commit: how it is stored, what takes it, and where in the whole that begins.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[StoredTensor, torch.Tensor, torch.Size]]) -> None:
+        self._targets = {name: target for name, (_, target, _) in tensors.items()}
+        self._copies: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
+        for name, (stored, target, origin) in tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in stored.blocks]
+            metadata = TensorStorageMetadata(
+                TensorProperties(stored.torch_dtype), torch.Size(stored.shape), chunks=chunks
+            )
+            for item in create_read_items_for_chunk_list(name, metadata, [ChunkStorageMetadata(origin, target.shape)]):
+                assert item.storage_index.offset is not None
+                self._copies.setdefault((name, tuple(item.storage_index.offset)), []).append(item)
+
+    def want(self, piece: Piece) -> bool:
+        """Whether some of it belongs to one of them."""
+        return any((name, block.offsets) in self._copies for name, block in piece.blocks)
+
+    def fill(self, piece: Piece, data: bytearray) -> None:
+        """Takes what is of use in a piece."""
+        for name, block in piece.blocks:
+            for item in self._copies.get((name, block.offsets), ()):
+                target = self._targets[name]
+                count = math.prod(block.sizes)
+                source = torch.frombuffer(data, dtype=target.dtype, count=count, offset=block.start - piece.start)
+                part = narrowed(source.view(block.sizes), list(item.storage_offsets), item.lengths)
+                narrowed(target, list(item.dest_offsets), item.lengths).copy_(part)
+
+
+def state_to_fill(commit: Commit, components: Collection[str] | None = None) -> tuple[dict[str, torch.Tensor], Targets]:
+    """The tensors of a commit, or of some components, on the CPU and without values, and what fills them.
+
+    Raises:
+        CheckpointError: there can be no such tensors.
+    """
+    try:
+        tensors = {
+            name: torch.empty(each.shape, dtype=each.torch_dtype)
+            for name, each in commit.tensors.items()
+            if components is None or name.partition(".")[0] in components
+        }
+    except RuntimeError as error:
+        raise CheckpointError(f"{commit.key} holds tensors that cannot be: {error}") from error
+    nowhere = {name: torch.Size([0] * tensor.dim()) for name, tensor in tensors.items()}
+    return tensors, Targets({name: (commit.tensors[name], tensor, nowhere[name]) for name, tensor in tensors.items()})
+
+
+def state_of(
+    commit: Commit, skeleton: bytes, tensors: Mapping[str, torch.Tensor], components: Collection[str] | None = None
+) -> dict[str, Any]:
+    """The state of a commit, or some components of it, by component.
+
+    Raises:
+        CheckpointError: skeleton and tensors do not make up one.
+    """
+    by_component: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        component, _, place = name.partition(".")
+        by_component.setdefault(component, {})[place] = tensor
+    try:
+        skeletons = json.loads(skeleton)
+        return {
+            name: unflatten(skeletons[name], by_component.get(name, {}))
+            for name in (skeletons if components is None else components)
+        }
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{commit.prefix} is not a state: {described(error)}") from error

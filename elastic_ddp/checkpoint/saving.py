@@ -1,0 +1,212 @@
+"""Saving behind training: every rank copies its share of the state at once and writes it in a thread, and what all have
+written is committed by rank 0.
+
+A save outlives its generation: ranks that are still writing say so again and again, and only one that has fallen silent
+is given up, and the save with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from elastic_ddp.checkpoint.commits import Commit, attempt_prefix
+from elastic_ddp.checkpoint.store import CheckpointStore
+from elastic_ddp.checkpoint.writing import Part, StateWriter, flattened
+from elastic_ddp.errors import ElasticDDPError, StorageError, described
+from elastic_ddp.storage import Storage
+
+_log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+"""How often it is looked for what others have written."""
+BEAT_S = 0.5
+"""How often a rank says that it is still writing."""
+SILENCE_S, SILENCE_OF_THE_LOST_S = 15.0, 2.0
+"""Silence after which a rank is given up, and the same once it is known that some rank is lost."""
+
+
+class Mailbox(Protocol):
+    """Where ranks leave word for each other, outside of collectives."""
+
+    def put(self, key: str, text: str) -> None: ...
+    def get(self, key: str) -> str | None: ...
+    def remove(self, key: str) -> None: ...
+
+
+class RankLostError(ElasticDDPError):
+    """A rank was lost before it had written its share: there is no commit, and nothing is wrong with the storage."""
+
+
+class _Word(BaseModel):
+    """What a rank says when it is through."""
+
+    part: Part | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """One save, as a rank takes part in it. All but `rank` and what follows it is the same on every rank."""
+
+    step: int
+    """Steps that the state has behind it."""
+    attempt: str
+    """32 hexadecimal digits that no other save has."""
+    world_size: int
+    rank: int
+    mailbox: Mailbox | None
+    """None where one rank is alone."""
+    record: dict[str, Any]
+    """Facts to keep in the manifest; JSON values."""
+    fence: Callable[[], None]
+    """For rank 0: raises if this save may not be committed any more."""
+    on_end: Callable[[Commit | Exception], None]
+    """For rank 0: told in the thread that saves what came of it."""
+
+
+class Saver:
+    """One worker's part in the saves of a run, one after the other.
+
+    Args:
+        storage: a folder for commits alone.
+        store: the commits in it.
+        of_rank_0: components of the state that rank 0 writes alone.
+        retry_s: how long a write that failed is tried again.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        store: CheckpointStore,
+        *,
+        of_rank_0: frozenset[str] = frozenset(),
+        retry_s: float = 0.0,
+    ) -> None:
+        self._storage, self._store = storage, store
+        self._writer = StateWriter(of_rank_0=of_rank_0, retry_s=retry_s)
+        self._thread: threading.Thread | None = None
+        self._broke = threading.Event()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way, as far as this rank has to do with it."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def warm_up(self, state: dict[str, Any]) -> None:
+        """Refuses now what `begin` would refuse, and has what it needs in memory."""
+        flattened(state)
+
+    def begin(self, state: dict[str, Any], save: Save) -> None:
+        """Copies this rank's share; the rest happens in a thread. Every rank calls it, at the same step. It waits for
+        the save before.
+
+        Raises:
+            CheckpointError: the state holds something that cannot be kept.
+        """
+        self.wait()
+        self._writer.stage(state, rank=save.rank, world_size=save.world_size)
+        self._broke.clear()
+        self._thread = threading.Thread(target=self._run, args=[save], name=f"save-{save.step}", daemon=True)
+        self._thread.start()
+
+    def wait(self, within_s: float | None = None) -> bool:
+        """Until this rank is through with the save at hand. Returns whether it is."""
+        if self._thread is not None:
+            self._thread.join(within_s)
+        return not self.is_busy
+
+    def generation_broke(self) -> None:
+        """A rank of the generation in which the save at hand began is lost, or presumed so."""
+        self._broke.set()
+
+    def _run(self, save: Save) -> None:
+        word = _Word()
+        try:
+            word = _Word(part=self._write(save))
+        except Exception as error:
+            word = _Word(error=described(error))
+            if save.rank == 0:
+                self._give_up(save, error)
+        try:
+            if save.rank != 0:
+                assert save.mailbox is not None
+                save.mailbox.put(_place(save, save.rank), word.model_dump_json())
+            elif word.part is not None:
+                self._commit(save, word.part)
+        except Exception as error:
+            if save.rank == 0:
+                self._give_up(save, error)
+            else:
+                _log.warning("what this rank wrote of step %d cannot be told: %s", save.step, described(error))
+
+    def _write(self, save: Save) -> Part:
+        """Writes this rank's share, and says meanwhile that it is at it."""
+        prefix = attempt_prefix(save.step, save.attempt)
+        if save.rank == 0:
+            return self._writer.write(self._storage, prefix)
+        done = threading.Event()
+        beating = threading.Thread(target=_beat, args=[save, done], name="save-beat", daemon=True)
+        beating.start()
+        try:
+            return self._writer.write(self._storage, prefix)
+        finally:
+            done.set()
+            beating.join()
+
+    def _commit(self, save: Save, part: Part) -> None:
+        parts = [part, *(self._part_of(rank, save) for rank in range(1, save.world_size))]
+        commit = self._store.complete(
+            step=save.step,
+            attempt=save.attempt,
+            parts=parts,
+            names=self._writer.names,
+            record=save.record,
+            fence=save.fence,
+        )
+        save.on_end(commit)
+
+    def _part_of(self, rank: int, save: Save) -> Part:
+        """What another rank has written, once it has. Raises what keeps it from that."""
+        mailbox, key = save.mailbox, _place(save, rank)
+        assert mailbox is not None
+        last, heard_at = None, time.monotonic()
+        while (text := mailbox.get(key)) is None:
+            if (beat := mailbox.get(f"{key}/beat")) != last:
+                last, heard_at = beat, time.monotonic()
+            silence_s = SILENCE_OF_THE_LOST_S if self._broke.is_set() else SILENCE_S
+            if time.monotonic() - heard_at > silence_s:
+                raise RankLostError(f"rank {rank} was lost before it had written its share of step {save.step}")
+            time.sleep(POLL_S)
+        mailbox.remove(key)
+        mailbox.remove(f"{key}/beat")
+        word = _Word.model_validate_json(text)
+        if word.part is None:
+            raise StorageError(f"rank {rank} could not write its share of step {save.step}: {word.error}")
+        return word.part
+
+    def _give_up(self, save: Save, error: Exception) -> None:
+        self._store.discard(attempt_prefix(save.step, save.attempt))
+        save.on_end(error)
+
+
+def _beat(save: Save, done: threading.Event) -> None:
+    assert save.mailbox is not None
+    count = 0
+    try:
+        while not done.is_set():
+            count += 1
+            save.mailbox.put(f"{_place(save, save.rank)}/beat", str(count))
+            done.wait(BEAT_S)
+    except Exception as error:
+        _log.warning("that this rank writes step %d cannot be told: %s", save.step, described(error))
+
+
+def _place(save: Save, rank: int) -> str:
+    return f"{save.attempt}/{rank}"

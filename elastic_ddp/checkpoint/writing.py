@@ -1,0 +1,271 @@
+"""What one rank writes of a commit: its share of the state, copied into host memory at once and written from there
+later."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from elastic_ddp.checkpoint.commits import SKELETON, Skeleton, StoredBlock, StoredObject, StoredTensor, padded
+from elastic_ddp.checkpoint.planning import BlockPlanner, shared_out
+from elastic_ddp.errors import CheckpointError, StorageError
+from elastic_ddp.state import flatten
+from elastic_ddp.storage import Storage
+
+OBJECT_BYTES = 256 << 20
+"""An object gets no more blocks when it has so many bytes."""
+PARALLEL_OBJECTS = 2
+"""Objects that a rank writes at the same time; a storage sends the pieces of a large one at the same time, too."""
+
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+"""Between tries."""
+_LASTING = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.ENOTDIR}
+
+_log = logging.getLogger(__name__)
+_COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+
+
+class WrittenBlock(BaseModel):
+    """A block, and the tensor that it belongs to."""
+
+    model_config = ConfigDict(frozen=True)
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    block: StoredBlock
+
+
+class Part(BaseModel):
+    """What one rank wrote."""
+
+    model_config = ConfigDict(frozen=True)
+
+    objects: tuple[StoredObject, ...]
+    blocks: tuple[WrittenBlock, ...]
+    """Their `object` is a place among this part's."""
+    state: Skeleton | None = None
+    """From rank 0."""
+
+
+class StateWriter:
+    """Writes a rank's share of the state of a run, for one commit after the other.
+
+    Tensors are shared out among the ranks, all of which have to hold the same; those of the components that are named
+    in `of_rank_0` are its alone. A write that fails is tried again for `retry_s`, if that may help.
+    """
+
+    def __init__(self, *, of_rank_0: frozenset[str] = frozenset(), retry_s: float = 0.0) -> None:
+        self._of_rank_0, self._retry_s = of_rank_0, retry_s
+        self._blocks = BlockWriter(retry_s=retry_s)
+        self._skeleton = b""
+        self._share: tuple[Any, SavePlan] | None = None
+        self._rank = 0
+        self.names: frozenset[str] = frozenset()
+        """Of all tensors in the state that was staged last."""
+
+    def stage(self, state: dict[str, Any], *, rank: int, world_size: int) -> None:
+        """Copies this rank's share. When this returns the state may change.
+
+        Args:
+            state: components by name (letters, digits, `_` and `-`), each a tree for `elastic_ddp.state.flatten`.
+
+        Raises:
+            CheckpointError: the state holds something that cannot be kept.
+        """
+        skeletons, tensors = flattened(state)
+        self._rank, self.names = rank, frozenset(tensors)
+        self._skeleton = json.dumps(skeletons, separators=(",", ":")).encode() if rank == 0 else b""
+        planner = BlockPlanner()
+        planner.set_up_planner(tensors)
+        kind = (rank, world_size, *((name, each.dtype, each.shape) for name, each in tensors.items()))
+        if self._share is None or self._share[0] != kind:  # else it is the one of the commit before
+            mine = planner.create_local_plan()
+            shared = [item for item in mine.items if item.index.fqn.partition(".")[0] not in self._of_rank_0]
+            plans = [mine, *[SavePlan(shared)] * (world_size - 1)]
+            self._share = kind, shared_out(planner, plans)[rank]
+        self._blocks.stage(self._share[1], planner)
+
+    def write(self, storage: Storage, prefix: str) -> Part:
+        """Writes what was staged, under keys that begin with the rank.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        part = self._blocks.write(storage, prefix, str(self._rank))
+        if self._rank != 0:
+            return part
+        key = f"{prefix}/{SKELETON}"
+        retried(lambda: storage.write(key, self._skeleton), within_s=self._retry_s)
+        state = Skeleton(key=key, size=len(self._skeleton), crc32=zlib.crc32(self._skeleton))
+        return part.model_copy(update={"state": state})
+
+
+class BlockWriter:
+    """Writes a rank's share of commits, one after the other.
+
+    Host memory is kept from one to the next: as much as this rank's share.
+    """
+
+    def __init__(self, *, object_bytes: int = OBJECT_BYTES, retry_s: float = 0.0) -> None:
+        self._object_bytes, self._retry_s = object_bytes, retry_s
+        self._buffers: list[torch.Tensor] = []
+        self._items: list[list[tuple[WriteItem, int]]] = []
+
+    def stage(self, plan: SavePlan, planner: BlockPlanner) -> None:
+        """Copies what is to be written. When this returns the state may change."""
+        self._items = _packed(plan.items, self._object_bytes)
+        sizes = [_end(blocks) for blocks in self._items]
+        on_cuda = False
+        if [len(buffer) for buffer in self._buffers] != sizes:
+            self._buffers = []  # before there are others
+            self._buffers = [
+                torch.zeros(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for size in sizes
+            ]
+        for buffer, blocks in zip(self._buffers, self._items, strict=True):
+            for item, start in blocks:
+                block = planner.resolve_data(item)
+                place = buffer[start : start + block.nbytes].view(block.dtype).view(block.shape)
+                place.copy_(block.detach(), non_blocking=True)
+                on_cuda = on_cuda or block.is_cuda
+        if on_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def write(self, storage: Storage, prefix: str, writer: str) -> Part:
+        """Writes what was staged, under keys that begin with the writer's name.
+
+        Raises:
+            StorageError: the storage failed.
+        """
+        with ThreadPoolExecutor(PARALLEL_OBJECTS, thread_name_prefix="block-writer") as pool:
+            written = pool.map(
+                lambda number: self._write(storage, f"{prefix}/{writer}-{number}.bin", number), range(len(self._items))
+            )
+            parts = list(written)
+        return Part(
+            objects=tuple(item for item, _ in parts), blocks=tuple(block for _, blocks in parts for block in blocks)
+        )
+
+    def _write(self, storage: Storage, key: str, number: int) -> tuple[StoredObject, list[WrittenBlock]]:
+        data: memoryview = self._buffers[number].numpy().data
+        blocks = []
+        for item, start in self._items[number]:
+            assert item.tensor_data is not None
+            chunk, num_bytes = item.tensor_data.chunk, _num_bytes(item)
+            crc32 = zlib.crc32(data[start : start + padded(num_bytes)])
+            stored = StoredBlock(
+                offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), object=number, start=start, crc32=crc32
+            )
+            dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+            shape = tuple(item.tensor_data.size)
+            blocks.append(WrittenBlock(tensor=item.index.fqn, dtype=dtype, shape=shape, block=stored))
+        retried(lambda: storage.write(key, data), within_s=self._retry_s)
+        return StoredObject(key=key, size=len(data)), blocks
+
+
+def retried(write: Callable[[], None], *, within_s: float) -> None:
+    """Tries again what the storage failed at, after pauses that grow, until so many seconds are over."""
+    end, pause_s = time.monotonic() + within_s, FIRST_PAUSE_S
+    while True:
+        try:
+            write()
+            return
+        except StorageError as error:
+            if is_lasting(error) or time.monotonic() + pause_s > end:
+                raise
+            _log.warning("tried again in %g s: %s", pause_s, error)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def is_lasting(error: BaseException | None) -> bool:
+    """Whether a failure of a storage is one that time does not mend: no rights, no room, no such bucket."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _LASTING:
+            return True
+        error = error.__cause__
+    return False
+
+
+def put_together(
+    parts: Iterable[Part], expected: Iterable[str]
+) -> tuple[tuple[StoredObject, ...], dict[str, StoredTensor]]:
+    """The objects and the tensors of a commit, from what all ranks wrote of it.
+
+    Raises:
+        CheckpointError: something is missing, or was written twice.
+    """
+    objects: list[StoredObject] = []
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    blocks: dict[str, list[StoredBlock]] = {}
+    for part in parts:
+        for each in part.blocks:
+            kind = (each.dtype, each.shape)
+            if kinds.setdefault(each.tensor, kind) != kind:
+                raise CheckpointError(f"{each.tensor} is {kinds[each.tensor]} on one rank and {kind} on another")
+            stored = each.block.model_copy(update={"object": len(objects) + each.block.object})
+            blocks.setdefault(each.tensor, []).append(stored)
+        objects += part.objects
+    if different := blocks.keys() ^ set(expected):
+        raise CheckpointError(f"not all that belongs to the state was written: {sorted(different)[:5]}")
+    try:
+        tensors = {
+            name: StoredTensor(dtype=dtype, shape=shape, blocks=tuple(blocks[name]))
+            for name, (dtype, shape) in kinds.items()
+        }
+    except ValueError as error:
+        raise CheckpointError(f"not all that belongs to the state was written: {error}") from error
+    return tuple(objects), tensors
+
+
+def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Skeletons by component, and tensors by component and place in it."""
+    skeletons: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for component, tree in state.items():
+        if not isinstance(component, str) or not _COMPONENT.fullmatch(component):
+            raise CheckpointError(
+                f"{component!r:.80} cannot be the name of a component of the state; use letters, digits, _ and -"
+            )
+        try:
+            skeletons[component], found = flatten(tree)
+        except CheckpointError as error:
+            raise CheckpointError(f"{component}.{error}") from error
+        tensors |= {f"{component}.{name}": tensor for name, tensor in found.items()}
+    return skeletons, tensors
+
+
+def _packed(items: Iterable[WriteItem], object_bytes: int) -> list[list[tuple[WriteItem, int]]]:
+    """Blocks in objects, each with where it begins."""
+    packed: list[list[tuple[WriteItem, int]]] = []
+    end = object_bytes
+    for item in items:
+        if end >= object_bytes:
+            packed.append([])
+            end = 0
+        packed[-1].append((item, end))
+        end += padded(_num_bytes(item))
+    return packed
+
+
+def _end(blocks: list[tuple[WriteItem, int]]) -> int:
+    item, start = blocks[-1]
+    return start + padded(_num_bytes(item))
+
+
+def _num_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -1,0 +1,195 @@
+"""The newest commit that verifies, on all ranks: each reads a part of it and sends that to the others, so that no byte
+leaves the storage twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint.reading import Piece, check, pieces_of, read_pieces, state_of, state_to_fill
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError
+from elastic_ddp.job import COMMITS
+from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.storage import Storage
+
+MODEL = "model"
+"""The component of a state with the weights."""
+IN_FLIGHT = 8
+"""Pieces that are on their way between ranks."""
+
+
+def restore(store: CheckpointStore, storage: Storage, group: ProcessGroup) -> tuple[Commit, dict[str, Any]] | None:
+    """The newest commit whose contents verify and its state, on the CPU; None if there is none. Every rank calls it.
+
+    Newer ones, which do not verify, are set aside, and named in `store.rejected` on rank 0. They stay where they are if
+    none does.
+
+    Args:
+        store: the commits, of which rank 0's word counts.
+        storage: the folder that they are in.
+
+    Raises:
+        StorageError: the storage could not be read. That is no reason to fall back: an outage would throw away good
+            commits.
+    """
+    candidates = store.candidates() if group.rank == 0 else iter(())
+    while True:
+        offer = group.broadcast_bytes(_next(store, candidates) if group.rank == 0 else None)
+        if not offer:
+            commit, state = None, None
+            break
+        key, manifest, skeleton = json.loads(offer)
+        commit = Commit.from_bytes(key, manifest.encode())
+        state, reason = _read_together(commit, skeleton.encode(), storage, group)
+        if state is not None:
+            break
+        if group.rank == 0:
+            store.reject(key, reason)
+    if commit is None or state is None:
+        return None
+    if group.rank == 0:
+        for key, _ in store.rejected:
+            store.set_aside(key)
+    return commit, state
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Those of a model in another run's commit."""
+
+    storage: Storage
+    commit: Commit
+    skeleton: bytes
+
+    @classmethod
+    def find(cls, uri: str, step: int | None) -> Weights:
+        """Those of a run's newest commit, or of the one at a step.
+
+        Raises:
+            ConfigError: there is none.
+            CheckpointError: it is not complete.
+        """
+        storage = Storage(uri).at(COMMITS)
+        store = CheckpointStore(storage, keep=1)
+        for number, commit in store.all_commits():
+            if step not in (None, number):
+                continue
+            if isinstance(commit, Commit):
+                return cls(storage, commit, store.skeleton(commit))
+            if step is not None:
+                raise commit
+        which = "no commit" if step is None else f"no commit at step {step}"
+        raise ConfigError(f"run.load_weights: there is {which} in {storage.uri}; give a run's <storage>/<name>")
+
+    def check(self, module: torch.nn.Module, *, strict: bool) -> None:
+        """Raises a ConfigError that names what does not fit the model."""
+        shapes = {
+            name: torch.empty(each.shape, dtype=each.torch_dtype, device="meta")
+            for name, each in self.commit.tensors.items()
+            if name.startswith(f"{MODEL}.")
+        }
+        theirs: dict[str, Any] = state_of(self.commit, self.skeleton, shapes, {MODEL})[MODEL]
+        ours = module.state_dict()
+        missing, unexpected = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+        other = [
+            f"{name} is {tuple(theirs[name].shape)} there and {tuple(ours[name].shape)} here"
+            for name in sorted(ours.keys() & theirs.keys())
+            if isinstance(ours[name], torch.Tensor) and ours[name].shape != theirs[name].shape
+        ]
+        wrong = [*other]
+        if strict:
+            wrong += [f"{name} is missing there" for name in missing]
+            wrong += [f"{name} is unexpected: the model has no such tensor" for name in unexpected]
+        if wrong:
+            raise ConfigError(
+                f"the weights of step {self.commit.step} in {self.storage.uri} do not fit the model: "
+                f"{'; '.join(wrong[:10])}{'; …' if len(wrong) > 10 else ''}. Build the model that they are of, or use "
+                "strict=False where names may differ"
+            )
+
+    def load(self, module: torch.nn.Module, group: ProcessGroup, *, strict: bool) -> None:
+        """Every rank calls it.
+
+        Raises:
+            CheckpointError: they are not what was committed.
+            StorageError: the storage could not be read.
+        """
+        state, reason = _read_together(self.commit, self.skeleton, self.storage, group, {MODEL})
+        if state is None:
+            raise CheckpointError(f"the weights in {self.storage.uri} cannot be used: {reason}")
+        module.load_state_dict(state[MODEL], strict=strict)
+
+
+def _next(store: CheckpointStore, candidates: Iterator[Commit]) -> bytes:
+    """The next commit that seems to be complete, for all ranks; nothing if there is none."""
+    for commit in candidates:
+        try:
+            skeleton = store.skeleton(commit)
+        except CheckpointError as error:
+            store.reject(commit.key, str(error))
+            continue
+        return json.dumps([commit.key, commit.to_bytes().decode(), skeleton.decode()]).encode()
+    return b""
+
+
+def _read_together(
+    commit: Commit, skeleton: bytes, storage: Storage, group: ProcessGroup, components: Collection[str] | None = None
+) -> tuple[dict[str, Any] | None, str]:
+    """The state of a commit, or some components of it, or why there is none: the same on all ranks."""
+    tensors, targets = state_to_fill(commit, components)
+    pieces = pieces_of(commit, tensors)
+    going: deque[tuple[dist.Work | None, Piece, bytearray]] = deque()
+    unread: CheckpointError | StorageError | None = None
+    garbled: CheckpointError | None = None
+
+    def take() -> None:
+        nonlocal garbled
+        work, piece, data = going.popleft()
+        if work is not None:
+            work.wait()
+        try:
+            check(piece, data)
+        except CheckpointError as error:
+            garbled = garbled or error
+        else:
+            targets.fill(piece, data)
+
+    with closing(read_pieces(storage, pieces[group.rank :: group.world_size])) as mine:
+        for number, piece in enumerate(pieces):
+            owner, data = number % group.world_size, bytearray(piece.end - piece.start)
+            if owner == group.rank and unread is None:
+                try:
+                    _, data = next(mine)
+                except (CheckpointError, StorageError) as error:
+                    unread = error  # the others are told when all is sent, and get nothing good meanwhile
+            going.append((_broadcast(data, owner, group), piece, data))
+            while len(going) >= IN_FLIGHT:
+                take()
+        while going:
+            take()
+    bad = unread or garbled
+    word = "" if bad is None else f"{type(bad).__name__}\n{'' if unread is None else 'read'}\n{bad}"
+    words = [each.decode().split("\n", 2) for each in group.all_gather_bytes(word.encode()) if each]
+    if failed := next((text for kind, _, text in words if kind == StorageError.__name__), None):
+        raise StorageError(failed)
+    if words:  # who could not read a piece knows better than who got it garbled
+        return None, max(words, key=lambda each: each[1])[2]
+    try:
+        return state_of(commit, skeleton, tensors, components), ""
+    except CheckpointError as error:  # on every rank
+        return None, str(error)
+
+
+def _broadcast(data: bytearray, owner: int, group: ProcessGroup) -> dist.Work | None:
+    if group.world_size == 1 or not data:
+        return None
+    return dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), owner, async_op=True)

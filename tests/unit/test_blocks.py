@@ -1,0 +1,333 @@
+"""States cut into blocks, written by any number of ranks, and read by any other number."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint.commits import Skeleton, StoredTensor
+from elastic_ddp.checkpoint.planning import BlockPlanner, blocks_of, shared_out
+from elastic_ddp.checkpoint.reading import Targets, pieces_of, read_pieces
+from elastic_ddp.checkpoint.writing import BlockWriter, Part, put_together
+from elastic_ddp.errors import CheckpointError
+from elastic_ddp.storage import Storage
+
+ATTEMPT = "0" * 32
+PREFIX = f"step=7/attempt={ATTEMPT}"
+SHAPES = st.lists(st.integers(0, 9), max_size=4).map(torch.Size)
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(37, 5, generator=generator)
+    return {
+        "weight": weight,
+        "bf16": weight.to(torch.bfloat16),
+        "fp16": weight.to(torch.float16),
+        "float8": weight.to(torch.float8_e4m3fn),
+        "int64": torch.arange(1000),
+        "bool": weight > 0,
+        "complex": torch.complex(weight, weight),
+        "scalar": torch.tensor(3.25, dtype=torch.float64),
+        "one": torch.ones(1, 1, 7),
+        "nothing": torch.empty(0, 4),
+        "transposed": weight.t(),
+        "strided": torch.arange(30)[::3],
+    }
+
+
+def write(
+    storage: Storage,
+    tensors: dict[str, torch.Tensor],
+    world_size: int = 1,
+    *,
+    block_bytes: int = 64,
+    object_bytes: int = 200,
+) -> list[Part]:
+    """What each of some ranks, all of which hold all of it, writes."""
+    planner = BlockPlanner(block_bytes)
+    planner.set_up_planner(tensors)
+    plan = planner.create_local_plan()
+    parts = []
+    for rank, share in enumerate(shared_out(planner, [plan] * world_size)):
+        writer = BlockWriter(object_bytes=object_bytes)
+        writer.stage(share, planner)
+        parts.append(writer.write(storage, PREFIX, str(rank)))
+    return parts
+
+
+def commit_of(parts: list[Part], names: Any) -> Commit:
+    objects, tensors = put_together(parts, names)
+    state = Skeleton(key=f"{PREFIX}/state.json", size=0, crc32=0)
+    return Commit(step=7, attempt=ATTEMPT, state=state, objects=objects, tensors=tensors, record={})
+
+
+def read(storage: Storage, commit: Commit) -> dict[str, torch.Tensor]:
+    found = {name: torch.empty(each.shape, dtype=each.torch_dtype) for name, each in commit.tensors.items()}
+    nowhere = {name: torch.Size([0] * len(each.shape)) for name, each in commit.tensors.items()}
+    targets = Targets({name: (commit.tensors[name], found[name], nowhere[name]) for name in found})
+    for piece, data in read_pieces(storage, pieces_of(commit, found)):
+        targets.fill(piece, data)
+    return found
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """To the bit."""
+    raw = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*raw)
+
+
+@given(SHAPES, st.sampled_from([1, 2, 8]), st.integers(1, 300))
+def test_blocks_make_up_the_tensor_and_are_small_but_for_single_rows(
+    shape: torch.Size, element_bytes: int, block_bytes: int
+) -> None:
+    blocks = list(blocks_of(shape, element_bytes, block_bytes))
+    covered = torch.zeros(shape, dtype=torch.int64)
+    for offsets, sizes in blocks:
+        box = covered[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+        assert box.shape == sizes and (box.is_contiguous() or not box.numel())
+        box += 1
+        rows = next((length for length, full in zip(sizes, shape, strict=True) if full > 1), 1)
+        assert math.prod(sizes) * element_bytes <= block_bytes or rows == 1
+    assert bool((covered == 1).all()) and len(blocks) >= 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_what_any_number_of_ranks_wrote_comes_back_to_the_bit(tmp_path: Path, world_size: int) -> None:
+    storage, tensors = Storage(tmp_path), some_tensors()
+    parts = write(storage, tensors, world_size)
+    commit = commit_of(parts, tensors)
+    found = read(storage, commit)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert same(found[name], tensor), name
+    assert sum(storage.sizes().values()) == sum(item.size for item in commit.objects)
+
+
+def test_ranks_share_what_they_all_hold(tmp_path: Path) -> None:
+    tensors = {"large": torch.zeros(4000, 4), "small": torch.zeros(10)}
+    parts = write(Storage(tmp_path), tensors, 4, block_bytes=1024)
+    written = [sum(item.size for item in part.objects) for part in parts]
+    assert max(written) - min(written) <= 1024 + 64
+
+
+def test_objects_are_of_a_sensible_size(tmp_path: Path) -> None:
+    [part] = write(Storage(tmp_path), {"large": torch.zeros(4000, 4)}, block_bytes=1024, object_bytes=10_000)
+    assert len(part.objects) == 7 and {item.size for item in part.objects[:-1]} == {10_240}
+
+
+def test_host_memory_is_used_again_and_the_state_may_change_after_the_copy(tmp_path: Path) -> None:
+    storage, weight = Storage(tmp_path), torch.arange(100.0)
+    writer, planner = BlockWriter(), BlockPlanner()
+    memory = set()
+    for number in range(3):
+        weight += number
+        planner.set_up_planner({"weight": weight})
+        [share] = shared_out(planner, [planner.create_local_plan()])
+        writer.stage(share, planner)
+        expected = weight.clone()
+        weight.zero_()
+        part = writer.write(storage, PREFIX, str(number))
+        assert same(read(storage, commit_of([part], ["weight"]))["weight"], expected)
+        weight.copy_(expected)
+        memory |= {buffer.data_ptr() for buffer in writer._buffers}
+    assert len(memory) == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.integers(1, 6), st.data())
+def test_any_part_of_a_tensor_can_be_read_whoever_wrote_it(
+    tmp_path_factory: pytest.TempPathFactory, writers: int, readers: int, rows: int, columns: int, data: st.DataObject
+) -> None:
+    storage = Storage(tmp_path_factory.mktemp("any"))
+    whole = torch.arange(rows * columns, dtype=torch.float64).reshape(rows, columns)
+    commit = commit_of(write(storage, {"w": whole}, writers, block_bytes=data.draw(st.integers(8, 200))), ["w"])
+    axis = data.draw(st.sampled_from([0, 1]))
+    for part, origin in zip(
+        whole.tensor_split(readers, axis),
+        (chunk.flatten()[0] if chunk.numel() else None for chunk in whole.tensor_split(readers, axis)),
+        strict=True,
+    ):
+        if origin is None:
+            continue
+        place = torch.Size([int(origin) // columns, int(origin) % columns])
+        target = torch.full_like(part, -1.0)
+        targets = Targets({"w": (commit.tensors["w"], target, place)})
+        for piece, raw in read_pieces(storage, [each for each in pieces_of(commit, ["w"]) if targets.want(each)]):
+            targets.fill(piece, raw)
+        assert torch.equal(target, part)
+
+
+def test_a_commit_is_not_made_where_something_of_it_was_not_written(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    parts = write(Storage(tmp_path), tensors, 3)
+    for missing in range(3):
+        with pytest.raises(CheckpointError, match="not all that belongs to the state was written"):
+            put_together(parts[:missing] + parts[missing + 1 :], tensors)
+    with pytest.raises(CheckpointError, match="not all that belongs to the state was written"):
+        put_together([*parts, parts[0]], tensors)
+    with pytest.raises(CheckpointError, match=r"not all that belongs to the state was written: \['another'\]"):
+        put_together(parts, [*tensors, "another"])
+
+
+def test_every_flipped_bit_of_every_object_is_noticed_and_where_is_said(tmp_path: Path) -> None:
+    storage, tensors = Storage(tmp_path), some_tensors()
+    commit = commit_of(write(storage, tensors, 2), tensors)
+    for item in commit.objects:
+        pieces = [piece for piece in pieces_of(commit, tensors) if piece.key == item.key]
+        file = tmp_path / item.key
+        good = file.read_bytes()
+        for position in range(0, item.size, 11):
+            bad = bytearray(good)
+            bad[position] ^= 1 << position % 8
+            file.write_bytes(bad)
+            with pytest.raises(CheckpointError, match=f"{item.key} does not have the checksum .* in bytes"):
+                list(read_pieces(storage, pieces))
+        file.write_bytes(good[:-1])
+        with pytest.raises(CheckpointError, match=f"{item.key} ends before byte"):
+            list(read_pieces(storage, pieces))
+        file.unlink()
+        with pytest.raises(CheckpointError, match=f"{item.key} is missing"):
+            list(read_pieces(storage, pieces))
+        file.write_bytes(good)
+    read(storage, commit)
+
+
+def _body(tmp_path: Path) -> dict[str, Any]:
+    tensors = {"w": torch.zeros(6, 4), "b": torch.zeros(3)}
+    commit = commit_of(write(Storage(tmp_path), tensors, object_bytes=10_000, block_bytes=32), tensors)
+    body: dict[str, Any] = json.loads(commit.to_bytes())
+    del body["sha256"]
+    return body
+
+
+def _signed(body: Any) -> bytes:
+    """With a right checksum, as whoever forges a manifest would write it."""
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**body, "sha256": hashlib.sha256(canonical.encode()).hexdigest()}).encode()
+
+
+def _edited(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    edited = copy.deepcopy(body)
+    *way, last = [int(part) if part.isdecimal() else part for part in path.split("/")]
+    place: Any = edited
+    for part in way:
+        place = place[part]
+    place[last] = value
+    return edited
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("tensors/w/shape", [6, 5], "do not make it up"),
+        ("tensors/w/shape", [2**40, 4], "do not make it up"),
+        ("tensors/w/shape", [2**60, 4], "less than or equal"),
+        ("tensors/w/shape", [4, 4], "outside of a tensor"),
+        ("tensors/w/shape", [24], "another number of dimensions"),
+        ("tensors/w/shape", [6, -4], "greater than or equal"),
+        ("tensors/w/shape", [1] * 65, "at most 64"),
+        ("tensors/w/dtype", "float64", "follow each other"),
+        ("tensors/w/dtype", "load", "not a dtype"),
+        ("tensors/w/dtype", "qint8", "not a dtype"),
+        ("tensors/w/dtype", "float31", "not a dtype"),
+        ("tensors/w/blocks", [], "at least 1"),
+        ("tensors/w/blocks/0/offsets", [2, 0], "do not make it up"),
+        ("tensors/w/blocks/0/offsets", [5, 0], "outside of a tensor"),
+        ("tensors/w/blocks/0/sizes", [1, 4], "do not make it up"),
+        ("tensors/w/blocks/0/start", 16, "follow each other"),
+        ("tensors/w/blocks/0/start", 2**47, "follow each other"),
+        ("tensors/w/blocks/0/object", 1, "no object 1"),
+        ("tensors/w/blocks/0/object", -1, "greater than or equal"),
+        ("tensors/w/blocks/0/crc32", 2**32, "less than"),
+        ("objects/0/size", 2**47, "have 112 bytes and it has"),
+        ("objects/0/key", "../../etc/passwd", "is not in"),
+        ("objects/0/key", f"{PREFIX}/state.json", "listed twice"),
+        ("state/key", f"{PREFIX}/../x", "is not in"),
+        ("tensors/w/surprise", 1, "not permitted"),
+    ],
+)
+def test_a_forged_manifest_is_refused(tmp_path: Path, path: str, value: Any, message: str) -> None:
+    body = _body(tmp_path)
+    assert Commit.from_bytes("commits/7.json", _signed(body)).step == 7
+    with pytest.raises(CheckpointError, match=rf"commits/7\.json is not the manifest of a commit: .*{message}"):
+        Commit.from_bytes("commits/7.json", _signed(_edited(body, path, value)))
+
+
+def test_overlapping_blocks_of_the_right_volume_are_refused() -> None:
+    def block(offsets: list[int], start: int) -> dict[str, Any]:
+        return {"offsets": offsets, "sizes": [2, 2], "object": 0, "start": start, "crc32": 0}
+
+    good = [block([a, b], 0) for a in (0, 2) for b in (0, 2)]
+    assert StoredTensor.model_validate_json(json.dumps({"dtype": "int8", "shape": [4, 4], "blocks": good}))
+    bad = [block([0, 0], 0), block([1, 1], 0), block([2, 2], 0), block([2, 0], 0)]
+    with pytest.raises(ValueError, match="do not make it up"):
+        StoredTensor.model_validate_json(json.dumps({"dtype": "int8", "shape": [4, 4], "blocks": bad}))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_whatever_a_manifest_says_it_is_read_or_refused_and_allocates_little(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """A value anywhere in it is replaced, and it is signed again."""
+    body = _BODY or _BODY.update(_body(tmp_path_factory.mktemp("fuzz"))) or _BODY
+    path = data.draw(st.sampled_from(_paths(body)))
+    value = data.draw(JSON | st.sampled_from([0, 1, 2**31, 2**47, 2**63, [], {}, "float64", [2**40] * 8]))
+    tracemalloc.start()
+    try:
+        Commit.from_bytes("commits/7.json", _signed(_edited(body, path, value)))
+    except CheckpointError as error:
+        assert "commits/7.json" in str(error)
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 20 << 20
+
+
+_BODY: dict[str, Any] = {}
+
+
+def _paths(value: Any, before: str = "") -> list[str]:
+    if not isinstance(value, dict | list):
+        return [before]
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    below = [path for key, each in inner for path in _paths(each, f"{before}/{key}" if before else str(key))]
+    return [*([before] if before else []), *below]
+
+
+def test_a_deep_manifest_is_refused() -> None:
+    deep = b'{"format": 2, "record": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with pytest.raises(CheckpointError, match="is not the manifest of a commit"):
+        Commit.from_bytes("commits/7.json", deep)
+
+
+def test_an_object_swapped_with_that_of_another_step_is_noticed(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    store = CheckpointStore(storage, keep=2)
+    commits = [store.save({"model": {"w": torch.full((4, 4), float(n))}}, step=n, record={}) for n in (1, 2)]
+    one, two = (each.objects[0].key for each in commits)
+    first, second = storage.read(one), storage.read(two)
+    storage.write(one, second)
+    storage.write(two, first)
+    with pytest.raises(CheckpointError, match=two):
+        store.verify(commits[1])
+    assert store.load_latest() is None and len(store.rejected) == 2

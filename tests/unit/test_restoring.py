@@ -1,0 +1,111 @@
+"""Commits that several ranks read together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.errors import StorageError
+from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.restoring import restore
+from elastic_ddp.storage import Storage
+from tests.ranks import run_ranks
+from tests.unit.test_checkpoint import corrupt, make_state, restored_step, save, step_of
+
+
+class Counting(Storage):
+    """Counts bytes of blocks that are read."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri)
+        self.num_bytes = 0
+
+    def read_range(self, key: str, start: int, end: int) -> bytearray:
+        data = super().read_range(key, start, end)
+        self.num_bytes += len(data)
+        return data
+
+
+def restore_on(group: ProcessGroup, uri: str, piece_bytes: int) -> dict[str, Any]:
+    """What a rank restores, and how many bytes it read for that."""
+    import elastic_ddp.checkpoint.reading
+
+    elastic_ddp.checkpoint.reading.PIECE_BYTES = piece_bytes
+    storage = Counting(uri)
+    store = CheckpointStore(storage, keep=2)
+    found = restore(store, storage, group)
+    step = None if found is None else step_of(found[1])
+    return {"step": step, "rejected": store.rejected, "num_bytes": storage.num_bytes}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_gets_the_state_and_every_byte_leaves_the_storage_once(tmp_path: Path, world_size: int) -> None:
+    [_, newest] = save(Storage(tmp_path), 1, 2)
+    results = run_ranks(world_size, restore_on, str(tmp_path), 128)
+    assert [each["step"] for each in results] == [2] * world_size
+    assert sum(each["num_bytes"] for each in results) == sum(item.size for item in newest.objects)
+    assert all(each["num_bytes"] for each in results), "they share the work"
+    assert not any(each["rejected"] for each in results)
+
+
+@pytest.mark.parametrize("which", ["blocks", "skeleton", "manifest"])
+@pytest.mark.parametrize("how", ["flip", "missing", "short"])
+def test_what_one_rank_finds_bad_no_rank_uses_and_it_is_set_aside(tmp_path: Path, which: str, how: str) -> None:
+    storage = Storage(tmp_path)
+    [before, newest] = save(storage, 1, 2)
+    key = {"blocks": newest.objects[0].key, "skeleton": newest.state.key, "manifest": newest.key}[which]
+    corrupt(storage, key, how)
+    kept = storage.list("step=2")
+    results = run_ranks(2, restore_on, str(tmp_path), 128)
+    assert [each["step"] for each in results] == [1, 1]
+    if (which, how) == ("manifest", "missing"):
+        assert not results[0]["rejected"]
+        return
+    [(rejected, reason)] = results[0]["rejected"]
+    assert rejected == newest.key and key in reason
+    name = "unknown" if which == "manifest" else newest.attempt
+    assert storage.list("set-aside") == [f"set-aside/2-{name}.json"] and storage.list("commits") == [before.key]
+    save(storage, 2, 3, keep=1)
+    assert restored_step(storage) == 3 and set(kept) <= set(storage.list("step=2")), "it is there to be looked at"
+
+
+def test_where_none_verifies_all_stay_where_they_are(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    for commit in save(storage, 1, 2):
+        corrupt(storage, commit.objects[0].key, "flip")
+    before = storage.list()
+    results = run_ranks(2, restore_on, str(tmp_path), 128)
+    assert [each["step"] for each in results] == [None, None]
+    assert [key for key, _ in results[0]["rejected"]] == ["commits/2.json", "commits/1.json"]
+    assert storage.list() == before, "the next try finds them, too, and does not start over"
+
+
+def test_a_run_without_commits_has_none(tmp_path: Path) -> None:
+    assert [each["step"] for each in run_ranks(2, restore_on, str(tmp_path), 128)] == [None, None]
+
+
+class Down(Storage):
+    def read_range(self, key: str, start: int, end: int) -> bytearray:
+        raise StorageError("connection reset")
+
+
+def restore_in_an_outage(group: ProcessGroup, uri: str) -> str:
+    storage = Down(uri) if group.rank == 1 else Storage(uri)
+    store = CheckpointStore(storage, keep=2)
+    with pytest.raises(StorageError) as caught:
+        restore(store, storage, group)
+    assert not store.rejected
+    return str(caught.value)
+
+
+def test_an_outage_on_one_rank_is_raised_on_all_and_never_taken_for_a_bad_commit(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    store = CheckpointStore(storage, keep=2)
+    store._writer._blocks._object_bytes = 64  # several objects, and so pieces
+    store.save(make_state(1), step=1, record={})
+    before = storage.list()
+    assert run_ranks(2, restore_in_an_outage, str(tmp_path)) == ["connection reset"] * 2
+    assert storage.list() == before

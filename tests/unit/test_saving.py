@@ -1,0 +1,354 @@
+"""Saves that several ranks make together, behind their training."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint.saving import RankLostError, Save, Saver
+from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError
+from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.parallel.sockets import shut_down
+from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
+from elastic_ddp.storage import Storage
+from tests.ranks import PROCESSES, empty_store, run_ranks
+from tests.unit.test_checkpoint import keys_of, make_state, restored_step, step_of
+
+
+class LocalMailbox:
+    """That of ranks which are threads of one process."""
+
+    def __init__(self) -> None:
+        self.letters: dict[str, str] = {}
+
+    def put(self, key: str, text: str) -> None:
+        self.letters[key] = text
+
+    def get(self, key: str) -> str | None:
+        return self.letters.get(key)
+
+    def remove(self, key: str) -> None:
+        self.letters.pop(key, None)
+
+
+class Ranks:
+    """Savers of some ranks, which all save the same states to one storage."""
+
+    def __init__(self, storage: Callable[[int], Storage], world_size: int) -> None:
+        self.storages = [storage(rank) for rank in range(world_size)]
+        self.savers = [
+            Saver(each, CheckpointStore(each, keep=2), of_rank_0=frozenset({"user"})) for each in self.storages
+        ]
+        self.mailbox = LocalMailbox()
+        self.ended: list[Commit | Exception] = []
+
+    def begin(
+        self, step: int, *, of: list[int] | None = None, fence: Callable[[], None] = lambda: None, state: Any = None
+    ) -> str:
+        attempt = uuid.uuid4().hex
+        for rank in of if of is not None else range(len(self.savers)):
+            save = Save(
+                step=step,
+                attempt=attempt,
+                world_size=len(self.savers),
+                rank=rank,
+                mailbox=self.mailbox,
+                record={"step": step},
+                fence=fence,
+                on_end=self.ended.append,
+            )
+            self.savers[rank].begin(state or make_state(step), save)
+        return attempt
+
+    def wait(self) -> Any:
+        """What came of the save."""
+        for each in self.savers:
+            each.wait()
+        return self.ended[-1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_what_all_ranks_write_is_one_commit(tmp_path: Path, world_size: int) -> None:
+    storage = Storage(tmp_path)
+    ranks = Ranks(lambda rank: storage, world_size)
+    for step in (1, 2, 3):
+        ranks.begin(step)
+        commit = ranks.wait()
+        assert isinstance(commit, Commit) and restored_step(storage) == step
+    writers = {item.key.rpartition("/")[2].split("-")[0] for item in commit.objects}
+    assert writers == {str(rank) for rank in range(world_size)}
+    assert storage.list("step=3") == sorted(keys_of(commit)[1:])
+    assert not ranks.mailbox.letters
+    of_user = {
+        block.object for name, each in commit.tensors.items() if name.startswith("user.") for block in each.blocks
+    }
+    assert {commit.objects[place].key.rpartition("/")[2][0] for place in of_user} == {"0"}
+
+
+class Slow(Storage):
+    """Writes when it is told to."""
+
+    def __init__(self, uri: Path) -> None:
+        super().__init__(uri)
+        self.go = threading.Event()
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        assert self.go.wait(60)
+        super().write(key, data)
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+    slow = Slow(tmp_path)
+    ranks = Ranks(lambda rank: slow if rank == 1 else Storage(tmp_path), 2)
+    state = make_state(5)
+    ranks.begin(5, state=state)
+    state["model"]["weight"].zero_()  # the next step
+    assert ranks.savers[0].is_busy and ranks.savers[1].is_busy and restored_step(Storage(tmp_path)) is None
+    slow.go.set()
+    assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 5
+    assert not ranks.savers[0].is_busy
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    slow = Slow(tmp_path)
+    ranks = Ranks(lambda rank: slow, 1)
+    ranks.begin(5)
+    threading.Timer(0.2, slow.go.set).start()
+    ranks.begin(6)
+    assert len(ranks.ended) == 1, "the first one has ended"
+    assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 6
+
+
+class Failing(Storage):
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        raise StorageError("no space left")
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_rank_that_cannot_write_fails_the_save_and_nothing_is_left(tmp_path: Path, failing: int) -> None:
+    storage = Storage(tmp_path)
+    ranks = Ranks(lambda rank: Failing(tmp_path) if rank == failing else storage, 3)
+    CheckpointStore(storage, keep=2).save(make_state(1), step=1, record={"step": 1})
+    before = storage.list()
+    ranks.begin(2)
+    error = ranks.wait()
+    assert isinstance(error, StorageError) and "no space left" in str(error)
+    assert failing == 0 or f"rank {failing} could not write its share of step 2" in str(error)
+    assert restored_step(storage) == 1
+    ranks.savers[failing] = Saver(storage, CheckpointStore(storage, keep=2), of_rank_0=frozenset({"user"}))
+    ranks.begin(3)
+    assert isinstance(ranks.wait(), Commit) and restored_step(storage) == 3
+    assert set(before) < set(storage.list()) and not storage.list("step=2")
+
+
+def test_a_rank_that_is_lost_fails_the_save(tmp_path: Path) -> None:
+    ranks = Ranks(lambda rank: Storage(tmp_path), 3)
+    ranks.begin(2, of=[0, 2])  # 1 dies before it has written anything
+    for rank in (0, 2):
+        ranks.savers[rank].generation_broke()
+    error = ranks.wait()
+    assert isinstance(error, RankLostError) and "rank 1 was lost before it had written its share of step 2" in str(
+        error
+    )
+    assert Storage(tmp_path).list() == []
+
+
+def test_a_save_that_nobody_lost_is_needed_for_outlives_its_generation(tmp_path: Path) -> None:
+    slow = Slow(tmp_path)
+    ranks = Ranks(lambda rank: slow if rank == 1 else Storage(tmp_path), 2)
+    ranks.begin(2)
+    for saver in ranks.savers:
+        saver.generation_broke()
+    assert not ranks.savers[0].wait(within_s=4.0), "rank 1 is still at it, and says so"
+    slow.go.set()
+    assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 2
+
+
+def test_a_saver_that_was_presumed_dead_commits_nothing(tmp_path: Path) -> None:
+    def fence() -> None:
+        raise PeerLostError("generation 3 is over")
+
+    ranks = Ranks(lambda rank: Storage(tmp_path), 2)
+    ranks.begin(2, fence=fence)
+    assert isinstance(ranks.wait(), PeerLostError)
+    assert Storage(tmp_path).list() == []
+
+
+def test_a_state_that_cannot_be_kept_is_refused_at_once(tmp_path: Path) -> None:
+    ranks = Ranks(lambda rank: Storage(tmp_path), 1)
+    with pytest.raises(CheckpointError, match=r"user\.rng: a Generator cannot be saved"):
+        ranks.begin(1, state={"user": {"rng": torch.Generator()}})
+    assert not ranks.savers[0].is_busy
+
+
+def test_what_was_saved_by_three_is_what_one_would_have_saved(tmp_path: Path) -> None:
+    ranks = Ranks(lambda rank: Storage(tmp_path / "three"), 3)
+    ranks.begin(9)
+    commit = ranks.wait()
+    assert step_of(CheckpointStore(Storage(tmp_path / "three"), keep=1).load(commit)) == 9
+    alone = CheckpointStore(Storage(tmp_path / "one"), keep=1).save(make_state(9), step=9, record={"step": 9})
+    assert alone.tensors.keys() == commit.tensors.keys() and alone.num_bytes == commit.num_bytes
+
+
+class Flaky(Storage):
+    """Fails in the first of its writes, in a way that passes or that does not."""
+
+    def __init__(self, uri: Path, cause: OSError, times: int) -> None:
+        super().__init__(uri)
+        self.cause, self.times, self.tries = cause, times, 0
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        self.tries += 1
+        if self.tries <= self.times:
+            raise StorageError("the storage failed") from self.cause
+        super().write(key, data)
+
+
+@pytest.mark.parametrize(
+    ("cause", "times", "survives"),
+    [
+        (ConnectionResetError(errno.ECONNRESET, "reset"), 3, True),
+        (OSError(errno.EIO, "503 SlowDown"), 3, True),
+        (OSError(errno.EIO, "503 SlowDown"), 100, False),
+        (OSError(errno.ENOSPC, "no space left"), 1, False),
+        (PermissionError(errno.EACCES, "expired"), 1, False),
+        (FileNotFoundError(errno.ENOENT, "no such bucket"), 1, False),
+    ],
+    ids=str,
+)
+def test_what_passes_is_tried_again_for_a_while_and_what_lasts_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: OSError, times: int, survives: bool
+) -> None:
+    monkeypatch.setattr("elastic_ddp.checkpoint.writing.FIRST_PAUSE_S", 0.01)
+    flaky = Flaky(tmp_path, cause, times)
+    ended: list[Commit | Exception] = []
+    saver = Saver(flaky, CheckpointStore(flaky, keep=1), retry_s=0.5)
+    save = Save(
+        step=3, attempt="0" * 32, world_size=1, rank=0, mailbox=None, record={}, fence=lambda: None, on_end=ended.append
+    )
+    saver.begin(make_state(3), save)
+    saver.wait()
+    assert isinstance(ended[0], Commit if survives else StorageError)
+    assert flaky.tries == (times + 2 if survives else flaky.tries)
+    assert survives or times > 1 or flaky.tries == 1
+
+
+# Real processes.
+
+
+class Killed(Storage):
+    """Ends its process in its n-th write, before or after it."""
+
+    def __init__(self, uri: str, at: int, after: bool) -> None:
+        super().__init__(uri)
+        self.at, self.after, self.count = at, after, 0
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        self.count += 1
+        if self.count == self.at and not self.after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().write(key, data)
+        if self.count == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def store_of(group: ProcessGroup) -> tuple[str, int]:
+    return group.assignment.store_host, group.assignment.store_port
+
+
+def save_with_others(group: ProcessGroup, uri: str, steps: list[int]) -> list[str]:
+    """Saves of some steps, by all ranks of a group. Returns what came of them, on rank 0."""
+    storage = Storage(uri)
+    saver = Saver(storage, CheckpointStore(storage, keep=2), of_rank_0=frozenset({"user"}))
+    ended: list[str] = []
+    for step in steps:
+        save = Save(
+            step=step,
+            attempt=f"{step:032x}",
+            world_size=group.world_size,
+            rank=group.rank,
+            mailbox=StoreMailbox(StoreConnection(), store_of(group), lambda: store_of(group), "saves1"),
+            record={"step": step},
+            fence=lambda: None,
+            on_end=lambda outcome: ended.append(type(outcome).__name__),
+        )
+        saver.begin(make_state(step), save)
+    saver.wait()
+    return ended
+
+
+def test_ranks_that_are_processes_make_one_commit(tmp_path: Path) -> None:
+    results = run_ranks(3, save_with_others, str(tmp_path), [4, 5])
+    assert results == [["Commit", "Commit"], [], []]
+    assert restored_step(Storage(tmp_path)) == 5
+
+
+def die_in_a_save(rank: int, store: tuple[str, int], uri: str, dies: int, at: int, after: bool, said: Any) -> None:
+    storage = Killed(uri, at, after) if rank == dies else Storage(uri)
+    saver = Saver(storage, CheckpointStore(Storage(uri), keep=2), of_rank_0=frozenset({"user"}))
+    save = Save(
+        step=2,
+        attempt="0" * 32,
+        world_size=2,
+        rank=rank,
+        mailbox=StoreMailbox(StoreConnection(), store, lambda: store, "saves1"),
+        record={"step": 2},
+        fence=lambda: None,
+        on_end=lambda outcome: said.put(type(outcome).__name__),
+    )
+    saver.begin(make_state(2), save)
+    saver.generation_broke()  # as the others find out at once
+    saver.wait()
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("dies", "at"), [(0, 1), (0, 2), (1, 1)], ids=["rank 0, blocks", "rank 0, skeleton", "rank 1"])
+def test_a_process_that_is_killed_in_a_save_leaves_the_commit_before(
+    tmp_path: Path, dies: int, at: int, after: bool
+) -> None:
+    storage = Storage(tmp_path)
+    CheckpointStore(storage, keep=2).save(make_state(1), step=1, record={"step": 1})
+    store = empty_store()
+    said = PROCESSES.SimpleQueue()
+    arguments = (("127.0.0.1", store.port), str(tmp_path), dies, at, after, said)
+    ranks = [PROCESSES.Process(target=die_in_a_save, args=(rank, *arguments)) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    assert ranks[dies].exitcode == -signal.SIGKILL and ranks[1 - dies].exitcode == 0
+    assert restored_step(storage) == 1
+    assert dies == 0 or said.get() == "RankLostError"
+    newest = CheckpointStore(storage, keep=2).save(make_state(3), step=3, record={"step": 3})
+    assert restored_step(storage) == 3 and not storage.list("step=2"), "nothing is left of it"
+    assert newest.step == 3
+
+
+def test_word_is_left_in_the_next_store_when_the_rendezvous_was_restarted() -> None:
+    def new_store() -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    first = new_store()
+    stores = [("127.0.0.1", first.port)]
+    mailboxes = [StoreMailbox(StoreConnection(), stores[0], lambda: stores[-1], "saves1") for _ in range(2)]
+    mailboxes[0].put("a", "one")
+    assert mailboxes[1].get("a") == "one" and mailboxes[1].get("b") is None
+    second = new_store()
+    stores.append(("127.0.0.1", second.port))
+    for mailbox in mailboxes:
+        shut_down(mailbox._connection.sockets)  # as when its process dies
+    mailboxes[0].put("a", "two")
+    assert mailboxes[1].get("a") == "two"
+    mailboxes[1].remove("a")
+    assert mailboxes[0].get("a") is None
