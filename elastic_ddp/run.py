@@ -351,10 +351,12 @@ class Run:
     def _commit_the_end(self, generation: Generation) -> None:
         """Makes the state durable, and every rank sure of that: none of them leaves with it before."""
         group = generation.group
-        with generation.activity.within("commit"):
-            is_there = b"1" if group.rank == 0 and self._commits.have(self.position.step, group) else b""
+        word = None
+        if group.rank == 0:
+            with generation.activity.within("commit"):
+                word = b"there" if self._commits.have(self.position.step, group) else b""
         with generation.activity.within("collective"):
-            is_there = group.broadcast_bytes(is_there if group.rank == 0 else None)
+            is_there = group.broadcast_bytes(word)
         if not is_there:
             self._participation.commit()
         with generation.activity.within("collective"):

@@ -125,10 +125,6 @@ class Targets:
                 assert item.storage_index.offset is not None
                 self._copies.setdefault((name, tuple(item.storage_index.offset)), []).append(item)
 
-    def want(self, piece: Piece) -> bool:
-        """Whether some of it belongs to one of them."""
-        return any((name, block.offsets) in self._copies for name, block in piece.blocks)
-
     def fill(self, piece: Piece, data: bytearray) -> None:
         """Takes what is of use in a piece."""
         for name, block in piece.blocks:

@@ -127,24 +127,18 @@ class Saver:
         self._broke.set()
 
     def _run(self, save: Save) -> None:
-        word = _Word()
+        if save.rank == 0:
+            save.on_end(self._commit(save))
+            return
         try:
             word = _Word(part=self._write(save))
         except Exception as error:
             word = _Word(error=described(error))
-            if save.rank == 0:
-                self._give_up(save, error)
+        assert save.mailbox is not None
         try:
-            if save.rank != 0:
-                assert save.mailbox is not None
-                save.mailbox.put(_place(save, save.rank), word.model_dump_json())
-            elif word.part is not None:
-                self._commit(save, word.part)
+            save.mailbox.put(_place(save, save.rank), word.model_dump_json())
         except Exception as error:
-            if save.rank == 0:
-                self._give_up(save, error)
-            else:
-                _log.warning("what this rank wrote of step %d cannot be told: %s", save.step, described(error))
+            _log.warning("what this rank wrote of step %d cannot be told: %s", save.step, described(error))
 
     def _write(self, save: Save) -> Part:
         """Writes this rank's share, and says meanwhile that it is at it."""
@@ -160,17 +154,24 @@ class Saver:
             done.set()
             beating.join()
 
-    def _commit(self, save: Save, part: Part) -> None:
-        parts = [part, *(self._part_of(rank, save) for rank in range(1, save.world_size))]
-        commit = self._store.complete(
-            step=save.step,
-            attempt=save.attempt,
-            parts=parts,
-            names=self._writer.names,
-            record=save.record,
-            fence=save.fence,
-        )
-        save.on_end(commit)
+    def _commit(self, save: Save) -> Commit | Exception:
+        """What comes of a save, on rank 0."""
+        try:
+            parts = [self._write(save), *(self._part_of(rank, save) for rank in range(1, save.world_size))]
+        except Exception as error:
+            self._store.discard(attempt_prefix(save.step, save.attempt))
+            return error
+        try:
+            return self._store.complete(
+                step=save.step,
+                attempt=save.attempt,
+                parts=parts,
+                names=self._writer.names,
+                record=save.record,
+                fence=save.fence,
+            )
+        except Exception as error:  # nothing is discarded here: the manifest may be there, and only its answer lost
+            return error
 
     def _part_of(self, rank: int, save: Save) -> Part:
         """What another rank has written, once it has. Raises what keeps it from that."""
@@ -190,10 +191,6 @@ class Saver:
         if word.part is None:
             raise StorageError(f"rank {rank} could not write its share of step {save.step}: {word.error}")
         return word.part
-
-    def _give_up(self, save: Save, error: Exception) -> None:
-        self._store.discard(attempt_prefix(save.step, save.attempt))
-        save.on_end(error)
 
 
 def _beat(save: Save, done: threading.Event) -> None:

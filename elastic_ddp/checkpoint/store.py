@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 from elastic_ddp.checkpoint.commits import (
     MAX_MANIFEST_BYTES,
     Commit,
@@ -195,18 +193,8 @@ class CheckpointStore:
 
     def all_commits(self) -> list[tuple[int, Commit | CheckpointError]]:
         """The steps that have a commit, newest first, each with the commit or with why it is not complete."""
-        found: list[tuple[int, Commit | CheckpointError]] = []
-        for step in committed_steps(self._storage.list("commits")):
-            try:
-                commit = self._manifest(manifest_key(step))
-                commit.check_present(self._storage.sizes(commit.prefix))
-            except FileNotFoundError:
-                continue  # removed since it was listed
-            except CheckpointError as error:
-                found.append((step, error))
-            else:
-                found.append((step, commit))
-        return found
+        found = ((step, self._complete(step)) for step in committed_steps(self._storage.list("commits")))
+        return [(step, commit) for step, commit in found if commit is not None]
 
     def candidates(self) -> Iterator[Commit]:
         """Complete commits, newest first; looked at one by one, as the first is nearly always the one wanted."""
@@ -215,19 +203,25 @@ class CheckpointStore:
         while steps := [step for step in committed_steps(self._storage.list("commits")) if step not in seen]:
             for step in steps:
                 seen.add(step)
-                key = manifest_key(step)
-                try:
-                    commit = self._manifest(key)
-                    commit.check_present(self._storage.sizes(commit.prefix))
-                except FileNotFoundError:
-                    continue  # removed since it was listed
-                except CheckpointError as error:
-                    self.reject(key, str(error))
-                    continue
-                yield commit
+                commit = self._complete(step)
+                if isinstance(commit, CheckpointError):
+                    self.reject(manifest_key(step), str(commit))
+                elif commit is not None:
+                    yield commit
+
+    def _complete(self, step: int) -> Commit | CheckpointError | None:
+        """The commit of a step, or why it is not complete; None if it was removed since it was listed."""
+        try:
+            commit = self._manifest(manifest_key(step))
+            commit.check_present(self._storage.sizes(commit.prefix))
+        except FileNotFoundError:
+            return None
+        except CheckpointError as error:
+            return error
+        return commit
 
     def _existing(self, step: int) -> Commit | None:
-        """The commit of this step if its contents verify; a bad one is removed, so that it can be made again."""
+        """The commit of this step if its contents verify; a bad one is set aside, so that it can be made again."""
         key = manifest_key(step)
         try:
             commit = self._manifest(key)
@@ -301,10 +295,3 @@ class CheckpointStore:
         if (key, reason) not in self.rejected:
             _log.warning("the commit %s is passed over: %s", key, reason)
             self.rejected.append((key, reason))
-
-
-def _of(component: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a component, by their place in it."""
-    return {
-        name.removeprefix(f"{component}."): each for name, each in tensors.items() if name.startswith(f"{component}.")
-    }

@@ -28,8 +28,6 @@ OBJECT_BYTES = 256 << 20
 """An object gets no more blocks when it has so many bytes."""
 PARALLEL_OBJECTS = 2
 """Objects that a rank writes at the same time; a storage sends the pieces of a large one at the same time, too."""
-
-
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 """Between tries."""
 _LASTING = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.ENOTDIR}

@@ -185,6 +185,19 @@ def test_a_saver_that_was_presumed_dead_commits_nothing(tmp_path: Path) -> None:
     assert Storage(tmp_path).list() == []
 
 
+class LostAnswer(Storage):
+    def create(self, key: str, data: bytes) -> None:
+        super().create(key, data)
+        raise StorageError("connection reset")
+
+
+def test_a_commit_whose_answer_was_lost_stands(tmp_path: Path) -> None:
+    ranks = Ranks(lambda rank: LostAnswer(tmp_path), 2)
+    ranks.begin(2)
+    assert isinstance(ranks.wait(), StorageError)
+    assert restored_step(Storage(tmp_path)) == 2, "what its manifest lists is there"
+
+
 def test_a_state_that_cannot_be_kept_is_refused_at_once(tmp_path: Path) -> None:
     ranks = Ranks(lambda rank: Storage(tmp_path), 1)
     with pytest.raises(CheckpointError, match=r"user\.rng: a Generator cannot be saved"):
