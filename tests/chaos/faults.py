@@ -28,7 +28,9 @@ DRAIN_S = 8.0
 
 
 LINGERING = ("SIGTERM", "drain")
-"""Faults whose victims work on for a while, and are not to be the next one's, too."""
+"""Faults whose victims work on for a while."""
+END_STEPS = 5
+"""So many steps before its end a run waits for the last of them to leave."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ def make_train(
 ) -> Callable[[ed.Run], None]:
     """The training function of the integration tests, with faults.
 
-    They happen in their order: none before the one before it, nor before the run has all its workers, for whom it waits
-    in the step before.
+    They happen in their order: none before the one before it, nor before its victim has left and the run has all its
+    workers, for which it waits in the step before.
 
     Args:
         faults: what is to happen.
@@ -87,7 +89,9 @@ def make_train(
 
     def are_there(run: ed.Run, at: int) -> bool:
         near = (at >= each.step - 1 and not marker_of(markers, number).exists() for number, each in enumerate(faults))
-        return run.world_size == num_workers or not any(near)
+        if any(near):
+            return run.world_size == num_workers and not linger(faults, Path(markers))
+        return at < run.config.steps - END_STEPS or not linger(faults, Path(markers))
 
     def in_a_step(run: ed.Run, at: int) -> None:
         hold(are_there)(run, at)
@@ -105,6 +109,12 @@ def make_train(
 def happened(markers: Path) -> list[Happened]:
     """The faults that did, in their order."""
     return [_read(marker) for marker in sorted(markers.glob("*.json"), key=_number)]
+
+
+def linger(faults: Sequence[Fault], markers: Path) -> bool:
+    """Whether one works on of those who are to go."""
+    in_order = zip(faults, happened(markers), strict=False)
+    return any(fault.how in LINGERING and Path(f"/proc/{each.pid}").exists() for fault, each in in_order)
 
 
 def marker_of(markers: str | os.PathLike[str], number: int) -> Path:
@@ -156,9 +166,9 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
                 before = marker_of(markers, number - 1)
                 if not before.exists() or (fault.later and generation <= _read(before).generation):
                     continue
-            here = Happened(os.getpid(), run._link.member.id, rank, run.position.step, generation)
-            if fault.how in LINGERING and any(each.member == here.member for each in happened(markers)):
+            if linger(faults, markers):
                 continue
+            here = Happened(os.getpid(), run._link.member.id, rank, run.position.step, generation)
             if _claim(marker_of(markers, number), here):
                 _fail(fault, run)
 
