@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_ddp.config import CheckpointConfig, DataConfig, DDPConfig, RunConfig
+    from elastic_ddp.config import CheckpointConfig, DataConfig, DDPConfig, FSDPConfig, RunConfig
     from elastic_ddp.control import RunHandle, get_run
     from elastic_ddp.errors import ElasticDDPError
     from elastic_ddp.run import Run
@@ -21,6 +21,7 @@ _MODULES = {
     "DataConfig": "config",
     "ElasticDDPError": "errors",
     "ElasticTrainer": "trainer",
+    "FSDPConfig": "config",
     "Run": "run",
     "RunConfig": "config",
     "RunHandle": "control",
@@ -35,6 +36,7 @@ __all__ = [
     "DataConfig",
     "ElasticDDPError",
     "ElasticTrainer",
+    "FSDPConfig",
     "Run",
     "RunConfig",
     "RunHandle",

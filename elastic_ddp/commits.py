@@ -17,9 +17,12 @@ from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
 from elastic_ddp.restoring import restore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from elastic_ddp.elastic.link import RendezvousLink
     from elastic_ddp.job import Job
     from elastic_ddp.parallel.process_group import ProcessGroup
+    from elastic_ddp.parallel.strategy import Layout
     from elastic_ddp.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -138,15 +141,15 @@ class Commits:
         self._wait_in(group)
         return self._known_step == step
 
-    def restore(self, group: ProcessGroup) -> dict[str, Any] | None:
-        """The state of the newest commit that can be used, on the CPU; None if there has been none. Every rank calls
-        it.
+    def restore(self, group: ProcessGroup, spread: Callable[[], Layout | None]) -> dict[str, Any] | None:
+        """The state of the newest commit that can be used, on the CPU, or this rank's part of it; None if there has
+        been none. Every rank calls it; `spread` is as for `restoring.restore`.
 
         Raises:
             CheckpointError: on rank 0: there are commits, and none can be used.
             StorageError: the storage could not be read.
         """
-        newest = restore(self._store, self._storage, group)
+        newest = restore(self._store, self._storage, group, spread)
         for key, reason in self._store.rejected:
             self._link.say("commit_rejected", key=key, reason=reason)
         if newest is None:

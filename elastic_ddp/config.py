@@ -122,6 +122,17 @@ class DDPConfig(_Settings):
     find_unused_parameters: bool = False
 
 
+class FSDPConfig(_Settings):
+    """Options of `torch.distributed.fsdp.fully_shard`."""
+
+    shard_classes: Annotated[tuple[str, ...], BeforeValidator(_accept_list)] = ()
+    """Names of the classes of modules, such as a transformer's block, that are sharded and gathered one at a time. The
+    model as a whole takes what is in none of them: without any, all of it is gathered at once."""
+    reshard_after_forward: bool = True
+    """Let go of gathered parameters after the forward, and gather them again for the backward. False takes more memory
+    and half of that communication, and none but the first in the other micro-batches of a step."""
+
+
 class RunConfig(_Settings):
     """Everything that defines a run but its code and its data.
 
@@ -152,8 +163,13 @@ class RunConfig(_Settings):
         default_factory=lambda: {"CPU": 1.0}
     )
     """What Ray reserves for one worker, for example `{CPU = 4, GPU = 1}`. With a GPU, training runs on it."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """`ddp`: every worker holds the whole model. `fsdp`: each holds a shard of its parameters, gradients and optimizer
+    state; when membership changes, training goes on from the newest commit, which is made right before a change that is
+    planned."""
     reduction: Literal["canonical", "native"] = "canonical"
-    """`canonical`: gradients have the same bits at every world size. `native`: torch's all-reduce, a little faster."""
+    """`canonical`: gradients have the same bits at every world size. `native`: torch's own, a little faster, and all
+    that there is with `fsdp`, whose default it is."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """`bf16`: the model's forward runs under autocast; weights, gradients and optimizer stay fp32."""
     clip_grad_norm: PositiveFloat | None = None
@@ -185,6 +201,7 @@ class RunConfig(_Settings):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     ddp: DDPConfig = Field(default_factory=DDPConfig)
+    fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
 
     @field_validator("storage")
     @classmethod
@@ -214,6 +231,17 @@ class RunConfig(_Settings):
                 "permissions, or choose another folder"
             )
         return storage
+
+    @model_validator(mode="after")
+    def _reduce_shards(self) -> Self:
+        if self.strategy == "fsdp" and self.reduction == "canonical":
+            if "reduction" in self.model_fields_set:
+                raise ValueError(
+                    'reduction="canonical" is for strategy="ddp": sharded gradients have the same bits at one world '
+                    'size, but not at another; use reduction="native", or strategy="ddp"'
+                )
+            object.__setattr__(self, "reduction", "native")
+        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

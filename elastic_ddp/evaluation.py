@@ -14,6 +14,7 @@ from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.job import has_commits
 from elastic_ddp.seeding import as_before, seed_all
+from elastic_ddp.step import padded
 
 if TYPE_CHECKING:
     from elastic_ddp.data.source import Transform
@@ -60,11 +61,15 @@ def evaluate(
     try:
         with torch.no_grad(), as_before(device):
             for step in range(shape.steps_per_epoch):
+                forwards = 0
                 for batch in feed.step(step):
                     generation.activity.enter("evaluation")
                     if batch.num_rows:
                         seed_all(config.seed, "evaluate", step, batch.index)
                         sums[step, batch.index] = float(loss_fn(model, batch.rows)) * batch.num_rows
+                        forwards += 1
+                for _ in range(forwards, generation.strategy.least_forwards(shape.rows(step))):
+                    loss_fn(model, batch.rows if batch.num_rows else padded(batch.rows, config.micro_batch_size))
     finally:
         generation.also_reading = None
         feed.close()

@@ -14,16 +14,17 @@ from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.feeds import Feeds
 from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.parallel.buffers import StepBuffers
-from elastic_ddp.parallel.ddp import DDPStrategy
 from elastic_ddp.parallel.handover import check_same_model, hand_over
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
 from elastic_ddp.parallel.store import StoreConnection
+from elastic_ddp.parallel.strategy import Layout, Strategy
 from elastic_ddp.step import Step
 from elastic_ddp.train_state import TrainState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elastic_ddp.config import RunConfig
     from elastic_ddp.job import Job
 
 
@@ -54,13 +55,24 @@ def micro_batches_of(rank: int, *, num_micro_batches: int, world_size: int) -> t
     return tuple(processing_order(micro_batch_ranges(num_micro_batches, world_size)[rank]))
 
 
+def strategy_of(config: RunConfig) -> type[Strategy]:
+    """How a run spreads its model."""
+    if config.strategy == "fsdp":
+        from elastic_ddp.parallel.fsdp import FSDPStrategy  # takes a second, which replicated runs need not spend
+
+        return FSDPStrategy
+    from elastic_ddp.parallel.ddp import DDPStrategy
+
+    return DDPStrategy
+
+
 @dataclass
 class Generation:
     """Opened by `open` when every member has its assignment, closed by `close` when that ends."""
 
     group: ProcessGroup
     state: TrainState
-    strategy: DDPStrategy
+    strategy: Strategy
     buffers: StepBuffers
     feed: MicroBatchFeed
     feeds: Feeds
@@ -81,7 +93,7 @@ class Generation:
         device: torch.device,
         store: StoreConnection,
         feeds: Feeds,
-        restore: Callable[[ProcessGroup], dict[str, Any] | None],
+        restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None],
         on_forming: Callable[[ProcessGroup], None],
         on_formed: Callable[[], None],
         activity: Activity,
@@ -97,7 +109,7 @@ class Generation:
             store: this worker's connection to it.
             feeds: this worker's, of which it takes one.
             restore: called only if no rank holds a state: the one to start from, or None for what the user's function
-                built on rank 0.
+                built on rank 0. Asks for the layout of the state once it knows that there is one.
             on_forming: told of the process group as soon as it can be cut.
             on_formed: called when it is formed.
             activity: this worker's.
@@ -126,9 +138,10 @@ class Generation:
             on_formed()
             if assignment.first_step is not None:
                 opened.append(feeds.open(owned, assignment.first_step))  # its first rows come while the state does
-            cls._share_state(group, state=state, restore=restore)
+            check_same_model(state.module, group)
             assert state.model is not None
-            strategy = DDPStrategy(state.model, job.config, group)
+            strategy = strategy_of(job.config)(state.model, job.config, group)
+            cls._share_state(group, state=state, strategy=strategy, restore=restore)
             if not opened:
                 opened.append(feeds.open(owned, state.position.step))
             return cls(
@@ -151,13 +164,22 @@ class Generation:
 
     @staticmethod
     def _share_state(
-        group: ProcessGroup, *, state: TrainState, restore: Callable[[ProcessGroup], dict[str, Any] | None]
+        group: ProcessGroup,
+        *,
+        state: TrainState,
+        strategy: Strategy,
+        restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None],
     ) -> None:
-        """Brings all ranks to the state of the most advanced."""
-        check_same_model(state.module, group)
+        """Brings all ranks to the state of the most advanced, or to their parts of it."""
+
+        def spread() -> Layout | None:
+            strategy.spread(state.optimizers)
+            state.is_spread = not strategy.keeps_state
+            return strategy.layout(state.optimizers)
+
         source, receivers = group.assignment.source, group.assignment.receivers
         if source is None:
-            if (restored := restore(group)) is not None:
+            if (restored := restore(group, spread)) is not None:
                 state.load_state_dict(restored)
                 return
             if state.begin_with is not None:
@@ -169,6 +191,7 @@ class Generation:
         received = hand_over(mine, group, source=source, receivers=receivers)
         if received is not None:
             state.load_state_dict(received)
+        spread()
 
     @property
     def number(self) -> int:

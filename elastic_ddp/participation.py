@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from elastic_ddp.elastic.assembly import PREPARE_S
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import PeerLostError, WorkersLostError, described
-from elastic_ddp.generation import Generation, feeds_of, micro_batches_of
+from elastic_ddp.generation import Generation, feeds_of, micro_batches_of, strategy_of
 from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
 from elastic_ddp.parallel.store import StoreConnection
 from elastic_ddp.rehearsal import Rehearsal
@@ -36,6 +36,11 @@ LOSSES_IN_A_ROW = 3
 """Times that the same processes lose the same step before it is taken for a fault in it rather than in a connection."""
 
 
+class TrainAgain(BaseException):
+    """Ends the user's function in a worker whose part of the state is of no use to the next generation: it is to begin
+    again, from the newest commit. Not an Exception: `except Exception` lets it pass."""
+
+
 class Participation:
     """A worker goes from generation to generation with its state, and the loop over steps runs within them.
 
@@ -58,6 +63,8 @@ class Participation:
         self._job, self._link, self._state, self._commits, self._device = job, link, state, commits, device
         self._feeds = feeds_of(job, device)
         self._store = StoreConnection()
+        self._lost: str | None = None
+        """How a peer of this process's last generation was lost, if the user's function has begun again since."""
         self._preparing_since: float | None = None
         """Since when this worker gets ready for another generation."""
         self._was_first = False
@@ -68,8 +75,12 @@ class Participation:
         Args:
             lost: how a peer of the last one was lost, if one was.
             amid: what this worker does together with the others, who have begun it with it, outside of steps.
+
+        Raises:
+            TrainAgain: it is of no use there as it is.
         """
         account = self.account.seconds()
+        lost, self._lost = lost or self._lost, None
         if not self.holds_state:
             # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that
             # has been imported and built, and next to nothing among what is new since now.
@@ -77,6 +88,9 @@ class Participation:
             gc.freeze()
         attempt = 0
         while attempt < FORMED_AGAIN:
+            if self._state.is_spread:
+                self._lost = lost
+                raise TrainAgain
             self.activity.enter("rendezvous")
             step = self._state.position.step if self.holds_state else None
             assignment = self._link.join(
@@ -109,6 +123,10 @@ class Participation:
             f"The last time: {lost}. Look at the network between the nodes"
         )
 
+    def follow(self, before: Participation) -> None:
+        """This one begins where that of the same worker before it ended."""
+        self.account, self._lost, self._was_first = before.account, before._lost, before._was_first
+
     def warm_up(self) -> Rehearsal | None:
         """What nobody is to wait for when this worker joins for the first time: all that is slow the first time in a
         process. Returns the step that it should rehearse, if others train meanwhile."""
@@ -118,8 +136,8 @@ class Participation:
         self._read_ahead(place or Prospect(rank=0, world_size=1, step=0))
         self._feeds.wait()  # the first pipeline takes seconds
         batch = self._feeds.peek()
-        if place is None or batch is None or not batch.num_rows:
-            return None
+        if place is None or batch is None or not batch.num_rows or not strategy_of(self._job.config).keeps_state:
+            return None  # or all begin again together, and the whole model may be too large for one
         self.activity.enter("warm-up")
         epoch = self._job.shape.epoch_of(place.step)
         return Rehearsal(self._state, batch, place=place, epoch=epoch, seed=self._job.config.seed)

@@ -4,9 +4,10 @@ leaves the storage twice.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from elastic_ddp.checkpoint.reading import Piece, check, pieces_of, read_pieces,
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.parallel.strategy import Layout
 from elastic_ddp.storage import Storage
 
 MODEL = "model"
@@ -27,7 +29,9 @@ IN_FLIGHT = 8
 """Pieces that are on their way between ranks."""
 
 
-def restore(store: CheckpointStore, storage: Storage, group: ProcessGroup) -> tuple[Commit, dict[str, Any]] | None:
+def restore(
+    store: CheckpointStore, storage: Storage, group: ProcessGroup, spread: Callable[[], Layout | None] = lambda: None
+) -> tuple[Commit, dict[str, Any]] | None:
     """The newest commit whose contents verify and its state, on the CPU; None if there is none. Every rank calls it.
 
     Newer ones, which do not verify, are set aside, and named in `store.rejected` on rank 0. They stay where they are if
@@ -36,20 +40,23 @@ def restore(store: CheckpointStore, storage: Storage, group: ProcessGroup) -> tu
     Args:
         store: the commits, of which rank 0's word counts.
         storage: the folder that they are in.
+        spread: called once there is a commit to read; tells of which tensors this rank is to have only a shard.
 
     Raises:
         StorageError: the storage could not be read. That is no reason to fall back: an outage would throw away good
             commits.
     """
     candidates = store.candidates() if group.rank == 0 else iter(())
-    while True:
+    layout: Layout | None = None
+    for number in itertools.count():
         offer = group.broadcast_bytes(_next(store, candidates) if group.rank == 0 else None)
         if not offer:
             commit, state = None, None
             break
         key, manifest, skeleton = json.loads(offer)
         commit = Commit.from_bytes(key, manifest.encode())
-        state, reason = _read_together(commit, skeleton.encode(), storage, group)
+        layout = spread() if number == 0 else layout
+        state, reason = _read_together(commit, skeleton.encode(), storage, group, layout=layout)
         if state is not None:
             break
         if group.rank == 0:
@@ -142,10 +149,15 @@ def _next(store: CheckpointStore, candidates: Iterator[Commit]) -> bytes:
 
 
 def _read_together(
-    commit: Commit, skeleton: bytes, storage: Storage, group: ProcessGroup, components: Collection[str] | None = None
+    commit: Commit,
+    skeleton: bytes,
+    storage: Storage,
+    group: ProcessGroup,
+    components: Collection[str] | None = None,
+    layout: Layout | None = None,
 ) -> tuple[dict[str, Any] | None, str]:
     """The state of a commit, or some components of it, or why there is none: the same on all ranks."""
-    tensors, targets = state_to_fill(commit, components)
+    tensors, targets = state_to_fill(commit, components, layout or (lambda name: None))
     pieces = pieces_of(commit, tensors)
     going: deque[tuple[dist.Work | None, Piece, bytearray]] = deque()
     unread: CheckpointError | StorageError | None = None

@@ -15,7 +15,7 @@ from elastic_ddp.errors import ConfigError, ElasticDDPError, WorkersLostError, d
 from elastic_ddp.evaluation import evaluate
 from elastic_ddp.generation import Generation
 from elastic_ddp.job import Job
-from elastic_ddp.parallel.ddp import PreparedModel
+from elastic_ddp.parallel.prepared import PreparedModel, units_of
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation
 from elastic_ddp.rehearsal import Rehearsal
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from elastic_ddp.data.source import Transform
 
 Prepared = TypeVar("Prepared")
+ShardBy = type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] | Callable[[torch.nn.Module], bool]
 
 
 class Run:
@@ -52,21 +53,27 @@ class Run:
 
     # What the user calls.
 
-    def prepare(self, thing: Prepared) -> Prepared:
+    def prepare(self, thing: Prepared, *, shard: ShardBy | None = None) -> Prepared:
         """Makes a model, an optimizer or a scheduler part of the run; every rank calls it in the same order.
 
-        A model is moved to the device and comes back wrapped (`PreparedModel`): replicated by DDP, with bf16 autocast
-        where the configuration says so. Optimizers and schedulers come back as they are, and are stepped, saved and
-        restored by the run. State of an interrupted run is restored when `steps()` starts.
+        A model is moved to the device and comes back wrapped (`PreparedModel`): replicated by DDP or sharded by FSDP,
+        with bf16 where the configuration says so. Optimizers and schedulers come back as they are, and are stepped,
+        saved and restored by the run. State of an interrupted run is restored when `steps()` starts, which is also when
+        a model is sharded; the optimizer then has the sharded parameters in the place of those it was built from.
+
+        Args:
+            thing: what to prepare.
+            shard: for a model and `strategy = "fsdp"`: the parts of it that are gathered one at a time, as a class of
+                modules, several, or a callable from a module to whether it is one; beside `fsdp.shard_classes`.
 
         Raises:
-            ConfigError: a second model, an optimizer of other parameters, a scheduler of another optimizer, or
-                anything else; `register` is for other things with state.
+            ConfigError: a second model, an optimizer of other parameters, a scheduler of another optimizer, no part to
+                shard where some were named, or anything else; `register` is for other things with state.
         """
         if self._participation.generation is not None or self._rehearsal is not None:
             raise ConfigError("run.prepare was called inside run.steps(); prepare everything before the loop")
         if isinstance(thing, torch.nn.Module):
-            return self._prepare_model(thing)  # type: ignore[return-value]
+            return self._prepare_model(thing, shard)  # type: ignore[return-value]
         if isinstance(thing, torch.optim.Optimizer):
             self._state.add_optimizer(thing)
         elif isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
@@ -78,15 +85,20 @@ class Run:
             )
         return thing
 
-    def _prepare_model(self, module: torch.nn.Module) -> PreparedModel:
+    def _prepare_model(self, module: torch.nn.Module, shard: ShardBy | None) -> PreparedModel:
         if self._state.model is not None:
             raise ConfigError(
                 "run.prepare got a second model; write a torch.nn.Module that holds the parts and whose forward calls "
                 "them, and prepare that"
             )
         check_model(module)
-        bf16 = self.config.precision == "bf16"
-        self._state.model = PreparedModel(module.to(self.device), device=self.device, bf16=bf16)
+        is_replicated = self.config.strategy == "ddp"
+        self._state.model = PreparedModel(
+            module.to(self.device),
+            device=self.device,
+            bf16=self.config.precision == "bf16" and is_replicated,  # FSDP gathers parameters in bf16
+            is_unit=(lambda part: False) if is_replicated else units_of(module, self.config.fsdp.shard_classes, shard),
+        )
         return self._state.model
 
     def load_weights(self, uri: str, *, step: int | None = None, strict: bool = True) -> None:
@@ -241,6 +253,14 @@ class Run:
         """Steps of the whole run."""
         return self._job.total_steps
 
+    def again(self) -> Run:
+        """The run for the user's function to begin again with, once `TrainAgain` has ended it."""
+        self._link.activity.enter("start")
+        self.shut_down()
+        run = Run(self._job, self._link, self.device)
+        run._participation.follow(self._participation)
+        return run
+
     # Steps.
 
     def _next_step(self, generation: Generation) -> Step:
@@ -280,6 +300,8 @@ class Run:
             self._carry_out(step)
             goes_on = goes_on and self.position.step < self.total_steps
             if goes_on and step.agreed.votes["reconfigure"] == self.world_size:
+                if self._state.is_spread and not self._made_durable(step.generation):
+                    return None  # the next one begins from the newest commit, and that is an older one
                 return part.leave(intact=True, reason="workers were to join or leave")
         except Exception as error:
             if not is_lost_peer(error):
@@ -350,17 +372,26 @@ class Run:
 
     def _commit_the_end(self, generation: Generation) -> None:
         """Makes the state durable, and every rank sure of that: none of them leaves with it before."""
-        group = generation.group
-        word = None
+        if not self._is_durable(generation):
+            self._participation.commit()
+        with generation.activity.within("collective"):
+            generation.group.meet()
+
+    def _made_durable(self, generation: Generation) -> bool:
+        """Makes the state durable, if the storage lets it. Returns on every rank whether it did."""
+        if self._is_durable(generation):
+            return True
+        self._participation.save()
+        return self._is_durable(generation)
+
+    def _is_durable(self, generation: Generation) -> bool:
+        """Whether there is a commit of the state as it is, once the save at hand has ended."""
+        group, word = generation.group, None
         if group.rank == 0:
             with generation.activity.within("commit"):
                 word = b"there" if self._commits.have(self.position.step, group) else b""
         with generation.activity.within("collective"):
-            is_there = group.broadcast_bytes(word)
-        if not is_there:
-            self._participation.commit()
-        with generation.activity.within("collective"):
-            group.meet()
+            return bool(group.broadcast_bytes(word))
 
     def progress(self) -> dict[str, Any]:
         """How far the run is, as the summary says it."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from elastic_ddp.errors import CheckpointError, described
 
@@ -36,7 +37,8 @@ def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     Returns:
         The skeleton, made only of what `json.dumps` takes, and the tensors by their place in the tree, such as
         `layers.0.weight`. Tensors are detached and contiguous, on the device where they were; those that were
-        contiguous share memory with the state. A tensor that is in the tree twice is returned once.
+        contiguous share memory with the state. A tensor that is in the tree twice is returned once, and a DTensor
+        stays one.
 
     Raises:
         CheckpointError: names the place of a value that cannot be kept without pickle.
@@ -58,6 +60,11 @@ def unflatten(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return _decode(skeleton, tensors, 0)
     except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError, struct.error) as error:
         raise CheckpointError(f"this skeleton of a state cannot be read: {described(error)}") from error
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that ranks may have shards of, put together. Every rank calls it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def weights_sha256(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -166,7 +173,7 @@ class _Flattener:
         return {"kind": "ndarray", "value": self._keep(raw, path), "dtype": value.dtype.str, "shape": list(value.shape)}
 
     def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
-        plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or isinstance(value, DTensor)
         if not plain or value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
             what = "has no data yet" if value.device.type == "meta" else "is not a plain dense tensor"
             raise CheckpointError(
@@ -175,8 +182,9 @@ class _Flattener:
             )
         # Aliases (tied weights) are stored once; where a tensor starts and ends says whether it is one.
         bits = (value.dtype, value.is_conj(), value.is_neg())
-        alias = (value.device, value.data_ptr(), value.shape, value.stride(), *bits)
-        name = self._names.get(alias) if value.numel() else None
+        held = value.to_local() if isinstance(value, DTensor) else value
+        alias = (value.device, held.data_ptr(), value.shape, value.stride(), *bits)
+        name = self._names.get(alias) if held.numel() else None
         if name is None:
             name = self._keep(value.detach().resolve_conj().resolve_neg().contiguous(), path)
             self._names[alias] = name
@@ -246,7 +254,9 @@ def _restored(tensor: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> tor
         if tensor.dtype != torch.uint8:
             raise ValueError(f"a tensor of {tensor.dtype} came where {dtype} was saved")
         tensor = tensor.reshape(-1).view(dtype) if tensor.numel() else torch.empty(0, dtype=dtype)
-    if list(tensor.shape) != shape and tensor.dim() != 1:
+    if list(tensor.shape) == shape:
+        return tensor
+    if tensor.dim() != 1:
         raise ValueError(f"a tensor of shape {list(tensor.shape)} came where {shape} was saved")
     return tensor.reshape(shape)
 

@@ -45,6 +45,8 @@ class Step:
         self._records: dict[int, MicroBatchRecord] = {}
         self._logged: dict[str, dict[int | None, float]] = {}
         self._current: int | None = None
+        self._is_idle = False
+        """Whether the pass at hand counts for nothing, and is made because other ranks need its forward."""
         self._entered = False
         self._failed: Exception | None = None
         """What came up in the step and may have been caught in it, which it cannot be made after."""
@@ -110,30 +112,34 @@ class Step:
     def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         strategy = self.generation.strategy
         to_compute = set(strategy.to_compute)
+        idle = strategy.least_forwards(self._control.rows) - len(to_compute)
         self._batches = self.generation.feed.step(self.index)
         self._activity.enter("data")
         for batch in self._batches:
             if batch.index not in to_compute:
                 continue
-            self._current = batch.index
-            self._records[batch.index] = MicroBatchRecord(batch.num_rows, digest_rows(batch.row_ids), _NOT_YET)
-            self._activity.enter("forward")
-            strategy.prepare_forward(batch.index)
-            seed_all(self.generation.seed, self.index, batch.index)
-            yield batch.rows if batch.num_rows else self._padded(batch.rows)
-            self._check_unharmed()
-            if self._records[batch.index].loss is _NOT_YET:
-                raise ConfigError(
-                    f"step {self.index}: micro-batch {batch.index} was left without step.backward(loss); call it "
-                    "exactly once for each batch"
-                )
+            for _ in range(idle):  # before the first, as the gradients are reduced with the last one
+                yield from self._pass(batch, is_idle=True)
+            idle = 0
+            yield from self._pass(batch)
             self._activity.enter("data")
         self._current = None
 
-    def _padded(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Padding in the size of a full micro-batch: a layer like BatchNorm refuses a single row."""
-        size = self.generation.strategy.micro_batch_size
-        return {name: column[:1].expand(size, *column.shape[1:]).clone() for name, column in rows.items()}
+    def _pass(self, batch: MicroBatch, *, is_idle: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """A micro-batch's forward and backward."""
+        strategy = self.generation.strategy
+        self._current, self._is_idle = batch.index, is_idle
+        self._records[batch.index] = MicroBatchRecord(batch.num_rows, digest_rows(batch.row_ids), _NOT_YET)
+        self._activity.enter("forward")
+        strategy.prepare_forward(batch.index)
+        seed_all(self.generation.seed, self.index, batch.index)
+        yield batch.rows if batch.num_rows else padded(batch.rows, strategy.micro_batch_size)
+        self._check_unharmed()
+        if self._records[batch.index].loss is _NOT_YET:
+            raise ConfigError(
+                f"step {self.index}: micro-batch {batch.index} was left without step.backward(loss); call it "
+                "exactly once for each batch"
+            )
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a micro-batch's loss: a scalar, the mean over the rows of the micro-batch.
@@ -151,9 +157,14 @@ class Step:
 
     def _backward(self, loss: torch.Tensor, micro_batch: int) -> None:
         generation, record = self.generation, self._records[micro_batch]
-        is_last = micro_batch == generation.strategy.to_compute[-1]
+        is_last = micro_batch == generation.strategy.to_compute[-1] and not self._is_idle
         self._activity.enter("reduction" if is_last else "backward")
         value = to_host(loss.detach())
+        if self._is_idle:
+            generation.strategy.idle_backward(loss)
+            generation.buffers.end_micro_batch(micro_batch, None)
+            record.loss = value
+            return
         generation.strategy.backward(loss, micro_batch)
         generation.buffers.end_micro_batch(
             micro_batch, generation.strategy.weight(micro_batch) if record.num_rows else None
@@ -219,8 +230,7 @@ class Step:
         for _ in self._batches:  # a loop that ended early leaves padding behind, which is not the next step's
             pass
         if generation.clip_grad_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(state.module.parameters(), generation.clip_grad_norm)
-            self.log(grad_norm=norm)
+            self.log(grad_norm=strategy.clip_grad_norm(generation.clip_grad_norm))
         # All communication of a step comes before anything changes: a peer that is lost in it leaves a step undone,
         # never half done.
         self._activity.enter("reduction")
@@ -249,6 +259,11 @@ class Step:
     def metrics(self) -> dict[str, Any]:
         """What was logged, as plain numbers by name and micro-batch. Waits for the device."""
         return {name: {str(m): float(value) for m, value in places.items()} for name, places in self._logged.items()}
+
+
+def padded(rows: dict[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
+    """Padding in the size of a full micro-batch: a layer like BatchNorm refuses a single row."""
+    return {name: column[:1].expand(size, *column.shape[1:]).clone() for name, column in rows.items()}
 
 
 _NOT_YET = torch.tensor(float("nan"))

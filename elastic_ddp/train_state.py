@@ -10,8 +10,8 @@ import torch
 
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.parallel.control import EMPTY_CHAIN, chain
-from elastic_ddp.parallel.ddp import PreparedModel
-from elastic_ddp.state import weights_sha256
+from elastic_ddp.parallel.prepared import PreparedModel
+from elastic_ddp.state import weights_sha256, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +59,8 @@ class TrainState:
     begin_with: Callable[[ProcessGroup], None] | None = None
     """Loads other weights into the model, on every rank, where a run begins."""
     position: Position = field(default_factory=Position)
+    is_spread: bool = False
+    """Whether this rank has only a part of it, which is of no use outside of its generation."""
 
     @property
     def module(self) -> torch.nn.Module:
@@ -152,8 +154,10 @@ class TrainState:
         self.position = Position(**state["position"])
 
     def weights_sha256(self) -> str:
-        """Over names, dtypes, shapes and bytes of parameters, then buffers, in the model's order."""
-        return weights_sha256([*self.module.named_parameters(), *self.module.named_buffers()])
+        """Over names, dtypes, shapes and bytes of parameters, then buffers, in the model's order. Every rank calls it:
+        parameters that are sharded are put together, one after the other."""
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return weights_sha256((name, whole(each)) for name, each in tensors)
 
 
 def check_model(module: torch.nn.Module) -> None:

@@ -18,6 +18,7 @@ from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersLostE
 from elastic_ddp.job import Job
 from elastic_ddp.parallel.process_group import is_lost_peer, is_without_group
 from elastic_ddp.parallel.sockets import use_interface_of
+from elastic_ddp.participation import TrainAgain
 from elastic_ddp.ray_train import Place
 from elastic_ddp.run import Run
 from elastic_ddp.seeding import seed_all
@@ -62,9 +63,13 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
             options=job.config.data,
             has_transform=job.transform is not None,
         )
-        seed_all(job.config.seed, "init")
-        job.train(run)
-        outcome = {"status": "finished", **run.finish()}
+        while not outcome:
+            seed_all(job.config.seed, "init")
+            try:
+                job.train(run)
+                outcome = {"status": "finished", **run.finish()}
+            except TrainAgain:
+                run = run.again()
     except RunStopped:
         # Outside a generation this worker has no say: it came too late, or the run stopped while it waited.
         outcome = {"status": "stopped", **run.progress()} if run.world_size else {}

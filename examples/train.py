@@ -8,7 +8,7 @@ import argparse
 import math
 
 import torch
-from gpt import GPT, next_byte_loss
+from gpt import GPT, Block, next_byte_loss
 from text import is_text, text_windows
 
 import elastic_ddp as ed
@@ -21,7 +21,7 @@ def main() -> None:
         data, held_out = text_windows(data, options.context)
 
     def train(run: ed.Run) -> None:
-        model = run.prepare(GPT(context=options.context, width=128, layers=4, heads=4))
+        model = run.prepare(GPT(context=options.context, width=128, layers=4, heads=4), shard=Block)
         optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05))
         run.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step / run.total_steps)))
         for step in run.steps():
@@ -46,7 +46,8 @@ def main() -> None:
         max_workers=high,
         resources_per_worker={"CPU": 1.0, "GPU": 1.0} if options.gpu else {"CPU": 1.0},
         precision=options.precision,
-        reduction=options.reduction,
+        strategy=options.strategy,
+        **({"reduction": options.reduction} if options.reduction else {}),
         clip_grad_norm=1.0,
         checkpoint=ed.CheckpointConfig(every_steps=options.commit_every),
     )
@@ -82,7 +83,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=8)
     parser.add_argument("--context", type=int, default=128, help="bytes that the model sees")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--reduction", choices=("canonical", "native"), default="canonical")
+    parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
+    parser.add_argument("--reduction", choices=("canonical", "native"), help="default: canonical, with fsdp native")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--commit-every", type=int, default=50, help="steps between commits")
     parser.add_argument("--gpu", action="store_true", help="one GPU for each worker")

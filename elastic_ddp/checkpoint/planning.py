@@ -7,21 +7,21 @@ blocks of rows, so that ranks share what they all hold, and what is read or sent
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 BLOCK_BYTES = 16 << 20
 """No block is larger, but for a single row."""
 
 
 class BlockPlanner(DefaultSavePlanner):
-    """Plans the blocks of a flat dict of tensors: plain ones, which every rank holds, and DTensors.
-
-    Every rank calls `create_local_plan`; `create_global_plan` shares out what several of them have.
+    """Plans the blocks of a flat dict of tensors: plain ones, which every rank holds, and DTensors, of which each rank
+    holds a shard. `create_global_plan` shares out what several ranks have planned.
     """
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
@@ -57,10 +57,20 @@ class BlockPlanner(DefaultSavePlanner):
 
 def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Size]:
     """What this rank has of a tensor, and where in it that begins."""
-    if not hasattr(tensor, "__create_write_items__"):
+    if not isinstance(tensor, DTensor):
         return tensor, torch.Size([0] * tensor.dim())
-    [item] = tensor.__create_write_items__(name, tensor)  # DCP's protocol for DTensors
-    return tensor.to_local(), item.tensor_data.chunk.offsets  # type: ignore[attr-defined]
+    [item] = tensor.__create_write_items__(name, tensor)  # DCP's protocol
+    assert item.tensor_data is not None
+    return tensor.to_local(), item.tensor_data.chunk.offsets
+
+
+def laid_out(held: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of which this rank holds that part which it has of another."""
+    if not isinstance(like, DTensor):
+        return held
+    return DTensor.from_local(
+        held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def blocks_of(shape: torch.Size, element_bytes: int, block_bytes: int) -> Iterator[tuple[torch.Size, torch.Size]]:
@@ -85,7 +95,17 @@ def narrowed(tensor: torch.Tensor, offsets: list[int], sizes: torch.Size) -> tor
     return tensor
 
 
-def shared_out(planner: BlockPlanner, plans: list[SavePlan]) -> list[SavePlan]:
-    """What each rank is to write, of what each has. The same on every rank that calls it with the same plans."""
-    shares, _ = planner.create_global_plan(plans)
-    return shares
+def share_of(planner: BlockPlanner, *, rank: int, world_size: int, is_for_rank_0: Callable[[str], bool]) -> SavePlan:
+    """What a rank is to write: its shards, and its share of what all ranks hold. Nobody has to ask the others for that:
+    what they all hold, they plan alike.
+
+    Args:
+        planner: for the state of this rank.
+        is_for_rank_0: tells by its name whether rank 0 alone is to write what all may hold.
+    """
+    mine = planner.create_local_plan().items
+    sharded = {name for name, tensor in planner.state_dict.items() if isinstance(tensor, DTensor)}
+    held_by_all = [item for item in mine if item.index.fqn not in sharded]
+    shared = [item for item in held_by_all if not is_for_rank_0(item.index.fqn)]
+    shares, _ = planner.create_global_plan([SavePlan(held_by_all), *[SavePlan(shared)] * (world_size - 1)])
+    return SavePlan([*shares[rank].items, *(item for item in mine if item.index.fqn in sharded)])

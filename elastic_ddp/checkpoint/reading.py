@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from elastic_ddp.checkpoint.commits import Commit, StoredBlock, StoredTensor, padded
-from elastic_ddp.checkpoint.planning import narrowed
+from elastic_ddp.checkpoint.planning import laid_out, local_part, narrowed
 from elastic_ddp.errors import CheckpointError, described
 from elastic_ddp.state import unflatten
 from elastic_ddp.storage import Storage
@@ -136,22 +136,35 @@ class Targets:
                 narrowed(target, list(item.dest_offsets), item.lengths).copy_(part)
 
 
-def state_to_fill(commit: Commit, components: Collection[str] | None = None) -> tuple[dict[str, torch.Tensor], Targets]:
+def state_to_fill(
+    commit: Commit,
+    components: Collection[str] | None = None,
+    layout: Callable[[str], torch.Tensor | None] = lambda name: None,
+) -> tuple[dict[str, torch.Tensor], Targets]:
     """The tensors of a commit, or of some components, on the CPU and without values, and what fills them.
+
+    Args:
+        layout: a DTensor by which this rank is to have only a shard of a tensor, if they have the same shape.
 
     Raises:
         CheckpointError: there can be no such tensors.
     """
+    tensors: dict[str, torch.Tensor] = {}
+    targets: dict[str, tuple[StoredTensor, torch.Tensor, torch.Size]] = {}
     try:
-        tensors = {
-            name: torch.empty(each.shape, dtype=each.torch_dtype)
-            for name, each in commit.tensors.items()
-            if components is None or name.partition(".")[0] in components
-        }
+        for name, each in commit.tensors.items():
+            if components is not None and name.partition(".")[0] not in components:
+                continue
+            like = layout(name)
+            if like is None or tuple(like.shape) != each.shape:
+                like = torch.empty(each.shape, dtype=each.torch_dtype, device="meta")
+            held, origin = local_part(name, like)
+            target = torch.empty(held.shape, dtype=each.torch_dtype)
+            targets[name] = each, target, origin
+            tensors[name] = laid_out(target, like)
     except RuntimeError as error:
         raise CheckpointError(f"{commit.key} holds tensors that cannot be: {error}") from error
-    nowhere = {name: torch.Size([0] * tensor.dim()) for name, tensor in tensors.items()}
-    return tensors, Targets({name: (commit.tensors[name], tensor, nowhere[name]) for name, tensor in tensors.items()})
+    return tensors, Targets(targets)
 
 
 def state_of(

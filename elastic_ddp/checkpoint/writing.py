@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from elastic_ddp.checkpoint.commits import SKELETON, Skeleton, StoredBlock, StoredObject, StoredTensor, padded
-from elastic_ddp.checkpoint.planning import BlockPlanner, shared_out
+from elastic_ddp.checkpoint.planning import BlockPlanner, share_of
 from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.state import flatten
 from elastic_ddp.storage import Storage
@@ -62,8 +62,9 @@ class Part(BaseModel):
 class StateWriter:
     """Writes a rank's share of the state of a run, for one commit after the other.
 
-    Tensors are shared out among the ranks, all of which have to hold the same; those of the components that are named
-    in `of_rank_0` are its alone. A write that fails is tried again for `retry_s`, if that may help.
+    Plain tensors are shared out among the ranks, all of which have to hold the same; those of the components that are
+    named in `of_rank_0` are its alone. Of DTensors each rank writes its shard. A write that fails is tried again for
+    `retry_s`, if that may help.
     """
 
     def __init__(self, *, of_rank_0: frozenset[str] = frozenset(), retry_s: float = 0.0) -> None:
@@ -91,10 +92,13 @@ class StateWriter:
         planner.set_up_planner(tensors)
         kind = (rank, world_size, *((name, each.dtype, each.shape) for name, each in tensors.items()))
         if self._share is None or self._share[0] != kind:  # else it is the one of the commit before
-            mine = planner.create_local_plan()
-            shared = [item for item in mine.items if item.index.fqn.partition(".")[0] not in self._of_rank_0]
-            plans = [mine, *[SavePlan(shared)] * (world_size - 1)]
-            self._share = kind, shared_out(planner, plans)[rank]
+            share = share_of(
+                planner,
+                rank=rank,
+                world_size=world_size,
+                is_for_rank_0=lambda name: name.partition(".")[0] in self._of_rank_0,
+            )
+            self._share = kind, share
         self._blocks.stage(self._share[1], planner)
 
     def write(self, storage: Storage, prefix: str) -> Part:

@@ -17,7 +17,7 @@ from elastic_ddp.data.order import EpochShape
 from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.parallel.ddp import PreparedModel
+from elastic_ddp.parallel.prepared import PreparedModel
 from elastic_ddp.parallel.process_group import Assignment
 from elastic_ddp.run import Run
 from elastic_ddp.step import Step

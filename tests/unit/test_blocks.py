@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.checkpoint.commits import Skeleton, StoredTensor
-from elastic_ddp.checkpoint.planning import BlockPlanner, blocks_of, shared_out
+from elastic_ddp.checkpoint.planning import BlockPlanner, blocks_of, share_of
 from elastic_ddp.checkpoint.reading import Targets, pieces_of, read_pieces
 from elastic_ddp.checkpoint.writing import BlockWriter, Part, put_together
 from elastic_ddp.errors import CheckpointError
@@ -58,9 +58,9 @@ def write(
     """What each of some ranks, all of which hold all of it, writes."""
     planner = BlockPlanner(block_bytes)
     planner.set_up_planner(tensors)
-    plan = planner.create_local_plan()
     parts = []
-    for rank, share in enumerate(shared_out(planner, [plan] * world_size)):
+    for rank in range(world_size):
+        share = share_of(planner, rank=rank, world_size=world_size, is_for_rank_0=lambda name: False)
         writer = BlockWriter(object_bytes=object_bytes)
         writer.stage(share, planner)
         parts.append(writer.write(storage, PREFIX, str(rank)))
@@ -134,7 +134,7 @@ def test_host_memory_is_used_again_and_the_state_may_change_after_the_copy(tmp_p
     for number in range(3):
         weight += number
         planner.set_up_planner({"weight": weight})
-        [share] = shared_out(planner, [planner.create_local_plan()])
+        share = share_of(planner, rank=0, world_size=1, is_for_rank_0=lambda name: False)
         writer.stage(share, planner)
         expected = weight.clone()
         weight.zero_()

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from elastic_ddp.config import RunConfig
 from elastic_ddp.parallel import reduction
-from elastic_ddp.parallel.ddp import DDPStrategy, PreparedModel
+from elastic_ddp.parallel.ddp import DDPStrategy
+from elastic_ddp.parallel.prepared import PreparedModel
 from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
 from tests.ranks import run_ranks
 

@@ -20,7 +20,7 @@ from elastic_ddp.elastic.rendezvous import Rendezvous
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.buffers import StepBuffers
-from elastic_ddp.parallel.ddp import PreparedModel
+from elastic_ddp.parallel.prepared import PreparedModel
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from elastic_ddp.train_state import TrainState

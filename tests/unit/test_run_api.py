@@ -17,7 +17,7 @@ from elastic_ddp.data.order import EpochShape
 from elastic_ddp.elastic.link import RunStopped
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.job import COMMITS
-from elastic_ddp.parallel.ddp import PreparedModel
+from elastic_ddp.parallel.prepared import PreparedModel
 from elastic_ddp.run import Run
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage

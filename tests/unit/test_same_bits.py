@@ -17,8 +17,9 @@ from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.generation import Generation
 from elastic_ddp.parallel.buffers import StepBuffers
-from elastic_ddp.parallel.ddp import DDPStrategy, PreparedModel
+from elastic_ddp.parallel.ddp import DDPStrategy
 from elastic_ddp.parallel.handover import check_same_model
+from elastic_ddp.parallel.prepared import PreparedModel
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.step import Step
 from elastic_ddp.train_state import TrainState

@@ -1,0 +1,84 @@
+"""A run whose model is sharded: it loses workers and gets others, and trains as a replicated one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_ddp as ed
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.job import COMMITS
+from elastic_ddp.storage import Storage
+from elastic_ddp.telemetry import read_ledger
+from tests.integration import jobs
+
+pytestmark = pytest.mark.slow
+
+
+def fit(
+    folder: Path, name: str, fault: Callable[..., None] | None = None, **changes: Any
+) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
+    """The summary of a run on up to two workers, and the weights that it ended with."""
+    storage = str(folder / "runs")
+    config = jobs.settings(storage, name, 2, **{"min_workers": 1, "resize_interval_s": 1.0, **changes})
+    result = ed.ElasticTrainer(jobs.make_train(fault), str(folder / "data"), config, transform=jobs.jitter).fit()
+    store = CheckpointStore(Storage(storage).at(name).at(COMMITS), keep=1)
+    newest = store.load_latest()
+    assert newest is not None and newest[0].step == result.steps
+    return result.summary, newest[1]["model"]
+
+
+def assert_alike(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """But for a bias whose gradient is nothing but rounding errors, as a normalization takes away what it adds."""
+    assert found.keys() == expected.keys()
+    for name in expected.keys() - {"0.bias", "1.running_mean"}:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def grow_again(marker: Path, *, step: int) -> Callable[..., None]:
+    """A fault: rank 1 is killed in a step, and rank 0 then waits for another in the one after the next."""
+    kill = jobs.kill_once(str(marker), rank=1, step=step)
+
+    def fault(run: ed.Run, at: int) -> None:
+        kill(run, at)
+        if marker.exists() and run.world_size == 1 and at == step + 2:
+            jobs.hold_for_others(str(marker.with_suffix(".held")), step=at)(run, at)
+
+    return fault
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_sharded_run_goes_on_from_its_newest_commit_when_membership_changes(folder: Path) -> None:
+    replicated, expected = fit(folder, "replicated", reduction="native")
+    calm, weights = fit(folder, "calm", strategy="fsdp")
+    disturbed, ends = fit(folder, "disturbed", grow_again(folder / "killed", step=17), strategy="fsdp")
+    for summary in (calm, disturbed):
+        for key in ("status", "steps", "samples", "samples_sha256"):
+            assert summary[key] == replicated[key], key
+    for found in (weights, ends):
+        assert_alike(found, expected)
+
+    first, second, third = disturbed["generations"]
+    assert [each["world_size"] for each in (first, second, third)] == [2, 1, 2]
+    assert (first["last_step"], second["first_step"]) == (17, 10), "from the newest commit on"
+    assert second["last_step"] == third["first_step"] >= 19, "a commit comes before a change that is planned"
+    pids = {
+        (each["generation"], member["rank"]): member["pid"]
+        for each in read_ledger(Storage(str(folder / "runs")).at("disturbed"))
+        if each["event"] == "rendezvous"
+        for member in each["members"]
+    }
+    assert len({pids[number, 0] for number in (1, 2, 3)}) == 1, "the process lives on"
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_a_sharded_run_that_stops_is_resumed_with_a_replicated_model(folder: Path) -> None:
+    fit(folder, "switches", strategy="fsdp", steps=20)
+    summary, weights = fit(folder, "switches", reduction="native")
+    _, expected = fit(folder, "replicated", reduction="native")
+    assert (summary["sessions"], summary["steps"]) == (2, 44)
+    assert_alike(weights, expected)

@@ -1,0 +1,152 @@
+"""The FSDP strategy: the same training as DDP's, in shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from elastic_ddp.config import RunConfig
+from elastic_ddp.generation import strategy_of
+from elastic_ddp.parallel.buffers import StepBuffers
+from elastic_ddp.parallel.prepared import PreparedModel, units_of
+from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.train_state import TrainState
+from tests.ranks import run_ranks
+
+M, SIZE = 4, 3
+CPU = torch.device("cpu")
+
+
+class Block(torch.nn.Module):
+    """With a dimension that no number of ranks divides, and a parameter without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(5, 7), torch.nn.Linear(7, 5)
+        self.scale = torch.nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
+
+
+class Model(torch.nn.Module):
+    """With tied weights, frozen ones and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(5, 5, bias=False)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.norm = torch.nn.BatchNorm1d(5)
+        self.head = torch.nn.Linear(5, 5)
+        self.head.weight = self.embed.weight
+        self.blocks[0].up.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda model: torch.optim.AdamW(
+        [
+            {"params": list(model.blocks.parameters()), "lr": 0.02},
+            {"params": [*model.norm.parameters(), model.head.weight]},
+        ]
+    ),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.05),  # keeps something from the start
+}
+
+
+def config_of(strategy: str, **settings: Any) -> RunConfig:
+    return RunConfig(
+        name="x",
+        storage="/tmp",
+        steps=1,
+        global_batch_size=M * SIZE,
+        micro_batch_size=SIZE,
+        max_workers=M,
+        strategy=strategy,
+        reduction="native",
+        **settings,
+    )
+
+
+def prepared(strategy: str, optimizer: str = "AdamW", **settings: Any) -> tuple[RunConfig, TrainState]:
+    torch.manual_seed(0)
+    config, model = config_of(strategy, **settings), Model()
+    bf16 = config.precision == "bf16" and strategy == "ddp"
+    state = TrainState(PreparedModel(model, device=CPU, bf16=bf16, is_unit=units_of(model, ["Block"], None)))
+    state.add_optimizer(OPTIMIZERS[optimizer](state.model))
+    state.add_scheduler(torch.optim.lr_scheduler.StepLR(state.optimizers[0], 1, gamma=0.9))
+    return config, state
+
+
+def data(step: int, m: int) -> torch.Tensor:
+    return torch.randn(SIZE, 5, generator=torch.Generator().manual_seed(100 * step + m))
+
+
+def trained(
+    group: ProcessGroup, config: RunConfig, state: TrainState, rows: np.ndarray, steps: range, clip: float = 0.5
+) -> list[float]:
+    """Some steps, as `Step` makes them. The norms of their gradients."""
+    assert state.model is not None
+    strategy, norms = strategy_of(config)(state.model, config, group), []
+    strategy.spread(state.optimizers)
+    buffers = StepBuffers(state.module)
+    for step in steps:
+        state.module.zero_grad(set_to_none=True)
+        strategy.begin_step(rows)
+        buffers.begin()
+        idle = max(0, strategy.least_forwards(rows) - len(strategy.to_compute))
+        for m in strategy.to_compute[:1] * idle:
+            strategy.prepare_forward(m)
+            strategy.idle_backward(state.model(data(step, m)).square().mean())
+            buffers.end_micro_batch(m, None)
+        for m in strategy.to_compute:
+            strategy.prepare_forward(m)
+            strategy.backward(state.model(data(step, m)[: rows[m] or SIZE]).square().mean(), m)
+            buffers.end_micro_batch(m, strategy.weight(m) if rows[m] else None)
+        norms.append(float(strategy.clip_grad_norm(clip)))
+        buffers.combine(ranges=strategy.ranges, num_leaves=strategy.num_leaves, divisor=strategy.divisor, group=group)
+        for each in [*state.optimizers, *state.schedulers]:
+            each.step()
+    strategy.close()
+    return norms
+
+
+def whole_state(state: TrainState) -> dict[str, torch.Tensor]:
+    tensors = {**state.module.state_dict()}
+    for number, kept in state.optimizers[0].state_dict()["state"].items():
+        tensors |= {f"{number}.{key}": value for key, value in kept.items()}
+    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in tensors.items()}
+
+
+def _train(group: ProcessGroup, strategy: str, optimizer: str, rows: list[int], settings: dict[str, Any]) -> Any:
+    config, state = prepared(strategy, optimizer, **settings)
+    norms = trained(group, config, state, np.array(rows), range(3))
+    sharded = sum(isinstance(each, DTensor) for each in state.module.parameters())
+    return norms, {name: each.numpy() for name, each in whole_state(state).items()}, sharded, state.weights_sha256()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("world_size", "rows"),
+    [(1, [3, 3, 3, 3]), (2, [3, 3, 3, 3]), (3, [3, 3, 3, 3]), (3, [3, 2, 0, 0])],
+    ids=["1", "2", "3", "3-in-a-short-step"],
+)
+def test_sharded_training_is_that_of_a_replicated_model(world_size: int, rows: list[int], optimizer: str) -> None:
+    [(norms, expected, _, _)] = run_ranks(1, _train, "ddp", optimizer, rows, {})
+    every = run_ranks(world_size, _train, "fsdp", optimizer, rows, {})
+    for found_norms, found, sharded, digest in every:
+        assert sharded > 0 and found_norms == pytest.approx(norms, rel=1e-5)
+        assert found.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_allclose(found[name], expected[name], rtol=2e-4, atol=2e-6, err_msg=name)
+        assert digest == every[0][3]
