@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
-from elastic_ddp.checkpoint.reading import Piece, check, pieces_of, read_pieces, state_of, state_to_fill
+from elastic_ddp.checkpoint.reading import (
+    Piece,
+    check,
+    empty_tensors,
+    pieces_of,
+    read_pieces,
+    state_of,
+    state_to_fill,
+)
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.process_group import ProcessGroup
@@ -43,19 +51,17 @@ def restore(store: CheckpointStore, storage: Storage, group: ProcessGroup) -> tu
     """
     candidates = store.candidates() if group.rank == 0 else iter(())
     while True:
-        offer = group.broadcast_bytes(_next(store, candidates) if group.rank == 0 else None)
-        if not offer:
-            commit, state = None, None
-            break
-        key, manifest, skeleton = json.loads(offer)
-        commit = Commit.from_bytes(key, manifest.encode())
-        state, reason = _read_together(commit, skeleton.encode(), storage, group)
+        offer = json.loads(group.broadcast_bytes(_next(store, candidates) if group.rank == 0 else None))
+        if offer is None:
+            return None
+        if "error" in offer:
+            raise StorageError(offer["error"])
+        commit = Commit.from_bytes(offer["key"], offer["manifest"].encode())
+        state, reason = _read_together(commit, offer["skeleton"].encode(), storage, group)
         if state is not None:
             break
         if group.rank == 0:
-            store.reject(key, reason)
-    if commit is None or state is None:
-        return None
+            store.reject(commit.key, reason)
     if group.rank == 0:
         for key, _ in store.rejected:
             store.set_aside(key)
@@ -92,18 +98,16 @@ class Weights:
 
     def check(self, module: torch.nn.Module, *, strict: bool) -> None:
         """Raises a ConfigError that names what does not fit the model."""
-        shapes = {
-            name: torch.empty(each.shape, dtype=each.torch_dtype, device="meta")
-            for name, each in self.commit.tensors.items()
-            if name.startswith(f"{MODEL}.")
-        }
-        theirs: dict[str, Any] = state_of(self.commit, self.skeleton, shapes, {MODEL})[MODEL]
+        shapes = empty_tensors(self.commit, {MODEL}, "meta")
+        theirs: Any = state_of(self.commit, self.skeleton, shapes, {MODEL})[MODEL]
+        if not isinstance(theirs, dict) or not all(isinstance(name, str) for name in theirs):
+            raise CheckpointError(f"{self.commit.key} in {self.storage.uri} does not hold the weights of a model")
         ours = module.state_dict()
         missing, unexpected = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
         other = [
-            f"{name} is {tuple(theirs[name].shape)} there and {tuple(ours[name].shape)} here"
+            f"{name} is {_shape_of(theirs[name])} there and {_shape_of(ours[name])} here"
             for name in sorted(ours.keys() & theirs.keys())
-            if isinstance(ours[name], torch.Tensor) and ours[name].shape != theirs[name].shape
+            if isinstance(ours[name], torch.Tensor) and _shape_of(ours[name]) != _shape_of(theirs[name])
         ]
         wrong = [*other]
         if strict:
@@ -129,23 +133,40 @@ class Weights:
         module.load_state_dict(state[MODEL], strict=strict)
 
 
+def _shape_of(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "no tensor"
+
+
 def _next(store: CheckpointStore, candidates: Iterator[Commit]) -> bytes:
-    """The next commit that seems to be complete, for all ranks; nothing if there is none."""
-    for commit in candidates:
-        try:
-            skeleton = store.skeleton(commit)
-        except CheckpointError as error:
-            store.reject(commit.key, str(error))
-            continue
-        return json.dumps([commit.key, commit.to_bytes().decode(), skeleton.decode()]).encode()
-    return b""
+    """The next commit that seems to be complete, for all ranks, if there is one, or what the storage failed at."""
+    offer = None
+    try:
+        for commit in candidates:
+            try:
+                skeleton = store.skeleton(commit).decode()
+            except CheckpointError as error:
+                store.reject(commit.key, str(error))
+            except UnicodeDecodeError as error:
+                store.reject(commit.key, f"{commit.state.key} is no text: {error}")
+            else:
+                offer = {"key": commit.key, "manifest": commit.to_bytes().decode(), "skeleton": skeleton}
+                break
+    except StorageError as error:
+        offer = {"error": str(error)}
+    return json.dumps(offer).encode()
 
 
 def _read_together(
     commit: Commit, skeleton: bytes, storage: Storage, group: ProcessGroup, components: Collection[str] | None = None
 ) -> tuple[dict[str, Any] | None, str]:
     """The state of a commit, or some components of it, or why there is none: the same on all ranks."""
-    tensors, targets = state_to_fill(commit, components)
+    no_room: CheckpointError | None = None
+    try:
+        tensors, targets = state_to_fill(commit, components)
+    except CheckpointError as error:
+        no_room = error
+    if reason := _what_is_wrong(no_room, group):
+        return None, reason
     pieces = pieces_of(commit, tensors)
     going: deque[tuple[dist.Work | None, Piece, bytearray]] = deque()
     unread: CheckpointError | StorageError | None = None
@@ -176,17 +197,30 @@ def _read_together(
                 take()
         while going:
             take()
-    bad = unread or garbled
-    word = "" if bad is None else f"{type(bad).__name__}\n{'' if unread is None else 'read'}\n{bad}"
+    bad, state = unread or garbled, None
+    if bad is None:
+        try:
+            state = state_of(commit, skeleton, tensors, components)
+        except CheckpointError as error:
+            bad = error
+    reason = _what_is_wrong(bad, group, knows=unread is not None)
+    return (None, reason) if reason else (state, "")
+
+
+def _what_is_wrong(error: CheckpointError | StorageError | None, group: ProcessGroup, *, knows: bool = False) -> str:
+    """With a commit, as one of the ranks found it; nothing if none did. The same on all ranks.
+
+    Args:
+        knows: this rank's word counts more than that of ranks which know it from others.
+
+    Raises:
+        StorageError: the storage failed on some rank.
+    """
+    word = "" if error is None else f"{type(error).__name__}\n{'known' if knows else ''}\n{error}"
     words = [each.decode().split("\n", 2) for each in group.all_gather_bytes(word.encode()) if each]
     if failed := next((text for kind, _, text in words if kind == StorageError.__name__), None):
         raise StorageError(failed)
-    if words:  # who could not read a piece knows better than who got it garbled
-        return None, max(words, key=lambda each: each[1])[2]
-    try:
-        return state_of(commit, skeleton, tensors, components), ""
-    except CheckpointError as error:  # on every rank
-        return None, str(error)
+    return max(words, key=lambda each: each[1])[2] if words else ""
 
 
 def _broadcast(data: bytearray, owner: int, group: ProcessGroup) -> dist.Work | None:

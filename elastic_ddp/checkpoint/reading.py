@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ PIECE_BYTES = 16 << 20
 """Neighbouring blocks are read together up to so many bytes."""
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
+MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""Of this machine."""
 
 
 @dataclass(frozen=True)
@@ -140,18 +143,48 @@ def state_to_fill(commit: Commit, components: Collection[str] | None = None) -> 
     """The tensors of a commit, or of some components, on the CPU and without values, and what fills them.
 
     Raises:
+        CheckpointError: there can be no such tensors, or not here.
+    """
+    sizes = [padded(each.num_bytes(block)) for _, each in _chosen(commit, components) for block in each.blocks]
+    # Blocks are read whole, and wait for others: those that were read, and those that came from other ranks.
+    waiting = min(sum(sizes), 2 * PARALLEL_PIECES * max(PIECE_BYTES, *sizes, 0))
+    _check_room(commit, sum(sizes) + waiting)
+    tensors = empty_tensors(commit, components)
+    nowhere = {name: torch.Size([0] * tensor.dim()) for name, tensor in tensors.items()}
+    return tensors, Targets({name: (commit.tensors[name], tensor, nowhere[name]) for name, tensor in tensors.items()})
+
+
+def empty_tensors(
+    commit: Commit, components: Collection[str] | None = None, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """The tensors of a commit, or of some components, without values.
+
+    Raises:
         CheckpointError: there can be no such tensors.
     """
     try:
-        tensors = {
-            name: torch.empty(each.shape, dtype=each.torch_dtype)
-            for name, each in commit.tensors.items()
-            if components is None or name.partition(".")[0] in components
+        return {
+            name: torch.empty(each.shape, dtype=each.torch_dtype, device=device)
+            for name, each in _chosen(commit, components)
         }
-    except RuntimeError as error:
+    except (MemoryError, RuntimeError) as error:
         raise CheckpointError(f"{commit.key} holds tensors that cannot be: {error}") from error
-    nowhere = {name: torch.Size([0] * tensor.dim()) for name, tensor in tensors.items()}
-    return tensors, Targets({name: (commit.tensors[name], tensor, nowhere[name]) for name, tensor in tensors.items()})
+
+
+def _chosen(commit: Commit, components: Collection[str] | None) -> Iterator[tuple[str, StoredTensor]]:
+    for name, each in commit.tensors.items():
+        if components is None or name.partition(".")[0] in components:
+            yield name, each
+
+
+def _check_room(commit: Commit, num_bytes: int) -> None:
+    """Whether this process can have so much memory. Linux promises more than there is, and ends who uses it."""
+    try:
+        if num_bytes > MEMORY_BYTES:
+            raise MemoryError(f"this machine has {MEMORY_BYTES} bytes")
+        torch.empty(num_bytes, dtype=torch.uint8)
+    except (MemoryError, RuntimeError) as error:
+        raise CheckpointError(f"{commit.key} needs {num_bytes} bytes of memory: {error}") from error
 
 
 def state_of(
@@ -172,5 +205,5 @@ def state_of(
             name: unflatten(skeletons[name], by_component.get(name, {}))
             for name in (skeletons if components is None else components)
         }
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, MemoryError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{commit.prefix} is not a state: {described(error)}") from error
