@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -64,6 +65,13 @@ def _put(
     commit = Commit(step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record={})
     storage.write(commit.key, commit.to_bytes())
     return commit
+
+
+def signed(body: dict[str, Any]) -> bytes:
+    """A manifest with a right checksum, whatever is in it."""
+    body = {name: value for name, value in body.items() if name != "sha256"}
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**body, "sha256": hashlib.sha256(canonical.encode()).hexdigest()}).encode()
 
 
 def in_little_memory(body: Callable[..., Any], *args: Any, more_bytes: int) -> tuple[Any, int]:
