@@ -1,10 +1,9 @@
-"""The newest commit that verifies, on all ranks: each reads a part of it and sends that to the others, so that no byte
-leaves the storage twice.
+"""The newest commit that verifies, on all ranks: each reads a part of it and sends that to those that need it, so that
+no byte leaves the storage twice.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -16,7 +15,16 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
-from elastic_ddp.checkpoint.reading import Piece, check, pieces_of, read_pieces, state_of, state_to_fill
+from elastic_ddp.checkpoint.reading import (
+    Piece,
+    Targets,
+    check,
+    empty_tensors,
+    pieces_of,
+    read_pieces,
+    state_of,
+    state_to_fill,
+)
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.process_group import ProcessGroup
@@ -48,25 +56,22 @@ def restore(
     """
     candidates = store.candidates() if group.rank == 0 else iter(())
     layout: Layout | None = None
-    for number in itertools.count():
-        offer = group.broadcast_bytes(_next(store, candidates) if group.rank == 0 else None)
-        if not offer:
-            commit, state = None, None
-            break
-        key, manifest, skeleton = json.loads(offer)
-        commit = Commit.from_bytes(key, manifest.encode())
-        layout = spread() if number == 0 else layout
-        state, reason = _read_together(commit, skeleton.encode(), storage, group, layout=layout)
+    is_first = True
+    while True:
+        offer = json.loads(group.broadcast_bytes(_next(store, candidates) if group.rank == 0 else None))
+        if offer is None:
+            return None
+        if "error" in offer:
+            raise StorageError(offer["error"])
+        commit = Commit.from_bytes(offer["key"], offer["manifest"].encode())
+        layout, is_first = spread() if is_first else layout, False
+        state, reason = _read_together(commit, offer["skeleton"].encode(), storage, group, layout=layout)
         if state is not None:
-            break
+            for key, _ in store.rejected if group.rank == 0 else ():
+                store.set_aside(key)
+            return commit, state
         if group.rank == 0:
-            store.reject(key, reason)
-    if commit is None or state is None:
-        return None
-    if group.rank == 0:
-        for key, _ in store.rejected:
-            store.set_aside(key)
-    return commit, state
+            store.reject(commit.key, reason)
 
 
 @dataclass(frozen=True)
@@ -99,18 +104,16 @@ class Weights:
 
     def check(self, module: torch.nn.Module, *, strict: bool) -> None:
         """Raises a ConfigError that names what does not fit the model."""
-        shapes = {
-            name: torch.empty(each.shape, dtype=each.torch_dtype, device="meta")
-            for name, each in self.commit.tensors.items()
-            if name.startswith(f"{MODEL}.")
-        }
-        theirs: dict[str, Any] = state_of(self.commit, self.skeleton, shapes, {MODEL})[MODEL]
+        shapes = empty_tensors(self.commit, {MODEL}, "meta")
+        theirs: Any = state_of(self.commit, self.skeleton, shapes, {MODEL})[MODEL]
+        if not isinstance(theirs, dict) or not all(isinstance(name, str) for name in theirs):
+            raise CheckpointError(f"{self.commit.key} in {self.storage.uri} does not hold the weights of a model")
         ours = module.state_dict()
         missing, unexpected = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
         other = [
-            f"{name} is {tuple(theirs[name].shape)} there and {tuple(ours[name].shape)} here"
+            f"{name} is {_shape_of(theirs[name])} there and {_shape_of(ours[name])} here"
             for name in sorted(ours.keys() & theirs.keys())
-            if isinstance(ours[name], torch.Tensor) and ours[name].shape != theirs[name].shape
+            if isinstance(ours[name], torch.Tensor) and _shape_of(ours[name]) != _shape_of(theirs[name])
         ]
         wrong = [*other]
         if strict:
@@ -136,16 +139,64 @@ class Weights:
         module.load_state_dict(state[MODEL], strict=strict)
 
 
+def _shape_of(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "no tensor"
+
+
 def _next(store: CheckpointStore, candidates: Iterator[Commit]) -> bytes:
-    """The next commit that seems to be complete, for all ranks; nothing if there is none."""
-    for commit in candidates:
-        try:
-            skeleton = store.skeleton(commit)
-        except CheckpointError as error:
-            store.reject(commit.key, str(error))
-            continue
-        return json.dumps([commit.key, commit.to_bytes().decode(), skeleton.decode()]).encode()
-    return b""
+    """The next commit that seems to be complete, for all ranks, if there is one, or what the storage failed at."""
+    offer = None
+    try:
+        for commit in candidates:
+            try:
+                skeleton = store.skeleton(commit).decode()
+            except CheckpointError as error:
+                store.reject(commit.key, str(error))
+            except UnicodeDecodeError as error:
+                store.reject(commit.key, f"{commit.state.key} is no text: {error}")
+            else:
+                offer = {"key": commit.key, "manifest": commit.to_bytes().decode(), "skeleton": skeleton}
+                break
+    except StorageError as error:
+        offer = {"error": str(error)}
+    return json.dumps(offer).encode()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece that this rank needs, and others may."""
+
+    piece: Piece
+    number: int
+    """Of all that some rank needs."""
+    ranks: list[int]
+    """Those that need it."""
+
+    @classmethod
+    def all_of(cls, pieces: list[Piece], targets: Targets, group: ProcessGroup) -> list[_Piece]:
+        """Those that this rank needs. Every rank calls it."""
+        needs = group.all_gather_bytes(bytes(targets.need(piece) for piece in pieces))
+        ranks = [[rank for rank, need in enumerate(needs) if need[number]] for number in range(len(pieces))]
+        everyones = [cls(piece, number, each) for number, (piece, each) in enumerate(zip(pieces, ranks, strict=True))]
+        return [each for each in everyones if group.rank in each.ranks]
+
+    @property
+    def reader(self) -> int:
+        """The one of them that reads it from the storage."""
+        return self.ranks[self.number % len(self.ranks)]
+
+    def send(self, data: bytearray, group: ProcessGroup) -> list[dist.Work]:
+        """Begins to carry it from its reader to the others."""
+        if len(self.ranks) == 1 or not data:
+            return []
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        if len(self.ranks) == group.world_size:
+            works = [dist.broadcast(tensor, self.reader, async_op=True)]
+        elif group.rank == self.reader:
+            works = [dist.isend(tensor, each, tag=self.number) for each in self.ranks if each != group.rank]
+        else:
+            works = [dist.irecv(tensor, self.reader, tag=self.number)]
+        return [work for work in works if work is not None]
 
 
 def _read_together(
@@ -157,16 +208,22 @@ def _read_together(
     layout: Layout | None = None,
 ) -> tuple[dict[str, Any] | None, str]:
     """The state of a commit, or some components of it, or why there is none: the same on all ranks."""
-    tensors, targets = state_to_fill(commit, components, layout or (lambda name: None))
-    pieces = pieces_of(commit, tensors)
-    going: deque[tuple[dist.Work | None, Piece, bytearray]] = deque()
+    no_room: CheckpointError | None = None
+    try:
+        tensors, targets = state_to_fill(commit, components, layout or (lambda name: None))
+    except CheckpointError as error:
+        no_room = error
+    if reason := _what_is_wrong(no_room, group):
+        return None, reason
+    pieces = _Piece.all_of(pieces_of(commit, tensors), targets, group)
+    going: deque[tuple[list[dist.Work], Piece, bytearray]] = deque()
     unread: CheckpointError | StorageError | None = None
     garbled: CheckpointError | None = None
 
     def take() -> None:
         nonlocal garbled
-        work, piece, data = going.popleft()
-        if work is not None:
+        sent, piece, data = going.popleft()
+        for work in sent:
             work.wait()
         try:
             check(piece, data)
@@ -175,33 +232,40 @@ def _read_together(
         else:
             targets.fill(piece, data)
 
-    with closing(read_pieces(storage, pieces[group.rank :: group.world_size])) as mine:
-        for number, piece in enumerate(pieces):
-            owner, data = number % group.world_size, bytearray(piece.end - piece.start)
-            if owner == group.rank and unread is None:
+    with closing(read_pieces(storage, [each.piece for each in pieces if each.reader == group.rank])) as mine:
+        for each in pieces:
+            data = bytearray(each.piece.end - each.piece.start)
+            if each.reader == group.rank and unread is None:
                 try:
                     _, data = next(mine)
                 except (CheckpointError, StorageError) as error:
                     unread = error  # the others are told when all is sent, and get nothing good meanwhile
-            going.append((_broadcast(data, owner, group), piece, data))
+            going.append((each.send(data, group), each.piece, data))
             while len(going) >= IN_FLIGHT:
                 take()
         while going:
             take()
-    bad = unread or garbled
-    word = "" if bad is None else f"{type(bad).__name__}\n{'' if unread is None else 'read'}\n{bad}"
+    bad, state = unread or garbled, None
+    if bad is None:
+        try:
+            state = state_of(commit, skeleton, tensors, components)
+        except CheckpointError as error:
+            bad = error
+    reason = _what_is_wrong(bad, group, knows=unread is not None)
+    return (None, reason) if reason else (state, "")
+
+
+def _what_is_wrong(error: CheckpointError | StorageError | None, group: ProcessGroup, *, knows: bool = False) -> str:
+    """With a commit, as one of the ranks found it; nothing if none did. The same on all ranks.
+
+    Args:
+        knows: this rank's word counts more than that of ranks which know it from others.
+
+    Raises:
+        StorageError: the storage failed on some rank.
+    """
+    word = "" if error is None else f"{type(error).__name__}\n{'known' if knows else ''}\n{error}"
     words = [each.decode().split("\n", 2) for each in group.all_gather_bytes(word.encode()) if each]
     if failed := next((text for kind, _, text in words if kind == StorageError.__name__), None):
         raise StorageError(failed)
-    if words:  # who could not read a piece knows better than who got it garbled
-        return None, max(words, key=lambda each: each[1])[2]
-    try:
-        return state_of(commit, skeleton, tensors, components), ""
-    except CheckpointError as error:  # on every rank
-        return None, str(error)
-
-
-def _broadcast(data: bytearray, owner: int, group: ProcessGroup) -> dist.Work | None:
-    if group.world_size == 1 or not data:
-        return None
-    return dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), owner, async_op=True)
+    return max(words, key=lambda each: each[1])[2] if words else ""

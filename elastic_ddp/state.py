@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 import math
+import re
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -24,6 +25,8 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
     factory.__name__: factory for factory in (bool, bytes, dict, float, int, list, str, tuple)
 }
 _MAX_DEPTH = 200
+_DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_NUMPY_DTYPE = re.compile(rf"[<>|=]?[{_NUMPY_ARRAYS}][0-9]+(\[[0-9]*[a-zA-Z]+\])?")
 
 
 def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -48,18 +51,21 @@ def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def unflatten(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state that `flatten` took apart, with these tensors in it; numpy arrays are new copies.
+    """The state that `flatten` took apart, with these tensors in it; numpy arrays share memory with those on the CPU.
 
     Tensors may come as raw bytes (uint8) or from another device. Nothing but plain values is built, whatever the
-    skeleton holds.
+    skeleton holds, and nothing larger than skeleton and tensors are.
 
     Raises:
         CheckpointError: the skeleton is not one that `flatten` makes, or does not fit the tensors.
     """
     try:
         return _decode(skeleton, tensors, 0)
-    except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError, struct.error) as error:
-        raise CheckpointError(f"this skeleton of a state cannot be read: {described(error)}") from error
+    except (
+        AttributeError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError, struct.error
+    ) as error:  # fmt: skip
+        what = described(error).partition("\n")[0]  # torch's go on with a trace of C++
+        raise CheckpointError(f"this skeleton of a state cannot be read: {what}") from error
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -205,13 +211,13 @@ def _decode(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     if node is None or isinstance(node, bool | int | float | str):
         return node
     if isinstance(node, list):
-        return [_decode(item, tensors, depth + 1) for item in node]
+        return _items(node, tensors, depth)
     kind, body = node["kind"], node["value"]
     match kind:
         case "dict":
             return dict(_pairs(body, tensors, depth))
         case "tuple":
-            return tuple(_decode(body, tensors, depth))
+            return tuple(_items(body, tensors, depth))
         case "tensor":
             return _restored(tensors[body], _dtype(node["dtype"]), node["shape"])
         case "float":
@@ -229,10 +235,10 @@ def _decode(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
             factory = node["factory"]
             return defaultdict(None if factory is None else _FACTORIES[factory], _pairs(body, tensors, depth))
         case "deque":
-            return deque(_decode(body, tensors, depth), node["maxlen"])
-        case "ndarray":
-            raw = tensors[body].detach().cpu().contiguous().numpy().tobytes()
-            return np.frombuffer(raw, _numpy_dtype(node["dtype"])).reshape(node["shape"]).copy()
+            return deque(_items(body, tensors, depth), node["maxlen"])
+        case "ndarray":  # not copied: a skeleton may name a tensor again and again
+            raw = tensors[body].detach().cpu().reshape(-1).view(torch.uint8).numpy()
+            return raw.view(_numpy_dtype(node["dtype"])).reshape(node["shape"])
         case "numpy_scalar":
             return np.frombuffer(_bytes(body), _numpy_dtype(node["dtype"]))[0]
         case "torch_dtype":
@@ -245,8 +251,19 @@ def _decode(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
             raise ValueError(f"there is no kind of value called {kind!r:.80}")
 
 
+def _items(body: Any, tensors: dict[str, torch.Tensor], depth: int) -> list[Any]:
+    return [_decode(item, tensors, depth + 1) for item in _listed(body)]
+
+
 def _pairs(body: Any, tensors: dict[str, torch.Tensor], depth: int) -> list[tuple[Any, Any]]:
-    return [(_decode(key, tensors, depth + 1), _decode(item, tensors, depth + 1)) for key, item in body]
+    return [(_decode(key, tensors, depth + 1), _decode(item, tensors, depth + 1)) for key, item in _listed(body)]
+
+
+def _listed(body: Any) -> list[Any]:
+    """Not anything else that has items: a tensor has as many as it likes, each of them a tensor."""
+    if not isinstance(body, list):
+        raise TypeError(f"a {type(body).__name__} came where a list was saved")
+    return body
 
 
 def _restored(tensor: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
@@ -286,17 +303,15 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
+    if name not in _DTYPES:
         raise ValueError(f"{name!r:.80} is not a dtype")
-    return dtype
+    return _DTYPES[name]
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    dtype = np.dtype(name)
-    if dtype.kind not in _NUMPY_ARRAYS:
+    if not _NUMPY_DTYPE.fullmatch(name):
         raise ValueError(f"{name!r:.80} is not a dtype that is kept")
-    return dtype
+    return np.dtype(name)
 
 
 def _base64(data: bytes) -> str:

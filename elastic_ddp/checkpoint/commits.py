@@ -9,6 +9,7 @@ step=N/attempt=<hex>/<writer>-<k>.bin     blocks of tensors, their raw bytes, on
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -26,6 +27,8 @@ from elastic_ddp.errors import CheckpointError
 FORMAT: Final = 2
 MAX_MANIFEST_BYTES = 2**28
 """More than any commit's has, and little enough to be read whole."""
+MAX_SKELETON_BYTES = 2**28
+"""The same, of all that is no tensor in a state."""
 MAX_OBJECT_BYTES = 2**48
 MAX_STEP = 10**15
 ALIGNMENT = 16
@@ -37,6 +40,8 @@ _MANIFEST = re.compile(r"commits/(0|[1-9][0-9]{0,15})\.json")
 _SET_ASIDE = re.compile(r"set-aside/(0|[1-9][0-9]{0,15})-([0-9a-f]{32}|unknown)\.json")
 _ATTEMPT = re.compile(r"(step=(0|[1-9][0-9]{0,15})/attempt=[0-9a-f]{32})/.+")
 _DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+")
+_MAX_CORNERS = 2**22
+"""Of the blocks of a tensor: more than any has that is cut in a few dimensions."""
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -56,6 +61,7 @@ class StoredObject(BaseModel):
 class Skeleton(StoredObject):
     """The object with all of the state that is no tensor."""
 
+    size: Annotated[int, Field(ge=0, le=MAX_SKELETON_BYTES)]
     crc32: Crc32
 
     def check(self, data: bytes) -> None:
@@ -100,7 +106,7 @@ class StoredTensor(BaseModel):
                 raise ValueError(f"a block of a tensor of shape {self.shape} has another number of dimensions")
             if any(a + n > length for a, n, length in zip(block.offsets, block.sizes, self.shape, strict=True)):
                 raise ValueError(f"a block lies outside of a tensor of shape {self.shape}")
-        if sum(math.prod(block.sizes) for block in self.blocks) != math.prod(self.shape) or _overlap(self.blocks):
+        if not _make_up(self.shape, self.blocks):
             raise ValueError(f"the blocks of a tensor of shape {self.shape} do not make it up")
         return self
 
@@ -294,26 +300,25 @@ def superseded(keys: Iterable[str], kept: Iterable[Commit], *, step: int) -> tup
     return manifests, sorted(attempts)
 
 
-def _overlap(blocks: tuple[StoredBlock, ...]) -> bool:
-    """Whether two of these boxes share an element. Swept along the dimension in which they begin at most places."""
-    boxes = [block for block in blocks if math.prod(block.sizes)]
-    if len(boxes) < 2:
-        return False
-    dimensions = range(len(boxes[0].offsets))
-    sweep = max(dimensions, key=lambda d: len({box.offsets[d] for box in boxes}), default=None)
-    if sweep is None:  # of a scalar, twice
+def _make_up(shape: tuple[int, ...], blocks: tuple[StoredBlock, ...]) -> bool:
+    """Whether these boxes have every element of the whole once.
+
+    That is told by their corners alone, however many there are. Let each corner of a box count 1, or -1 if it is the
+    upper one in an odd number of dimensions: those counts are what all differences of neighbours leave of the number of
+    boxes that an element is in, so that number is 1 everywhere if and only if they are those of the whole.
+    """
+    if not math.prod(shape):
         return True
-    active: list[StoredBlock] = []
-    for box in sorted(boxes, key=lambda each: each.offsets[sweep]):
-        active = [each for each in active if each.offsets[sweep] + each.sizes[sweep] > box.offsets[sweep]]
-        for other in active:
-            if all(
-                box.offsets[d] < other.offsets[d] + other.sizes[d] and other.offsets[d] < box.offsets[d] + box.sizes[d]
-                for d in dimensions
-            ):
-                return True
-        active.append(box)
-    return False
+    cut = [d for d, length in enumerate(shape) if any(block.sizes[d] != length for block in blocks)]
+    if len(blocks) << len(cut) > _MAX_CORNERS:
+        return False
+    counts: dict[tuple[int, ...], int] = defaultdict(int)
+    boxes = [(1, block.offsets, block.sizes) for block in blocks]
+    for each, offsets, sizes in [(-1, (0,) * len(shape), shape), *boxes]:
+        for upper in itertools.product((False, True), repeat=len(cut)):
+            corner = tuple(offsets[d] + sizes[d] if up else offsets[d] for d, up in zip(cut, upper, strict=True))
+            counts[corner] += -each if sum(upper) % 2 else each
+    return not any(counts.values())
 
 
 def _canonical(body: Any) -> str:

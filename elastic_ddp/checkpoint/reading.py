@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -26,6 +27,8 @@ PIECE_BYTES = 16 << 20
 """Neighbouring blocks are read together up to so many bytes."""
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
+MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""Of this machine."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,10 @@ class Targets:
                 assert item.storage_index.offset is not None
                 self._copies.setdefault((name, tuple(item.storage_index.offset)), []).append(item)
 
+    def need(self, piece: Piece) -> bool:
+        """Whether anything in a piece is of use."""
+        return any((name, block.offsets) in self._copies for name, block in piece.blocks)
+
     def fill(self, piece: Piece, data: bytearray) -> None:
         """Takes what is of use in a piece."""
         for name, block in piece.blocks:
@@ -147,24 +154,50 @@ def state_to_fill(
         layout: a DTensor by which this rank is to have only a shard of a tensor, if they have the same shape.
 
     Raises:
+        CheckpointError: there can be no such tensors, or not here.
+    """
+    whole = empty_tensors(commit, components, "meta")
+    likes = {name: like for name in whole if (like := layout(name)) is not None and like.shape == whole[name].shape}
+    parts = {name: local_part(name, likes.get(name, tensor)) for name, tensor in whole.items()}
+    sizes = [padded(commit.tensors[name].num_bytes(block)) for name in whole for block in commit.tensors[name].blocks]
+    # Blocks are read whole, and wait for others: those that were read, and those that came from other ranks.
+    waiting = min(sum(sizes), 2 * PARALLEL_PIECES * max(PIECE_BYTES, *sizes, 0))
+    held = sum(part.numel() * whole[name].element_size() for name, (part, _) in parts.items())
+    _check_room(commit, held + waiting)
+    targets = {
+        name: (commit.tensors[name], torch.empty(part.shape, dtype=whole[name].dtype), origin)
+        for name, (part, origin) in parts.items()
+    }
+    tensors = {name: laid_out(target, likes.get(name, target)) for name, (_, target, _) in targets.items()}
+    return tensors, Targets(targets)
+
+
+def empty_tensors(
+    commit: Commit, components: Collection[str] | None = None, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """The tensors of a commit, or of some components, without values.
+
+    Raises:
         CheckpointError: there can be no such tensors.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    targets: dict[str, tuple[StoredTensor, torch.Tensor, torch.Size]] = {}
     try:
-        for name, each in commit.tensors.items():
-            if components is not None and name.partition(".")[0] not in components:
-                continue
-            like = layout(name)
-            if like is None or tuple(like.shape) != each.shape:
-                like = torch.empty(each.shape, dtype=each.torch_dtype, device="meta")
-            held, origin = local_part(name, like)
-            target = torch.empty(held.shape, dtype=each.torch_dtype)
-            targets[name] = each, target, origin
-            tensors[name] = laid_out(target, like)
-    except RuntimeError as error:
+        return {
+            name: torch.empty(each.shape, dtype=each.torch_dtype, device=device)
+            for name, each in commit.tensors.items()
+            if components is None or name.partition(".")[0] in components
+        }
+    except (MemoryError, RuntimeError) as error:
         raise CheckpointError(f"{commit.key} holds tensors that cannot be: {error}") from error
-    return tensors, Targets(targets)
+
+
+def _check_room(commit: Commit, num_bytes: int) -> None:
+    """Whether this process can have so much memory. Linux promises more than there is, and ends who uses it."""
+    try:
+        if num_bytes > MEMORY_BYTES:
+            raise MemoryError(f"this machine has {MEMORY_BYTES} bytes")
+        torch.empty(num_bytes, dtype=torch.uint8)
+    except (MemoryError, RuntimeError) as error:
+        raise CheckpointError(f"{commit.key} needs {num_bytes} bytes of memory: {error}") from error
 
 
 def state_of(
@@ -185,5 +218,5 @@ def state_of(
             name: unflatten(skeletons[name], by_component.get(name, {}))
             for name in (skeletons if components is None else components)
         }
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, MemoryError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{commit.prefix} is not a state: {described(error)}") from error

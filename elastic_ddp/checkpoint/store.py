@@ -122,6 +122,7 @@ class CheckpointStore:
             if state is None:
                 raise CheckpointError("not all that belongs to the state was written: its skeleton is missing")
             commit = Commit(step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record=record)
+            commit.check_present(self._storage.sizes(commit.prefix))  # who wrote it may have been told too much
             fence()
         except BaseException:
             self.discard(attempt_prefix(step, attempt))
@@ -268,14 +269,17 @@ class CheckpointStore:
     def _remove_superseded(self, newest: Commit) -> None:
         try:
             sizes = self._storage.sizes()
-            kept = [newest]
+            kept: list[Commit] = []
             for step in committed_steps(sizes):
                 # Commits of later steps were passed over when this run resumed: they must not push out good ones.
-                if step < newest.step and len(kept) < self._keep:
+                # Nor must the newest one, if the storage has not kept it as it said.
+                if step <= newest.step and len(kept) < self._keep:
                     with suppress(CheckpointError, FileNotFoundError):
                         commit = self._manifest(manifest_key(step))
                         commit.check_present(sizes)
                         kept.append(commit)
+            if not kept:
+                raise StorageError(f"{newest.key} is not there, nor any before it")
             manifests, attempts = superseded(sizes, kept, step=newest.step)
             for key in manifests:
                 self._storage.delete(key)

@@ -18,7 +18,15 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from elastic_ddp.checkpoint.commits import SKELETON, Skeleton, StoredBlock, StoredObject, StoredTensor, padded
+from elastic_ddp.checkpoint.commits import (
+    MAX_SKELETON_BYTES,
+    SKELETON,
+    Skeleton,
+    StoredBlock,
+    StoredObject,
+    StoredTensor,
+    padded,
+)
 from elastic_ddp.checkpoint.planning import BlockPlanner, share_of
 from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.state import flatten
@@ -88,6 +96,11 @@ class StateWriter:
         skeletons, tensors = flattened(state)
         self._rank, self.names = rank, frozenset(tensors)
         self._skeleton = json.dumps(skeletons, separators=(",", ":")).encode() if rank == 0 else b""
+        if len(self._skeleton) > MAX_SKELETON_BYTES:
+            raise CheckpointError(
+                f"without its tensors the state has {len(self._skeleton)} bytes as JSON, and may have at most "
+                f"{MAX_SKELETON_BYTES}; keep large things as tensors or arrays"
+            )
         planner = BlockPlanner()
         planner.set_up_planner(tensors)
         kind = (rank, world_size, *((name, each.dtype, each.shape) for name, each in tensors.items()))

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,73 +15,8 @@ import pytest
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage import Storage
+from tests.unit.faulty import Died, FaultyStorage
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step, save, step_of
-
-
-class Died(BaseException):
-    """The process is gone: nothing after this runs, and nothing may catch it."""
-
-
-class FaultyStorage(Storage):
-    """Does `fault` at operation number `at`, counted from 0 over every call that reaches the storage.
-
-    - `error before`, `error after`: raises StorageError with nothing done, or with everything done.
-    - `dies before`, `dies after`: raises Died likewise, and refuses every later call.
-    - `dies within`: a write leaves half its bytes and dies; other operations die before.
-    - `lies`: a write stores half its bytes and reports success.
-    """
-
-    def __init__(self, uri: str, fault: str, at: int | None) -> None:
-        super().__init__(uri)
-        self.fault, self.at_operation = fault, at
-        self.operations = 0
-        self.dead = False
-
-    def _run(self, operation: Callable[[], object], half: Callable[[], object] | None = None) -> object:
-        if self.dead:
-            raise Died
-        number, self.operations = self.operations, self.operations + 1
-        if number != self.at_operation:
-            return operation()
-        if self.fault == "lies":
-            return (half or operation)()
-        if self.fault == "dies within" and half is not None:
-            half()
-        if self.fault.endswith("after"):
-            operation()
-        if self.fault.startswith("error"):
-            raise StorageError("injected")
-        self.dead = True
-        raise Died
-
-    def read(self, key: str) -> bytes:
-        return self._run(lambda: super(FaultyStorage, self).read(key))  # type: ignore[return-value]
-
-    def size(self, key: str) -> int:
-        return self._run(lambda: super(FaultyStorage, self).size(key))  # type: ignore[return-value]
-
-    def read_range(self, key: str, start: int, end: int) -> bytearray:
-        return self._run(lambda: super(FaultyStorage, self).read_range(key, start, end))  # type: ignore[return-value]
-
-    def write(self, key: str, data: bytes | memoryview) -> None:
-        plain = super()
-        self._run(lambda: plain.write(key, data), lambda: plain.write(key, data[: len(data) // 2]))
-
-    def create(self, key: str, data: bytes) -> None:
-        plain = super()
-        self._run(lambda: plain.create(key, data), lambda: plain.create(key, data[: len(data) // 2]))
-
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        return self._run(lambda: super(FaultyStorage, self).sizes(prefix))  # type: ignore[return-value]
-
-    def delete(self, key: str) -> None:
-        self._run(lambda: super(FaultyStorage, self).delete(key))
-
-    def delete_tree(self, prefix: str) -> None:
-        # Object by object, as object stores do it: a death can leave some.
-        for key in super().list(prefix):
-            self._run(lambda key=key: super(FaultyStorage, self).delete(key))  # type: ignore[misc]
-
 
 FAULTS = ["error before", "error after", "dies before", "dies after", "dies within", "lies"]
 

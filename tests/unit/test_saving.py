@@ -6,8 +6,6 @@ import errno
 import os
 import signal
 import threading
-import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,59 +21,8 @@ from elastic_ddp.parallel.sockets import shut_down
 from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
 from elastic_ddp.storage import Storage
 from tests.ranks import PROCESSES, empty_store, run_ranks
+from tests.unit.faulty import Ranks
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step, step_of
-
-
-class LocalMailbox:
-    """That of ranks which are threads of one process."""
-
-    def __init__(self) -> None:
-        self.letters: dict[str, str] = {}
-
-    def put(self, key: str, text: str) -> None:
-        self.letters[key] = text
-
-    def get(self, key: str) -> str | None:
-        return self.letters.get(key)
-
-    def remove(self, key: str) -> None:
-        self.letters.pop(key, None)
-
-
-class Ranks:
-    """Savers of some ranks, which all save the same states to one storage."""
-
-    def __init__(self, storage: Callable[[int], Storage], world_size: int) -> None:
-        self.storages = [storage(rank) for rank in range(world_size)]
-        self.savers = [
-            Saver(each, CheckpointStore(each, keep=2), of_rank_0=frozenset({"user"})) for each in self.storages
-        ]
-        self.mailbox = LocalMailbox()
-        self.ended: list[Commit | Exception] = []
-
-    def begin(
-        self, step: int, *, of: list[int] | None = None, fence: Callable[[], None] = lambda: None, state: Any = None
-    ) -> str:
-        attempt = uuid.uuid4().hex
-        for rank in of if of is not None else range(len(self.savers)):
-            save = Save(
-                step=step,
-                attempt=attempt,
-                world_size=len(self.savers),
-                rank=rank,
-                mailbox=self.mailbox,
-                record={"step": step},
-                fence=fence,
-                on_end=self.ended.append,
-            )
-            self.savers[rank].begin(state or make_state(step), save)
-        return attempt
-
-    def wait(self) -> Any:
-        """What came of the save."""
-        for each in self.savers:
-            each.wait()
-        return self.ended[-1]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -1,0 +1,148 @@
+"""A storage that fails, lies, is slow or dies at one operation, and savers that are threads of one process."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint.saving import Save, Saver
+from elastic_ddp.errors import StorageError
+from elastic_ddp.storage import Storage
+from tests.unit.test_checkpoint import make_state
+
+
+class Died(BaseException):
+    """The process is gone: nothing after this runs, and nothing may catch it."""
+
+
+class FaultyStorage(Storage):
+    """Does `fault` at operation number `at`, counted from 0 over every call that reaches the storage.
+
+    - `error before`, `error after`: raises StorageError with nothing done, or with everything done.
+    - `dies before`, `dies after`: raises Died likewise, and refuses every later call.
+    - `dies within`: a write leaves half its bytes and dies; other operations die before.
+    - `lies`: a write stores half its bytes and reports success.
+    - `twice`: as a client does that repeats a request whose answer was lost: it has the second answer.
+    - `calls before`, `calls after`: `call` is called.
+    """
+
+    def __init__(self, uri: str, fault: str, at: int | None, call: Callable[[], object] = lambda: None) -> None:
+        super().__init__(uri)
+        self.fault, self.at_operation, self.call = fault, at, call
+        self.operations = 0
+        self.dead = False
+        self._lock = threading.Lock()  # a saver writes several objects at a time
+
+    def _run(self, operation: Callable[[], object], half: Callable[[], object] | None = None) -> object:
+        if self.dead:
+            raise Died
+        with self._lock:
+            number, self.operations = self.operations, self.operations + 1
+        if number != self.at_operation:
+            return operation()
+        kind, _, when = self.fault.partition(" ")
+        if kind == "lies":
+            return (half or operation)()
+        if kind == "calls":
+            return self._call(operation, when)
+        if kind == "twice" or when == "after":
+            operation()
+        if kind == "twice":
+            return operation()
+        if kind == "error":
+            raise StorageError("injected")
+        if when == "within" and half is not None:
+            half()
+        self.dead = True
+        raise Died
+
+    def _call(self, operation: Callable[[], object], when: str) -> object:
+        if when == "before":
+            self.call()
+        result = operation()
+        if when == "after":
+            self.call()
+        return result
+
+    def read(self, key: str) -> bytes:
+        return self._run(lambda: super(FaultyStorage, self).read(key))  # type: ignore[return-value]
+
+    def size(self, key: str) -> int:
+        return self._run(lambda: super(FaultyStorage, self).size(key))  # type: ignore[return-value]
+
+    def read_range(self, key: str, start: int, end: int) -> bytearray:
+        return self._run(lambda: super(FaultyStorage, self).read_range(key, start, end))  # type: ignore[return-value]
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        plain = super()
+        self._run(lambda: plain.write(key, data), lambda: plain.write(key, data[: len(data) // 2]))
+
+    def create(self, key: str, data: bytes) -> None:
+        plain = super()
+        self._run(lambda: plain.create(key, data), lambda: plain.create(key, data[: len(data) // 2]))
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        return self._run(lambda: super(FaultyStorage, self).sizes(prefix))  # type: ignore[return-value]
+
+    def delete(self, key: str) -> None:
+        self._run(lambda: super(FaultyStorage, self).delete(key))
+
+    def delete_tree(self, prefix: str) -> None:
+        # Object by object, as object stores do it: a death can leave some.
+        for key in super().list(prefix):
+            self._run(lambda key=key: super(FaultyStorage, self).delete(key))  # type: ignore[misc]
+
+
+class LocalMailbox:
+    """That of ranks which are threads of one process."""
+
+    def __init__(self) -> None:
+        self.letters: dict[str, str] = {}
+
+    def put(self, key: str, text: str) -> None:
+        self.letters[key] = text
+
+    def get(self, key: str) -> str | None:
+        return self.letters.get(key)
+
+    def remove(self, key: str) -> None:
+        self.letters.pop(key, None)
+
+
+class Ranks:
+    """Savers of some ranks, which all save the same states to one storage."""
+
+    def __init__(self, storage: Callable[[int], Storage], world_size: int, *, keep: int = 2) -> None:
+        self.storages = [storage(rank) for rank in range(world_size)]
+        self.savers = [
+            Saver(each, CheckpointStore(each, keep=keep), of_rank_0=frozenset({"user"})) for each in self.storages
+        ]
+        self.mailbox = LocalMailbox()
+        self.ended: list[Commit | Exception] = []
+
+    def begin(
+        self, step: int, *, of: list[int] | None = None, fence: Callable[[], None] = lambda: None, state: Any = None
+    ) -> str:
+        attempt = uuid.uuid4().hex
+        for rank in of if of is not None else range(len(self.savers)):
+            save = Save(
+                step=step,
+                attempt=attempt,
+                world_size=len(self.savers),
+                rank=rank,
+                mailbox=self.mailbox,
+                record={"step": step},
+                fence=fence,
+                on_end=self.ended.append,
+            )
+            self.savers[rank].begin(state or make_state(step), save)
+        return attempt
+
+    def wait(self) -> Any:
+        """What came of the save."""
+        for each in self.savers:
+            each.wait()
+        return self.ended[-1]

@@ -1,0 +1,112 @@
+"""Manifests that are right by their checksums, and ask for more than a reader should give."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.checkpoint.commits import MAX_SKELETON_BYTES, StoredTensor
+from elastic_ddp.errors import CheckpointError
+from elastic_ddp.storage import Storage
+from tests.unit.forging import signed
+from tests.unit.test_checkpoint import make_state, save
+
+
+def tensor_of(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> StoredTensor:
+    blocks = [{"offsets": at, "sizes": sizes, "object": 0, "start": 0, "crc32": 0} for at, sizes in boxes]
+    return StoredTensor.model_validate_json(json.dumps({"dtype": "int8", "shape": shape, "blocks": blocks}))
+
+
+BOX = st.integers(1, 3).flatmap(
+    lambda dimensions: st.tuples(
+        st.lists(st.integers(0, 3), min_size=dimensions, max_size=dimensions),
+        st.lists(
+            st.lists(st.integers(0, 3).flatmap(lambda at: st.tuples(st.just(at), st.integers(0, 3 - at))),
+                     min_size=dimensions, max_size=dimensions),
+            min_size=1, max_size=5,
+        ),
+    )
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(BOX)
+def test_blocks_are_taken_if_and_only_if_they_have_each_element_once(drawn: tuple[list[int], list[Any]]) -> None:
+    shape, sides = drawn
+    boxes = [([at for at, _ in box], [size for _, size in box]) for box in sides]
+    boxes = [box for box in boxes if all(a + n <= length for a, n, length in zip(*box, shape, strict=True))]
+    covered = torch.zeros(shape, dtype=torch.int64)
+    for at, sizes in boxes:
+        covered[tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))] += 1
+    if boxes and bool((covered == 1).all()):
+        assert math.prod(tensor_of(shape, boxes).shape) == covered.numel()
+    else:
+        with pytest.raises(ValueError, match=r"do not make it up|at least 1"):
+            tensor_of(shape, boxes)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3), st.data())
+def test_a_grid_is_taken_and_no_grid_that_lacks_or_repeats_a_block(sides: list[list[int]], data: st.DataObject) -> None:
+    starts = [list(itertools.accumulate(side, initial=0))[:-1] for side in sides]
+    boxes = [
+        ([at for at, _ in cell], [size for _, size in cell])
+        for cell in itertools.product(
+            *(list(zip(at, side, strict=True)) for at, side in zip(starts, sides, strict=True))
+        )
+    ]
+    shape = [sum(side) for side in sides]
+    tensor_of(shape, data.draw(st.permutations(boxes)))
+    one = data.draw(st.sampled_from(boxes))
+    for wrong in ([box for box in boxes if box is not one], [*boxes, one]):
+        with pytest.raises(ValueError, match=r"do not make it up|at least 1"):
+            tensor_of(shape, wrong)
+
+
+def test_a_manifest_of_very_many_blocks_does_not_hold_a_reader_up() -> None:
+    """To compare each with each would take minutes, and hours for what has room in a manifest."""
+    places = range(40)
+    boxes = [([*at], [1, 1, 1]) for at in itertools.product(places, places, places)]
+    assert len(tensor_of([40, 40, 40], boxes).blocks) == 64_000
+    with pytest.raises(ValueError, match="do not make it up"):
+        tensor_of([40, 40, 40], [*boxes[:-1], boxes[0]])
+
+
+def test_a_tensor_that_is_cut_in_very_many_dimensions_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not make it up"):
+        tensor_of([2] * 64, [([0] * 64, [1] * 64), ([1] * 64, [1] * 64)])
+
+
+def test_a_skeleton_of_absurd_size_is_not_read(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    [_, newest] = save(storage, 1, 2)
+    os.truncate(tmp_path / newest.state.key, MAX_SKELETON_BYTES + 1)
+    body = json.loads(newest.to_bytes())
+    body["state"]["size"] = MAX_SKELETON_BYTES + 1
+    storage.write(newest.key, signed(body))
+    store = CheckpointStore(storage, keep=2)
+    found = store.load_latest()
+    assert found is not None and found[0].step == 1
+    [(rejected, reason)] = store.rejected
+    assert rejected == newest.key and "less than or equal" in reason
+
+
+def test_a_state_whose_skeleton_could_not_be_read_again_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.checkpoint.writing.MAX_SKELETON_BYTES", 2000)
+    store = CheckpointStore(Storage(tmp_path), keep=1)
+    store.save(make_state(1), step=1, record={})
+    with pytest.raises(CheckpointError, match=r"without its tensors the state has \d+ bytes .* at most 2000"):
+        store.save({**make_state(2), "user": {"names": ["a name"] * 1000}}, step=2, record={})
+    assert Storage(tmp_path).list("commits") == ["commits/1.json"]

@@ -1,0 +1,250 @@
+"""Commits that are whole, by their checksums, and made to harm who restores them."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_ddp.checkpoint import CheckpointStore, reading
+from elastic_ddp.checkpoint.commits import Commit
+from elastic_ddp.errors import CheckpointError
+from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.restoring import Weights, restore
+from elastic_ddp.state import unflatten
+from elastic_ddp.storage import Storage
+from tests.ranks import run_ranks
+from tests.unit.forging import NAMES_NOTHING, in_little_memory, limit_memory, plant, plant_sparse
+from tests.unit.test_checkpoint import make_state, restored_step, save, step_of
+
+MANY = 1 << 20
+TENSORS = {"model.w": torch.zeros(MANY, dtype=torch.uint8), "model.none": torch.empty(0), "model.one": torch.ones(1)}
+
+
+def of(name: str, **fields: Any) -> dict[str, Any]:
+    return {"kind": "tensor", "value": name, "dtype": "float32", "shape": [0], **fields}
+
+
+def array(name: str, dtype: Any, shape: Any) -> dict[str, Any]:
+    return {"kind": "ndarray", "value": name, "dtype": dtype, "shape": shape}
+
+
+W = of("w", dtype="uint8", shape=[MANY])
+NODES: dict[str, Any] = {
+    "an absurd shape of nothing": of("none", shape=[2**62, 2**62, 0]),
+    "a shape that overflows": of("none", shape=[0, 2**70]),
+    "a shape that is none": of("one", shape="ab"),
+    "a shape of something else": of("one", shape=[2**40]),
+    "an array of an absurd shape": array("none", "<f4", [0, 2**40, 2**40]),
+    "an array of absurd strings": array("none", "U1000000000", [1]),
+    "an array of objects": array("w", "O", [MANY // 8]),
+    "an array of arrays": array("w", "(1000000,1000000)f4", [0]),
+    "an array of a record": array("none", {"names": ["a"], "formats": ["f4"], "itemsize": 2**31 - 1}, [0]),
+    "an array of no dtype": array("none", None, [0]),
+    "a tuple of all items of a tensor": {"kind": "tuple", "value": W},
+    "a deque of all items of a tensor": {"kind": "deque", "value": W, "maxlen": None},
+    "a deque of absurd length": {"kind": "deque", "value": [], "maxlen": 2**80},
+    "a dict of all items of a tensor": {"kind": "dict", "value": of("w", dtype="uint8", shape=[MANY // 2, 2])},
+    "a module of torch": {"kind": "torch_dtype", "value": "_inductor"},
+    "a function of torch": of("one", dtype="load", shape=[1]),
+    "a device that is none": {"kind": "torch_device", "value": "cuda:99999999999999"},
+    "a size that is none": {"kind": "torch_size", "value": {"kind": "list", "value": [1]}},
+    "a factory that runs code": {"kind": "defaultdict", "value": [], "factory": "eval"},
+    "a pickle": {"kind": "pickle", "value": "gASVIQ=="},
+}
+
+
+def skeleton_of(node: Any) -> bytes:
+    return json.dumps({"model": {"kind": "dict", "value": [["x", node]]}}).encode()
+
+
+SKELETONS = {
+    **{name: skeleton_of(node) for name, node in NODES.items()},
+    "no text": b'{"model": "\xff\xfe"}',
+    "nothing": b"",
+    "a list": b"[{}]",
+    "deep JSON": b'{"model": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep tuples": b'{"model": ' + b'{"kind": "tuple", "value": [' * 500 + b"]}" * 500 + b"}",
+    "a number of too many digits": b'{"model": ' + b"9" * 100_000 + b"}",
+}
+
+
+def restored_with(uri: str, group: ProcessGroup) -> tuple[int | None, list[str]]:
+    """The step that a rank restores, and what of the newer ones was rejected."""
+    store = CheckpointStore(Storage(uri), keep=2)
+    found = restore(store, Storage(uri), group)
+    return None if found is None else step_of(found[1]), [key for key, _ in store.rejected]
+
+
+def restore_all(group: ProcessGroup, uris: list[str]) -> list[tuple[int | None, list[str]]]:
+    return [restored_with(uri, group) for uri in uris]
+
+
+def test_a_crafted_skeleton_has_all_ranks_use_the_commit_before(tmp_path: Path) -> None:
+    names = ["an absurd shape of nothing", "a module of torch", "no text", "nothing", "deep JSON", "deep tuples"]
+    uris = [str(tmp_path / name.replace(" ", "-")) for name in names]
+    for uri, name in zip(uris, names, strict=True):
+        save(Storage(uri), 1)
+        plant(Storage(uri), 2, SKELETONS[name], TENSORS)
+    first, second = run_ranks(2, restore_all, uris)
+    assert first == [(1, ["commits/2.json"])] * len(names) and second == [(1, [])] * len(names)
+
+
+def steps_used() -> dict[str, int | None]:
+    """Which of two commits is used, by what the newer one's skeleton is."""
+    found = {}
+    for name, skeleton in SKELETONS.items():
+        storage = Storage(f"memory://{uuid.uuid4().hex}")
+        save(storage, 1)
+        plant(storage, 2, skeleton, TENSORS)
+        found[name] = restored_step(storage)
+    return found
+
+
+def test_a_crafted_skeleton_allocates_little_and_the_commit_before_is_used() -> None:
+    steps, used = in_little_memory(steps_used, more_bytes=2**30)
+    assert steps == dict.fromkeys(SKELETONS, 1) and used < 100 << 20
+
+
+def arrays_of_one_tensor() -> int:
+    nodes = [array("w", "|u1", [MANY])] * 2000
+    return len(unflatten(nodes, {"w": TENSORS["model.w"]}))
+
+
+def test_a_tensor_that_is_named_again_and_again_is_there_once() -> None:
+    count, used = in_little_memory(arrays_of_one_tensor, more_bytes=2**30)
+    assert count == 2000 and used < 48 << 20
+
+
+# Sizes.
+
+
+def test_tensors_that_cannot_be_allocated_have_all_ranks_use_the_commit_before(tmp_path: Path) -> None:
+    memory = reading.MEMORY_BYTES
+    uris = []
+    for name, tensors in {
+        "one that is larger than any memory": {"model.w": (1, 2**43)},
+        "several that are together": {f"model.{n}": (40, memory // 100 // 16 * 16) for n in range(3)},
+        "blocks that are": {"model.w": (2, memory * 2 // 5 // 16 * 16)},
+    }.items():
+        uris.append(str(tmp_path / name.replace(" ", "-")))
+        save(Storage(uris[-1]), 1)
+        plant_sparse(Path(uris[-1]), 2, tensors)
+    first, second = run_ranks(2, restore_all, uris)
+    assert first == [(1, ["commits/2.json"])] * 3 and second == [(1, [])] * 3
+
+
+def test_shapes_that_no_tensor_can_have_have_the_commit_before_used(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    save(storage, 1)
+    commit = plant(storage, 2, NAMES_NOTHING, {"model.w": torch.empty(0, 1, 1)})
+    body = json.loads(commit.model_dump_json())
+    for each in (body["tensors"]["model.w"], *body["tensors"]["model.w"]["blocks"]):
+        each["shape" if "shape" in each else "sizes"] = [2**48, 2**48, 0]
+    storage.write(commit.key, Commit.model_validate_json(json.dumps(body)).to_bytes())
+    store = CheckpointStore(storage, keep=2)
+    found = store.load_latest()
+    assert found is not None and found[0].step == 1
+    assert "tensors that cannot be" in store.rejected[0][1]
+
+
+def restore_in_little_memory(group: ProcessGroup, uri: str, poor: int) -> tuple[int | None, list[str]]:
+    if group.rank == poor:
+        limit_memory(1 << 30)
+    return restored_with(uri, group)
+
+
+@pytest.mark.parametrize("poor", [0, 1])
+def test_what_one_rank_has_no_memory_for_no_rank_uses(tmp_path: Path, poor: int) -> None:
+    save(Storage(tmp_path), 1)
+    plant_sparse(tmp_path, 2, {"model.w": (128, 16 << 20)})
+    ranks = run_ranks(2, restore_in_little_memory, str(tmp_path), poor)
+    assert ranks == [(1, ["commits/2.json"]), (1, [])]
+
+
+# Anything.
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(max_size=4),
+    st.sampled_from(["w", "none", "one", "float32", "_dynamo", "<f8", "O", "U9", "<M8[ns]", "list", "eval", "cuda:7"]),
+    st.sampled_from([2**31, 2**40, 2**62, -1]),
+)  # fmt: skip
+KINDS = [
+    "dict", "tuple", "tensor", "float", "bytes", "ordered_dict", "counter", "defaultdict", "deque", "ndarray",
+    "numpy_scalar", "torch_dtype", "torch_device", "torch_size",
+]  # fmt: skip
+ANYTHING = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(st.tuples(inner, inner), max_size=3),
+        st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        st.fixed_dictionaries(
+            {"kind": st.sampled_from(KINDS), "value": inner},
+            optional={"dtype": inner, "shape": inner, "maxlen": inner, "factory": inner, "metadata": inner},
+        ),
+    ),
+    max_leaves=12,
+)
+
+
+def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Ways to all that is in a tree of JSON."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [way, *(place for key, each in inner for place in places(each, (*way, key)))]
+
+
+def changed(value: Any, way: tuple[Any, ...], other: Any) -> Any:
+    if not way:
+        return other
+    copy = value.copy()
+    copy[way[0]] = changed(value[way[0]], way[1:], other)
+    return copy
+
+
+def restore_anything() -> None:
+    """Replaces something in the skeleton of a real state, or all of it, and restores."""
+    storage = Storage(f"memory://{uuid.uuid4().hex}")
+    store = CheckpointStore(storage, keep=9)
+    real = store.save(make_state(2), step=2, record={})
+    tensors, targets = reading.state_to_fill(real)
+    for piece, data in reading.read_pieces(storage, reading.pieces_of(real, tensors)):
+        targets.fill(piece, data)
+    skeleton = json.loads(store.skeleton(real))
+    ways = places(skeleton)
+
+    @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(ways), ANYTHING, st.randoms(use_true_random=False))
+    def fuzz(way: tuple[Any, ...], value: Any, random: Any) -> None:
+        text = json.dumps(changed(skeleton, way, value))
+        if random.random() < 0.1:
+            text = text[: random.randrange(len(text))]
+        try:
+            reading.state_of(real, text.encode(), tensors)
+        except CheckpointError:
+            pass
+        except BaseException as error:  # hypothesis shows the example
+            raise AssertionError(text) from error
+
+    fuzz()
+
+
+def test_whatever_a_skeleton_holds_is_a_state_or_an_error_and_allocates_little() -> None:
+    _, used = in_little_memory(restore_anything, more_bytes=2**30)
+    assert used < 200 << 20
+
+
+# Weights that others give.
+
+
+@pytest.mark.parametrize("node", [[1], {"kind": "dict", "value": [[1, 2], ["a", 3]]}, "text", None], ids=str)
+def test_weights_of_no_model_are_refused(tmp_path: Path, node: Any) -> None:
+    plant(Storage(tmp_path / "checkpoints"), 2, json.dumps({"model": node}).encode(), {"model.w": torch.zeros(16)})
+    with pytest.raises(CheckpointError, match="does not hold the weights of a model"):
+        Weights.find(str(tmp_path), None).check(torch.nn.Linear(1, 1), strict=False)
