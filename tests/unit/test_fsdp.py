@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from elastic_ddp.config import RunConfig
 from elastic_ddp.generation import strategy_of
 from elastic_ddp.parallel.buffers import StepBuffers
-from elastic_ddp.parallel.prepared import PreparedModel, units_of
+from elastic_ddp.parallel.prepared import PreparedModel
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.train_state import TrainState
 from tests.ranks import run_ranks
@@ -78,11 +78,13 @@ def config_of(strategy: str, **settings: Any) -> RunConfig:
     )
 
 
-def prepared(strategy: str, optimizer: str = "AdamW", **settings: Any) -> tuple[RunConfig, TrainState]:
+def prepared(
+    strategy: str, optimizer: str = "AdamW", model: torch.nn.Module | None = None, **settings: Any
+) -> tuple[RunConfig, TrainState]:
     torch.manual_seed(0)
-    config, model = config_of(strategy, **settings), Model()
+    config, model = config_of(strategy, **settings), model or Model()
     bf16 = config.precision == "bf16" and strategy == "ddp"
-    state = TrainState(PreparedModel(model, device=CPU, bf16=bf16, is_unit=units_of(model, ["Block"], None)))
+    state = TrainState(PreparedModel(model, device=CPU, bf16=bf16, is_unit=lambda part: type(part) is Block))
     state.add_optimizer(OPTIMIZERS[optimizer](state.model))
     state.add_scheduler(torch.optim.lr_scheduler.StepLR(state.optimizers[0], 1, gamma=0.9))
     return config, state

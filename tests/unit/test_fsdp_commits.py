@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.checkpoint.commits import attempt_prefix
+from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.checkpoint.writing import Part, StateWriter
 from elastic_ddp.generation import strategy_of
 from elastic_ddp.parallel.process_group import ProcessGroup
@@ -122,3 +125,69 @@ def _written(group: ProcessGroup, folder: Path) -> int:
     writer = StateWriter()
     writer.stage(state.state_dict(), rank=group.rank, world_size=group.world_size)
     return sum(item.size for item in writer.write(Storage(folder), "x").objects)
+
+
+def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path) -> None:
+    """And every byte leaves the storage once."""
+    saved = run_ranks(2, _save_large, tmp_path)[0]
+    whole = sum(each.nbytes for each in saved.values())
+    every = run_ranks(3, _restore_large, tmp_path)
+    for got, _, found in every:
+        assert found.keys() == saved.keys() and all(found[name].tobytes() == saved[name].tobytes() for name in saved)
+        assert got < 0.3 * whole, "no more than its shard"
+    assert sum(got for got, _, _ in every) > 0, "a piece lies across two shards"
+    assert whole <= sum(read for _, read, _ in every) < 1.1 * whole
+
+
+def _large() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(4)))
+
+
+def _save_large(group: ProcessGroup, folder: Path) -> Tensors:
+    config, state = prepared("fsdp", "SGD", model=_large())
+    strategy_of(config)(state.model, config, group).spread(state.optimizers)  # type: ignore[arg-type]
+    with mock.patch("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(1024)):
+        save(group, folder, state.state_dict())
+    return {name: each.numpy() for name, each in whole_state(state).items()}
+
+
+def _restore_large(group: ProcessGroup, folder: Path) -> tuple[int, int, Tensors]:
+    """Bytes that came from other ranks, and from the storage, and the state."""
+    got = read = 0
+    broadcast, irecv = dist.broadcast, dist.irecv
+
+    def counted_broadcast(tensor: torch.Tensor, source: int, **options: Any) -> Any:
+        nonlocal got
+        got += tensor.numel() if source != group.rank and options else 0  # but for what is read before
+        return broadcast(tensor, source, **options)
+
+    def counted_irecv(tensor: torch.Tensor, *place: Any, **options: Any) -> Any:
+        nonlocal got
+        got += tensor.numel()
+        return irecv(tensor, *place, **options)
+
+    class Counting(Storage):
+        def read_range(self, key: str, start: int, end: int) -> bytearray:
+            nonlocal read
+            read += end - start
+            return super().read_range(key, start, end)
+
+    config, state = prepared("fsdp", "SGD", model=_large())
+    assert state.model is not None
+    spread = strategy_of(config)(state.model, config, group)
+
+    def layout() -> Any:
+        spread.spread(state.optimizers)
+        return spread.layout(state.optimizers)
+
+    storage = Counting(folder)
+    with (
+        mock.patch("elastic_ddp.checkpoint.reading.PIECE_BYTES", 3000),
+        mock.patch("torch.distributed.broadcast", counted_broadcast),
+        mock.patch("torch.distributed.irecv", counted_irecv),
+    ):
+        restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
+    assert restored is not None
+    state.load_state_dict(restored[1])
+    return got, read, {name: each.numpy() for name, each in whole_state(state).items()}
