@@ -13,7 +13,7 @@ from elastic_ddp.storage import Storage
 from tests.s3.ceph import USER
 from tests.s3.conftest import Bucket
 from tests.s3.proxy import Proxy, Refusal
-from tests.s3.saving import PART_BYTES, large_state, save_on_ranks
+from tests.saving import PART_BYTES, large_state, save_on_ranks
 from tests.unit.test_checkpoint import restored_step
 
 

@@ -8,11 +8,10 @@ import pytest
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.errors import StorageError
-from elastic_ddp.storage import Storage
 from tests.s3.ceph import Ceph, Keys
 from tests.s3.conftest import Bucket, made
 from tests.s3.proxy import SLOW_DOWN, Fault, Plan, Proxy, Refusal, Request
-from tests.s3.saving import PART_BYTES, large_state, save_on_ranks
+from tests.saving import PART_BYTES, is_whole, large_state, save_on_ranks
 from tests.unit.test_checkpoint import keys_of, restored_step, step_of
 
 
@@ -39,15 +38,6 @@ def first(count: int, what: Fault | Refusal, of: Plan) -> Plan:
         return what if of(request) and next(left, None) is not None else None
 
     return plan
-
-
-def is_whole(storage: Storage, *steps: int) -> None:
-    """These are the commits, the last one restores, and nothing lies beside them."""
-    assert restored_step(storage) == steps[-1]
-    commits = [commit for _, commit in CheckpointStore(storage, keep=9).all_commits()]
-    assert all(isinstance(commit, Commit) for commit in commits)
-    assert storage.list() == sorted(key for commit in commits for key in keys_of(commit))
-    assert [commit.step for commit in commits] == [*reversed(steps)]
 
 
 @pytest.mark.parametrize("what", [SLOW_DOWN, Refusal(500, "InternalError"), *Fault], ids=str)

@@ -10,7 +10,7 @@ import torch
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, Save, Saver
 from elastic_ddp.storage import Storage
-from tests.unit.test_checkpoint import make_state
+from tests.unit.test_checkpoint import keys_of, make_state, restored_step
 from tests.unit.test_saving import LocalMailbox
 
 PART_BYTES = 5 << 20
@@ -51,3 +51,12 @@ def large_state(step: int, num_parts: int) -> dict[str, Any]:
         for number in range(num_parts)
     }
     return {**make_state(step), "large": large}
+
+
+def is_whole(storage: Storage, *steps: int) -> None:
+    """These are the commits, the last one restores, and nothing lies beside them."""
+    assert restored_step(storage) == steps[-1]
+    commits = [commit for _, commit in CheckpointStore(storage, keep=9).all_commits()]
+    assert all(isinstance(commit, Commit) for commit in commits)
+    assert storage.list() == sorted(key for commit in commits for key in keys_of(commit))
+    assert [commit.step for commit in commits] == [*reversed(steps)]
