@@ -20,7 +20,7 @@ from elastic_ddp.telemetry import read_ledger
 
 WORKERS = 2
 EVERY_STEPS = 20
-STRETCH_STEPS = 5 * EVERY_STEPS
+STRETCH_STEPS = 2 * EVERY_STEPS
 GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, CONTEXT = 32, 8, 128
 """Those of examples/train.py."""
 
