@@ -18,7 +18,7 @@ from elastic_ddp.failures import is_lasting, is_missing_bucket, remedy, told
 _PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
 _TEMPORARY = ".tmp-"
 _CREATE_TRIES, _CREATE_PAUSE_S = 6, 0.2
-PART_BYTES = 16 << 20
+PART_BYTES = 8 << 20
 """Of a large object on S3, sent at once."""
 PARALLEL_PARTS = 4
 """Parts of an object that are on their way."""
