@@ -4,10 +4,10 @@ VENV := .venv
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test unit chaos lint format bench soak clean
+.PHONY: help install train test unit chaos s3 lint format bench soak clean
 
 help: ## list what there is to make
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1	\2/' | expand -t 18
+	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1	\2/' | expand -t 18
 
 install: $(VENV)/.installed ## make .venv and install elastic_ddp into it
 
@@ -23,6 +23,9 @@ unit: $(VENV)/.installed-dev ## the tests that need no Ray, in seconds
 chaos: $(VENV)/.installed-dev ## more faults than `make test` injects
 	$(VENV)/bin/python -m pytest -m chaos $(ARGS)
 
+s3: $(VENV)/.installed-dev ## commits on a real S3 server, Ceph's from Debian's packages, which it starts and ends
+	$(VENV)/bin/python -m pytest tests/s3 -m s3 $(ARGS)
+
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -32,12 +35,13 @@ format: $(VENV)/.installed-dev ## let ruff fix what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(VENV)/.installed-dev ## measure what data, steps and changes of membership cost here
+bench: $(VENV)/.installed-dev ## measure what data, steps, commits and changes of membership cost here
 	$(VENV)/bin/python benchmarks/main_job.py
 	$(VENV)/bin/python benchmarks/data.py
 	$(VENV)/bin/python benchmarks/steps.py
 	$(VENV)/bin/python benchmarks/elasticity.py
 	$(VENV)/bin/python benchmarks/rendezvous.py
+	$(VENV)/bin/python benchmarks/checkpoint.py
 
 soak: $(VENV)/.installed-dev ## train for twenty minutes while something happens every twenty seconds
 	$(VENV)/bin/python benchmarks/soak.py $(ARGS)

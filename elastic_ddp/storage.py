@@ -12,12 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_ddp.errors import ConfigError, StorageError, described
+from elastic_ddp.errors import ConfigError, StorageError
+from elastic_ddp.failures import is_lasting, is_missing_bucket, remedy, told
 
 _PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
 _TEMPORARY = ".tmp-"
-_CREATE_TRIES = 4
-PART_BYTES = 16 << 20
+_CREATE_TRIES, _CREATE_PAUSE_S = 6, 0.2
+PART_BYTES = 8 << 20
 """Of a large object on S3, sent at once."""
 PARALLEL_PARTS = 4
 """Parts of an object that are on their way."""
@@ -122,7 +123,7 @@ class Storage:
             verb = "deleted from"
             self._folder.delete(key)
         except Exception as error:  # backends raise whatever their client library does
-            raise ConfigError(f"storage={self.uri!r} cannot be {verb}: {described(error)}; {remedy(error)}") from error
+            raise ConfigError(f"storage={self.uri!r} cannot be {verb}: {told(error)}; {remedy(error)}") from error
 
     def filesystem_and_path(self) -> tuple[Any, str]:
         """A `pyarrow.fs.FileSystem` and the path of this folder in it, for Ray's `storage_filesystem`."""
@@ -148,10 +149,11 @@ class Storage:
             raise
         except Exception as error:  # backends raise whatever their client library does
             for expected in passing:
-                if isinstance(error, expected):
+                if isinstance(error, expected) and not is_missing_bucket(error):
                     why = "there is no such object" if expected is FileNotFoundError else "the object exists already"
                     raise expected(error.errno, why, f"{self.uri}/{key}") from error
-            raise StorageError(f"cannot {verb} {key!r} in {self.uri}: {described(error)}") from error
+            advice = f"; {remedy(error)}" if is_lasting(error) else ""
+            raise StorageError(f"cannot {verb} {key!r} in {self.uri}: {told(error)}{advice}") from error
 
 
 class _Folder(Protocol):
@@ -391,15 +393,17 @@ def _create_on_s3(fs: Any, path: str, data: bytes) -> None:
             # A chunk larger than the data keeps it one PUT: multipart uploads are not refused everywhere.
             fs.pipe_file(path, data, mode="create", chunksize=len(data) + 1, Metadata={"created-by": mark})
             return
-        except PermissionError:
-            raise
         except Exception as error:
+            if is_lasting(error):
+                raise
             try:
                 winner = fs.metadata(path).get("created-by")
-            except FileNotFoundError:
-                if isinstance(error, FileNotFoundError) or not remaining:  # no bucket, or no luck
+            except Exception as unknown:  # nothing is there, or nothing can be seen of it
+                if is_lasting(unknown) and not isinstance(unknown, FileNotFoundError):
+                    raise
+                if not remaining:
                     raise error from None
-                time.sleep(0.1 * 2 ** (_CREATE_TRIES - remaining))
+                time.sleep(_CREATE_PAUSE_S * 2 ** (_CREATE_TRIES - 1 - remaining))
                 continue
             if winner == mark:
                 return
@@ -454,22 +458,3 @@ def _sync_directory(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def remedy(error: Exception) -> str:
-    """What to change, by the class of a backend's exception; names are compared as backends are optional."""
-    names = {cls.__name__ for cls in type(error).__mro__}
-    if names & {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"}:
-        return (
-            "give credentials, for S3 with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role of "
-            "the machine"
-        )
-    if isinstance(error, FileNotFoundError):
-        return "create the bucket or the file system first, or correct its name"
-    if isinstance(error, PermissionError):
-        return "grant this user or role reading, writing, listing and deleting there, or use another storage"
-    if isinstance(error, NotADirectoryError):
-        return "remove that file or use another folder"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return "free space there or use another storage"
-    return "check the address (AWS_ENDPOINT_URL for S3 servers other than AWS), the network and the permissions"

@@ -3,7 +3,6 @@ later."""
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -29,6 +28,7 @@ from elastic_ddp.checkpoint.commits import (
 )
 from elastic_ddp.checkpoint.planning import BlockPlanner, share_of
 from elastic_ddp.errors import CheckpointError, StorageError
+from elastic_ddp.failures import is_lasting
 from elastic_ddp.state import flatten
 from elastic_ddp.storage import Storage
 
@@ -38,7 +38,6 @@ PARALLEL_OBJECTS = 2
 """Objects that a rank writes at the same time; a storage sends the pieces of a large one at the same time, too."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 """Between tries."""
-_LASTING = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.ENOTDIR}
 
 _log = logging.getLogger(__name__)
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
@@ -204,15 +203,6 @@ def retried(write: Callable[[], None], *, within_s: float) -> None:
             _log.warning("tried again in %g s: %s", pause_s, error)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def is_lasting(error: BaseException | None) -> bool:
-    """Whether a failure of a storage is one that time does not mend: no rights, no room, no such bucket."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _LASTING:
-            return True
-        error = error.__cause__
-    return False
 
 
 def put_together(

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from elastic_ddp.errors import DataError, described
-from elastic_ddp.storage import remedy
+from elastic_ddp.failures import remedy
 
 _TAIL_BYTES = 64 * 1024  # read at once from a file's end: most footers are smaller
 _MAGIC = b"PAR1"

@@ -32,7 +32,7 @@ LAYERS = (
     ("parallel", "checkpoint", "data"),
     ("telemetry", "ray_internals", "lease"),
     ("state", "storage", "seeding", "signals"),
-    ("batching", "config"),
+    ("batching", "config", "failures"),
     ("errors",),
 )
 """Top to bottom. A module imports from its own part and from the layers below; parts of one layer do not know each

@@ -1,0 +1,220 @@
+"""How long a training step is held up by a save: two ranks of a Ray Train job, on which the ways to save take turns.
+
+A step is held up from the moment when all ranks are there until all can go on. What happens behind training has ended
+on all ranks before the next one's turn.
+
+    copy          this rank's share of the state into memory that is there, and nothing else
+    ours          as a run of elastic_ddp saves
+    dcp           torch.distributed.checkpoint's async_save, as its documentation has it
+    dcp, cached   the same with memory that is kept from one save to the next
+    ray           rank 0's torch.save into a folder, and ray.train.report of that
+    ray, async    the same with what Ray can put off put off
+    torch         rank 0's torch.save to the store
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray.train
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ray.train import Checkpoint, CheckpointConfig, CheckpointUploadMode, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from elastic_ddp.storage import Storage
+from saves.state import make_state, num_bytes, tensors_of
+from saves.stores import OurSaves
+
+WORLD_SIZE = 2
+
+
+class Side(Protocol):
+    """A way to save."""
+
+    def save(self, step: int) -> None:
+        """What a step waits for."""
+
+    def settle(self) -> None:
+        """Until it is done, behind training."""
+
+
+class Copy:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._share = tensors_of(state)[dist.get_rank() :: WORLD_SIZE]
+        self._copies = [torch.zeros_like(tensor) for tensor in self._share]
+
+    def save(self, step: int) -> None:
+        for copy, tensor in zip(self._copies, self._share, strict=True):
+            copy.copy_(tensor)
+
+    def settle(self) -> None:
+        pass
+
+
+class Ours:
+    def __init__(self, state: dict[str, Any], uri: str) -> None:
+        self._state = state
+        address: list[Any] = [None]
+        if dist.get_rank() == 0:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            address = [("127.0.0.1", self._store.port)]
+        dist.broadcast_object_list(address)
+        self._saves = OurSaves(f"{uri}/ours", dist.get_rank(), WORLD_SIZE, address[0])
+
+    def save(self, step: int) -> None:
+        self._saves.begin(self._state, step)
+
+    def settle(self) -> None:
+        self._saves.wait()
+
+
+class Dcp:
+    def __init__(self, state: dict[str, Any], uri: str, *, is_cached: bool) -> None:
+        self._state, self._folder = state, f"{uri}/dcp-{is_cached}"
+        self._group = dist.new_group(backend="gloo")
+        if uri.startswith("s3://"):
+            from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+            self._writer: Any = FsspecWriter(self._folder, thread_count=2)
+        else:
+            self._writer = dcp.FileSystemWriter(self._folder, thread_count=2)
+        plain = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
+        self._stager = DefaultStager(plain) if is_cached else None
+        self._future: Any = None
+
+    def save(self, step: int) -> None:
+        self._future = dcp.async_save(
+            self._state,
+            checkpoint_id=self._folder,
+            storage_writer=self._writer,
+            async_stager=self._stager,
+            process_group=self._group,
+        )
+
+    def settle(self) -> None:
+        self._future.result()
+
+
+class Torch:
+    def __init__(self, state: dict[str, Any], uri: str) -> None:
+        self._state, self._path = state, f"{uri}/torch.pt"
+
+    def save(self, step: int) -> None:
+        if dist.get_rank() == 0:
+            import fsspec
+
+            with fsspec.open(self._path, "wb") as file:
+                torch.save(self._state, file)
+
+    def settle(self) -> None:
+        if dist.get_rank() == 0 and not self._path.startswith("s3://"):
+            sync(Path(self._path))
+
+
+class Ray:
+    def __init__(self, state: dict[str, Any], storage: str, mode: CheckpointUploadMode) -> None:
+        self._state, self._storage, self._mode, self._folder = state, storage, mode, ""
+
+    def save(self, step: int) -> None:
+        checkpoint = None
+        if dist.get_rank() == 0:
+            self._folder = tempfile.mkdtemp()
+            torch.save(self._state, f"{self._folder}/state.pt")
+            checkpoint = Checkpoint.from_directory(self._folder)
+        ray.train.report(
+            {},
+            checkpoint=checkpoint,
+            checkpoint_dir_name=f"{self._mode.value}-{step}",
+            checkpoint_upload_mode=self._mode,
+            delete_local_checkpoint_after_upload=False,
+        )
+
+    def settle(self) -> None:
+        ray.train.get_all_reported_checkpoints()  # waits for those on their way
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._folder)
+            if not self._storage.startswith("s3://"):
+                for path in Path(self._storage).rglob("*.pt"):
+                    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Has it on the disk now, and not while another side is measured."""
+    with suppress(FileNotFoundError):  # Ray has removed it since
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sides(state: dict[str, Any], uri: str) -> dict[str, Side]:
+    return {
+        "copy": Copy(state),
+        "ours": Ours(state, uri),
+        "dcp": Dcp(state, uri, is_cached=False),
+        "dcp, cached": Dcp(state, uri, is_cached=True),
+        "ray": Ray(state, f"{uri}/ray", CheckpointUploadMode.SYNC),
+        "ray, async": Ray(state, f"{uri}/ray", CheckpointUploadMode.ASYNC),
+        "torch": Torch(state, uri),
+    }
+
+
+def take_turns(settings: dict[str, Any]) -> None:
+    """On each rank; rank 0 writes down how long a step was held up, by side and round."""
+    torch.set_num_threads(1)
+    state = make_state(settings["size_mib"])
+    all_sides = sides(state, settings["uri"])
+    held: dict[str, list[float]] = {name: [] for name in all_sides}
+    for step, name in turns([*all_sides], settings["rounds"] + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        all_sides[name].save(step)
+        dist.barrier()
+        held[name].append(time.perf_counter() - begin)
+        all_sides[name].settle()
+        dist.barrier()
+    if dist.get_rank() == 0:
+        kept = {name: seconds[1:] for name, seconds in held.items()}  # the first ones made their memory
+        Path(settings["output"]).write_text(json.dumps({"held_s": kept, "state_bytes": num_bytes(state)}))
+
+
+def turns(names: list[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Each side once a round, in an order that moves on, with a number of its own for each turn."""
+    for number in range(rounds):
+        first = number % len(names)
+        for place, name in enumerate(names[first:] + names[:first]):
+            yield number * len(names) + place + 1, name
+
+
+def measure(uri: str, *, size_mib: int, rounds: int) -> dict[str, Any]:
+    """Seconds by side and round, and how large the state is."""
+    filesystem, path = Storage(uri).at("ray").filesystem_and_path()
+    with tempfile.TemporaryDirectory() as folder:
+        output = f"{folder}/held.json"
+        TorchTrainer(
+            take_turns,
+            train_loop_config={"uri": uri, "size_mib": size_mib, "rounds": rounds, "output": output},
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=WORLD_SIZE, resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(
+                name="held",
+                storage_path=path,
+                storage_filesystem=filesystem,
+                checkpoint_config=CheckpointConfig(num_to_keep=1),
+            ),
+        ).fit()
+        return json.loads(Path(output).read_text())

@@ -1,0 +1,39 @@
+"""The state that is saved: a model and AdamW's moments of it, the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+TENSOR_MIB = 4
+MIB = 1 << 20
+
+
+def make_state(size_mib: int) -> dict[str, Any]:
+    """Of some such size."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        f"blocks.{number}.weight": torch.randn(1024, TENSOR_MIB * 256, generator=generator)
+        for number in range(max(1, size_mib // (3 * TENSOR_MIB)))
+    }
+    return {
+        "model": weights,
+        "optimizer": {
+            "state": {
+                name: {"step": torch.tensor(1.0), "exp_avg": weight / 2, "exp_avg_sq": weight.square()}
+                for name, weight in weights.items()
+            },
+            "param_groups": [{"lr": 1e-3, "betas": [0.9, 0.999], "params": [*weights]}],
+        },
+    }
+
+
+def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
+    """The large ones."""
+    moments = [each[name] for each in state["optimizer"]["state"].values() for name in ("exp_avg", "exp_avg_sq")]
+    return [*state["model"].values(), *moments]
+
+
+def num_bytes(state: dict[str, Any]) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(state))

@@ -1,0 +1,160 @@
+"""Where commits go in a measurement: a folder of this machine, or a bucket of an S3 server."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from elastic_ddp.checkpoint.saving import Save, Saver
+from elastic_ddp.checkpoint.store import CheckpointStore
+from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
+from elastic_ddp.storage import Storage
+
+CONCURRENCY = 8
+"""Requests of a bare put or get that are on their way."""
+PIECE_BYTES = 16 << 20
+
+
+@contextmanager
+def s3_folder(where: str) -> Iterator[str]:
+    """The URI of an empty folder: in a given one, or on a server ("ceph", "moto") that runs for the block. That one's
+    address and keys are in the environment, where ranks find them."""
+    if where.startswith("s3://"):
+        name = f"elastic-ddp-bench-{uuid.uuid4().hex[:12]}"
+        try:
+            yield f"{where.rstrip('/')}/{name}"
+        finally:
+            Storage(where).delete_tree(name)
+        return
+    import boto3
+
+    from tests.s3 import ceph
+
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": ceph.USER.access,
+        "AWS_SECRET_ACCESS_KEY": ceph.USER.secret,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    with _ceph() if where == "ceph" else _moto() as endpoint:
+        os.environ["AWS_ENDPOINT_URL"] = endpoint
+        boto3.client("s3").create_bucket(Bucket="bench")
+        yield "s3://bench/folder"
+
+
+@contextmanager
+def _ceph() -> Iterator[str]:
+    from tests.s3 import ceph
+
+    with ceph.running(memory_bytes=8 << 30) as server:
+        yield server.endpoint
+
+
+@contextmanager
+def _moto() -> Iterator[str]:
+    import logging
+
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        yield "http://{}:{}".format(*server.get_host_and_port())
+    finally:
+        server.stop()
+
+
+class OurSaves:
+    """Saves of a run's rank, as the run makes them, to a folder of a storage."""
+
+    def __init__(self, uri: str, rank: int, world_size: int, store_address: tuple[str, int]) -> None:
+        self._rank, self._world_size = rank, world_size
+        storage = Storage(uri)
+        self._saver = Saver(storage, CheckpointStore(storage, keep=1))
+        self._mailbox = StoreMailbox(StoreConnection(), store_address, lambda: store_address, "saves")
+        self._ended: list[Any] = []
+
+    def begin(self, state: dict[str, Any], step: int) -> None:
+        save = Save(
+            step=step,
+            attempt=f"{step:032x}",
+            world_size=self._world_size,
+            rank=self._rank,
+            mailbox=self._mailbox if self._world_size > 1 else None,
+            record={},
+            fence=lambda: None,
+            on_end=self._ended.append,
+        )
+        self._saver.begin(state, save)
+
+    def wait(self) -> None:
+        """Until this rank is through, and the commit is there on rank 0."""
+        self._saver.wait()
+        if self._ended and isinstance(self._ended[-1], Exception):
+            raise self._ended[-1]
+
+
+class Bare:
+    """Puts and gets of whole buffers in parallel, and nothing else."""
+
+    def __init__(self, uri: str) -> None:
+        self._is_s3, self._uri = uri.startswith("s3://"), uri
+        if self._is_s3:
+            from fsspec.core import url_to_fs
+
+            self._fs, self._base = url_to_fs(uri, use_listings_cache=False)
+        else:
+            self._base = uri
+            Path(uri).mkdir(parents=True, exist_ok=True)
+
+    def put(self, name: str, data: memoryview) -> None:
+        """As a few objects, durable when this returns."""
+        pieces = {f"{name}-{start}": data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)}
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            list(pool.map(self._put, pieces.keys(), pieces.values()))
+
+    def _put(self, key: str, data: memoryview) -> None:
+        if self._is_s3:
+            self._fs.pipe_file(f"{self._base}/{key}", bytes(data))
+            return
+        with open(f"{self._base}/{key}", "wb", buffering=0) as file:
+            file.write(data)
+            os.fsync(file.fileno())
+
+    def get(self, ranges: Sequence[tuple[str, int, int]]) -> int:
+        """How many bytes came back."""
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            return sum(pool.map(lambda each: self._get(*each), ranges))
+
+    def _get(self, key: str, start: int, end: int) -> int:
+        if self._is_s3:
+            return len(self._fs.cat_file(f"{self._base}/{key}", start=start, end=end))
+        data = bytearray(end - start)
+        with open(f"{self._base}/{key}", "rb", buffering=0) as file:
+            file.seek(start)
+            return file.readinto(data)
+
+    def remove(self) -> None:
+        """Everything in the folder."""
+        storage = Storage(self._uri)
+        for key in storage.list():
+            storage.delete(key)
+
+
+def forget(uri: str) -> None:
+    """Has the kernel read a folder's files from the disk again."""
+    if uri.startswith("s3://"):
+        return
+    for path in Path(uri).rglob("*.bin"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,124 @@
+"""How fast commits are saved and restored, beside a bare parallel put or get of the same bytes, and what of a store is
+read to restore one.
+
+Ranks are processes over gloo. A save counts from its begin to its commit, a restore until the state is there on all
+ranks; local files are read from the disk, not from the kernel's memory of them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from elastic_ddp.checkpoint.commits import Commit
+from elastic_ddp.checkpoint.store import CheckpointStore
+from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.restoring import restore
+from elastic_ddp.storage import Storage
+from saves.state import MIB, make_state, num_bytes
+from saves.stores import PIECE_BYTES, Bare, OurSaves, forget
+from tests.ranks import run_ranks
+
+SAVES_ON = (1, 2)
+RESTORES_ON = (1, 2, 3)
+"""World sizes."""
+
+
+class Counting(Storage):
+    """Counts what is read."""
+
+    num_bytes = 0
+
+    def read(self, key: str) -> bytes:
+        data = super().read(key)
+        self.num_bytes += len(data)
+        return data
+
+    def read_range(self, key: str, start: int, end: int) -> bytearray:
+        data = super().read_range(key, start, end)
+        self.num_bytes += len(data)  # from several threads: what one of them loses is noticed as less than the state
+        return data
+
+
+def timed(action: Any) -> float:
+    """Seconds until all ranks are through."""
+    dist.barrier()
+    begin = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def save_in_turns(group: ProcessGroup, uri: str, size_mib: int, rounds: int) -> dict[str, Any]:
+    """MiB/s of saves and of bare puts by round; the first one of each is not counted."""
+    state = make_state(size_mib)
+    share = bytearray(num_bytes(state) // group.world_size)
+    for place in range(0, len(share), 4096):  # no zeros, which a disk may not write
+        share[place : place + 8] = place.to_bytes(8, "little")
+    address = group.assignment.store_host, group.assignment.store_port
+    ours = OurSaves(f"{uri}/saved-by-{group.world_size}", group.rank, group.world_size, address)
+    bare = Bare(f"{uri}/bare")
+
+    def save(step: int) -> None:
+        ours.begin(state, step)
+        ours.wait()
+
+    rates: dict[str, list[float]] = {"ours": [], "bare": []}
+    for step in range(1, rounds + 2):
+        pair = {
+            "ours": lambda step=step: save(step),
+            "bare": lambda: bare.put(f"rank{group.rank}", memoryview(share)),
+        }
+        for name in sorted(pair, reverse=step % 2 == 0):
+            rates[name].append(num_bytes(state) / MIB / timed(pair[name]))
+        if group.rank == 0:
+            bare.remove()
+    return {name: rate[1:] for name, rate in rates.items()}
+
+
+def restore_in_turns(group: ProcessGroup, folder: str, rounds: int) -> dict[str, Any]:
+    """MiB/s of restores and of bare gets by round, and what a restore reads of the store on this rank."""
+    storage = Counting(folder)
+    bare = Bare(folder)
+    commit = CheckpointStore(storage, keep=1).latest()
+    assert isinstance(commit, Commit)
+    pieces = [
+        (item.key, start, min(start + PIECE_BYTES, item.size))
+        for item in commit.objects
+        for start in range(0, item.size, PIECE_BYTES)
+    ]
+    read: list[int] = []
+
+    def restored() -> None:
+        storage.num_bytes = 0
+        found = restore(CheckpointStore(storage, keep=1), storage, group)
+        assert found is not None and found[0] == commit
+        read.append(storage.num_bytes)
+
+    def got() -> None:
+        bare.get(pieces[group.rank :: group.world_size])
+
+    rates: dict[str, list[float]] = {"ours": [], "bare": []}
+    for number in range(rounds + 1):
+        for name in sorted(rates, reverse=number % 2 == 0):
+            dist.barrier()
+            if group.rank == 0:
+                forget(folder)
+            rates[name].append(commit.num_bytes / MIB / timed(restored if name == "ours" else got))
+    return {
+        **{name: rate[1:] for name, rate in rates.items()},
+        "read_bytes": max(read),
+        "commit_bytes": commit.num_bytes,
+    }
+
+
+def measure(uri: str, *, size_mib: int, rounds: int) -> dict[str, Any]:
+    """By world size."""
+    saves = {size: run_ranks(size, save_in_turns, uri, size_mib, rounds)[0] for size in SAVES_ON}
+    restores = {}
+    for size in RESTORES_ON:
+        results = run_ranks(size, restore_in_turns, f"{uri}/saved-by-{SAVES_ON[-1]}", rounds)
+        restores[size] = {**results[0], "read_bytes": sum(each["read_bytes"] for each in results)}
+    return {"save": saves, "restore": restores}

@@ -1,0 +1,86 @@
+"""Commits on S3, over HTTP."""
+
+from __future__ import annotations
+
+import threading
+
+import boto3
+import pytest
+import torch
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.storage import Storage
+from tests.s3.ceph import USER
+from tests.s3.conftest import Bucket
+from tests.s3.proxy import Proxy, Refusal
+from tests.saving import PART_BYTES, large_state, save_on_ranks
+from tests.unit.test_checkpoint import restored_step
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_several_ranks_save_comes_back(bucket: Bucket, world_size: int) -> None:
+    storage = bucket.storage()
+    for step in (1, 2, 3):
+        commit = save_on_ranks([storage] * world_size, step)
+        assert isinstance(commit, Commit), commit
+        assert restored_step(storage) == step
+    writers = {item.key.rpartition("/")[2].split("-")[0] for item in commit.objects}
+    assert writers == {str(rank) for rank in range(world_size)}
+    assert not storage.list("step=1") and storage.list("step=2") and storage.list("step=3")
+
+
+def test_large_objects_go_in_parts_and_come_back(bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.storage.PART_BYTES", PART_BYTES)
+    parts: list[str] = []
+    proxy.plan = lambda request: parts.append(request.target) if "partNumber=" in request.target else None
+    storage, state = bucket.storage(endpoint=proxy.endpoint), large_state(1, 5)
+    commit = save_on_ranks([storage] * 2, 1, state=state)
+    assert isinstance(commit, Commit), commit
+    assert sum(item.size for item in commit.objects) > 5 * PART_BYTES and len(parts) >= 5
+    restored = CheckpointStore(bucket.storage(), keep=1).load(commit)
+    assert all(torch.equal(restored["large"][name], tensor) for name, tensor in state["large"].items())
+
+
+def test_a_step_is_committed_once_whoever_comes_second(bucket: Bucket) -> None:
+    storage = bucket.storage()
+    first = save_on_ranks([storage], 4)
+    assert isinstance(first, Commit), first
+    assert save_on_ranks([storage], 4) == first
+    assert storage.list("step=4") == sorted(item.key for item in first.all_objects)
+
+
+def test_of_many_creators_exactly_one_wins(bucket: Bucket) -> None:
+    storages = [bucket.storage() for _ in range(6)]
+    barrier, winners = threading.Barrier(len(storages)), []
+
+    def compete(number: int, storage: Storage) -> None:
+        barrier.wait()
+        try:
+            storage.create("commits/1.json", b"%d" % number)
+        except FileExistsError:
+            return
+        winners.append(b"%d" % number)
+
+    threads = [threading.Thread(target=compete, args=each) for each in enumerate(storages)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert winners == [storages[0].read("commits/1.json")]
+
+
+def unfinished_uploads(bucket: Bucket) -> int:
+    client = boto3.client(
+        "s3", endpoint_url=bucket.endpoint, aws_access_key_id=USER.access, aws_secret_access_key=USER.secret
+    )
+    return len(client.list_multipart_uploads(Bucket=bucket.uri.removeprefix("s3://")).get("Uploads", []))
+
+
+def test_an_upload_in_parts_that_failed_is_taken_back(
+    bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.storage.PART_BYTES", PART_BYTES)
+    proxy.plan = lambda request: Refusal(403, "ExpiredToken") if "partNumber=2" in request.target else None
+    outcome = save_on_ranks([bucket.storage(endpoint=proxy.endpoint)], 1, state=large_state(1, 3))
+    assert isinstance(outcome, Exception) and "ExpiredToken" in str(outcome)
+    assert bucket.storage().list() == [] and unfinished_uploads(bucket) == 0

@@ -1,0 +1,209 @@
+"""What a save and a restore make of an S3 server that throttles, refuses, has no room, or whose answers get lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.errors import StorageError
+from tests.s3.ceph import Ceph, Keys
+from tests.s3.conftest import Bucket, made
+from tests.s3.proxy import SLOW_DOWN, Fault, Plan, Proxy, Refusal, Request
+from tests.saving import PART_BYTES, is_whole, large_state, save_on_ranks
+from tests.unit.test_checkpoint import keys_of, restored_step, step_of
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.checkpoint.writing.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_ddp.storage._CREATE_PAUSE_S", 0.01)
+
+
+def is_data(request: Request) -> bool:
+    """Whether it writes a share of the state."""
+    return request.method == "PUT" and "/step" in request.target
+
+
+def is_manifest(request: Request) -> bool:
+    return request.method == "PUT" and "/commits/" in request.target
+
+
+def first(count: int, what: Fault | Refusal, of: Plan) -> Plan:
+    """Has it happen to so many requests, of those that are meant."""
+    left = iter(range(count))
+
+    def plan(request: Request) -> Fault | Refusal | None:
+        return what if of(request) and next(left, None) is not None else None
+
+    return plan
+
+
+@pytest.mark.parametrize("what", [SLOW_DOWN, Refusal(500, "InternalError"), *Fault], ids=str)
+def test_a_save_goes_through_what_passes(bucket: Bucket, proxy: Proxy, what: Fault | Refusal) -> None:
+    storage = bucket.storage(endpoint=proxy.endpoint)
+    assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
+    proxy.plan = first(4, what, is_data)
+    assert isinstance(outcome := save_on_ranks([storage] * 2, 2, retry_s=60.0), Commit), outcome
+    proxy.plan = first(4, what, lambda request: "/commits/3.json" in request.target)  # whatever is asked of it
+    assert isinstance(outcome := save_on_ranks([storage] * 2, 3, retry_s=60.0), Commit), outcome
+    assert {is_manifest(request) for request, _ in proxy.met} == {False, True}
+    is_whole(bucket.storage(), 2, 3)
+
+
+def test_a_save_that_is_throttled_for_too_long_fails_and_says_so(bucket: Bucket, proxy: Proxy) -> None:
+    storage = bucket.storage(endpoint=proxy.endpoint)
+    assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
+    proxy.plan = lambda request: SLOW_DOWN
+    outcome = save_on_ranks([storage] * 2, 2, retry_s=0.3)
+    assert isinstance(outcome, StorageError) and "SlowDown, 503" in str(outcome)
+    assert sum(is_data(request) for request, _ in proxy.met) > 2, "it was tried again"
+    assert restored_step(bucket.storage()) == 1
+    proxy.plan = lambda request: None
+    assert isinstance(save_on_ranks([storage] * 2, 3), Commit)
+    is_whole(bucket.storage(), 1, 3)
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"])
+def test_credentials_that_are_not_good_any_more_end_a_save_at_once(bucket: Bucket, proxy: Proxy, code: str) -> None:
+    storage = bucket.storage(endpoint=proxy.endpoint, is_patient=True)
+    assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
+    proxy.plan = lambda request: Refusal(403, code)
+    outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0)
+    assert isinstance(outcome, StorageError)
+    assert f"{code}, 403" in str(outcome) and "renew or correct the credentials" in str(outcome)
+    assert sum(is_data(request) for request, _ in proxy.met) == 2, "each rank asked once"
+    assert restored_step(bucket.storage()) == 1
+
+
+def test_credentials_that_expire_before_the_manifest_leave_the_commit_before(bucket: Bucket, proxy: Proxy) -> None:
+    storage = bucket.storage(endpoint=proxy.endpoint, is_patient=True)
+    assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
+    proxy.plan = lambda request: Refusal(403, "ExpiredToken") if is_manifest(request) or proxy.met else None
+    outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0)
+    assert isinstance(outcome, StorageError) and "ExpiredToken" in str(outcome)
+    assert sum(is_manifest(request) for request, _ in proxy.met) == 1
+    assert restored_step(bucket.storage()) == 1
+
+
+def test_a_bucket_that_is_missing_is_named_at_once_and_is_no_empty_folder(bucket: Bucket, proxy: Proxy) -> None:
+    missing = Bucket(bucket.endpoint, f"{bucket.uri}-missing").storage(endpoint=proxy.endpoint, is_patient=True)
+    puts: list[Request] = []
+    proxy.plan = lambda request: puts.append(request) if is_data(request) else None
+    outcome = save_on_ranks([missing] * 2, 1, retry_s=10.0)
+    assert isinstance(outcome, StorageError) and len(puts) == 2
+    for needed in (missing.uri, "NoSuchBucket, 404", "create the bucket"):
+        assert needed in str(outcome)
+    with pytest.raises(StorageError, match="create the bucket"):
+        CheckpointStore(missing, keep=1).latest()
+    for read in (lambda: missing.read("a"), lambda: missing.size("a"), lambda: missing.read_range("a", 0, 1)):
+        with pytest.raises(StorageError, match="create the bucket"):
+            read()
+    with pytest.raises(StorageError, match="create the bucket"):
+        missing.create("a", b"")
+
+
+def test_a_commit_stands_whose_answer_was_lost_and_was_not_to_be_had(bucket: Bucket, proxy: Proxy) -> None:
+    storage = bucket.storage(endpoint=proxy.endpoint)
+    assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
+
+    def plan(request: Request) -> Fault | None:
+        if is_manifest(request) and not proxy.met:
+            return Fault.LOST
+        return Fault.RESET if proxy.met else None
+
+    proxy.plan = plan
+    outcome = save_on_ranks([storage] * 2, 2)
+    assert isinstance(outcome, StorageError) and "commits/2.json" in str(outcome)
+    is_whole(bucket.storage(), 1, 2)
+    proxy.plan = lambda request: None
+    again = save_on_ranks([storage] * 2, 2)
+    assert isinstance(again, Commit)
+    is_whole(bucket.storage(), 1, 2)
+
+
+@pytest.mark.parametrize("what", [SLOW_DOWN, Fault.LOST], ids=str)
+@pytest.mark.parametrize("which", ["?uploads", "partNumber=2", "POST complete"])
+def test_a_large_object_goes_through_what_passes(
+    bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, which: str, what: Fault | Refusal
+) -> None:
+    monkeypatch.setattr("elastic_ddp.storage.PART_BYTES", PART_BYTES)
+
+    def is_meant(request: Request) -> bool:
+        if which == "POST complete":
+            return request.method == "POST" and "uploadId=" in request.target
+        return which in request.target
+
+    storage, state = bucket.storage(endpoint=proxy.endpoint), large_state(1, 2)
+    proxy.plan = first(1, what, is_meant)
+    outcome = save_on_ranks([storage], 1, retry_s=60.0, state=state)
+    assert isinstance(outcome, Commit) and len(proxy.met) == 1, outcome
+    CheckpointStore(bucket.storage(), keep=1).verify(outcome)
+    assert bucket.storage().list() == sorted(keys_of(outcome))
+
+
+def noise(seed: int, of_requests: float) -> Plan:
+    draws = random.Random(seed)
+    kinds = [SLOW_DOWN, Refusal(500, "InternalError"), *Fault]
+    return lambda request: draws.choice(kinds) if draws.random() < of_requests else None
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.s3) for seed in range(1, 6))])
+def test_whatever_happens_on_the_way_nothing_is_lost(bucket: Bucket, proxy: Proxy, seed: int) -> None:
+    storage = bucket.storage(endpoint=proxy.endpoint)
+    proxy.plan = noise(seed, 0.2)
+    before: int | None = None
+    for step in range(1, 5):
+        outcome = save_on_ranks([storage] * 2, step, retry_s=60.0)
+        found = restored_step(bucket.storage())
+        assert found == step if isinstance(outcome, Commit) else found in (before, step)
+        before = found
+
+        reader = CheckpointStore(storage, keep=2)
+        try:
+            restored = reader.load_latest()
+        except StorageError:
+            pass
+        else:
+            assert restored is None if found is None else restored and step_of(restored[1]) == found
+        assert reader.rejected == [], "an outage is not taken for a bad commit"
+    assert len(proxy.met) > 5
+    proxy.plan = lambda request: None
+    for step in (5, 6):
+        assert isinstance(save_on_ranks([storage] * 2, step), Commit)
+    is_whole(bucket.storage(), 5, 6)
+
+
+# The real server alone tells one user from another.
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(
+    ("keys", "code"),
+    [(Keys("nobody", "secret"), "InvalidAccessKeyId"), (Keys("test", "wrong"), "SignatureDoesNotMatch")],
+    ids=["no such user", "wrong secret"],
+)
+def test_a_server_that_does_not_know_the_user_is_a_clear_error(real_bucket: Bucket, keys: Keys, code: str) -> None:
+    assert isinstance(save_on_ranks([real_bucket.storage()], 1), Commit)
+    stranger = real_bucket.storage(keys=keys, is_patient=True)
+    outcome = save_on_ranks([stranger] * 2, 2, retry_s=10.0)
+    assert isinstance(outcome, StorageError)
+    assert f"{code}, 403" in str(outcome) and "renew or correct the credentials" in str(outcome)
+    with pytest.raises(StorageError, match=code):
+        CheckpointStore(stranger, keep=1).latest()
+    is_whole(real_bucket.storage(), 1)
+
+
+@pytest.mark.s3
+def test_a_server_without_room_fails_the_save_at_once_and_the_commit_before_stays(real_server: Ceph) -> None:
+    keys = Keys("small", "smallsecret")
+    real_server.add_user("small", keys, most_bytes=PART_BYTES)
+    storage = made(real_server.endpoint, keys).storage(keys=keys, is_patient=True)
+    assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
+    outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0, state=large_state(2, 2))
+    assert isinstance(outcome, StorageError)
+    assert "QuotaExceeded, 403" in str(outcome) and "free space there" in str(outcome)
+    is_whole(storage, 1)
+    assert isinstance(save_on_ranks([storage] * 2, 3), Commit)
+    is_whole(storage, 1, 3)

@@ -1,0 +1,57 @@
+"""Saves to a disk without room."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_ddp.checkpoint import Commit
+from elastic_ddp.errors import StorageError
+from elastic_ddp.storage import Storage
+from tests.ranks import PROCESSES
+from tests.saving import PART_BYTES, is_whole, large_state, save_on_ranks
+
+ROOM_BYTES = PART_BYTES
+"""For some small commits, and for none with two tensors of that size."""
+
+
+def save_without_room(folder: str, words: str) -> None:
+    """A save that does not fit, between two that do."""
+    storage = Storage(f"{folder}/runs")
+    assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
+    outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0, state=large_state(2, 2))
+    assert isinstance(outcome, StorageError)
+    assert words in str(outcome) and "free space there or use another storage" in str(outcome)
+    is_whole(storage, 1)
+    assert not list(Path(folder).rglob(".tmp-*"))
+    assert isinstance(save_on_ranks([storage] * 2, 3), Commit)
+    is_whole(storage, 1, 3)
+
+
+def save_with_small_files(folder: str) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES // 2, ROOM_BYTES // 2))
+    save_without_room(folder, "File too large")
+
+
+def test_files_that_may_not_grow_fail_the_save_and_the_commit_before_stays(tmp_path: Path) -> None:
+    process = PROCESSES.Process(target=save_with_small_files, args=[str(tmp_path)])
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_a_full_disk_fails_the_save_and_the_commit_before_stays(tmp_path: Path) -> None:
+    # In memory, and known to one process alone: it is gone with it.
+    mount = f'mount -t tmpfs -o size={ROOM_BYTES} tmpfs "$0" && exec "$@"'
+    on_it = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount, str(tmp_path)]
+    if not shutil.which("unshare") or subprocess.run([*on_it, "true"], capture_output=True).returncode:
+        pytest.skip("no file system may be mounted here")
+    code = f"from tests.unit.test_full_disk import *; save_without_room({str(tmp_path)!r}, 'No space left on device')"
+    done = subprocess.run([*on_it, sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
