@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,36 +11,74 @@ import torch
 from elastic_ddp.checkpoint import CheckpointStore, Commit, Save, Saver
 from elastic_ddp.storage import Storage
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step
-from tests.unit.test_saving import LocalMailbox
 
 PART_BYTES = 5 << 20
 """The least that S3 takes for a part of an object."""
+
+
+class LocalMailbox:
+    """That of ranks which are threads of one process."""
+
+    def __init__(self) -> None:
+        self.letters: dict[str, str] = {}
+
+    def put(self, key: str, text: str) -> None:
+        self.letters[key] = text
+
+    def get(self, key: str) -> str | None:
+        return self.letters.get(key)
+
+    def remove(self, key: str) -> None:
+        self.letters.pop(key, None)
+
+
+class Ranks:
+    """Savers of some ranks, which all save the same states to one storage."""
+
+    def __init__(
+        self, storage: Callable[[int], Storage], world_size: int, *, keep: int = 2, retry_s: float = 0.0
+    ) -> None:
+        self.storages = [storage(rank) for rank in range(world_size)]
+        self.savers = [
+            Saver(each, CheckpointStore(each, keep=keep), of_rank_0=frozenset({"user"}), retry_s=retry_s)
+            for each in self.storages
+        ]
+        self.mailbox = LocalMailbox()
+        self.ended: list[Commit | Exception] = []
+
+    def begin(
+        self, step: int, *, of: list[int] | None = None, fence: Callable[[], None] = lambda: None, state: Any = None
+    ) -> str:
+        attempt = uuid.uuid4().hex
+        for rank in of if of is not None else range(len(self.savers)):
+            save = Save(
+                step=step,
+                attempt=attempt,
+                world_size=len(self.savers),
+                rank=rank,
+                mailbox=self.mailbox,
+                record={"step": step},
+                fence=fence,
+                on_end=self.ended.append,
+            )
+            self.savers[rank].begin(state or make_state(step), save)
+        return attempt
+
+    def wait(self) -> Any:
+        """What came of the save."""
+        for each in self.savers:
+            each.wait()
+        return self.ended[-1]
 
 
 def save_on_ranks(
     storages: Sequence[Storage], step: int, *, retry_s: float = 0.0, state: dict[str, Any] | None = None
 ) -> Commit | Exception:
     """What came of a save that as many ranks made as there are storages."""
-    mailbox, attempt = LocalMailbox(), uuid.uuid4().hex
-    ended: list[Commit | Exception] = []
-    savers = [
-        Saver(each, CheckpointStore(each, keep=2), of_rank_0=frozenset({"user"}), retry_s=retry_s) for each in storages
-    ]
-    for rank, saver in enumerate(savers):
-        save = Save(
-            step=step,
-            attempt=attempt,
-            world_size=len(savers),
-            rank=rank,
-            mailbox=mailbox,
-            record={"step": step},
-            fence=lambda: None,
-            on_end=ended.append,
-        )
-        saver.begin(state or make_state(step), save)
-    for saver in savers:
-        saver.wait()
-    return ended[0]
+    ranks = Ranks(lambda rank: storages[rank], len(storages), retry_s=retry_s)
+    ranks.begin(step, state=state)
+    outcome: Commit | Exception = ranks.wait()
+    return outcome
 
 
 def large_state(step: int, num_parts: int) -> dict[str, Any]:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Callable
-from typing import Any
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit
-from elastic_ddp.checkpoint.saving import Save, Saver
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage import Storage
-from tests.unit.test_checkpoint import make_state
 
 
 class Died(BaseException):
@@ -94,55 +89,3 @@ class FaultyStorage(Storage):
         # Object by object, as object stores do it: a death can leave some.
         for key in super().list(prefix):
             self._run(lambda key=key: super(FaultyStorage, self).delete(key))  # type: ignore[misc]
-
-
-class LocalMailbox:
-    """That of ranks which are threads of one process."""
-
-    def __init__(self) -> None:
-        self.letters: dict[str, str] = {}
-
-    def put(self, key: str, text: str) -> None:
-        self.letters[key] = text
-
-    def get(self, key: str) -> str | None:
-        return self.letters.get(key)
-
-    def remove(self, key: str) -> None:
-        self.letters.pop(key, None)
-
-
-class Ranks:
-    """Savers of some ranks, which all save the same states to one storage."""
-
-    def __init__(self, storage: Callable[[int], Storage], world_size: int, *, keep: int = 2) -> None:
-        self.storages = [storage(rank) for rank in range(world_size)]
-        self.savers = [
-            Saver(each, CheckpointStore(each, keep=keep), of_rank_0=frozenset({"user"})) for each in self.storages
-        ]
-        self.mailbox = LocalMailbox()
-        self.ended: list[Commit | Exception] = []
-
-    def begin(
-        self, step: int, *, of: list[int] | None = None, fence: Callable[[], None] = lambda: None, state: Any = None
-    ) -> str:
-        attempt = uuid.uuid4().hex
-        for rank in of if of is not None else range(len(self.savers)):
-            save = Save(
-                step=step,
-                attempt=attempt,
-                world_size=len(self.savers),
-                rank=rank,
-                mailbox=self.mailbox,
-                record={"step": step},
-                fence=fence,
-                on_end=self.ended.append,
-            )
-            self.savers[rank].begin(state or make_state(step), save)
-        return attempt
-
-    def wait(self) -> Any:
-        """What came of the save."""
-        for each in self.savers:
-            each.wait()
-        return self.ended[-1]

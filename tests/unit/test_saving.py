@@ -21,7 +21,7 @@ from elastic_ddp.parallel.sockets import shut_down
 from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
 from elastic_ddp.storage import Storage
 from tests.ranks import PROCESSES, empty_store, run_ranks
-from tests.unit.faulty import Ranks
+from tests.saving import Ranks
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step, step_of
 
 

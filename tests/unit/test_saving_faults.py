@@ -17,7 +17,8 @@ from elastic_ddp.checkpoint import CheckpointStore, Commit, saving, writing
 from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.storage import Storage
-from tests.unit.faulty import Died, FaultyStorage, Ranks
+from tests.saving import Ranks
+from tests.unit.faulty import Died, FaultyStorage
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step, save
 
 LIMIT_S = 60.0
