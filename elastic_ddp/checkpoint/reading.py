@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from elastic_ddp.checkpoint.commits import Commit, StoredBlock, StoredTensor, padded
+from elastic_ddp.checkpoint.commits import MAX_MANIFEST_BYTES, Commit, StoredBlock, StoredTensor, padded
 from elastic_ddp.checkpoint.planning import narrowed
 from elastic_ddp.errors import CheckpointError, described
 from elastic_ddp.state import unflatten
@@ -26,6 +26,18 @@ PIECE_BYTES = 16 << 20
 """Neighbouring blocks are read together up to so many bytes."""
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
+
+
+def read_manifest(storage: Storage, key: str) -> Commit:
+    """The commit whose manifest is stored under `key`.
+
+    Raises:
+        CheckpointError: it is none.
+        FileNotFoundError: there is no such object.
+    """
+    if (size := storage.size(key)) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{key} is not the manifest of a commit: it has {size} bytes")
+    return Commit.from_bytes(key, storage.read(key))
 
 
 @dataclass(frozen=True)
