@@ -1,9 +1,12 @@
-"""The command line: `elastic-ddp checkpoints ls | verify | export`, which need storage and no cluster."""
+"""The command line: `elastic-ddp checkpoints ls | verify | prune | export`, which need storage and no cluster."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,10 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_ddp.errors import CheckpointError, ConfigError
+from elastic_ddp.lease import DriverLease, holder
 from elastic_ddp.storage import Storage
+from elastic_ddp.telemetry import new_session
 
 if TYPE_CHECKING:
-    from elastic_ddp.checkpoint import CheckpointStore, Commit
+    from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
 
 app = typer.Typer(help="Look at, check and take out what a run has committed.", no_args_is_help=True)
 _console = Console(width=None if sys.stdout.isatty() else 200)
@@ -36,12 +41,14 @@ def ls(
         print(json.dumps(rows, indent=1))
         return
     table = Table(box=None, padding=(0, 2))
-    for column in ("step", "committed", "epoch", "samples", "size", "objects", "state"):
-        table.add_column(column, justify="left" if column in ("committed", "state") else "right")
+    for column in ("step", "committed", "epoch", "samples", "size", "objects", "metrics", "state"):
+        table.add_column(column, justify="left" if column in ("committed", "metrics", "state") else "right")
     for row in rows:
         at = datetime.fromtimestamp(row["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S") if row["time"] else "-"
         size = "-" if row["bytes"] is None else f"{row['bytes'] / 2**20:,.1f} MiB"
-        cells = [row["step"], at, row["epoch"], row["samples"], size, row["objects"], row["error"] or "complete"]
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in (row["metrics"] or {}).items()) or None
+        facts = [row["step"], at, row["epoch"], row["samples"], size, row["objects"], metrics]
+        cells = [*facts, row["error"] or "complete"]
         table.add_row(*("-" if cell is None else str(cell) for cell in cells))
     _console.print(table if rows else "this run has no commits")
 
@@ -61,6 +68,59 @@ def verify(run: RunFolder, step: Step = None) -> None:
         _console.print(f"step {number}: {f'bad: {error}' if error else 'every byte is as it was committed'}")
     if bad:
         raise typer.Exit(1)
+
+
+@app.command()
+def prune(
+    run: RunFolder,
+    keep: Annotated[int | None, typer.Option(min=1, help="Commits to keep, the newest ones; by default all.")] = None,
+    keep_every_steps: Annotated[
+        int | None, typer.Option(min=1, help="Keep also the first at or after every multiple of so many steps.")
+    ] = None,
+    keep_best: Annotated[int, typer.Option(min=0, help="Keep also so many with the best value of a metric.")] = 0,
+    best_metric: Annotated[str | None, typer.Option(help="Its name.")] = None,
+    best_mode: Annotated[str, typer.Option(help="Whether its best value is the min or the max.")] = "min",
+    orphans_older_than_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="What was never committed goes if nothing of it was written for so long; a day."),
+    ] = None,
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="What was set aside, as it did not verify, goes, too.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Remove of a run's commits what is not to be kept, and what was never committed; no run may be live meanwhile.
+
+    The newest commit that is complete always stays.
+    """
+    from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S
+    from elastic_ddp.checkpoint.pruning import prune as remove
+    from elastic_ddp.checkpoint.pruning import removals
+    from elastic_ddp.job import COMMITS
+
+    age_s = ORPHAN_AGE_S if orphans_older_than_s is None else orphans_older_than_s
+    keep_what = _retention(keep, keep_every_steps, keep_best, best_metric, best_mode)
+    commits = Storage(run).at(COMMITS)
+    if not commits.list():
+        raise ConfigError(f"{run}: there is nothing to prune here; give <storage>/<name>")
+    with nullcontext() if dry_run else _alone_with(run):
+        going = removals(commits, keep_what, orphan_age_s=age_s, with_set_aside=set_aside)
+        if not dry_run:
+            remove(commits, going)
+    if as_json:
+        print(json.dumps({"removed": not dry_run, "items": [asdict(each) for each in going]}, indent=1))
+        return
+    table = Table(box=None, padding=(0, 2))
+    for column in ("step", "what", "size", "folder"):
+        table.add_column(column, justify="left" if column in ("what", "folder") else "right")
+    for each in going:
+        folders = "\n".join(each.folders) or "-"
+        table.add_row(str(each.step), each.what, f"{each.num_bytes / 2**20:,.1f} MiB", folders)
+    if going:
+        _console.print(table)
+    total = sum(each.num_bytes for each in going) / 2**20
+    _console.print(f"{total:,.1f} MiB {'would be' if dry_run else 'were'} removed")
 
 
 @app.command()
@@ -89,6 +149,44 @@ def export(
     _console.print(f"the weights of step {commit.step} are in {file}")
 
 
+def _retention(keep: int | None, every_steps: int | None, best: int, metric: str | None, mode: str) -> Retention | None:
+    """None where all commits stay; ConfigError if the options do not fit each other."""
+    from elastic_ddp.checkpoint import Retention
+
+    if mode not in ("min", "max"):
+        raise ConfigError(f"--best-mode {mode}: the best value of a metric is the min or the max; give one of them")
+    if bool(best) != (metric is not None):
+        raise ConfigError(f"--keep-best {best} with --best-metric {metric}: give both, or neither")
+    if keep is None:
+        if every_steps is not None or best:
+            raise ConfigError(
+                "--keep-every-steps and --keep-best say what stays beside the newest commits; give --keep, too, for "
+                "without it all commits stay"
+            )
+        return None
+    return Retention(
+        last=keep, every_steps=every_steps, best=best, metric=metric, mode="max" if mode == "max" else "min"
+    )
+
+
+@contextmanager
+def _alone_with(run: str) -> Iterator[None]:
+    """Holds the run's lease: no driver is live, and none begins meanwhile. ConfigError if one is live.
+
+    A live run removes what it does not keep itself, and may be reading, or writing, what a person would remove.
+    """
+    storage, name = Storage(run), run.rstrip("/").rpartition("/")[2]
+    with DriverLease(storage, name, new_session(), lambda text: Console(stderr=True).print(text)) as lease:
+        try:
+            lease.acquire()
+        except ConfigError:
+            raise ConfigError(
+                f"{run}: nothing is removed while the run is live. Its driver is {holder(storage)}. Stop it first, or "
+                "leave it to the run's own settings (checkpoint.keep and those after it); --dry-run says what there is"
+            ) from None
+        yield
+
+
 def _store_of(run: str) -> CheckpointStore:
     from elastic_ddp.checkpoint import CheckpointStore
     from elastic_ddp.job import COMMITS
@@ -108,13 +206,16 @@ def _chosen(store: CheckpointStore, run: str, step: int | None) -> list[tuple[in
 
 
 def _row(step: int, commit: Commit | CheckpointError) -> dict[str, Any]:
+    from elastic_ddp.checkpoint.retention import measurements
+
     if isinstance(commit, CheckpointError):
-        empty = dict.fromkeys(("time", "epoch", "samples", "bytes", "objects"))
+        empty = dict.fromkeys(("time", "epoch", "samples", "bytes", "objects", "metrics"))
         return {"step": step, **empty, "error": str(commit)}
     return {
         "step": step,
         **{name: commit.record.get(name) for name in ("time", "epoch", "samples")},
         "bytes": commit.num_bytes,
         "objects": len(commit.all_objects),
+        "metrics": {name: each.value for name, each in measurements(commit.record).items()},
         "error": None,
     }

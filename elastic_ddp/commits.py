@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit, Save, Saver
+from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention, Save, Saver
+from elastic_ddp.checkpoint.interval import MeasuredInterval
+from elastic_ddp.checkpoint.retention import METRICS, Measurement, measurements
 from elastic_ddp.checkpoint.saving import RankLostError
 from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError, described
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import holder
 from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
 from elastic_ddp.restoring import restore
+from elastic_ddp.telemetry.summary import WORKER_LOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from elastic_ddp.config import CheckpointConfig
     from elastic_ddp.elastic.link import RendezvousLink
     from elastic_ddp.job import Job
     from elastic_ddp.parallel.process_group import ProcessGroup
@@ -47,7 +54,8 @@ class Commits:
     def __init__(self, job: Job, link: RendezvousLink) -> None:
         self._job, self._link = job, link
         self._storage = job.storage.at(COMMITS)
-        self._store = CheckpointStore(self._storage, keep=job.config.checkpoint.keep)
+        settings = job.config.checkpoint
+        self._store = CheckpointStore(self._storage, keep=retention_of(settings))
         self._saver = Saver(self._storage, self._store, of_rank_0=OF_RANK_0, retry_s=RETRY_S)
         self._connection = StoreConnection()
         self.step: int | None = None
@@ -60,6 +68,12 @@ class Commits:
         self._look: threading.Thread | None = None
         self._begun = (0, 0)
         """A generation, and how many were begun in it."""
+        self._current: int | None = None
+        """The generation that the newest one was begun in, while that goes on."""
+        self._interval = MeasuredInterval(settings.interval, settings.max_overhead) if settings.is_measured else None
+        self._metrics: dict[str, Measurement] = {}
+        """The newest of each, as far as this worker knows. One that has just come knows none yet."""
+        self._has_said_unmeasured = False
         self._failures: list[Exception] = []
         """Of saves since the last that did not fail."""
         self._outcome: Commit | Exception | None = None
@@ -68,6 +82,7 @@ class Commits:
     def are_due(self, steps_done: int) -> bool:
         """Whether rank 0 votes for one after the step at hand."""
         every, seconds = self._job.config.checkpoint.every_steps, self._job.config.checkpoint.every_seconds
+        seconds = self._interval.seconds if self._interval is not None else seconds
         due = every is not None and steps_done - (self.step or 0) >= every
         overdue = seconds is not None and time.monotonic() - self._at >= seconds
         return due or overdue or self.is_asked_for
@@ -118,7 +133,7 @@ class Commits:
 
     def _ask_storage(self, noted: int | None) -> None:
         try:
-            newest = CheckpointStore(self._job.storage.at(COMMITS), keep=self._job.config.checkpoint.keep).latest()
+            newest = CheckpointStore(self._job.storage.at(COMMITS), keep=1).latest()
         except StorageError as error:
             _log.warning("what was committed last cannot be read: %s", error)
             return
@@ -161,6 +176,11 @@ class Commits:
             return None
         commit, state = newest
         self.step = self._known_step = commit.step
+        self._metrics = measurements(commit.record)
+        if self._interval is not None:
+            self._interval.go_on_from(commit.record)
+            if group.assignment.reason == WORKER_LOST:  # all of them, of which none is left to tell
+                self._interval.lost()
         if group.rank == 0:
             self._link.say("resumed", step=commit.step)
         return state
@@ -175,6 +195,10 @@ class Commits:
         # Not while a process group forms: it takes connections that are made meanwhile for its own.
         self._connection.find(self._link.store_address)
 
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Values of metrics, by name, of the state after so many steps: the next commit has them in its record."""
+        self._metrics |= {name: Measurement(float(value), step) for name, value in metrics.items()}
+
     def save(self, state: TrainState, group: ProcessGroup, *, account: dict[str, float]) -> None:
         """Begins to make the state durable, once the save before has ended. Every rank calls it, and may change the
         state when it returns.
@@ -185,7 +209,7 @@ class Commits:
         """
         generation, step, begun_at = group.assignment.generation, state.position.step, time.monotonic()
         number = self._begun[1] + 1 if self._begun[0] == generation else 1
-        self._begun = generation, number
+        self._begun, self._current = (generation, number), generation
         request = self._link.commit_requested
 
         def fence() -> None:
@@ -204,6 +228,8 @@ class Commits:
                 self._failures.clear()
                 self.durable_step = self._known_step = step
                 self._answered = max(self._answered, request)
+                if self._interval is not None:
+                    self._interval.saved(seconds)
                 self._link.say(
                     "commit",
                     generation=generation,
@@ -212,6 +238,7 @@ class Commits:
                     num_bytes=outcome.num_bytes,
                     request=request or None,
                     account=account,
+                    interval_s=round(self._interval.seconds, 3) if self._interval is not None else None,
                 )
                 return
             if isinstance(outcome, RankLostError):  # the others can do it, at once
@@ -234,11 +261,29 @@ class Commits:
             record=self._record(state, generation),
             fence=fence,
             on_end=end,
+            is_current=lambda: self._current == generation,
         )
+        if group.rank == 0:
+            self._warn_unmeasured(save.record)
         self._wait_in(group)
         self._outcome = None
+        copied_at = time.monotonic()
         self._saver.begin(state.state_dict(), save)
+        if self._interval is not None:
+            self._interval.stalled(time.monotonic() - copied_at)
         self._note(step)
+
+    def _warn_unmeasured(self, record: Mapping[str, Any]) -> None:
+        metric = self._job.config.checkpoint.best_metric
+        if metric is not None and metric not in record[METRICS] and not self._has_said_unmeasured:
+            self._has_said_unmeasured = True
+            known = ", ".join(record[METRICS]) or "none"
+            _log.warning(
+                "checkpoint.best_metric=%r has no value at this commit, which therefore cannot be one of the best; "
+                "give it to step.log or as the name of run.evaluate. Metrics that have one: %s",
+                metric,
+                known,
+            )
 
     def _note(self, step: int) -> None:
         """From here on it is counted when the next one is due."""
@@ -262,9 +307,13 @@ class Commits:
             if group.is_cut:
                 raise PeerLostError("a peer was lost while the state was made durable")
 
-    def generation_broke(self) -> None:
-        """A rank of this worker's generation is lost."""
-        self._saver.generation_broke()
+    def generation_ended(self, *, intact: bool) -> None:
+        """This worker's generation is over; `intact` if no rank of it was lost."""
+        self._current = None
+        if not intact:
+            self._saver.generation_broke()
+            if self._interval is not None:
+                self._interval.lost()
 
     def close(self, within_s: float) -> None:
         """Waits for the save at hand, if there is one."""
@@ -272,6 +321,7 @@ class Commits:
 
     def _record(self, state: TrainState, generation: int) -> dict[str, Any]:
         position = state.position
+        metrics = {name: asdict(each) for name, each in self._metrics.items() if math.isfinite(each.value)}
         return {
             "time": time.time(),
             "samples": position.samples,
@@ -280,4 +330,17 @@ class Commits:
             "generation": generation,
             "data": self._job.index.fingerprint,
             "identity": self._job.config.identity(),
+            METRICS: metrics,
+            **(self._interval.record() if self._interval is not None else {}),
         }
+
+
+def retention_of(settings: CheckpointConfig) -> Retention:
+    """Which commits stay, as the configuration says it."""
+    return Retention(
+        last=settings.keep,
+        every_steps=settings.keep_every_steps,
+        best=settings.keep_best or 0,
+        metric=settings.best_metric,
+        mode=settings.best_mode,
+    )

@@ -74,19 +74,66 @@ class CheckpointConfig(_Settings):
     every_steps: PositiveInt | None = None
     """Commit whenever this many steps have passed since the last commit."""
     every_seconds: PositiveFloat | None = None
-    """Commit at the first step boundary this many seconds after the last commit. Both may be given; with neither,
-    a run commits every 60 seconds. A run always commits when it ends or is stopped."""
+    """Commit at the first step boundary this many seconds after the last commit. Both may be given; with neither, nor
+    one of the two below, a run commits every 60 seconds. A run always commits when it ends or is stopped."""
+    interval: Literal["auto"] | None = None
+    """`auto`: commit as often as loses the least time, by the interval of Young and Daly: the square root of twice what
+    a save costs times the mean time between losses of workers. The cost is the time for which a save holds training
+    up, as measured; losses are those that the run has seen, and one per hour before it has seen any. Never more often
+    than a save takes. The first commit comes after 60 seconds."""
+    max_overhead: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Commit as often as costs at most this share of the time, 0.02 for example, by the same measured cost. With
+    `interval`, the bound to that."""
     keep: PositiveInt = 2
-    """Commits kept; older ones are deleted once a newer one is complete."""
+    """The newest commits that are kept; older ones are deleted once a newer one is complete."""
+    keep_every_steps: PositiveInt | None = None
+    """The first commit at or after every multiple of this many steps is kept for good, too."""
+    keep_best: PositiveInt | None = None
+    """This many commits with the best value of `best_metric` are kept, too. A commit has the newest value that rank 0
+    knew when it was made, and of several with the same one, the first counts."""
+    best_metric: str | None = None
+    """A name given to `step.log` (known every `log_every_steps` steps), the `name` of a `run.evaluate`, or `loss`, the
+    training loss of a step."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether a smaller or a larger value of it is better."""
     max_failed_saves: Annotated[int, Field(ge=0)] = 3
     """Saves in a row that may fail, for want of the storage for example, before the run ends with an error. After each
     training goes on, and the commit before is the newest."""
 
     @model_validator(mode="after")
-    def _default_interval(self) -> Self:
-        if self.every_steps is None and self.every_seconds is None:
+    def _check_interval(self) -> Self:
+        def given(*names: str) -> list[str]:
+            return [f"{name}={value!r}" for name in names if (value := getattr(self, name)) is not None]
+
+        fixed, measured = given("every_steps", "every_seconds"), given("interval", "max_overhead")
+        if fixed and measured:
+            raise ValueError(
+                f"checkpoint with {' and '.join(fixed + measured)}: an interval is either fixed or follows from what "
+                "was measured; give every_steps and every_seconds, or interval and max_overhead"
+            )
+        if not fixed and not measured:
             object.__setattr__(self, "every_seconds", 60.0)
         return self
+
+    @model_validator(mode="after")
+    def _check_best(self) -> Self:
+        if self.keep_best is not None and self.best_metric is None:
+            raise ValueError(
+                f"checkpoint.keep_best={self.keep_best} without checkpoint.best_metric: the best by what? Give the "
+                "name of something that step.log or run.evaluate gets, or loss"
+            )
+        for name, default in (("best_metric", None), ("best_mode", "min")):
+            if self.keep_best is None and (value := getattr(self, name)) != default:
+                raise ValueError(
+                    f"checkpoint.{name}={value!r} without checkpoint.keep_best: nothing is kept by it; give the "
+                    "number of commits to keep, or leave it out"
+                )
+        return self
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the interval follows from what was measured."""
+        return self.interval is not None or self.max_overhead is not None
 
 
 class DataConfig(_Settings):

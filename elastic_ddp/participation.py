@@ -286,8 +286,7 @@ class Participation:
         generation, self.generation = self.generation, None
         if generation is not None:
             intact = intact and lost is None
-            if not intact:
-                self._commits.generation_broke()
+            self._commits.generation_ended(intact=intact)
             self._link.cut_when_broken(None)
             if generation.group.rank == 0:
                 self._link.say(

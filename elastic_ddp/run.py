@@ -221,6 +221,7 @@ class Run:
             )
         except NotTogetherError:
             return math.nan
+        self._commits.measured(self.position.step, {name: value})
         if self.rank == 0:
             self._link.say("evaluation", step=self.position.step, name=name, loss=value)
         return value
@@ -314,6 +315,7 @@ class Run:
         assert step.agreed is not None
         part, generation = self._participation, step.generation
         first_step_s = part.account.step_done()
+        metrics: dict[str, float] = {}
         if self.rank == 0:
             self._link.progress(**self._newest(step))
             if first_step_s is not None:
@@ -324,6 +326,8 @@ class Run:
             if self.rank == 0:
                 newest, account = self._newest(step), part.account.seconds()
                 self._link.say("steps", generation=generation.number, **newest, metrics=metrics, account=account)
+        if step.loss is not None:
+            self._commits.measured(self.position.step, metrics | {"loss": step.loss})
         if self.rank == 0:
             self._commits.check()
         if step.agreed.votes["stop"]:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ PARALLEL_PARTS = 4
 
 # Folders need not be made there, and a PUT replaces an object as a whole.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})
+_MODIFIED = ("LastModified", "last_modified", "updated", "mtime")
+"""What listings call the time of the last write: S3, Azure, Google, SFTP and others."""
 
 
 class Storage:
@@ -90,6 +93,25 @@ class Storage:
     def list(self, prefix: str = "") -> list[str]:
         """Keys of the objects below the folder `prefix`, at any depth, sorted. Empty if there is no such folder."""
         return [*self.sizes(prefix)]
+
+    def last_modified(self, prefix: str) -> float | None:
+        """When anything below the folder `prefix` was last written, in seconds since 1970 by the storage's own clock;
+        None if there is nothing. On a local disk what is being written counts, too."""
+        with self._errors("date", prefix):
+            return max(self._folder.modified(_checked(prefix.rstrip("/"))), default=None)
+
+    def now(self) -> float:
+        """The time by the storage's own clock, which may differ from this machine's: that of a small object, which is
+        written and removed."""
+        folder = f"clock-{uuid.uuid4().hex}"
+        self.write(f"{folder}/now", b"")
+        try:
+            now = self.last_modified(folder)
+        finally:
+            self.delete_tree(folder)
+        if now is None:
+            raise StorageError(f"cannot tell the time of {self.uri}: an object that was written is not listed")
+        return now
 
     def delete(self, key: str) -> None:
         """Remove one object; it may be missing."""
@@ -167,6 +189,7 @@ class _Folder(Protocol):
     def write(self, key: str, data: bytes | memoryview) -> None: ...
     def create(self, key: str, data: bytes) -> None: ...
     def sizes(self, prefix: str) -> dict[str, int]: ...
+    def modified(self, prefix: str) -> list[float]: ...
     def delete(self, key: str) -> None: ...
     def delete_tree(self, prefix: str) -> None: ...
     def at(self, name: str) -> _Folder: ...
@@ -227,6 +250,14 @@ class _LocalFolder:
                 if not name.startswith(_TEMPORARY):
                     with suppress(FileNotFoundError):  # deleted since it was listed
                         found[path.relative_to(self._path).as_posix()] = path.stat().st_size
+        return found
+
+    def modified(self, prefix: str) -> list[float]:
+        found = []
+        for folder, _, names in os.walk(self._path / prefix):
+            for name in names:
+                with suppress(FileNotFoundError):  # deleted since it was listed
+                    found.append(Path(folder, name).stat().st_mtime)
         return found
 
     def delete(self, key: str) -> None:
@@ -311,7 +342,17 @@ class _RemoteFolder:
 
     def sizes(self, prefix: str) -> dict[str, int]:
         fs, base = self._open()
-        return {name[len(base) + 1 :]: size for name, size in self._find(fs, f"{base}/{prefix}").items()}
+        found = self._find(fs, f"{base}/{prefix}")
+        return {name[len(base) + 1 :]: int(info["size"]) for name, info in found.items()}
+
+    def modified(self, prefix: str) -> list[float]:
+        fs, base = self._open()
+        times = []
+        for name, info in self._find(fs, f"{base}/{prefix}").items():
+            listed = next((info[field] for field in _MODIFIED if info.get(field)), None)
+            with suppress(FileNotFoundError):  # deleted since it was listed
+                times.append(_timestamp(fs.modified(name) if listed is None else listed))
+        return times
 
     def delete(self, key: str) -> None:
         fs, base = self._open()
@@ -350,8 +391,8 @@ class _RemoteFolder:
         if self._protocol not in _OBJECT_STORES:
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
-    def _find(self, fs: Any, folder: str) -> dict[str, int]:
-        """Size of each object below a folder by its path in the file system."""
+    def _find(self, fs: Any, folder: str) -> dict[str, Any]:
+        """What is known of each object below a folder, by its path in the file system."""
         inside = folder.rstrip("/") + "/"
         fs.invalidate_cache()
         try:
@@ -361,7 +402,7 @@ class _RemoteFolder:
                 raise
             return {}
         return {
-            name: int(info["size"])
+            name: info
             for name, info in found.items()
             if info["type"] == "file" and name.startswith(inside) and name != inside
         }
@@ -378,6 +419,14 @@ class _InParts:
 
     def __getitem__(self, part: slice) -> bytes:
         return bytes(self._data[part])
+
+
+def _timestamp(modified: Any) -> float:
+    """Of a modification time as fsspec's packages give it: seconds, text or a datetime, in UTC if it does not say."""
+    if isinstance(modified, int | float):
+        return float(modified)
+    at = datetime.fromisoformat(modified) if isinstance(modified, str) else modified
+    return float((at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp())
 
 
 def _create_on_s3(fs: Any, path: str, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What a commit is, as bytes, and which commits are kept: pure functions of plain values.
+"""What a commit is, as bytes: pure functions of plain values.
 
 commits/N.json                       the manifest of the commit at step N, written last and only once
 set-aside/N-<hex>.json               the manifest of an attempt that did not verify, which is kept with its objects
@@ -270,34 +270,27 @@ def attempt_prefix(step: int, attempt: str) -> str:
     return f"step={step}/attempt={attempt}"
 
 
+def step_of_attempt(prefix: str) -> int:
+    """Of a folder that `attempt_prefix` or `attempt_of` gave."""
+    return int(prefix.partition("/")[0].removeprefix("step="))
+
+
 def committed_steps(keys: Iterable[str]) -> list[int]:
     """The steps that have a manifest, newest first."""
     return sorted((int(match[1]) for match in map(_MANIFEST.fullmatch, keys) if match), reverse=True)
 
 
-def superseded(keys: Iterable[str], kept: Iterable[Commit], *, step: int) -> tuple[list[str], list[str]]:
-    """What can go once step `step` is committed: manifests, and then folders of attempts.
+def set_aside(key: str) -> tuple[int, str | None] | None:
+    """The step and the attempt of a manifest that was set aside, without the attempt if it did not say which; None if
+    the key is none of one."""
+    match = _SET_ASIDE.fullmatch(key)
+    return (int(match[1]), None if match[2] == "unknown" else match[2]) if match else None
 
-    Those are manifests older than every kept commit, and attempts up to this step that no kept commit and no
-    remaining manifest stands for: older commits, and what dead savers left. Nothing of a later step is touched:
-    another saver may be at work there. What was set aside stays, for a person to look at.
-    """
-    keys, kept = list(keys), list(kept)
-    oldest = min(commit.step for commit in kept)
-    steps = committed_steps(keys)
-    manifests = [manifest_key(old) for old in steps if old < oldest]
-    # A manifest that cannot be read does not say which attempt is its own: its step is left alone until it is old.
-    unreadable = {newer for newer in steps if newer >= oldest} - {commit.step for commit in kept}
-    live = {commit.prefix for commit in kept}
-    for match in filter(None, map(_SET_ASIDE.fullmatch, keys)):
-        live.add(attempt_prefix(int(match[1]), match[2]))
-        unreadable |= {int(match[1])} if match[2] == "unknown" else set()
-    attempts = {
-        match[1]
-        for match in map(_ATTEMPT.fullmatch, keys)
-        if match and int(match[2]) <= step and int(match[2]) not in unreadable and match[1] not in live
-    }
-    return manifests, sorted(attempts)
+
+def attempt_of(key: str) -> tuple[int, str] | None:
+    """The step and the folder of the attempt that an object belongs to; None if it belongs to none."""
+    match = _ATTEMPT.fullmatch(key)
+    return (int(match[2]), match[1]) if match else None
 
 
 def _make_up(shape: tuple[int, ...], blocks: tuple[StoredBlock, ...]) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from elastic_ddp.checkpoint.commits import Commit, StoredBlock, StoredTensor, padded
+from elastic_ddp.checkpoint.commits import MAX_MANIFEST_BYTES, Commit, StoredBlock, StoredTensor, padded
 from elastic_ddp.checkpoint.planning import laid_out, local_part, narrowed
 from elastic_ddp.errors import CheckpointError, described
 from elastic_ddp.state import unflatten
@@ -29,6 +29,18 @@ PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
 MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """Of this machine."""
+
+
+def read_manifest(storage: Storage, key: str) -> Commit:
+    """The commit whose manifest is stored under `key`.
+
+    Raises:
+        CheckpointError: it is none.
+        FileNotFoundError: there is no such object.
+    """
+    if (size := storage.size(key)) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{key} is not the manifest of a commit: it has {size} bytes")
+    return Commit.from_bytes(key, storage.read(key))
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ class Save:
     """For rank 0: raises if this save may not be committed any more."""
     on_end: Callable[[Commit | Exception], None]
     """For rank 0: told in the thread that saves what came of it."""
+    is_current: Callable[[], bool] = lambda: True
+    """For rank 0: whether the generation in which it began goes on."""
 
 
 class Saver:
@@ -169,6 +171,7 @@ class Saver:
                 names=self._writer.names,
                 record=save.record,
                 fence=save.fence,
+                is_current=save.is_current,
             )
         except Exception as error:  # nothing is discarded here: the manifest may be there, and only its answer lost
             return error

@@ -9,18 +9,18 @@ from contextlib import suppress
 from typing import Any
 
 from elastic_ddp.checkpoint.commits import (
-    MAX_MANIFEST_BYTES,
     Commit,
     attempt_prefix,
     check_record,
     committed_steps,
     manifest_key,
     set_aside_key,
-    superseded,
 )
-from elastic_ddp.checkpoint.reading import pieces_of, read_pieces, state_of, state_to_fill
+from elastic_ddp.checkpoint.housekeeping import Housekeeping
+from elastic_ddp.checkpoint.reading import pieces_of, read_manifest, read_pieces, state_of, state_to_fill
+from elastic_ddp.checkpoint.retention import Retention
 from elastic_ddp.checkpoint.writing import Part, StateWriter, put_together
-from elastic_ddp.errors import CheckpointError, StorageError
+from elastic_ddp.errors import CheckpointError, StorageError, described
 from elastic_ddp.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -35,14 +35,12 @@ class CheckpointStore:
 
     Args:
         storage: A folder for commits alone.
-        keep: Commits that stay when a newer one is complete.
+        keep: Which commits stay when a newer one is complete, or how many of the newest.
     """
 
-    def __init__(self, storage: Storage, *, keep: int) -> None:
-        if keep < 1:
-            raise ValueError(f"keep={keep}: at least the newest commit has to stay; use 1 or more")
+    def __init__(self, storage: Storage, *, keep: Retention | int) -> None:
         self._storage = storage
-        self._keep = keep
+        self._housekeeping = Housekeeping(storage, keep if isinstance(keep, Retention) else Retention(last=keep))
         self._writer = StateWriter()
         self.rejected: list[tuple[str, str]] = []
         """Key of the manifest and the reason for every commit that this store has passed over."""
@@ -95,12 +93,13 @@ class CheckpointStore:
         names: Iterable[str],
         record: dict[str, Any],
         fence: Callable[[], None],
+        is_current: Callable[[], bool] = lambda: True,
     ) -> Commit:
         """Commits what all ranks have written; one of them calls this. Returns when the commit is durable.
 
         A step is committed once: another attempt's commit is returned if that came first and verifies, and nothing is
-        left of this one. Superseded commits are removed afterwards; failing at that is logged and tried again with
-        the next commit.
+        left of this one. What is not kept is removed afterwards; failing at that is logged and tried again with the
+        next commit.
 
         Args:
             step: Steps that the state has behind it.
@@ -108,11 +107,13 @@ class CheckpointStore:
             parts: What was written, by rank.
             names: Of all tensors that should have been.
             record: Facts to keep in the manifest; JSON values.
-            fence: Called when all is written but the manifest; raises if this saver may not commit any more, and then
-                nothing was.
+            fence: Called when all is written but the manifest, and before anything is removed; raises if this saver
+                may not commit any more, and then it does neither.
+            is_current: Whether the generation that has written it goes on. If not, what is not kept is left to those
+                that came after it.
 
         Raises:
-            CheckpointError: something was not written, or the record cannot be kept.
+            CheckpointError: something was not written or is not there any more, or the record cannot be kept.
             StorageError: the storage failed. The commit may or may not exist.
         """
         try:
@@ -122,16 +123,24 @@ class CheckpointStore:
             if state is None:
                 raise CheckpointError("not all that belongs to the state was written: its skeleton is missing")
             commit = Commit(step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record=record)
-            commit.check_present(self._storage.sizes(commit.prefix))  # who wrote it may have been told too much
             fence()
+            self._check_stored(commit)
         except BaseException:
             self.discard(attempt_prefix(step, attempt))
             raise
         # From here on a failure leaves the objects alone: the manifest may have been stored and its answer lost.
         manifest = commit.to_bytes()
         commit = self._publish(Commit.from_bytes(manifest_key(step), manifest), manifest)
-        self._remove_superseded(commit)
+        self._tidy(commit, fence, is_current)
         return commit
+
+    def _check_stored(self, commit: Commit) -> None:
+        """All that was written is there. The storage may have said too much, and others, who are at a later step, may
+        have removed it."""
+        try:
+            commit.check_present(self._storage.sizes(commit.prefix))
+        except CheckpointError as error:
+            raise CheckpointError(f"what was written of step {commit.step} is not all there: {error}") from error
 
     def discard(self, prefix: str) -> None:
         """Removes what was written of an attempt that failed. Failing at that is no matter: what failed first is to be
@@ -213,7 +222,7 @@ class CheckpointStore:
     def _complete(self, step: int) -> Commit | CheckpointError | None:
         """The commit of a step, or why it is not complete; None if it was removed since it was listed."""
         try:
-            commit = self._manifest(manifest_key(step))
+            commit = read_manifest(self._storage, manifest_key(step))
             commit.check_present(self._storage.sizes(commit.prefix))
         except FileNotFoundError:
             return None
@@ -225,7 +234,7 @@ class CheckpointStore:
         """The commit of this step if its contents verify; a bad one is set aside, so that it can be made again."""
         key = manifest_key(step)
         try:
-            commit = self._manifest(key)
+            commit = read_manifest(self._storage, key)
             self.verify(commit)
         except FileNotFoundError:
             return None
@@ -266,33 +275,11 @@ class CheckpointStore:
                 return existing
         raise StorageError(f"{commit.key} exists, cannot be read as a commit, and comes back after it was deleted")
 
-    def _remove_superseded(self, newest: Commit) -> None:
+    def _tidy(self, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
         try:
-            sizes = self._storage.sizes()
-            kept: list[Commit] = []
-            for step in committed_steps(sizes):
-                # Commits of later steps were passed over when this run resumed: they must not push out good ones.
-                # Nor must the newest one, if the storage has not kept it as it said.
-                if step <= newest.step and len(kept) < self._keep:
-                    with suppress(CheckpointError, FileNotFoundError):
-                        commit = self._manifest(manifest_key(step))
-                        commit.check_present(sizes)
-                        kept.append(commit)
-            if not kept:
-                raise StorageError(f"{newest.key} is not there, nor any before it")
-            manifests, attempts = superseded(sizes, kept, step=newest.step)
-            for key in manifests:
-                self._storage.delete(key)
-            for prefix in attempts:
-                self._storage.delete_tree(prefix)
-        except StorageError as error:
-            _log.warning("superseded commits are left until the next commit: %s", error)
-
-    def _manifest(self, key: str) -> Commit:
-        """CheckpointError if that is none; FileNotFoundError if there is no such object."""
-        if (size := self._storage.size(key)) > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{key} is not the manifest of a commit: it has {size} bytes")
-        return Commit.from_bytes(key, self._storage.read(key))
+            self._housekeeping.tidy(newest, fence, is_current)
+        except Exception as error:  # whatever it is, the commit stands
+            _log.warning("what is not kept is left until the next commit: %s", described(error))
 
     def reject(self, key: str, reason: str) -> None:
         """A commit is passed over."""

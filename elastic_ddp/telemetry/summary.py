@@ -39,7 +39,8 @@ def summarize(
         error, steps, total_steps (those of the configuration), epochs,
         samples, wall_seconds (from the first to the last event, summed over the sessions),
         samples_per_second (of that time), goodput (seconds of each part of that time, see `goodput`), sessions and
-        commits (how many), restarts (generations that followed a lost worker), workers_lost (that died or were given
+        commits (how many), commit_interval_s (the newest choice, where it follows from what was measured), restarts
+        (generations that followed a lost worker), workers_lost (that died or were given
         up in a generation; several may have made one restart), preemptions (workers that left because
         their node or process was to go), generations (each with its `stalls`), weights_sha256, samples_sha256, loss
         (first and last), metrics (last values), evaluated_at (steps done when a metric of an evaluation was measured),
@@ -81,6 +82,7 @@ def summarize(
         "workers_lost": len({event.get("member") for event in events if event["event"] == "worker_lost"} - {None}),
         "preemptions": sum(event["event"] == "worker_left" and event.get("kind") == "drain" for event in events),
         "commits": len({event["step"] for event in events if event["event"] == "commit"}),
+        "commit_interval_s": _last(events, "commit").get("interval_s"),
         "generations": generations,
         "weights_sha256": end.get("weights_sha256"),
         "samples_sha256": end.get("samples_sha256"),
@@ -119,7 +121,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         "workers lost": summary.get("workers_lost", summary["restarts"]) or None,
         "workers drained": summary.get("preemptions") or None,
         "sessions": summary["sessions"],
-        "commits": summary["commits"],
+        "commits": _commits(summary),
         "weights": summary["weights_sha256"],
         "samples hash": summary["samples_sha256"],
         "storage": summary["storage"],
@@ -262,6 +264,11 @@ def _goodput(seconds: Mapping[str, Any]) -> str | None:
         return None
     parts = [f"{part.replace('_', '-')} {seconds[part]:,.1f} s" for part in PARTS if round(seconds[part], 1)]
     return f"{100 * seconds['goodput']:.1f} %  {' · '.join(parts)}"
+
+
+def _commits(summary: Mapping[str, Any]) -> str:
+    every_s = summary.get("commit_interval_s")
+    return f"{summary['commits']:,}" + (f", one every {every_s:,.1f} s" if every_s is not None else "")
 
 
 def _stall(row: Mapping[str, Any]) -> str:

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
-from elastic_ddp.checkpoint.commits import Skeleton, committed_steps, superseded
+from elastic_ddp.checkpoint.commits import committed_steps
 from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.state import weights_sha256
 from elastic_ddp.storage import Storage
@@ -348,12 +346,6 @@ def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
         Commit.from_bytes("commits/7.json", data)
 
 
-def _commit(step: int, attempt: int = 0) -> Commit:
-    prefix = f"step={step}/attempt={attempt:032x}"
-    state = Skeleton(key=f"{prefix}/state.json", size=1, crc32=0)
-    return Commit(step=step, attempt=f"{attempt:032x}", state=state, objects=(), tensors={}, record={})
-
-
 def test_only_names_of_manifests_count_as_commits() -> None:
     keys = [
         "commits/2.json",
@@ -364,21 +356,3 @@ def test_only_names_of_manifests_count_as_commits() -> None:
         "x/commits/3.json",
     ]
     assert committed_steps(keys) == [10, 2]
-
-
-@given(st.sets(st.integers(0, 30), min_size=1), st.integers(1, 5), st.sets(st.integers(0, 30)), st.data())
-@settings(deadline=None)
-def test_retention_never_touches_a_kept_commit_or_a_later_step(
-    steps: set[int], keep: int, orphans: set[int], data: st.DataObject
-) -> None:
-    newest = data.draw(st.sampled_from(sorted(steps)))
-    kept = [_commit(step) for step in sorted(steps, reverse=True) if step <= newest][:keep]
-    keys = [key for step in steps for key in (_commit(step).key, _commit(step).state.key)]
-    keys += [_commit(step, attempt=1).state.key for step in orphans]
-    manifests, attempts = superseded(keys, kept, step=newest)
-    gone = {key for key in keys if key in manifests or key.rpartition("/")[0] in attempts}
-    for commit in kept:
-        assert commit.key not in gone and commit.state.key not in gone
-    assert not [key for key in gone if key.startswith("step=") and int(key.split("/")[0][5:]) > newest]
-    assert len(committed_steps(set(keys) - gone)) == len(kept) + len([step for step in steps if step > newest])
-    assert not [step for step in orphans if step <= newest and _commit(step, attempt=1).state.key not in gone]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +16,26 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from elastic_ddp import cli
-from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint import CheckpointStore, Commit, pruning
+from elastic_ddp.checkpoint.commits import set_aside_key
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.job import COMMITS
+from elastic_ddp.lease import Driver, DriverLease, _started, holder
 from elastic_ddp.storage import Storage
-from tests.unit.test_checkpoint import corrupt, make_state
+from tests.unit.test_checkpoint import corrupt, keys_of, make_state
 
 
 @pytest.fixture
 def commits(tmp_path: Path) -> list[Commit]:
     store = CheckpointStore(Storage(tmp_path / "lm").at(COMMITS), keep=3)
     record = {"time": 1_795_169_703.0, "epoch": 1, "samples": 40}
-    return [store.save(make_state(step), step=step, record=record) for step in (10, 20, 30)]
+    losses = {10: 0.25, 20: 0.5, 30: 0.75}
+    return [
+        store.save(
+            make_state(step), step=step, record={**record, "metrics": {"validation": {"value": loss, "step": step}}}
+        )
+        for step, loss in losses.items()
+    ]
 
 
 def invoke(*arguments: str) -> Any:
@@ -40,8 +52,13 @@ def test_commits_are_listed_with_what_is_wrong_with_them(tmp_path: Path, commits
     assert [row["step"] for row in rows] == [30, 20, 10]
     assert [row["error"] is None for row in rows] == [True, False, True]
     assert rows[0]["samples"] == 40 and rows[0]["bytes"] == commits[2].num_bytes
+    assert rows[0]["metrics"] == {"validation": 0.75} and rows[1]["metrics"] is None
     text = invoke("ls", run).stdout
-    assert "complete" in text and f"{commits[1].objects[0].key} is missing" in " ".join(text.split())
+    assert (
+        "validation 0.75" in text
+        and "complete" in text
+        and f"{commits[1].objects[0].key} is missing" in " ".join(text.split())
+    )
     assert "this run has no commits" in invoke("ls", str(tmp_path / "other")).stdout
 
 
@@ -76,3 +93,159 @@ def test_export_refuses_other_files_and_bad_commits(tmp_path: Path, commits: lis
     with pytest.raises(CheckpointError, match=r"commits/30\.json"):
         invoke("export", run, str(tmp_path / "weights.pt"))
     assert not (tmp_path / "weights.pt").exists()
+
+
+# What a person removes.
+
+
+def prune(tmp_path: Path, *options: str) -> Any:
+    """What went, or would go, as (step, what)."""
+    answer = json.loads(invoke("prune", str(tmp_path / "lm"), *options, "--json").stdout)
+    assert answer["removed"] is ("--dry-run" not in options)
+    return [(item["step"], item["what"]) for item in answer["items"]]
+
+
+def steps_left(tmp_path: Path) -> list[int]:
+    """Of commits that are there with every byte; nothing else may be."""
+    storage = Storage(tmp_path / "lm").at(COMMITS)
+    store = CheckpointStore(storage, keep=1)
+    found = [(step, commit) for step, commit in store.all_commits() if isinstance(commit, Commit)]
+    for _, commit in found:
+        store.verify(commit)
+    assert storage.list() == sorted(key for _, commit in found for key in keys_of(commit))
+    return [step for step, _ in found]
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ([], [30, 20, 10]),
+        (["--keep", "2"], [30, 20]),
+        (["--keep", "1"], [30]),
+        (["--keep", "1", "--keep-every-steps", "20"], [30, 20]),
+        (["--keep", "1", "--keep-best", "1", "--best-metric", "validation"], [30, 10]),
+        (["--keep", "1", "--keep-best", "1", "--best-metric", "validation", "--best-mode", "max"], [30]),
+        (["--keep", "1", "--keep-best", "1", "--best-metric", "other"], [30]),
+    ],
+    ids=str,
+)
+def test_what_is_not_to_be_kept_is_removed_with_every_byte(
+    tmp_path: Path, commits: list[Commit], options: list[str], left: list[int]
+) -> None:
+    gone = [(step, "commit") for step in (10, 20) if step not in left]
+    assert prune(tmp_path, *options, "--dry-run") == gone and steps_left(tmp_path) == [30, 20, 10]
+    assert prune(tmp_path, *options) == gone and steps_left(tmp_path) == left
+    assert prune(tmp_path, *options) == []
+
+
+def test_a_person_reads_what_went_and_how_much_that_is(tmp_path: Path, commits: list[Commit]) -> None:
+    run = str(tmp_path / "lm")
+    text = invoke("prune", run, "--keep", "1", "--dry-run").stdout
+    assert commits[0].prefix in text and commits[1].prefix in text and "would be removed" in text
+    items = json.loads(invoke("prune", run, "--keep", "1", "--json").stdout)["items"]
+    manifest = len(commits[0].to_bytes())
+    assert items[0]["num_bytes"] == commits[0].num_bytes + manifest and items[0]["manifest"] == commits[0].key
+    assert "0.0 MiB were removed" in invoke("prune", run).stdout
+
+
+def test_the_newest_complete_commit_always_stays_and_what_may_be_newer(tmp_path: Path, commits: list[Commit]) -> None:
+    storage = Storage(tmp_path / "lm").at(COMMITS)
+    corrupt(storage, commits[2].objects[0].key, "missing")
+    assert prune(tmp_path, "--keep", "1") == [(10, "commit")]
+    assert CheckpointStore(storage, keep=1).latest() == commits[1]
+    assert storage.list(commits[2].key.split("/")[0]) == ["commits/20.json", "commits/30.json"]
+    corrupt(storage, commits[1].objects[0].key, "missing")
+    assert prune(tmp_path, "--keep", "1", "--orphans-older-than-s", "0") == [], "none is complete"
+
+
+def test_what_was_never_committed_goes_when_it_is_old(tmp_path: Path, commits: list[Commit]) -> None:
+    storage = Storage(tmp_path / "lm").at(COMMITS)
+    for step in (5, 30, 70):  # before, beside and after the commits
+        storage.write(f"step={step}/attempt={'a' * 32}/0-0.bin", b"half")
+    assert prune(tmp_path) == []
+    files = [tmp_path / "lm" / COMMITS / key for key in storage.list() if "a" * 32 in key]
+    for file in files:
+        os.utime(file, (time.time() - 7200, time.time() - 7200))
+    assert prune(tmp_path, "--orphans-older-than-s", "7500") == []
+    orphans = [(5, "orphan"), (30, "orphan"), (70, "orphan")]
+    assert sorted(prune(tmp_path, "--orphans-older-than-s", "7000", "--dry-run")) == orphans
+    assert sorted(prune(tmp_path, "--orphans-older-than-s", "7000")) == orphans
+    assert steps_left(tmp_path) == [30, 20, 10]
+
+
+def test_what_was_set_aside_stays_until_it_is_asked_for(tmp_path: Path, commits: list[Commit]) -> None:
+    storage = Storage(tmp_path / "lm").at(COMMITS)
+    store = CheckpointStore(storage, keep=1)
+    corrupt(storage, commits[0].key, "flip")
+    store.set_aside(commits[0].key)
+    store.set_aside(commits[1].key)
+    options = ["--keep", "1", "--orphans-older-than-s", "0"]
+    assert prune(tmp_path, *options) == [], "which attempt 10 was is not known"
+    assert storage.list(commits[0].prefix) and storage.list(commits[1].prefix)
+    went = prune(tmp_path, *options, "--set-aside")
+    assert sorted(went) == [(10, "orphan"), (10, "set aside"), (20, "set aside")]
+    assert steps_left(tmp_path) == [30]
+
+
+def test_a_commit_that_was_half_set_aside_keeps_its_objects(tmp_path: Path, commits: list[Commit]) -> None:
+    """Whoever set it aside died before its manifest was gone."""
+    storage = Storage(tmp_path / "lm").at(COMMITS)
+    storage.write(set_aside_key(30, commits[2].attempt), storage.read(commits[2].key))
+    assert prune(tmp_path, "--set-aside") == [(30, "set aside")]
+    assert steps_left(tmp_path) == [30, 20, 10]
+
+
+def test_nothing_of_a_live_run_is_removed(tmp_path: Path, commits: list[Commit]) -> None:
+    driver = replace(Driver.this_process("another"), started=_started(1), pid=1)
+    with DriverLease(Storage(tmp_path / "lm"), "lm", "another", print, driver=driver) as lease:
+        lease.acquire()
+        message = rf"nothing is removed while the run is live\. Its driver is pid 1 of .*{socket.gethostname()}"
+        with pytest.raises(ConfigError, match=message):
+            invoke("prune", str(tmp_path / "lm"), "--keep", "1")
+        assert steps_left(tmp_path) == [30, 20, 10]
+        assert prune(tmp_path, "--keep", "1", "--dry-run") == [(10, "commit"), (20, "commit")]
+    assert prune(tmp_path, "--keep", "1") == [(10, "commit"), (20, "commit")]
+
+
+def test_no_driver_begins_while_something_is_removed(
+    tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Driver | None] = []
+    plain = pruning.prune
+
+    def slowly(storage: Storage, chosen: list[pruning.Removal]) -> None:
+        seen.append(holder(Storage(tmp_path / "lm")))
+        plain(storage, chosen)
+
+    monkeypatch.setattr(pruning, "prune", slowly)
+    assert prune(tmp_path, "--keep", "1")
+    [during] = seen
+    assert during is not None and during.pid == os.getpid() and holder(Storage(tmp_path / "lm")) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--keep-every-steps", "5"], "give --keep, too, for without it all commits stay"),
+        (["--keep", "1", "--keep-best", "2"], "--keep-best 2 with --best-metric None: give both, or neither"),
+        (["--keep", "1", "--best-metric", "x"], "--keep-best 0 with --best-metric x: give both, or neither"),
+        (
+            ["--keep", "1", "--keep-best", "2", "--best-metric", "x", "--best-mode", "most"],
+            "--best-mode most: the best value of a metric is the min or the max; give one of them",
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_each_other_are_refused(
+    tmp_path: Path, commits: list[Commit], options: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        invoke("prune", str(tmp_path / "lm"), *options)
+    assert steps_left(tmp_path) == [30, 20, 10]
+
+
+def test_a_place_without_a_run_is_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is nothing to prune here; give <storage>/<name>"):
+        invoke("prune", str(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+    assert invoke("prune", str(tmp_path), "--keep", "0").exit_code == 2

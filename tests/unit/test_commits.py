@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.errors import DriverReplacedError, StorageError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import DriverLease
 from elastic_ddp.run import Run
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
-from tests.unit.alone import NewRun, link_of, train
+from tests.unit.alone import LOST_PEER, NewRun, link_of, prepared, train
 
 GROUP: Any = SimpleNamespace(is_cut=False)
 
@@ -77,6 +81,183 @@ def test_workers_of_a_driver_that_was_replaced_commit_nothing(new_run: NewRun, t
             train(run)
         assert not storage.list(COMMITS), "nothing is left of what it wrote"
     assert link_of(run).steps_of("commit") == []
+
+
+# Intervals that follow from what was measured.
+
+
+def test_the_interval_follows_from_the_time_that_a_save_holds_training_up(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = new_run(checkpoint={"max_overhead": 0.02})._commits
+    assert commits._interval is not None
+    now = [1000.0]
+    monkeypatch.setattr("elastic_ddp.commits.time", SimpleNamespace(monotonic=lambda: now[0]))
+    commits._note(3)
+    now[0] += 59.0
+    assert not commits.are_due(4), "a minute, as nothing was measured"
+    now[0] += 2.0
+    assert commits.are_due(4)
+    commits._interval.stalled(0.2)
+    commits._note(4)
+    now[0] += 9.9
+    assert not commits.are_due(5)
+    now[0] += 0.2
+    assert commits.are_due(5)
+
+
+def test_what_was_measured_and_chosen_is_in_the_ledger_and_in_the_commit(new_run: NewRun, tmp_path: Path) -> None:
+    run = new_run(checkpoint={"interval": "auto"})
+    interval = run._commits._interval
+    assert interval is not None
+
+    def in_step(step: Step) -> None:
+        run._commits.close(60)
+        if step.index in (1, 3):
+            link_of(run).commit_requested += 1
+
+    train(run, in_step)
+    events = [each for each in link_of(run).said if each["event"] == "commit"]
+    assert [each["step"] for each in events] == [2, 4, 6]
+    assert len(interval._stalls) == len(interval._saves) == 3
+    assert 0 < interval._stalls[-1] < interval._saves[-1] < 60.0
+    assert all(0 < each["interval_s"] < 60.0 for each in events)
+    newest = CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest()
+    assert newest is not None and newest.record["losses"] == 0 and newest.record["watched_s"] > 0
+
+
+def test_a_fixed_interval_is_none_that_was_chosen(new_run: NewRun, tmp_path: Path) -> None:
+    run = new_run(checkpoint={"every_steps": 3})
+    train(run, closes_first(run))
+    assert {each["interval_s"] for each in link_of(run).said if each["event"] == "commit"} == {None}
+    newest = CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest()
+    assert newest is not None and "losses" not in newest.record
+
+
+def test_losses_of_peers_are_counted_in_this_life_and_the_next(new_run: NewRun) -> None:
+    settings = {"interval": "auto"}
+    run = new_run(checkpoint=settings)
+    lost: list[int] = []
+
+    def lose(step: Step) -> None:
+        if step.index in (2, 4) and step.index not in lost:
+            lost.append(step.index)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    train(run, lose)
+    assert run._commits._interval is not None
+    assert run._commits._interval.record()["losses"] == 2
+    resumed = new_run(checkpoint=settings, steps=8)
+    train(resumed)
+    assert resumed._commits._interval is not None
+    assert resumed._commits._interval.record()["losses"] == 2
+    assert resumed._commits._interval.record()["watched_s"] > run._commits._interval.record()["watched_s"] / 2
+
+
+def test_the_loss_of_all_workers_counts_when_others_go_on(new_run: NewRun) -> None:
+    settings = {"interval": "auto"}
+    train(new_run(checkpoint=settings))
+    resumed = new_run(checkpoint=settings, steps=8)
+    join = link_of(resumed).join
+    link_of(resumed).join = lambda **asked: replace(join(**asked), reason="worker lost")  # type: ignore[method-assign]
+    train(resumed)
+    assert resumed._commits._interval is not None
+    assert resumed._commits._interval.record()["losses"] == 1
+
+
+# What a commit knows of metrics, and which commits are kept by them.
+
+
+def log_and_evaluate(run: Run, values: dict[int, float]) -> None:
+    """Evaluates after some steps, with a commit behind each step."""
+    model = prepared(run)
+    for step in run.steps():
+        run._commits.close(60)  # of the step before
+        with step:
+            for batch in step.micro_batches():
+                loss = model(batch["x"]).square().mean()
+                step.backward(loss)
+                step.log(index=float(step.index))
+            step.optimize()
+        if step.index in values:
+            run.evaluate(lambda *_: torch.tensor(values[run.position.step - 1]), "held-out")
+    run.finish()
+
+
+@pytest.fixture
+def _evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation is what the loss function gives."""
+    monkeypatch.setattr("elastic_ddp.run.evaluate", lambda generation, job, loss_fn, *_: float(loss_fn(None, None)))
+
+
+def records(folder: Path) -> dict[int, dict[str, Any]]:
+    store = CheckpointStore(Storage(folder / "run").at(COMMITS), keep=1)
+    return {step: each.record["metrics"] for step, each in store.all_commits() if isinstance(each, Commit)}
+
+
+@pytest.mark.usefixtures("_evaluations")
+def test_a_commit_knows_the_newest_value_of_every_metric_and_when_it_was_measured(
+    new_run: NewRun, tmp_path: Path
+) -> None:
+    run = new_run(checkpoint={"every_steps": 1, "keep": 9}, log_every_steps=2)
+    log_and_evaluate(run, {1: 0.5, 3: float("nan"), 4: 0.25})
+    found = records(tmp_path)
+    assert [found[step].get("validation") for step in sorted(found)] == [
+        None,
+        {"value": 0.5, "step": 2},
+        {"value": 0.5, "step": 2},
+        None,  # JSON has no NaN, and a commit is worth more than a metric
+        {"value": 0.25, "step": 5},
+        {"value": 0.25, "step": 5},
+    ]
+    assert [found[step]["index"] for step in sorted(found)] == [
+        {"value": value, "step": step} for value, step in [(0.0, 1), (0.0, 1), (2.0, 3), (2.0, 3), (4.0, 5), (5.0, 6)]
+    ]
+    assert [found[step]["loss"]["step"] for step in sorted(found)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.usefixtures("_evaluations")
+def test_the_commits_with_the_best_evaluations_stay(new_run: NewRun, tmp_path: Path) -> None:
+    settings = {"every_steps": 1, "keep": 1, "keep_best": 2, "best_metric": "validation", "keep_every_steps": 4}
+    log_and_evaluate(new_run(checkpoint=settings), {0: 0.9, 1: 0.3, 2: 0.6, 4: 0.5})
+    assert sorted(records(tmp_path)) == [2, 4, 5, 6], "4 as a multiple, and 6 as the newest"
+
+
+@pytest.mark.usefixtures("_evaluations")
+def test_a_resumed_run_still_knows_what_was_measured(new_run: NewRun, tmp_path: Path) -> None:
+    log_and_evaluate(new_run(checkpoint={"keep": 9}), {5: 0.5})
+    log_and_evaluate(new_run(checkpoint={"keep": 9, "every_steps": 1}, steps=7), {})
+    assert records(tmp_path)[7]["validation"] == {"value": 0.5, "step": 6}
+
+
+def test_a_best_metric_that_nobody_measures_is_said_once(new_run: NewRun, caplog: pytest.LogCaptureFixture) -> None:
+    run = new_run(checkpoint={"every_steps": 1, "keep_best": 1, "best_metric": "accuracy"})
+    with caplog.at_level(logging.WARNING):
+        train(run, closes_first(run))
+    [said] = [each.getMessage() for each in caplog.records if "best_metric" in each.getMessage()]
+    assert said.startswith("checkpoint.best_metric='accuracy' has no value") and said.endswith("have one: loss")
+
+
+def test_a_save_that_outlived_its_generation_removes_nothing(
+    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(checkpoint={"every_steps": 2, "keep": 1})
+    storage, orphan = Storage(tmp_path / "run").at(COMMITS), f"step=0/attempt={'a' * 32}"
+    storage.write(f"{orphan}/0-0.bin", b"of those who came after, perhaps")
+    go = slow_storage(monkeypatch)
+    lost: list[int] = []
+
+    def in_step(step: Step) -> None:
+        if step.index == 4 and not lost:
+            lost.append(4)
+            raise dist.DistNetworkError(LOST_PEER)
+        if step.index == 4:
+            go.set()
+            run._commits.close(60)
+            assert [*records(tmp_path)] == [2] and storage.list(orphan)
+
+    train(run, in_step)
+    assert lost and [*records(tmp_path)] == [6] and not storage.list(orphan)
 
 
 # Saves that fail, or take long.

@@ -46,8 +46,8 @@ def refusal(**changes: Any) -> str:
         ({"data": {"column": ["x"]}}, "data.column=['x']: there is no such setting; did you mean columns?"),
         (
             {"checkpoint": {"bananas": 3}},
-            "checkpoint.bananas=3: there is no such setting; the settings here are every_seconds, every_steps, keep, "
-            "max_failed_saves",
+            "checkpoint.bananas=3: there is no such setting; the settings here are best_metric, best_mode, "
+            "every_seconds, every_steps, interval, keep, keep_best, keep_every_steps, max_failed_saves, max_overhead",
         ),
     ],
 )
@@ -258,6 +258,60 @@ def test_with_no_interval_a_run_commits_every_minute() -> None:
     assert (only_steps.every_seconds, only_steps.every_steps) == (None, 5)
     both = config(checkpoint={"every_steps": 5, "every_seconds": 1}).checkpoint
     assert (both.every_seconds, both.every_steps) == (1.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        (
+            {"interval": "auto", "every_steps": 5},
+            "checkpoint with every_steps=5 and interval='auto': an interval is either fixed or follows from what was "
+            "measured; give every_steps and every_seconds, or interval and max_overhead",
+        ),
+        (
+            {"every_seconds": 30, "max_overhead": 0.02},
+            "checkpoint with every_seconds=30.0 and max_overhead=0.02: an interval is either fixed or follows from "
+            "what was measured; give every_steps and every_seconds, or interval and max_overhead",
+        ),
+        ({"interval": "daly"}, "checkpoint.interval='daly': input should be 'auto'"),
+        ({"max_overhead": 2.0}, "checkpoint.max_overhead=2.0: input should be less than 1"),
+        ({"max_overhead": 0.0}, "checkpoint.max_overhead=0.0: input should be greater than 0"),
+        (
+            {"keep_best": 3},
+            "checkpoint.keep_best=3 without checkpoint.best_metric: the best by what? Give the name of something that "
+            "step.log or run.evaluate gets, or loss",
+        ),
+        (
+            {"best_metric": "accuracy"},
+            "checkpoint.best_metric='accuracy' without checkpoint.keep_best: nothing is kept by it; give the number "
+            "of commits to keep, or leave it out",
+        ),
+        (
+            {"best_mode": "max"},
+            "checkpoint.best_mode='max' without checkpoint.keep_best: nothing is kept by it; give the number of "
+            "commits to keep, or leave it out",
+        ),
+        (
+            {"keep_best": 1, "best_metric": "x", "best_mode": "highest"},
+            "checkpoint.best_mode='highest': input should be 'min' or 'max'",
+        ),
+        (
+            {"keep_every_steps": 0},
+            "checkpoint.keep_every_steps=0: input should be greater than or equal to 1",
+        ),
+    ],
+    ids=str,
+)
+def test_when_to_commit_and_what_to_keep_is_said_in_one_way(checkpoint: dict[str, Any], message: str) -> None:
+    assert refusal(checkpoint=checkpoint) == message
+
+
+def test_an_interval_that_is_measured_has_no_fixed_one_beside_it() -> None:
+    for settings in ({"interval": "auto"}, {"max_overhead": 0.02}, {"interval": "auto", "max_overhead": 0.02}):
+        checkpoint = config(checkpoint=settings).checkpoint
+        assert checkpoint.is_measured and (checkpoint.every_seconds, checkpoint.every_steps) == (None, None)
+        assert CheckpointConfig(**checkpoint.model_dump()) == checkpoint
+    assert not config().checkpoint.is_measured
 
 
 def test_storage_that_cannot_be_written_is_refused_when_the_configuration_is_built(

@@ -7,7 +7,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,63 @@ def test_what_is_written_is_read_listed_and_deleted(storage: Storage) -> None:
     assert storage.list("b") == ["b/deep/er.json"]
     storage.delete_tree("b")
     assert storage.list() == ["a"]
+
+
+def test_what_was_written_last_dates_a_folder_by_the_clock_of_the_storage(storage: Storage) -> None:
+    before = time.time()  # the clock of this machine, which is the storage's here
+    storage.write("a/deep/one", b"")
+    storage.write("ab/two", b"")
+    [first, now] = [storage.last_modified("a"), storage.now()]
+    assert first is not None and before - 1.5 <= first <= now <= time.time() + 0.5, "S3 counts seconds"
+    assert storage.last_modified("nothing") is None
+    assert storage.list() == ["a/deep/one", "ab/two"], "and nothing is left of asking for the time"
+
+
+def test_a_folder_is_as_new_as_the_newest_in_it_even_if_that_is_half_written(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    storage.write("a/old", b"")
+    storage.write("a/new", b"")
+    os.utime(tmp_path / "a" / "old", (1000.0, 1000.0))
+    os.utime(tmp_path / "a" / "new", (2000.0, 2000.0))
+    assert storage.last_modified("a") == 2000.0
+    (tmp_path / "a" / ".tmp-0123").write_bytes(b"half")
+    os.utime(tmp_path / "a" / ".tmp-0123", (3000.0, 3000.0))
+    assert storage.last_modified("a") == 3000.0
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        1_500_000_000.0,
+        "2017-07-14T02:40:00+00:00",
+        "2017-07-14T02:40:00Z",
+        datetime(2017, 7, 14, 2, 40, tzinfo=UTC),
+        datetime(2017, 7, 14, 2, 40),
+        datetime(2017, 7, 14, 4, 40, tzinfo=timezone(timedelta(hours=2))),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("field", ["LastModified", "last_modified", "updated", "mtime"])
+def test_every_way_to_say_when_an_object_was_written_is_understood(
+    monkeypatch: pytest.MonkeyPatch, listed: Any, field: str
+) -> None:
+    storage = Storage(f"memory://{uuid.uuid4().hex}")
+    storage.write("a/b", b"1")
+    fs, base = storage.filesystem_and_path()[0].handler.fs, storage.filesystem_and_path()[1]
+    found = {f"{base}/a/b": {"type": "file", "size": 1, field: listed}}
+    monkeypatch.setattr(type(fs), "find", lambda *_, **__: found)
+    assert storage.last_modified("a") == 1_500_000_000.0
+
+
+def test_a_storage_that_does_not_date_its_objects_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise NotImplementedError("this file system has no modification times")
+
+    storage = Storage(f"memory://{uuid.uuid4().hex}")
+    storage.write("a/b", b"1")
+    monkeypatch.setattr(type(storage.filesystem_and_path()[0].handler.fs), "modified", refuses)
+    with pytest.raises(StorageError, match=r"cannot date 'a' in memory://.*no modification times"):
+        storage.last_modified("a")
 
 
 def test_a_folder_is_not_confused_with_one_whose_name_begins_alike(storage: Storage) -> None:

@@ -68,7 +68,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
         "name": "mnist", "status": "finished", "error": None, "steps": 40, "epochs": 1, "samples": 400,
         "total_steps": None, "preemptions": 0,
         "wall_seconds": 15.0, "samples_per_second": 26.667, "sessions": 2, "restarts": 1, "commits": 3,
-        "workers_lost": 1,
+        "workers_lost": 1, "commit_interval_s": None,
         "weights_sha256": "aa", "samples_sha256": "bb", "loss": {"first": 2.5, "last": 1.0},
         "metrics": {"accuracy": 0.9, "final": 3.0}, "evaluated_at": {},
         "storage": "s3://b/runs", "versions": {"torch": "2.13.0"},
@@ -83,6 +83,13 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
     assert [row["session"] for row in generations] == ["s1", "s1", "s2"]
     assert {row[name] for row in generations for name in STALLS} == {None}
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+
+
+def test_the_interval_that_was_chosen_last_is_shown_beside_the_number_of_commits() -> None:
+    commits = [("commit", {"step": step, "interval_s": every_s}) for step, every_s in ((10, 60.0), (20, 33.75))]
+    summary = summarize(session("s1", 100.0, STARTED, *commits))
+    assert summary["commit_interval_s"] == 33.75 and "2, one every 33.8 s" in shown(summary)
+    assert "one every" not in shown(summarize(RUN))
 
 
 def accounted(number: int, step: int, **account: float) -> tuple[str, dict[str, Any]]:

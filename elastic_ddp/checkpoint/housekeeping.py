@@ -1,0 +1,119 @@
+"""Removing what is not kept, by the saver behind each commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from elastic_ddp.checkpoint.commits import Commit, committed_steps, manifest_key
+from elastic_ddp.checkpoint.reading import read_manifest
+from elastic_ddp.checkpoint.retention import Measurement, Retention, kept, measurements, removable
+from elastic_ddp.errors import CheckpointError, StorageError
+from elastic_ddp.storage import Storage
+
+ORPHAN_AGE_S = 24 * 3600.0
+"""An attempt that no manifest stands for is nobody's any more when nothing of it was written for so long: an object is
+written within minutes, or given up."""
+
+
+class Housekeeping:
+    """What one saver of a run removes, commit after commit."""
+
+    def __init__(self, storage: Storage, retention: Retention) -> None:
+        self._storage, self._retention = storage, retention
+        self._known: dict[int, Measurement | None] = {}
+        """Complete commits that were there the last time. Their manifests are not read again: what is kept for good
+        grows for as long as the run does."""
+
+    def tidy(self, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
+        """Removes what is not kept once a commit is complete. See `CheckpointStore.complete` for the arguments.
+
+        Raises:
+            StorageError: the storage failed; what is left goes with the next commit.
+            Exception: what the fence raises.
+        """
+        sizes = self._storage.sizes()
+        # Asked after the listing: if nobody has replaced this saver, and its generation goes on, nothing in that is of
+        # a generation that came after it. So of attempts that no manifest stands for, those of earlier steps are dead:
+        # a rank ends one save before it begins the next, and all ranks have begun this one. A worker that has left may
+        # still be writing one; it looks whether all is there before it commits. Those of this step and of later ones,
+        # which runs have left that went back, go by age.
+        fence()
+        if not is_current():
+            return
+        steps = [step for step in committed_steps(sizes) if step <= newest.step]
+        read = self._read_last(newest, steps, sizes)
+        self._known = {commit.step: self._measured(commit) for commit in read} | self._older(steps, read, sizes)
+        staying = kept(steps, self._known, self._retention)
+        going = removable(sizes, staying, read, newest=newest.step, dead_before=newest.step)
+        remove(self._storage, going.manifests, going.dead)
+        remove(self._storage, [], older_than(ORPHAN_AGE_S, self._storage, going.orphans))
+
+    def _read_last(self, newest: Commit, steps: Iterable[int], sizes: Mapping[str, int]) -> list[Commit]:
+        """The complete ones among the newest, as many as stay for being that. The newest one, too, is read: if the
+        storage has not kept it as it said, it pushes out no good ones."""
+        read: list[Commit] = []
+        for step in steps:
+            if len(read) < self._retention.last:
+                commit = complete_commit(self._storage, step, sizes)
+                read += [commit] if commit is not None else []
+        if not read:
+            raise StorageError(f"{newest.key} is not there, nor any before it")
+        return read
+
+    def _older(
+        self, steps: Iterable[int], read: Collection[Commit], sizes: Mapping[str, int]
+    ) -> dict[int, Measurement | None]:
+        """The complete ones before those, if any of them can stay."""
+        found = {}
+        oldest = min(commit.step for commit in read)
+        for step in steps if self._retention.looks_back else ():
+            if step < oldest:
+                if step in self._known:
+                    found[step] = self._known[step]
+                elif (commit := complete_commit(self._storage, step, sizes)) is not None:
+                    found[step] = self._measured(commit)
+        return found
+
+    def _measured(self, commit: Commit) -> Measurement | None:
+        metric = self._retention.metric
+        return measurements(commit.record).get(metric) if metric is not None else None
+
+
+def complete_commit(storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit | None:
+    """The commit of a step if it is complete, among objects of these sizes, by key.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    try:
+        commit = read_manifest(storage, manifest_key(step))
+        commit.check_present(sizes)
+    except (CheckpointError, FileNotFoundError):
+        return None
+    return commit
+
+
+def older_than(age_s: float, storage: Storage, prefixes: Collection[str]) -> list[str]:
+    """Those of some folders in which nothing was written for so long. The writing and the present are both dated by
+    the storage's clock, which may differ from this machine's.
+
+    Raises:
+        StorageError: the storage failed, or does not date what is in it.
+    """
+    if not prefixes:
+        return []
+    now = storage.now()
+    written = {prefix: storage.last_modified(prefix) for prefix in prefixes}
+    return sorted(prefix for prefix, at in written.items() if at is not None and now - at > age_s)
+
+
+def remove(storage: Storage, manifests: Iterable[str], prefixes: Iterable[str]) -> None:
+    """Manifests first: wherever it is interrupted, no manifest lists what is gone.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    for key in manifests:
+        storage.delete(key)
+    for prefix in prefixes:
+        storage.delete_tree(prefix)

@@ -1,0 +1,82 @@
+"""Removing what a person does not want to keep of a run's commits, while nobody writes any."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from elastic_ddp.checkpoint.commits import attempt_of, attempt_prefix, committed_steps, set_aside, step_of_attempt
+from elastic_ddp.checkpoint.housekeeping import complete_commit, older_than, remove
+from elastic_ddp.checkpoint.retention import Retention, kept, measurements, removable
+from elastic_ddp.storage import Storage
+
+Kind = Literal["commit", "set aside", "orphan"]
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Something that can go, with every byte."""
+
+    what: Kind
+    step: int
+    manifest: str | None
+    folders: tuple[str, ...]
+    """Of its attempts."""
+    num_bytes: int
+
+
+def removals(
+    storage: Storage, retention: Retention | None, *, orphan_age_s: float, with_set_aside: bool
+) -> list[Removal]:
+    """What can go, in that order. The newest commit that is complete never does, nor one that is newer.
+
+    Args:
+        storage: a folder of commits.
+        retention: which commits stay; None for all.
+        orphan_age_s: attempts that no manifest stands for can go if nothing of them was written for so long.
+        with_set_aside: whether commits that were set aside can go.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    sizes = storage.sizes()
+    steps = committed_steps(sizes)
+    complete = {step: commit for step in steps if (commit := complete_commit(storage, step, sizes)) is not None}
+    staying = set(steps)
+    if retention is not None and complete:
+        metric = retention.metric or ""
+        measured = {step: measurements(commit.record).get(metric) for step, commit in complete.items()}
+        staying = kept(steps, measured, retention)
+    aside = {key: each for key in sizes if (each := set_aside(key)) is not None} if with_set_aside else {}
+    going = removable(sizes.keys() - aside.keys(), staying, complete.values(), newest=max(steps, default=0))
+    num_bytes = Counter[str]()
+    for key, size in sizes.items():
+        belongs = attempt_of(key)
+        num_bytes[belongs[1] if belongs is not None else key] += size
+
+    def removal(what: Kind, step: int, manifest: str | None, folders: list[str]) -> Removal:
+        total = sum(num_bytes[each] for each in (manifest, *folders) if each is not None)
+        return Removal(what, step, manifest, tuple(folders), total)
+
+    found: list[Removal] = []
+    for manifest in going.manifests:
+        [step] = committed_steps([manifest])
+        found.append(removal("commit", step, manifest, [each for each in going.dead if step_of_attempt(each) == step]))
+    for manifest, (step, attempt) in aside.items():
+        own = attempt_prefix(step, attempt) if attempt is not None else None
+        found.append(removal("set aside", step, manifest, [each for each in going.orphans if each == own]))
+    known = {folder for each in found for folder in each.folders}
+    for folder in older_than(orphan_age_s, storage, [each for each in going.orphans if each not in known]):
+        found.append(removal("orphan", step_of_attempt(folder), None, [folder]))
+    return found
+
+
+def prune(storage: Storage, chosen: list[Removal]) -> None:
+    """Removes what `removals` found, while nobody else writes there: no manifest ever lists what is gone.
+
+    Raises:
+        StorageError: the storage failed; calling both again removes the rest.
+    """
+    manifests = [each.manifest for each in chosen if each.manifest is not None]
+    remove(storage, manifests, [folder for each in chosen for folder in each.folders])

@@ -1,0 +1,284 @@
+"""What a saver removes behind its commits, and what it leaves alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
+from elastic_ddp.checkpoint.commits import attempt_prefix, manifest_key
+from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S
+from elastic_ddp.checkpoint.writing import StateWriter
+from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError
+from elastic_ddp.storage import Storage
+from tests.unit.test_checkpoint import corrupt, keys_of
+
+
+class Elsewhere(Storage):
+    """A storage whose clock is wrong by years, and can be moved on; it counts what is read."""
+
+    def __init__(self, uri: str | Path) -> None:
+        super().__init__(uri)
+        self.later_s = 0.0
+        self.read_keys: list[str] = []
+
+    def last_modified(self, prefix: str) -> float | None:
+        at = super().last_modified(prefix)
+        return None if at is None else at - 1e9
+
+    def now(self) -> float:
+        return super().now() + self.later_s
+
+    def read(self, key: str) -> bytes:
+        self.read_keys.append(key)
+        return super().read(key)
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Elsewhere:
+    if request.param == "s3":
+        return Elsewhere(f"{request.getfixturevalue('s3')}/runs/one")
+    return Elsewhere(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path / "run")
+
+
+def save(store: CheckpointStore, step: int, value: float | None = None, measured_at: int | None = None) -> Commit:
+    at = step if measured_at is None else measured_at
+    metrics = {} if value is None else {"loss": {"value": value, "step": at}}
+    return store.save({"user": {"step": step}}, step=step, record={"metrics": metrics})
+
+
+def steps_in(storage: Storage) -> list[int]:
+    return sorted(int(key.split("/")[1].removesuffix(".json")) for key in storage.list("commits"))
+
+
+def write_orphan(storage: Storage, step: int) -> str:
+    prefix = attempt_prefix(step, uuid.uuid4().hex)
+    storage.write(f"{prefix}/0-0.bin", b"half")
+    return prefix
+
+
+def test_every_kth_and_the_best_stay_with_every_byte_and_nothing_else(storage: Elsewhere) -> None:
+    store = CheckpointStore(storage, keep=Retention(last=2, every_steps=10, best=2, metric="loss"))
+    losses = {3: 0.9, 6: 0.2, 9: 0.8, 12: 0.7, 15: 0.1, 18: 0.5, 21: 0.6, 24: 0.4, 27: 0.3}
+    commits = {step: save(store, step, value) for step, value in losses.items()}
+    assert steps_in(storage) == [6, 12, 15, 21, 24, 27]
+    assert storage.list() == sorted(key for step in (6, 12, 15, 21, 24, 27) for key in keys_of(commits[step]))
+
+
+def test_of_several_that_know_one_evaluation_only_the_first_is_kept_as_the_best(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    store = CheckpointStore(storage, keep=Retention(last=1, best=2, metric="loss"))
+    for step, (value, at) in {10: (0.1, 10), 20: (0.1, 10), 30: (0.1, 10), 40: (0.9, 40), 50: (0.9, 40)}.items():
+        save(store, step, value, at)
+    assert steps_in(storage) == [10, 40, 50]
+
+
+def test_another_saver_of_the_run_keeps_the_same(tmp_path: Path) -> None:
+    storage, keep = Storage(tmp_path), Retention(last=1, every_steps=10, best=1, metric="loss", mode="max")
+    for step in range(3, 40, 3):
+        save(CheckpointStore(storage, keep=keep), step, 1.0 if step == 6 else 0.5)
+    assert steps_in(storage) == [6, 12, 21, 30, 39]
+
+
+def test_what_is_kept_for_good_is_read_once(tmp_path: Path) -> None:
+    storage = Elsewhere(tmp_path)
+    keep = Retention(last=1, every_steps=1)
+    for step in range(1, 6):
+        save(CheckpointStore(storage, keep=keep), step)
+    store = CheckpointStore(storage, keep=keep)
+    storage.read_keys.clear()
+    save(store, 6)
+    assert sorted(storage.read_keys) == [manifest_key(step) for step in range(1, 6)]
+    storage.read_keys.clear()
+    save(store, 7)
+    save(store, 8)
+    assert storage.read_keys == [] and steps_in(storage) == list(range(1, 9))
+
+
+def test_a_bad_commit_is_not_kept_for_its_place(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    keep = Retention(last=3, every_steps=10, best=1, metric="loss")
+    bad = save(CheckpointStore(storage, keep=keep), 10, 0.1)
+    save(CheckpointStore(storage, keep=keep), 12, 0.3)
+    corrupt(storage, bad.objects[0].key if bad.objects else bad.state.key, "missing")
+    for step in range(13, 19):
+        save(CheckpointStore(storage, keep=keep), step, 0.5)
+    assert steps_in(storage) == [10, 12, 16, 17, 18], "12 is the first that can be used, and the best"
+
+
+def test_an_orphan_of_a_later_step_goes_when_it_is_old_by_the_clock_of_the_storage(storage: Elsewhere) -> None:
+    store = CheckpointStore(storage, keep=1)
+    orphan = write_orphan(storage, 50)
+    save(store, 1)
+    storage.later_s = ORPHAN_AGE_S - 60
+    save(store, 2)
+    assert storage.list(orphan), "somebody may be writing it"
+    storage.later_s = ORPHAN_AGE_S + 60
+    save(store, 3)
+    assert not storage.list("step=50") and restored_step_of(storage) == 3
+
+
+class Interrupted(Storage):
+    """Fails at one of its removals, and at all that follow."""
+
+    left = 1000
+
+    def delete(self, key: str) -> None:
+        self._count()
+        super().delete(key)
+
+    def delete_tree(self, prefix: str) -> None:
+        self._count()
+        super().delete_tree(prefix)
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise StorageError("the storage is down")
+
+
+def test_wherever_a_removal_is_interrupted_no_manifest_lists_what_is_gone(tmp_path: Path) -> None:
+    for at in range(5):
+        storage = Interrupted(tmp_path / str(at))
+        for step in (1, 2):
+            save(CheckpointStore(storage, keep=2), step)
+        storage.left = at
+        save(CheckpointStore(storage, keep=1), 3)
+        found = CheckpointStore(storage, keep=1).all_commits()
+        assert [step for step, _ in found] == [3, 2, 1][: max(1, 3 - at)], "the oldest goes first"
+        assert all(isinstance(commit, Commit) for _, commit in found)
+    assert storage.left >= 0, "there is none more"
+    assert not storage.list("step=1") and not storage.list("step=2")
+
+
+def restored_step_of(storage: Storage) -> int | None:
+    found = CheckpointStore(storage, keep=1).load_latest()
+    return None if found is None else found[0].step
+
+
+def test_the_newest_object_of_an_attempt_tells_its_age(tmp_path: Path) -> None:
+    storage = Elsewhere(tmp_path)
+    orphan = write_orphan(storage, 50)
+    old = tmp_path / orphan / "0-0.bin"
+    os.utime(old, (1e9 + 5, 1e9 + 5))
+    storage.write(f"{orphan}/1-0.bin", b"of a rank that is slower")
+    save(CheckpointStore(storage, keep=1), 1)
+    assert len(storage.list(orphan)) == 2
+    (tmp_path / orphan / "1-0.bin").unlink()
+    save(CheckpointStore(storage, keep=1), 2)
+    assert not storage.list(orphan)
+
+
+def test_an_attempt_of_the_same_step_may_be_of_those_who_came_after(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    orphan, earlier = write_orphan(storage, 5), write_orphan(storage, 4)
+    save(CheckpointStore(storage, keep=1), 5)
+    assert storage.list(orphan) and not storage.list(earlier)
+    save(CheckpointStore(storage, keep=1), 6)
+    assert not storage.list(orphan)
+
+
+def test_a_commit_that_was_passed_over_keeps_its_objects_whatever_their_age(tmp_path: Path) -> None:
+    storage = Elsewhere(tmp_path)
+    bad = save(CheckpointStore(storage, keep=1), 9)
+    storage.write(manifest_key(9), b"{}")
+    storage.later_s = 10 * ORPHAN_AGE_S
+    save(CheckpointStore(storage, keep=1), 3)
+    assert storage.list(bad.prefix) and steps_in(storage) == [3, 9]
+
+
+def begun(storage: Storage, step: int) -> Callable[..., Commit]:
+    """A save of which all is written but the manifest."""
+    writer, attempt = StateWriter(), uuid.uuid4().hex
+    writer.stage({"user": {"step": step}}, rank=0, world_size=1)
+    part = writer.write(storage, attempt_prefix(step, attempt))
+
+    def complete(**options: Any) -> Commit:
+        options = {"fence": lambda: None, **options}
+        store = CheckpointStore(storage, keep=1)
+        return store.complete(step=step, attempt=attempt, parts=[part], names=writer.names, record={}, **options)
+
+    return complete
+
+
+def test_a_worker_that_left_and_comes_late_with_an_older_step_commits_nothing(storage: Elsewhere) -> None:
+    late = begun(storage, 4)
+    save(CheckpointStore(storage, keep=1), 6)
+    with pytest.raises(CheckpointError, match=r"what was written of step 4 is not all there: step=4/.* is missing"):
+        late()
+    assert steps_in(storage) == [6] and not storage.list("step=4")
+
+
+def test_a_storage_that_lost_what_was_written_gets_no_manifest(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    complete = begun(storage, 4)
+    corrupt(storage, storage.list("step=4")[0], "short")
+    with pytest.raises(CheckpointError, match=r"not all there: step=4/.* bytes; \d+ were committed"):
+        complete()
+    assert storage.list() == []
+
+
+def test_a_saver_whose_generation_is_over_leaves_the_removal_to_those_who_came_after(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    save(CheckpointStore(storage, keep=1), 1)
+    outlived = begun(storage, 5)
+    theirs = begun(storage, 3)  # who went back to step 1, as everybody but the saver died
+    assert outlived(is_current=lambda: False).step == 5
+    assert theirs().step == 3
+    assert steps_in(storage) == [3, 5], "and theirs removed what they superseded"
+
+
+def test_a_saver_that_was_replaced_removes_nothing_and_its_commit_stands(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = Storage(tmp_path)
+    save(CheckpointStore(storage, keep=1), 1)
+    orphan = write_orphan(storage, 2)
+    asked: list[bool] = []
+
+    def fence() -> None:
+        asked.append(manifest_key(5) in storage.list("commits"))
+        if asked[-1]:
+            raise PeerLostError("this worker was presumed dead")
+
+    complete = begun(storage, 5)
+    with caplog.at_level(logging.WARNING):
+        assert complete(fence=fence).step == 5
+    assert asked == [False, True], "before the commit, and before anything is removed"
+    assert steps_in(storage) == [1, 5] and storage.list(orphan)
+    assert "what is not kept is left until the next commit: PeerLostError: this worker was presumed dead" in caplog.text
+
+
+def test_whoever_came_after_the_listing_is_not_touched(tmp_path: Path) -> None:
+    """The fence is asked after the listing: what another driver writes from then on is not in it."""
+    storage = Storage(tmp_path)
+    written: list[str] = []
+
+    def fence() -> None:
+        if storage.list("commits"):
+            written.append(write_orphan(storage, 2))  # of a driver that takes over right behind the answer
+
+    begun(storage, 5)(fence=fence)
+    assert [storage.list(prefix) for prefix in written] == [[f"{written[0]}/0-0.bin"]]
+
+
+def test_a_storage_that_does_not_date_its_objects_loses_none_of_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Undated(Storage):
+        def last_modified(self, prefix: str) -> float | None:
+            raise StorageError("there are no modification times")
+
+    storage = Undated(tmp_path)
+    orphan = write_orphan(storage, 9)
+    save(CheckpointStore(storage, keep=1), 1)
+    with caplog.at_level(logging.WARNING):
+        save(CheckpointStore(storage, keep=1), 2)
+    assert storage.list(orphan) and "there are no modification times" in caplog.text
+    assert steps_in(storage) == [2], "the rest goes all the same"

@@ -1,0 +1,171 @@
+"""Which commits are kept, and what can be removed: plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ddp.checkpoint.commits import Commit, Skeleton, committed_steps
+from elastic_ddp.checkpoint.retention import Measurement, Retention, kept, measurements, removable
+
+
+def complete(*steps: int) -> dict[int, Measurement | None]:
+    return dict.fromkeys(steps)
+
+
+def valued(values: dict[int, float]) -> dict[int, Measurement | None]:
+    """Commits whose states were measured themselves."""
+    return {step: Measurement(value, step) for step, value in values.items()}
+
+
+def test_the_newest_complete_ones_are_kept_and_bad_ones_among_them() -> None:
+    assert kept([1, 2, 3, 4, 5], complete(1, 2, 4, 5), Retention(last=3)) == {2, 3, 4, 5}
+
+
+def test_the_first_at_or_after_every_multiple_is_kept() -> None:
+    steps = [30, 60, 90, 120, 150, 200, 230, 450, 480, 500]
+    found = kept(steps, complete(*steps), Retention(last=1, every_steps=100))
+    assert found == {120, 200, 450, 500}, "none of before 100, and 450 is the first after 300 and after 400"
+
+
+def test_what_is_kept_for_good_stays_through_all_that_comes() -> None:
+    retention = Retention(last=2, every_steps=100)
+    there: set[int] = set()
+    for step in range(7, 1000, 7):
+        there.add(step)
+        there = kept(sorted(there), complete(*there), retention)
+    assert there == {105, 203, 301, 406, 504, 602, 700, 805, 903, 987, 994}
+
+
+def test_a_bad_commit_does_not_stand_for_a_multiple_and_is_left_where_it_might() -> None:
+    steps = [100, 110, 120, 130]
+    assert kept(steps, complete(110, 120, 130), Retention(last=1, every_steps=100)) == {100, 110, 130}
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("min", {20, 40, 60}), ("max", {10, 50, 60})])
+def test_the_best_by_a_metric_are_kept(mode: Any, expected: set[int]) -> None:
+    values = {10: 0.9, 20: 0.1, 30: 0.5, 40: 0.2, 50: 0.8}
+    found = kept([*values, 60], valued(values) | complete(60), Retention(last=1, best=2, metric="loss", mode=mode))
+    assert found == expected, "and 60, the newest, which has no value"
+
+
+def test_of_equal_values_the_earlier_one_is_better() -> None:
+    assert kept([1, 2, 3], valued({1: 0.5, 2: 0.5, 3: 0.7}), Retention(last=1, best=1, metric="loss")) == {1, 3}
+
+
+def test_of_commits_that_know_the_same_measurement_the_first_stands_for_it() -> None:
+    old, new = Measurement(0.1, 10), Measurement(0.4, 40)
+    commits: dict[int, Measurement | None] = {11: old, 20: old, 30: old, 40: new, 50: new}
+    assert kept([*commits], commits, Retention(last=1, best=2, metric="loss")) == {11, 40, 50}
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        None,
+        [],
+        {"loss": 0.1},
+        {"loss": {"value": "0.1", "step": 1}},
+        {"loss": {"value": 0.1}},
+        {"loss": {"value": 0.1, "step": 1.5}},
+        {"loss": {"value": float("nan"), "step": 1}},
+    ],
+    ids=str,
+)
+def test_a_record_of_another_form_has_no_value(metrics: Any) -> None:
+    assert measurements({"metrics": metrics}) == {} == measurements({})
+
+
+def test_a_record_has_a_value_and_the_step_that_it_is_of() -> None:
+    assert measurements({"metrics": {"loss": {"value": 1, "step": 7}}}) == {"loss": Measurement(1.0, 7)}
+
+
+def test_a_retention_without_the_newest_is_refused() -> None:
+    with pytest.raises(ValueError, match="keep=0: at least the newest commit has to stay"):
+        Retention(last=0)
+
+
+def commit(step: int, attempt: int = 0) -> Commit:
+    prefix = f"step={step}/attempt={attempt:032x}"
+    state = Skeleton(key=f"{prefix}/state.json", size=1, crc32=0)
+    return Commit(step=step, attempt=f"{attempt:032x}", state=state, objects=(), tensors={}, record={})
+
+
+def keys_of(*steps: int) -> list[str]:
+    return [key for step in steps for key in (commit(step).key, commit(step).state.key)]
+
+
+def orphan(step: int) -> Commit:
+    return commit(step, attempt=1)
+
+
+def test_attempts_of_a_manifest_that_was_not_read_stay_and_so_do_those_beside_it() -> None:
+    keys = [*keys_of(10, 20, 30), orphan(10).state.key, orphan(20).state.key, orphan(25).state.key]
+    going = removable(keys, {10, 20, 30}, [commit(20), commit(30)], newest=30, dead_before=30)
+    assert going.manifests == [] and going.orphans == []
+    assert going.dead == [orphan(20).prefix, orphan(25).prefix], "whichever is 10's own"
+
+
+def test_what_was_set_aside_stays_with_its_objects() -> None:
+    keys = [*keys_of(30), f"set-aside/10-{1:032x}.json", orphan(10).state.key, commit(10).state.key]
+    going = removable(keys, {30}, [commit(30)], newest=30, dead_before=30)
+    assert going.dead == [commit(10).prefix]
+    going = removable([*keys, "set-aside/10-unknown.json"], {30}, [commit(30)], newest=30, dead_before=30)
+    assert going.dead == [], "which attempt it was is not known"
+
+
+def test_attempts_of_this_step_and_of_later_ones_may_be_somebodys() -> None:
+    keys = [*keys_of(20, 40), *(orphan(step).state.key for step in (10, 20, 30, 40))]
+    going = removable(keys, {20, 40}, [commit(20)], newest=20, dead_before=20)
+    assert going.dead == [orphan(10).prefix]
+    assert going.orphans == [orphan(20).prefix, orphan(30).prefix], "and beside 40, which was not read, none"
+
+
+def test_the_attempts_of_a_manifest_that_goes_go_with_it() -> None:
+    going = removable([*keys_of(10, 20), orphan(10).state.key, orphan(5).state.key], {20}, [commit(20)], newest=20)
+    assert going.manifests == [commit(10).key]
+    assert going.dead == [commit(10).prefix, orphan(10).prefix] and going.orphans == [orphan(5).prefix]
+
+
+retentions = st.builds(
+    Retention,
+    last=st.integers(1, 4),
+    every_steps=st.none() | st.integers(1, 12),
+    best=st.integers(0, 3),
+    metric=st.just("loss"),
+    mode=st.sampled_from(["min", "max"]),
+)
+
+
+@given(st.sets(st.integers(0, 30), min_size=1), retentions, st.sets(st.integers(0, 30)), st.data())
+@settings(deadline=None)
+def test_nothing_that_is_kept_or_of_a_later_step_is_ever_removed(
+    steps: set[int], retention: Retention, orphans: set[int], data: st.DataObject
+) -> None:
+    newest = data.draw(st.sampled_from(sorted(steps)))
+    counting = sorted(step for step in steps if step <= newest)
+    bad = data.draw(st.sets(st.sampled_from(counting))) - {newest}
+    values = data.draw(st.fixed_dictionaries({step: st.none() | st.floats(0, 9) for step in counting}))
+    good = {
+        step: None if value is None else Measurement(value, step) for step, value in values.items() if step not in bad
+    }
+    staying = kept(counting, good, retention)
+    last = sorted(good)[-retention.last :]
+    read = [commit(step) for step in last]
+    keys = [*keys_of(*steps), *(orphan(step).state.key for step in orphans)]
+    going = removable(keys, staying, read, newest=newest, dead_before=newest)
+    gone = {key for key in keys if key in going.manifests or key.rpartition("/")[0] in {*going.dead, *going.orphans}}
+    for step in [*last, *staying, *(step for step in steps if step > newest)]:
+        assert not gone & set(keys_of(step))
+    assert not [prefix for prefix in going.dead if int(prefix.split("/")[0][5:]) >= newest]
+    assert committed_steps(set(keys) - gone) == sorted(staying | {s for s in steps if s > newest}, reverse=True)
+    measured = sorted((value for step, value in values.items() if value is not None and step not in bad))
+    if retention.best and measured:
+        best = measured[0] if retention.mode == "min" else measured[-1]
+        assert best in [values[step] for step in staying]
+    # What was not kept goes with every byte, once.
+    assert not [step for step in steps - staying if step <= newest and not gone >= set(keys_of(step))]
+    assert not [step for step in orphans - steps if step < newest and orphan(step).prefix not in going.dead]
