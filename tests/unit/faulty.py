@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from fsspec.implementations.memory import MemoryFileSystem
+
 from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.checkpoint.saving import Save, Saver
 from elastic_ddp.errors import StorageError
@@ -96,6 +98,13 @@ class FaultyStorage(Storage):
             self._run(lambda key=key: super(FaultyStorage, self).delete(key))  # type: ignore[misc]
 
 
+def new_folder() -> str:
+    """An empty one in memory. All others are gone: to list one takes as long as there is in all."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    return f"memory://{uuid.uuid4().hex}"
+
+
 class LocalMailbox:
     """That of ranks which are threads of one process."""
 
@@ -146,3 +155,11 @@ class Ranks:
         for each in self.savers:
             each.wait()
         return self.ended[-1]
+
+
+def ranks_of_many_blocks(storage: Callable[[int], Storage], world_size: int, *, keep: int = 2) -> Ranks:
+    """Each of them writes several objects. With the fixture `quick_ranks`."""
+    ranks = Ranks(storage, world_size, keep=keep)
+    for saver in ranks.savers:
+        saver._writer._blocks._object_bytes = 200
+    return ranks
