@@ -6,15 +6,12 @@ import asyncio
 import gc
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_ddp.checkpoint import saving, writing
-from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic import rendezvous as rendezvous_module
 from elastic_ddp.elastic.messages import RendezvousOptions
@@ -25,7 +22,7 @@ from elastic_ddp.run import Run
 from elastic_ddp.storage import Storage
 from tests.ranks import empty_store
 from tests.unit.alone import CPU, FakeFeed, FakeIndex, FakeLink, NewRun
-from tests.unit.faulty import Died
+from tests.unit.faulty import QUICK, Died
 from tests.unit.scene import LIMIT_S, OPTIONS, Play
 
 
@@ -103,9 +100,7 @@ def long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quick_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that save look often for word of others, states have many blocks, and threads may die like processes."""
-    monkeypatch.setattr(saving, "POLL_S", 0.001)
-    monkeypatch.setattr(saving, "BEAT_S", 0.02)
-    monkeypatch.setattr(saving, "SILENCE_OF_THE_LOST_S", 0.2)
-    monkeypatch.setattr(writing, "BlockPlanner", partial(BlockPlanner, 128))
+    for each in QUICK:
+        monkeypatch.setattr(*each)
     report = threading.excepthook
     monkeypatch.setattr(threading, "excepthook", lambda said: None if said.exc_type is Died else report(said))

@@ -1,19 +1,24 @@
-"""A storage that fails, lies, is slow or dies at one operation, and savers that are threads of one process."""
+"""A storage that fails, lies, is slow or dies at one operation, and savers that are threads or die as processes."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import uuid
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint import CheckpointStore, Commit, saving, writing
+from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.checkpoint.saving import Save, Saver
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage import Storage
-from tests.unit.test_checkpoint import make_state
+from tests.unit.states import make_state
 
 
 class Died(BaseException):
@@ -121,6 +126,30 @@ class LocalMailbox:
         self.letters.pop(key, None)
 
 
+class FileMailbox:
+    """That of ranks which are threads or processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def put(self, key: str, text: str) -> None:
+        written = self._folder / f"{uuid.uuid4().hex}.tmp"
+        written.write_text(text)
+        written.replace(self._file(key))
+
+    def get(self, key: str) -> str | None:
+        try:
+            return self._file(key).read_text()
+        except FileNotFoundError:
+            return None
+
+    def remove(self, key: str) -> None:
+        self._file(key).unlink(missing_ok=True)
+
+    def _file(self, key: str) -> Path:
+        return self._folder / key.replace("/", "-")
+
+
 class Ranks:
     """Savers of some ranks, which all save the same states to one storage."""
 
@@ -129,13 +158,19 @@ class Ranks:
         self.savers = [
             Saver(each, CheckpointStore(each, keep=keep), of_rank_0=frozenset({"user"})) for each in self.storages
         ]
-        self.mailbox = LocalMailbox()
+        self.mailbox: LocalMailbox | FileMailbox = LocalMailbox()
         self.ended: list[Commit | Exception] = []
 
     def begin(
-        self, step: int, *, of: list[int] | None = None, fence: Callable[[], None] = lambda: None, state: Any = None
+        self,
+        step: int,
+        *,
+        of: list[int] | None = None,
+        fence: Callable[[], None] = lambda: None,
+        state: Any = None,
+        attempt: str | None = None,
     ) -> str:
-        attempt = uuid.uuid4().hex
+        attempt = attempt or uuid.uuid4().hex
         for rank in of if of is not None else range(len(self.savers)):
             save = Save(
                 step=step,
@@ -163,3 +198,23 @@ def ranks_of_many_blocks(storage: Callable[[int], Storage], world_size: int, *, 
     for saver in ranks.savers:
         saver._writer._blocks._object_bytes = 200
     return ranks
+
+
+QUICK: list[tuple[Any, str, Any]] = [
+    (saving, "POLL_S", 0.001),
+    (saving, "BEAT_S", 0.02),
+    (saving, "SILENCE_OF_THE_LOST_S", 0.2),
+    (writing, "BlockPlanner", partial(BlockPlanner, 128)),
+]
+"""Where what is how: ranks that save look often for word of others, and states have many blocks."""
+
+
+def save_until_killed(uri: str, folder: Path, rank: int, attempt: str, when: str, at: int) -> None:
+    """One of two ranks, in a process of its own, which gets a SIGKILL before or after an operation of its save."""
+    for each in QUICK:
+        setattr(*each)
+    faulty = FaultyStorage(uri, f"calls {when}", at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    ranks = ranks_of_many_blocks(lambda each: faulty, 2)
+    ranks.mailbox = FileMailbox(folder)
+    ranks.begin(3, of=[rank], attempt=attempt)
+    ranks.savers[rank].wait()

@@ -76,8 +76,8 @@ def replicated(seed: int) -> TrainState:
     model = PreparedModel(Everything(), device=torch.device("cpu"), bf16=False)
     state = TrainState(model=model)
     body, rest = list(model.module.body.parameters()), [*model.module.head.parameters(), model.module.bf16]
-    adamw = torch.optim.AdamW([{"params": body, "lr": 0.01}, {"params": rest, "weight_decay": 0.2}], lr=0.1)
-    sgd = torch.optim.SGD([model.module.scale, model.module.turned], lr=0.1, momentum=0.9, nesterov=True)
+    adamw = torch.optim.AdamW([{"params": body, "lr": 0.01}, {"params": rest, "weight_decay": 0.2}], lr=0.001)
+    sgd = torch.optim.SGD([model.module.scale, model.module.turned], lr=1e-5, momentum=0.9, nesterov=True)
     for optimizer in (adamw, sgd):
         state.add_optimizer(optimizer)
     state.add_scheduler(StepLR(adamw, 2, 0.5))
