@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,30 @@ class LocalMailbox:
         self.letters.pop(key, None)
 
 
+class FileMailbox:
+    """That of ranks which are threads or processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def put(self, key: str, text: str) -> None:
+        written = self._folder / f"{uuid.uuid4().hex}.tmp"
+        written.write_text(text)
+        written.replace(self._file(key))
+
+    def get(self, key: str) -> str | None:
+        try:
+            return self._file(key).read_text()
+        except FileNotFoundError:
+            return None
+
+    def remove(self, key: str) -> None:
+        self._file(key).unlink(missing_ok=True)
+
+    def _file(self, key: str) -> Path:
+        return self._folder / key.replace("/", "-")
+
+
 class Ranks:
     """Savers of some ranks, which all save the same states to one storage."""
 
@@ -43,13 +68,19 @@ class Ranks:
             Saver(each, CheckpointStore(each, keep=keep), of_rank_0=frozenset({"user"}), retry_s=retry_s)
             for each in self.storages
         ]
-        self.mailbox = LocalMailbox()
+        self.mailbox: LocalMailbox | FileMailbox = LocalMailbox()
         self.ended: list[Commit | Exception] = []
 
     def begin(
-        self, step: int, *, of: list[int] | None = None, fence: Callable[[], None] = lambda: None, state: Any = None
+        self,
+        step: int,
+        *,
+        of: list[int] | None = None,
+        fence: Callable[[], None] = lambda: None,
+        state: Any = None,
+        attempt: str | None = None,
     ) -> str:
-        attempt = uuid.uuid4().hex
+        attempt = attempt or uuid.uuid4().hex
         for rank in of if of is not None else range(len(self.savers)):
             save = Save(
                 step=step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from elastic_ddp.run import Run
 from elastic_ddp.storage import Storage
 from tests.ranks import empty_store
 from tests.unit.alone import CPU, FakeFeed, FakeIndex, FakeLink, NewRun
+from tests.unit.faulty import QUICK, Died
 from tests.unit.scene import LIMIT_S, OPTIONS, Play
 
 
@@ -93,3 +95,12 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 def long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that comes at all comes because of a change."""
     monkeypatch.setattr(rendezvous_module, "POLL_S", 1000.0)
+
+
+@pytest.fixture
+def quick_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that save look often for word of others, states have many blocks, and threads may die like processes."""
+    for each in QUICK:
+        monkeypatch.setattr(*each)
+    report = threading.excepthook
+    monkeypatch.setattr(threading, "excepthook", lambda said: None if said.exc_type is Died else report(said))

@@ -1,12 +1,23 @@
-"""A storage that fails, lies, is slow or dies at one operation, and savers that are threads of one process."""
+"""A storage that fails, lies, is slow or dies at one operation, and savers that are threads or die as processes."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import uuid
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from fsspec.implementations.memory import MemoryFileSystem
+
+from elastic_ddp.checkpoint import saving, writing
+from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage import Storage
+from tests.saving import FileMailbox, Ranks
 
 
 class Died(BaseException):
@@ -89,3 +100,38 @@ class FaultyStorage(Storage):
         # Object by object, as object stores do it: a death can leave some.
         for key in super().list(prefix):
             self._run(lambda key=key: super(FaultyStorage, self).delete(key))  # type: ignore[misc]
+
+
+def new_folder() -> str:
+    """An empty one in memory. All others are gone: to list one takes as long as there is in all."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    return f"memory://{uuid.uuid4().hex}"
+
+
+def ranks_of_many_blocks(storage: Callable[[int], Storage], world_size: int, *, keep: int = 2) -> Ranks:
+    """Each of them writes several objects. With the fixture `quick_ranks`."""
+    ranks = Ranks(storage, world_size, keep=keep)
+    for saver in ranks.savers:
+        saver._writer._blocks._object_bytes = 200
+    return ranks
+
+
+QUICK: list[tuple[Any, str, Any]] = [
+    (saving, "POLL_S", 0.001),
+    (saving, "BEAT_S", 0.02),
+    (saving, "SILENCE_OF_THE_LOST_S", 0.2),
+    (writing, "BlockPlanner", partial(BlockPlanner, 128)),
+]
+"""Where what is how: ranks that save look often for word of others, and states have many blocks."""
+
+
+def save_until_killed(uri: str, folder: Path, rank: int, attempt: str, when: str, at: int) -> None:
+    """One of two ranks, in a process of its own, which gets a SIGKILL before or after an operation of its save."""
+    for each in QUICK:
+        setattr(*each)
+    faulty = FaultyStorage(uri, f"calls {when}", at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    ranks = ranks_of_many_blocks(lambda each: faulty, 2)
+    ranks.mailbox = FileMailbox(folder)
+    ranks.begin(3, of=[rank], attempt=attempt)
+    ranks.savers[rank].wait()

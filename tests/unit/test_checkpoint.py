@@ -13,8 +13,8 @@ import torch
 from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.checkpoint.commits import committed_steps
 from elastic_ddp.errors import CheckpointError, StorageError
-from elastic_ddp.state import weights_sha256
 from elastic_ddp.storage import Storage
+from tests.unit.states import make_state, step_of
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -22,30 +22,6 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "s3":
         return Storage(f"{request.getfixturevalue('s3')}/runs/one")
     return Storage(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path / "run")
-
-
-def make_state(step: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(step)
-    weight = torch.randn(16, 8, generator=generator)
-    return {
-        "model": {"weight": weight, "bias": torch.full((16,), float(step), dtype=torch.bfloat16)},
-        "optimizer": {
-            "state": {0: {"exp_avg": weight * 2, "step": torch.tensor(float(step))}},
-            "param_groups": [{"lr": 0.1}],
-        },
-        "user": {"step": step, "complex": torch.tensor([1j * step], dtype=torch.complex128), "none": None},
-    }
-
-
-def step_of(state: dict[str, Any]) -> int:
-    """The step of a state of `make_state`, having checked that it is that state and no mixture."""
-    step = state["user"]["step"]
-    expected = make_state(step)
-    assert weights_sha256(state["model"].items()) == weights_sha256(expected["model"].items())
-    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], expected["optimizer"]["state"][0]["exp_avg"])
-    assert torch.equal(state["user"]["complex"], expected["user"]["complex"])
-    assert state.keys() == expected.keys() and state["optimizer"]["param_groups"] == [{"lr": 0.1}]
-    return int(step)
 
 
 def save(storage: Storage, *steps: int, keep: int = 3) -> list[Commit]:

@@ -1,0 +1,49 @@
+"""A SIGKILL before and after every operation of every rank in a save."""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from pathlib import Path
+
+import pytest
+
+from elastic_ddp.checkpoint import Commit
+from elastic_ddp.checkpoint.saving import RankLostError
+from elastic_ddp.storage import Storage
+from tests.ranks import PROCESSES
+from tests.saving import FileMailbox
+from tests.unit.faulty import ranks_of_many_blocks, save_until_killed
+from tests.unit.test_checkpoint import restored_step, save
+from tests.unit.test_saving_faults import check_next
+
+
+@pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_at_any_operation_leaves_a_whole_commit(tmp_path: Path, rank: int, when: str) -> None:
+    at, killed = 0, True
+    while killed:
+        letters, uri = tmp_path / f"letters-{at}", str(tmp_path / f"commits-{at}")
+        letters.mkdir()
+        save(Storage(uri), 1, 2, keep=2)
+        ranks = ranks_of_many_blocks(lambda each: Storage(uri), 2)  # noqa: B023
+        ranks.mailbox = FileMailbox(letters)
+        attempt = uuid.uuid4().hex
+        victim = PROCESSES.Process(target=save_until_killed, args=(uri, letters, rank, attempt, when, at))
+        victim.start()
+        ranks.begin(3, of=[1 - rank], attempt=attempt)
+        victim.join()
+        killed = victim.exitcode == -signal.SIGKILL
+        assert killed or victim.exitcode == 0
+        if killed:
+            ranks.savers[1 - rank].generation_broke()  # as the others find out at once
+        ranks.savers[1 - rank].wait()
+        found = restored_step(Storage(uri))
+        if rank == 1:
+            assert isinstance(ranks.ended[0], RankLostError if killed else Commit)
+            assert found == (2 if killed else 3)
+        assert found in ((2, 3) if killed else (3,))
+        check_next(uri, 2, 2)
+        at += 1
+    assert at > (10 if rank == 0 else 2), "a save has so many"

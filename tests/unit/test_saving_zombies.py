@@ -1,0 +1,129 @@
+"""Two generations that save at the same time: the older one is over, and does not know it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.errors import PeerLostError
+from elastic_ddp.storage import Storage
+from tests.unit.faulty import FaultyStorage, new_folder, ranks_of_many_blocks
+from tests.unit.test_checkpoint import keys_of, make_state, save, step_of
+
+pytestmark = pytest.mark.usefixtures("quick_ranks")
+
+STEP = 4
+"""That the newer generation saves, over commits 1 and 2."""
+OTHER = 100
+"""A zombie's state is that of so many steps later: it can be told from another one of the same step."""
+
+
+class Zombie:
+    """Two ranks of a generation that is over, which save a step while those of a newer one are at theirs.
+
+    - `writes`: they begin now.
+    - `asks`: they have written everything, and now ask whether they may commit.
+    - `may commit`: the same, and they were told so when it was still true.
+    """
+
+    def __init__(self, uri: str, step: int, kind: str) -> None:
+        self.step, self.kind = step, kind
+        self.came: Any = None
+        self._ranks = ranks_of_many_blocks(lambda rank: Storage(uri), 2)
+        self._asks, self._go = threading.Event(), threading.Event()
+        if kind != "writes":
+            self._begin()
+            assert self._asks.wait(60)
+
+    def go_on(self) -> None:
+        """To its end."""
+        self._go.set()
+        if self.kind == "writes":
+            self._begin()
+        self.came = self._ranks.wait()
+
+    def _begin(self) -> None:
+        state = make_state(self.step + OTHER)
+        self.attempt = self._ranks.begin(self.step, fence=self._fence, state=state)
+
+    def _fence(self) -> None:
+        self._asks.set()
+        assert self._go.wait(60)
+        if self.kind != "may commit":
+            raise PeerLostError("generation 1 is over")
+
+
+def save_beside(zombie_step: int, kind: str, rank: int, when: str, at: int) -> tuple[Storage, Zombie, Any, bool]:
+    """A save of two ranks, in which a zombie goes on before or after an operation of one of them: where, who, what came
+    of it, and whether there is such an operation."""
+    uri = new_folder()
+    save(Storage(uri), 1, 2, keep=2)
+    zombie = Zombie(uri, zombie_step, kind)
+    faulty = FaultyStorage(uri, f"calls {when}", at, zombie.go_on)
+    ranks = ranks_of_many_blocks(lambda each: faulty if each == rank else FaultyStorage(uri, "", None), 2)
+    ranks.begin(STEP)
+    came = ranks.wait()
+    met = faulty.operations > at
+    if not met:
+        zombie.go_on()  # after all of it
+    return Storage(uri), zombie, came, met
+
+
+def restored(storage: Storage) -> tuple[Commit, int]:
+    """The newest commit that verifies, and the step of its state, which is no mixture."""
+    found = CheckpointStore(storage, keep=1).load_latest()
+    assert found is not None
+    return found[0], step_of(found[1])
+
+
+def check_next(storage: Storage, step: int) -> None:
+    """The newer generation goes on from this step, and nothing is left of what happened once that is old."""
+    ranks = ranks_of_many_blocks(lambda rank: storage, 2)
+    newest: list[Any] = []
+    for number in range(step + 1, step + 4):
+        ranks.begin(number)
+        newest.append(ranks.wait())
+    assert restored(storage) == (newest[-1], step + 3)
+    assert storage.list() == sorted(key for commit in newest[-2:] for key in keys_of(commit))
+
+
+@pytest.mark.parametrize("zombie_step", [STEP - 1, STEP, STEP + 2], ids=["older", "same", "later"])
+@pytest.mark.parametrize("kind", ["writes", "asks"])
+def test_a_generation_that_is_over_commits_nothing_whenever_it_tries(kind: str, zombie_step: int) -> None:
+    for rank in (0, 1):
+        for when in ("before", "after"):
+            at, met = 0, True
+            while met:
+                storage, zombie, came, met = save_beside(zombie_step, kind, rank, when, at)
+                what = f"{when} operation {at} of rank {rank}: {came!r:.200}"
+                assert isinstance(zombie.came, PeerLostError), what
+                assert isinstance(came, Commit) and restored(storage) == (came, STEP), what
+                assert storage.list() == [
+                    *storage.list("commits"), *storage.list("step=2"), *storage.list(came.prefix)
+                ] and storage.list("commits") == ["commits/2.json", came.key], what  # fmt: skip
+                at += 1
+            assert at > (8 if rank == 0 else 2)
+    check_next(storage, STEP)
+
+
+@pytest.mark.parametrize("zombie_step", [STEP - 1, STEP, STEP + 2], ids=["older", "same", "later"])
+def test_one_that_was_suspended_in_the_moment_of_its_commit_does_no_harm(zombie_step: int) -> None:
+    """That moment is the one thing no fence guards. Its state is one of the same run, and it is there whole or not at
+    all; what the newer generation committed stays."""
+    for rank in (0, 1):
+        for when in ("before", "after"):
+            at, met = 0, True
+            while met:
+                storage, zombie, came, met = save_beside(zombie_step, "may commit", rank, when, at)
+                what = f"{when} operation {at} of rank {rank}: {came!r:.200}; {zombie.came!r:.200}"
+                commit, state = restored(storage)
+                assert (commit.step, state) in ((STEP, STEP), (zombie_step, zombie_step + OTHER)), what
+                if isinstance(came, Commit):
+                    assert commit.step >= STEP and (commit.step > STEP or commit == came), what
+                if (rank, when) == (0, "before"):
+                    check_next(storage, commit.step)
+                at += 1
+            assert at > (8 if rank == 0 else 2)

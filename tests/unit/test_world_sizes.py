@@ -1,0 +1,195 @@
+"""Saved by any number of ranks, restored by any other, equal to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint.saving import Save, Saver
+from elastic_ddp.commits import OF_RANK_0
+from elastic_ddp.parallel.prepared import PreparedModel
+from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
+from elastic_ddp.restoring import restore
+from elastic_ddp.state import flatten
+from elastic_ddp.storage import Storage
+from elastic_ddp.train_state import Position, TrainState
+from tests.ranks import run_ranks
+
+WORLD_SIZES = (1, 2, 3, 4)
+STEPS = 3
+
+
+class Everything(nn.Module):
+    """A model with what checkpoints get wrong: tied weights, frozen ones, statistics, many dtypes, odd shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.body = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.turned = nn.Parameter(torch.randn(6, 5).t())
+        self.bf16 = nn.Parameter(torch.randn(5, 3).to(torch.bfloat16))
+        assert not self.turned.is_contiguous()
+        self.register_buffer("seen", torch.zeros(11, dtype=torch.bool))
+        self.register_buffer("count", torch.tensor(2**40 + 1))
+        self.register_buffer("fp16", torch.randn(9).to(torch.float16))
+        self.register_buffer("strided", torch.arange(20)[::3])
+        self.register_buffer("column", torch.randn(4, 4)[:, 1])
+        self.register_buffer("nothing", torch.empty(0, 3))
+        self.register_buffer("passing", torch.randn(4), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen[tokens] = True
+        self.count += 1
+        x = self.frozen(self.body(self.embedding(tokens))) * self.scale
+        return self.head(x) + (x @ self.turned.t()).sum() + self.bf16.float().sum()
+
+
+class Counter:
+    """What a user registers."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"rng": torch.Generator().manual_seed(5).get_state(), "names": ["a"], "best": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = copy.deepcopy(state)
+
+
+def replicated(seed: int) -> TrainState:
+    """What every rank of a run with the strategy `ddp` has."""
+    torch.manual_seed(seed)
+    model = PreparedModel(Everything(), device=torch.device("cpu"), bf16=False)
+    state = TrainState(model=model)
+    body, rest = list(model.module.body.parameters()), [*model.module.head.parameters(), model.module.bf16]
+    adamw = torch.optim.AdamW([{"params": body, "lr": 0.01}, {"params": rest, "weight_decay": 0.2}], lr=0.001)
+    sgd = torch.optim.SGD([model.module.scale, model.module.turned], lr=1e-5, momentum=0.9, nesterov=True)
+    for optimizer in (adamw, sgd):
+        state.add_optimizer(optimizer)
+    state.add_scheduler(StepLR(adamw, 2, 0.5))
+    state.add_scheduler(CosineAnnealingLR(sgd, 10))
+    state.registered["counter"] = Counter()
+    return state
+
+
+def train(state: TrainState) -> None:
+    """A few steps, the same on every rank."""
+    assert state.model is not None
+    torch.manual_seed(1)
+    for _ in range(STEPS):
+        state.model(torch.randint(11, (8,))).square().mean().backward()
+        for optimizer in state.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in state.schedulers:
+            scheduler.step()
+    state.registered["counter"].state_dict()["names"].append("b")
+    state.position = Position(step=STEPS, samples=8 * STEPS)
+
+
+def whole(tree: Any) -> tuple[Any, dict[str, tuple[str, tuple[int, ...], bytes]]]:
+    """A state to the bit: its skeleton, and its tensors."""
+    skeleton, tensors = flatten(tree)
+    return skeleton, {name: _bits(tensor) for name, tensor in tensors.items()}
+
+
+def _bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return str(tensor.dtype), tuple(tensor.shape), raw
+
+
+STRATEGIES: dict[str, Callable[[int], TrainState]] = {"replicated": replicated}
+"""How a state is built on a rank, from a seed, which decides what is in it before it is trained or restored. What is
+sharded has a `state_dict` with DTensors, and `load_state_dict` takes its own part of what was restored."""
+
+
+def save_on(group: ProcessGroup, folder: str, strategy: str) -> str:
+    """Saves as a run does. What came of it, on rank 0."""
+    state = STRATEGIES[strategy](0)
+    train(state)
+    storage = Storage(f"{folder}/{strategy}-{group.world_size}")
+    saver = Saver(storage, CheckpointStore(storage, keep=1), of_rank_0=OF_RANK_0)
+    address = group.assignment.store_host, group.assignment.store_port
+    ended: list[Commit | Exception] = []
+    save = Save(
+        step=STEPS,
+        attempt="0" * 32,
+        world_size=group.world_size,
+        rank=group.rank,
+        mailbox=StoreMailbox(StoreConnection(), address, lambda: address, "saves") if group.world_size > 1 else None,
+        record={},
+        fence=lambda: None,
+        on_end=ended.append,
+    )
+    saver.begin(state.state_dict(), save)
+    saver.wait()
+    return repr([each for each in ended if not isinstance(each, Commit)])
+
+
+def restore_on(group: ProcessGroup, folder: str, strategy: str, saved: str) -> list[bool]:
+    """Whether what each number of ranks saved is what was trained: as it is restored, once it is loaded into a state of
+    another seed, with weights that are still tied, and after more steps."""
+    reference = STRATEGIES[strategy](0)
+    train(reference)
+    expected = whole(reference.state_dict())
+    train(reference)
+    further = whole(reference.state_dict())
+    same = []
+    for world_size in WORLD_SIZES:
+        storage = Storage(f"{folder}/{saved}-{world_size}")
+        found = restore(CheckpointStore(storage, keep=1), storage, group)
+        assert found is not None
+        same.append(whole(found[1]) == expected)
+        state = STRATEGIES[strategy](100 + group.rank)
+        assert whole(state.state_dict()) != expected
+        state.load_state_dict(found[1])
+        same.append(whole(state.state_dict()) == expected)
+        same.append(state.module.head.weight is state.module.embedding.weight)
+        train(state)
+        same.append(whole(state.state_dict()) == further)
+    return same
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """Where the states of a strategy were saved at every world size."""
+    folder = tmp_path_factory.mktemp("saved")
+    for world_size in WORLD_SIZES:
+        assert run_ranks(world_size, save_on, str(folder), request.param) == ["[]"] * world_size
+    yield folder, request.param
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_what_any_number_of_ranks_saved_any_other_restores_to_the_bit(
+    saved: tuple[Path, str], strategy: str, world_size: int
+) -> None:
+    folder, by = saved
+    for rank, same in enumerate(run_ranks(world_size, restore_on, str(folder), strategy, by)):
+        assert same == [True] * 4 * len(WORLD_SIZES), f"rank {rank}"
+
+
+def test_the_states_of_this_test_have_what_it_is_about() -> None:
+    state = replicated(0)
+    train(state)
+    skeleton, tensors = flatten(state.state_dict())
+    dtypes = {str(each.dtype).removeprefix("torch.") for each in tensors.values()}
+    assert {"bfloat16", "float16", "float32", "int64", "bool", "uint8"} <= dtypes
+    assert any(each.dim() == 0 for each in tensors.values()) and any(not each.numel() for each in tensors.values())
+    assert "model.head.weight" not in tensors and "model.embedding.weight" in tensors
+    assert "optimizer.1.state.0.momentum_buffer" in tensors and "optimizer.0.state.0.exp_avg_sq" in tensors
+    assert "buffers.passing" in tensors and "model.body.1.running_var" in tensors and skeleton
