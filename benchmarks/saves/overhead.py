@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,8 @@ def measure(storage: str, *, rounds: int) -> dict[str, Any]:
                 clip_grad_norm=1.0,
                 checkpoint=ed.CheckpointConfig(every_steps=EVERY_STEPS),
             )
-            result = ed.ElasticTrainer(train_in_turns(folder), data, config).fit()
+            with redirect_stdout(sys.stderr):  # the table has the other to itself
+                result = ed.ElasticTrainer(train_in_turns(folder), data, config).fit()
         finally:
             os.chdir(before)
         ends = dict(json.loads(Path(folder, "ends.json").read_text()))

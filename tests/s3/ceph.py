@@ -76,7 +76,7 @@ def missing() -> str:
     programs = [name for name in PROGRAMS if shutil.which(name) is None]
     if not programs:
         return ""
-    return f"Ceph's {', '.join(programs)} is missing here; on Debian: apt-get install {PACKAGES}"
+    return f"a Ceph server cannot be started without {', '.join(programs)}; on Debian: apt-get install {PACKAGES}"
 
 
 class Ceph:

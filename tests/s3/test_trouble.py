@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -19,6 +20,12 @@ from tests.unit.test_checkpoint import keys_of, restored_step, step_of
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.checkpoint.writing.FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("elastic_ddp.storage._CREATE_PAUSE_S", 0.01)
+
+
+def at(number: int, what: Fault | Refusal) -> Plan:
+    """Has it happen to one request, counted from 0."""
+    numbers = itertools.count()
+    return lambda request: what if next(numbers) == number else None
 
 
 def is_data(request: Request) -> bool:
@@ -141,6 +148,27 @@ def test_a_large_object_goes_through_what_passes(
     assert isinstance(outcome, Commit) and len(proxy.met) == 1, outcome
     CheckpointStore(bucket.storage(), keep=1).verify(outcome)
     assert bucket.storage().list() == sorted(keys_of(outcome))
+
+
+@pytest.mark.parametrize("what", [SLOW_DOWN, Fault.RESET, Fault.HALF_ANSWERED], ids=str)
+def test_a_restore_that_fails_at_any_request_takes_no_commit_for_a_bad_one(
+    bucket: Bucket, proxy: Proxy, what: Fault | Refusal
+) -> None:
+    for step in (1, 2):
+        assert isinstance(save_on_ranks([bucket.storage()] * 2, step), Commit)
+    storage = bucket.storage(endpoint=proxy.endpoint)
+    for number in itertools.count():
+        proxy.plan = at(number, what)
+        store = CheckpointStore(storage, keep=2)
+        try:
+            restored = store.load_latest()
+        except StorageError:
+            restored = None
+        assert store.rejected == []
+        assert restored is None or step_of(restored[1]) == 2
+        if len(proxy.met) == number:  # a restore has no more
+            break
+    assert number >= 6 and restored is not None
 
 
 def noise(seed: int, of_requests: float) -> Plan:

@@ -71,16 +71,16 @@ class Save:
 
 
 def check_next(uri: str, world_size: int, keep: int) -> None:
-    """The run goes on from there, and after as many commits as are kept nothing is left of what happened."""
+    """The run goes on from there, and as many commits as are kept after the next one nothing is left of what happened."""
     found = restored_step(Storage(uri))
     assert found is not None
     ranks = ranks_of_many_blocks(lambda rank: Storage(uri), world_size, keep=keep)
     newest: list[Any] = []
-    for step in range(found + 1, found + 1 + keep):
+    for step in range(found + 1, found + 2 + keep):
         ranks.begin(step)
         newest.append(ranks.wait())
         assert isinstance(newest[-1], Commit) and restored_step(Storage(uri)) == step
-    left, expected = Storage(uri).list(), sorted(key for commit in newest for key in keys_of(commit))
+    left, expected = Storage(uri).list(), sorted(key for commit in newest[-keep:] for key in keys_of(commit))
     if Storage(uri).list("set-aside"):  # with its objects, for a person to look at
         left = [key for key in left if not key.startswith(("set-aside/", "step=3/"))]
         expected = [key for key in expected if not key.startswith("step=3/")]
