@@ -147,9 +147,11 @@ class Targets:
     def fill(self, piece: Piece, data: bytearray) -> None:
         """Takes what is of use in a piece."""
         for name, block in piece.blocks:
+            count = math.prod(block.sizes)
+            if not count:  # it may begin where another one does
+                continue
             for item in self._copies.get((name, block.offsets), ()):
                 target = self._targets[name]
-                count = math.prod(block.sizes)
                 source = torch.frombuffer(data, dtype=target.dtype, count=count, offset=block.start - piece.start)
                 part = narrowed(source.view(block.sizes), list(item.storage_offsets), item.lengths)
                 narrowed(target, list(item.dest_offsets), item.lengths).copy_(part)

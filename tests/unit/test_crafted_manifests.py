@@ -73,6 +73,20 @@ def test_a_grid_is_taken_and_no_grid_that_lacks_or_repeats_a_block(sides: list[l
             tensor_of(shape, wrong)
 
 
+def test_blocks_without_elements_may_lie_anywhere(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    store = CheckpointStore(storage, keep=1)
+    weight = torch.arange(24.0).reshape(6, 4)
+    commit = store.save({"model": weight}, step=1, record={})
+    body = json.loads(commit.to_bytes())
+    [block] = body["tensors"]["model.value"]["blocks"]
+    none = [{**block, "offsets": at, "sizes": [0, 4], "crc32": 0} for at in ([0, 0], [3, 0], [6, 0])]
+    body["tensors"]["model.value"]["blocks"] = [*none, block]
+    storage.write(commit.key, signed(body))
+    found = store.load_latest()
+    assert found is not None and torch.equal(found[1]["model"], weight)
+
+
 def test_a_manifest_of_very_many_blocks_does_not_hold_a_reader_up() -> None:
     """To compare each with each would take minutes, and hours for what has room in a manifest."""
     places = range(40)

@@ -92,8 +92,13 @@ class Down(Storage):
         raise StorageError("connection reset")
 
 
-def restore_in_an_outage(group: ProcessGroup, uri: str) -> str:
-    storage = Down(uri) if group.rank == 1 else Storage(uri)
+class NotListed(Storage):
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        raise StorageError("connection reset")
+
+
+def restore_in_an_outage(group: ProcessGroup, uri: str, down: type[Storage], rank: int) -> str:
+    storage = down(uri) if group.rank == rank else Storage(uri)
     store = CheckpointStore(storage, keep=2)
     with pytest.raises(StorageError) as caught:
         restore(store, storage, group)
@@ -107,5 +112,6 @@ def test_an_outage_on_one_rank_is_raised_on_all_and_never_taken_for_a_bad_commit
     store._writer._blocks._object_bytes = 64  # several objects, and so pieces
     store.save(make_state(1), step=1, record={})
     before = storage.list()
-    assert run_ranks(2, restore_in_an_outage, str(tmp_path)) == ["connection reset"] * 2
+    for down, rank in ((Down, 1), (Down, 0), (NotListed, 0)):
+        assert run_ranks(2, restore_in_an_outage, str(tmp_path), down, rank) == ["connection reset"] * 2
     assert storage.list() == before
