@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention, Save, Saver
 from elastic_ddp.checkpoint.interval import MeasuredInterval
+from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.retention import METRICS, Measurement, measurements
 from elastic_ddp.checkpoint.saving import RankLostError
 from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError, described
@@ -36,8 +37,6 @@ _log = logging.getLogger(__name__)
 
 OF_RANK_0 = frozenset({"user"})
 """Components of the state that may differ between ranks, for all that is known: the first one's count."""
-RETRY_S = 60.0
-"""How long a write that failed is tried again before the save fails."""
 LOOK_S = 0.05
 """How often whoever waits for a save looks whether its generation broke."""
 
@@ -53,10 +52,10 @@ class Commits:
 
     def __init__(self, job: Job, link: RendezvousLink) -> None:
         self._job, self._link = job, link
-        self._storage = job.storage.at(COMMITS)
+        self._storage = PatientStorage(job.storage.at(COMMITS))
         settings = job.config.checkpoint
         self._store = CheckpointStore(self._storage, keep=retention_of(settings))
-        self._saver = Saver(self._storage, self._store, of_rank_0=OF_RANK_0, retry_s=RETRY_S)
+        self._saver = Saver(self._storage, self._store, of_rank_0=OF_RANK_0)
         self._connection = StoreConnection()
         self.step: int | None = None
         self.durable_step: int | None = None
@@ -133,7 +132,7 @@ class Commits:
 
     def _ask_storage(self, noted: int | None) -> None:
         try:
-            newest = CheckpointStore(self._job.storage.at(COMMITS), keep=1).latest()
+            newest = CheckpointStore(self._storage, keep=1).latest()
         except StorageError as error:
             _log.warning("what was committed last cannot be read: %s", error)
             return

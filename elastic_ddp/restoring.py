@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.reading import (
     Piece,
     Targets,
@@ -90,7 +91,7 @@ class Weights:
             ConfigError: there is none.
             CheckpointError: it is not complete.
         """
-        storage = Storage(uri).at(COMMITS)
+        storage = PatientStorage(Storage(uri).at(COMMITS))
         store = CheckpointStore(storage, keep=1)
         for number, commit in store.all_commits():
             if step not in (None, number):

@@ -123,6 +123,8 @@ class TrainState:
             "scheduler": {str(k): scheduler for k, scheduler in enumerate(self.schedulers)},
             "user": self.registered,
         }
+        if missing := {"model", "buffers", "position", *expected} - state.keys():
+            raise CheckpointError(f"the commit holds no {', '.join(sorted(missing))}; it is not one of a run's")
         for kind, things in expected.items():
             if set(state[kind]) != set(things):
                 raise CheckpointError(
@@ -146,7 +148,7 @@ class TrainState:
             for kind, things in expected.items():
                 for key, thing in things.items():
                     thing.load_state_dict(state[kind][key])
-        except (RuntimeError, ValueError, KeyError) as error:
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the commit does not fit the model or optimizer that the training function built: {error}; a changed "
                 "model is another run: use another name"

@@ -80,7 +80,6 @@ class Saver:
         storage: a folder for commits alone.
         store: the commits in it.
         of_rank_0: components of the state that rank 0 writes alone.
-        retry_s: how long a write that failed is tried again.
     """
 
     def __init__(
@@ -89,10 +88,9 @@ class Saver:
         store: CheckpointStore,
         *,
         of_rank_0: frozenset[str] = frozenset(),
-        retry_s: float = 0.0,
     ) -> None:
         self._storage, self._store = storage, store
-        self._writer = StateWriter(of_rank_0=of_rank_0, retry_s=retry_s)
+        self._writer = StateWriter(of_rank_0=of_rank_0)
         self._thread: threading.Thread | None = None
         self._broke = threading.Event()
 

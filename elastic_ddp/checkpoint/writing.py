@@ -4,12 +4,10 @@ later."""
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
-import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,8 +25,7 @@ from elastic_ddp.checkpoint.commits import (
     padded,
 )
 from elastic_ddp.checkpoint.planning import BlockPlanner, share_of
-from elastic_ddp.errors import CheckpointError, StorageError
-from elastic_ddp.failures import is_lasting
+from elastic_ddp.errors import CheckpointError
 from elastic_ddp.state import flatten
 from elastic_ddp.storage import Storage
 
@@ -36,10 +33,7 @@ OBJECT_BYTES = 256 << 20
 """An object gets no more blocks when it has so many bytes."""
 PARALLEL_OBJECTS = 2
 """Objects that a rank writes at the same time; a storage sends the pieces of a large one at the same time, too."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
-"""Between tries."""
 
-_log = logging.getLogger(__name__)
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
 
@@ -70,13 +64,12 @@ class StateWriter:
     """Writes a rank's share of the state of a run, for one commit after the other.
 
     Plain tensors are shared out among the ranks, all of which have to hold the same; those of the components that are
-    named in `of_rank_0` are its alone. Of DTensors each rank writes its shard. A write that fails is tried again for
-    `retry_s`, if that may help.
+    named in `of_rank_0` are its alone. Of DTensors each rank writes its shard.
     """
 
-    def __init__(self, *, of_rank_0: frozenset[str] = frozenset(), retry_s: float = 0.0) -> None:
-        self._of_rank_0, self._retry_s = of_rank_0, retry_s
-        self._blocks = BlockWriter(retry_s=retry_s)
+    def __init__(self, *, of_rank_0: frozenset[str] = frozenset()) -> None:
+        self._of_rank_0 = of_rank_0
+        self._blocks = BlockWriter()
         self._skeleton = b""
         self._share: tuple[Any, SavePlan] | None = None
         self._rank = 0
@@ -123,7 +116,7 @@ class StateWriter:
         if self._rank != 0:
             return part
         key = f"{prefix}/{SKELETON}"
-        retried(lambda: storage.write(key, self._skeleton), within_s=self._retry_s)
+        storage.write(key, self._skeleton)
         state = Skeleton(key=key, size=len(self._skeleton), crc32=zlib.crc32(self._skeleton))
         return part.model_copy(update={"state": state})
 
@@ -134,8 +127,8 @@ class BlockWriter:
     Host memory is kept from one to the next: as much as this rank's share.
     """
 
-    def __init__(self, *, object_bytes: int = OBJECT_BYTES, retry_s: float = 0.0) -> None:
-        self._object_bytes, self._retry_s = object_bytes, retry_s
+    def __init__(self, *, object_bytes: int = OBJECT_BYTES) -> None:
+        self._object_bytes = object_bytes
         self._buffers: list[torch.Tensor] = []
         self._items: list[list[tuple[WriteItem, int]]] = []
 
@@ -186,23 +179,8 @@ class BlockWriter:
             dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
             shape = tuple(item.tensor_data.size)
             blocks.append(WrittenBlock(tensor=item.index.fqn, dtype=dtype, shape=shape, block=stored))
-        retried(lambda: storage.write(key, data), within_s=self._retry_s)
+        storage.write(key, data)
         return StoredObject(key=key, size=len(data)), blocks
-
-
-def retried(write: Callable[[], None], *, within_s: float) -> None:
-    """Tries again what the storage failed at, after pauses that grow, until so many seconds are over."""
-    end, pause_s = time.monotonic() + within_s, FIRST_PAUSE_S
-    while True:
-        try:
-            write()
-            return
-        except StorageError as error:
-            if is_lasting(error) or time.monotonic() + pause_s > end:
-                raise
-            _log.warning("tried again in %g s: %s", pause_s, error)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def put_together(

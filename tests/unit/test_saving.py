@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.saving import RankLostError, Save, Saver
 from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError
 from elastic_ddp.parallel.process_group import ProcessGroup
@@ -190,10 +191,11 @@ class Flaky(Storage):
 def test_what_passes_is_tried_again_for_a_while_and_what_lasts_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: OSError, times: int, survives: bool
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.checkpoint.writing.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_ddp.checkpoint.patience.FIRST_PAUSE_S", 0.01)
     flaky = Flaky(tmp_path, cause, times)
     ended: list[Commit | Exception] = []
-    saver = Saver(flaky, CheckpointStore(flaky, keep=1), retry_s=0.5)
+    patient = PatientStorage(flaky, within_s=0.5)
+    saver = Saver(patient, CheckpointStore(patient, keep=1))
     save = Save(
         step=3, attempt="0" * 32, world_size=1, rank=0, mailbox=None, record={}, fence=lambda: None, on_end=ended.append
     )

@@ -71,7 +71,7 @@ class Save:
 
 
 def check_next(uri: str, world_size: int, keep: int) -> None:
-    """The run goes on from there, and as many commits as are kept after the next one nothing is left of what happened."""
+    """The run goes on from there, and after one commit more than are kept nothing is left of what happened."""
     found = restored_step(Storage(uri))
     assert found is not None
     ranks = ranks_of_many_blocks(lambda rank: Storage(uri), world_size, keep=keep)
