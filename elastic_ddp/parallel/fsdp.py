@@ -9,6 +9,7 @@ comes from the newest commit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from elastic_ddp.config import RunConfig
 from elastic_ddp.parallel.prepared import PreparedModel
@@ -24,8 +26,10 @@ from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.parallel.strategy import Layout, Strategy
 from elastic_ddp.state import whole
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 FP32 = MixedPrecisionPolicy()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16_AS_A_WHOLE = replace(BF16, output_dtype=torch.float32)
+"""Of the model: its loss is computed in full precision."""
 
 
 class FSDPStrategy(Strategy):
@@ -37,22 +41,23 @@ class FSDPStrategy(Strategy):
     def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
         super().__init__(model, config, group)
         self._options = config.fsdp
-        self._precision = BF16 if config.precision == "bf16" else FP32
+        self._is_bf16 = config.precision == "bf16"
 
     def spread(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         module = self._model.module
         names = {id(each): name for name, each in module.named_parameters()}
         assert dist.group.WORLD is not None, "the generation's group is formed"
         mesh = DeviceMesh.from_group(dist.group.WORLD, self._group.device.type)
-        # The innermost first: each takes what no other has.
-        units = [each for each in module.modules() if each is not module and self._model.is_unit(each)]
-        for each in [*reversed(units), module]:
-            fully_shard(
-                each,
-                mesh=mesh,
-                reshard_after_forward=self._options.reshard_after_forward,
-                mp_policy=self._precision,
-            )
+        inside, outside = (BF16, BF16_AS_A_WHOLE) if self._is_bf16 else (FP32, FP32)
+        parts = [each for each in module.modules() if each is not module]
+        # As FSDP1 did it: statistics are in fp32, and a normalization takes parameters of their dtype.
+        norms = [each for each in parts if isinstance(each, _BatchNorm)] if self._is_bf16 else []
+        units = [each for each in parts if self._model.is_unit(each) and each not in norms]
+        policies = [*((each, FP32) for each in norms), *((each, inside) for each in reversed(units)), (module, outside)]
+        for each, policy in policies:  # the innermost first: each takes what no other has
+            # What is in no unit stays gathered, as torch has it by default: the backward begins with it.
+            reshard = self._options.reshard_after_forward and each is not module
+            fully_shard(each, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         self._trained = self._find_trained()
         # The parameters are others now, and the user built the optimizers from those before.
         sharded = dict(module.named_parameters())

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_ddp.config import RunConfig
+from elastic_ddp.errors import ConfigError
 from elastic_ddp.generation import strategy_of
 from elastic_ddp.parallel.buffers import StepBuffers
-from elastic_ddp.parallel.prepared import PreparedModel
+from elastic_ddp.parallel.prepared import PreparedModel, units_of
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.train_state import TrainState
 from tests.ranks import run_ranks
@@ -152,3 +155,95 @@ def test_sharded_training_is_that_of_a_replicated_model(world_size: int, rows: l
         for name in expected:
             np.testing.assert_allclose(found[name], expected[name], rtol=2e-4, atol=2e-6, err_msg=name)
         assert digest == every[0][3]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _communicated(group: ProcessGroup, reshard_after_forward: bool) -> dict[str, int]:
+    """Collectives of a step with two micro-batches on each rank, beside those of clipping."""
+    config, state = prepared("fsdp", fsdp={"reshard_after_forward": reshard_after_forward})
+    assert state.model is not None
+    strategy = strategy_of(config)(state.model, config, group)
+    strategy.spread(state.optimizers)
+    strategy.begin_step(np.array([3, 3, 3, 3]))
+    with Collectives() as communication:
+        for m in strategy.to_compute:
+            strategy.prepare_forward(m)
+            strategy.backward(state.model(data(0, m)).square().mean(), m)
+    return dict(communication.counts)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_gradients_that_accumulate_are_communicated_once(reshard_after_forward: bool) -> None:
+    """There are three units: two blocks, and what is in neither."""
+    for counts in run_ranks(2, _communicated, reshard_after_forward):
+        assert counts["c10d::_reduce_scatter_base_"] == 3
+        # The root keeps what it gathered from forward to backward; nothing is let go between two micro-batches.
+        assert counts["c10d::_allgather_base_"] == (3 + 2 + 2 if reshard_after_forward else 3)
+
+
+def _in_bf16(group: ProcessGroup) -> tuple[set[str], set[str], str]:
+    config, state = prepared("fsdp", precision="bf16")
+    seen: set[str] = set()
+    block = state.module.blocks[0]  # type: ignore[index]
+    block.up.register_forward_hook(lambda module, given, output: seen.add(str(output.dtype)))
+    trained(group, config, state, np.array([3, 3, 3, 3]), range(1))
+    assert state.model is not None
+    kept = {str(each.dtype) for each in [*state.module.parameters(), *whole_state(state).values()]}
+    return seen, kept, str(state.model(data(0, 0)).dtype)
+
+
+def test_bf16_is_for_what_is_computed_and_not_for_what_is_kept() -> None:
+    for seen, kept, output in run_ranks(2, _in_bf16):
+        assert (seen, output) == ({"torch.bfloat16"}, "torch.float32")
+        assert kept == {"torch.float32", "torch.int64"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "shard", "message"),
+    [
+        ({"fsdp": {"shard_classes": ("Layer",)}}, None, "shard_classes names Layer.*it has .*Block"),
+        ({}, torch.nn.Conv2d, "no part of the model is one"),
+    ],
+)
+def test_a_part_that_is_not_there_is_refused(settings: dict[str, Any], shard: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        units_of(Model(), config_of("fsdp", **settings).fsdp.shard_classes, shard)
+
+
+def test_parts_are_named_by_class_or_told_by_a_callable() -> None:
+    model = Model()
+    ways: list[Any] = [(["Block"], None), ([], Block), ([], (Block, torch.nn.Conv2d)), ([], _is_block)]
+    for names, also in ways:
+        is_unit = units_of(model, names, also)
+        assert [part for part in model.modules() if is_unit(part)] == list(model.blocks)
+
+
+def _is_block(part: torch.nn.Module) -> bool:
+    return isinstance(part, Block)
+
+
+def test_sharded_gradients_are_reduced_by_torch() -> None:
+    settings: dict[str, Any] = {
+        "name": "x",
+        "storage": "/tmp",
+        "steps": 1,
+        "global_batch_size": 4,
+        "micro_batch_size": 1,
+        "strategy": "fsdp",
+    }
+    assert RunConfig(**settings).reduction == "native" and RunConfig(**settings | {"strategy": "ddp"}).reduction == (
+        "canonical"
+    )
+    with pytest.raises(ConfigError, match='reduction="canonical" is for strategy="ddp"'):
+        RunConfig(**settings, reduction="canonical")
