@@ -71,6 +71,7 @@ def evaluate(
                 for _ in range(forwards, generation.strategy.least_forwards(shape.rows(step))):
                     loss_fn(model, batch.rows if batch.num_rows else padded(batch.rows, config.micro_batch_size))
     finally:
+        generation.strategy.settle()
         generation.also_reading = None
         feed.close()
         for module, training in was_training.items():

@@ -217,31 +217,33 @@ def _read_together(
     if reason := _what_is_wrong(no_room, group):
         return None, reason
     pieces = _Piece.all_of(pieces_of(commit, tensors), targets, group)
-    going: deque[tuple[list[dist.Work], Piece, bytearray]] = deque()
+    going: deque[tuple[_Piece, bytearray, list[dist.Work]]] = deque()
     unread: CheckpointError | StorageError | None = None
     garbled: CheckpointError | None = None
 
     def take() -> None:
         nonlocal garbled
-        sent, piece, data = going.popleft()
-        for work in sent:
+        each, data, works = going.popleft()
+        for work in works:
             work.wait()
         try:
-            check(piece, data)
+            if each.reader != group.rank:  # or it was checked when it was read
+                check(each.piece, data)
         except CheckpointError as error:
             garbled = garbled or error
         else:
-            targets.fill(piece, data)
+            targets.fill(each.piece, data)
 
     with closing(read_pieces(storage, [each.piece for each in pieces if each.reader == group.rank])) as mine:
         for each in pieces:
-            data = bytearray(each.piece.end - each.piece.start)
+            data = None
             if each.reader == group.rank and unread is None:
                 try:
                     _, data = next(mine)
                 except (CheckpointError, StorageError) as error:
                     unread = error  # the others are told when all is sent, and get nothing good meanwhile
-            going.append((each.send(data, group), each.piece, data))
+            data = bytearray(each.piece.end - each.piece.start) if data is None else data
+            going.append((each, data, each.send(data, group)))
             while len(going) >= IN_FLIGHT:
                 take()
         while going:

@@ -370,6 +370,7 @@ class Run:
         return {"weights_sha256": everyone[0], **self.progress()}
 
     def _compare(self, generation: Generation) -> list[str]:
+        generation.strategy.settle()
         weights = self._state.weights_sha256()
         with generation.activity.within("collective"):
             return [digest.decode() for digest in generation.group.all_gather_bytes(weights.encode())]

@@ -21,7 +21,7 @@ _TEMPORARY = ".tmp-"
 _CREATE_TRIES, _CREATE_PAUSE_S = 6, 0.2
 PART_BYTES = 8 << 20
 """Of a large object on S3, sent at once."""
-PARALLEL_PARTS = 4
+PARALLEL_PARTS = 2
 """Parts of an object that are on their way."""
 
 # Folders need not be made there, and a PUT replaces an object as a whole.

@@ -77,6 +77,7 @@ class Ours:
 
     def settle(self) -> None:
         self._saves.wait()
+        self._saves.settle()
 
 
 class Dcp:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,7 @@ class OurSaves:
         self._saver = Saver(storage, CheckpointStore(storage, keep=1))
         self._mailbox = StoreMailbox(StoreConnection(), store_address, lambda: store_address, "saves")
         self._ended: list[Any] = []
+        self._is_through = threading.Event()
 
     def begin(self, state: dict[str, Any], step: int) -> None:
         save = Save(
@@ -89,15 +91,27 @@ class OurSaves:
             mailbox=self._mailbox if self._world_size > 1 else None,
             record={},
             fence=lambda: None,
-            on_end=self._ended.append,
+            on_end=self._end,
         )
+        self._is_through.clear()
         self._saver.begin(state, save)
 
+    def _end(self, outcome: Any) -> None:
+        self._ended.append(outcome)
+        self._is_through.set()
+
     def wait(self) -> None:
-        """Until this rank is through, and the commit is there on rank 0."""
-        self._saver.wait()
+        """Until this rank has written its share, and the commit is there on rank 0."""
+        if self._rank == 0:
+            self._is_through.wait()
+        else:
+            self._saver.wait()
         if self._ended and isinstance(self._ended[-1], Exception):
             raise self._ended[-1]
+
+    def settle(self) -> None:
+        """Until the commit before is removed, too."""
+        self._saver.wait()
 
 
 class Bare:

@@ -73,6 +73,7 @@ def save_in_turns(group: ProcessGroup, uri: str, size_mib: int, rounds: int) -> 
         }
         for name in sorted(pair, reverse=step % 2 == 0):
             rates[name].append(num_bytes(state) / MIB / timed(pair[name]))
+            ours.settle()
         if group.rank == 0:
             bare.remove()
     return {name: rate[1:] for name, rate in rates.items()}

@@ -78,8 +78,10 @@ def _piece(key: str, blocks: list[tuple[str, StoredBlock, int]]) -> Piece:
     return Piece(key, blocks[0][1].start, blocks[-1][2], tuple((name, block) for name, block, _ in blocks))
 
 
-def read_pieces(storage: Storage, pieces: Iterable[Piece]) -> Generator[tuple[Piece, bytearray]]:
-    """The bytes of pieces, in their order, several read at a time.
+def read_pieces(
+    storage: Storage, pieces: Iterable[Piece], use: Callable[[Piece, bytearray], None] = lambda piece, data: None
+) -> Generator[tuple[Piece, bytearray]]:
+    """The bytes of pieces, in their order, several read at a time. `use` has each first, in the thread that reads it.
 
     Raises:
         CheckpointError: names the object that is missing or is not what was committed.
@@ -89,7 +91,7 @@ def read_pieces(storage: Storage, pieces: Iterable[Piece]) -> Generator[tuple[Pi
     with ThreadPoolExecutor(PARALLEL_PIECES, thread_name_prefix="block-reader") as pool:
         try:
             for piece in pieces:
-                waiting.append(pool.submit(_read, storage, piece))
+                waiting.append(pool.submit(_read, storage, piece, use))
                 if len(waiting) >= PARALLEL_PIECES:
                     yield waiting.popleft().result()
             while waiting:
@@ -99,12 +101,13 @@ def read_pieces(storage: Storage, pieces: Iterable[Piece]) -> Generator[tuple[Pi
                 each.cancel()
 
 
-def _read(storage: Storage, piece: Piece) -> tuple[Piece, bytearray]:
+def _read(storage: Storage, piece: Piece, use: Callable[[Piece, bytearray], None]) -> tuple[Piece, bytearray]:
     try:
         data = storage.read_range(piece.key, piece.start, piece.end) if piece.end > piece.start else bytearray()
     except FileNotFoundError as error:
         raise CheckpointError(f"{piece.key} is missing") from error
     check(piece, data)
+    use(piece, data)
     return piece, data
 
 
@@ -145,7 +148,7 @@ class Targets:
         return any((name, block.offsets) in self._copies for name, block in piece.blocks)
 
     def fill(self, piece: Piece, data: bytearray) -> None:
-        """Takes what is of use in a piece."""
+        """Takes what is of use in a piece. Several threads may do so at a time: no two pieces have the same of it."""
         for name, block in piece.blocks:
             count = math.prod(block.sizes)
             if not count:  # it may begin where another one does

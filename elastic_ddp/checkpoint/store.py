@@ -94,6 +94,7 @@ class CheckpointStore:
         record: dict[str, Any],
         fence: Callable[[], None],
         is_current: Callable[[], bool] = lambda: True,
+        on_commit: Callable[[Commit], None] = lambda commit: None,
     ) -> Commit:
         """Commits what all ranks have written; one of them calls this. Returns when the commit is durable.
 
@@ -111,6 +112,7 @@ class CheckpointStore:
                 may not commit any more, and then it does neither.
             is_current: Whether the generation that has written it goes on. If not, what is not kept is left to those
                 that came after it.
+            on_commit: Told of the commit as soon as it is durable, before anything is removed.
 
         Raises:
             CheckpointError: something was not written or is not there any more, or the record cannot be kept.
@@ -131,6 +133,7 @@ class CheckpointStore:
         # From here on a failure leaves the objects alone: the manifest may have been stored and its answer lost.
         manifest = commit.to_bytes()
         commit = self._publish(Commit.from_bytes(manifest_key(step), manifest), manifest)
+        on_commit(commit)
         self._tidy(commit, fence, is_current)
         return commit
 
@@ -160,8 +163,8 @@ class CheckpointStore:
         """
         skeleton = self.skeleton(commit)
         tensors, targets = state_to_fill(commit)
-        for piece, data in read_pieces(self._storage, pieces_of(commit, tensors)):
-            targets.fill(piece, data)
+        for _ in read_pieces(self._storage, pieces_of(commit, tensors), targets.fill):
+            pass
         return state_of(commit, skeleton, tensors)
 
     def verify(self, commit: Commit) -> None:

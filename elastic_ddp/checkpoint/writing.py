@@ -7,7 +7,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,9 +29,9 @@ from elastic_ddp.errors import CheckpointError
 from elastic_ddp.state import flatten
 from elastic_ddp.storage import Storage
 
-OBJECT_BYTES = 256 << 20
+OBJECT_BYTES = 32 << 20
 """An object gets no more blocks when it has so many bytes."""
-PARALLEL_OBJECTS = 2
+PARALLEL_OBJECTS = 8
 """Objects that a rank writes at the same time; a storage sends the pieces of a large one at the same time, too."""
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
@@ -157,18 +157,18 @@ class BlockWriter:
         Raises:
             StorageError: the storage failed.
         """
+        data: list[memoryview] = [buffer.numpy().data for buffer in self._buffers]
+        keys = [f"{prefix}/{writer}-{number}.bin" for number in range(len(data))]
         with ThreadPoolExecutor(PARALLEL_OBJECTS, thread_name_prefix="block-writer") as pool:
-            written = pool.map(
-                lambda number: self._write(storage, f"{prefix}/{writer}-{number}.bin", number), range(len(self._items))
-            )
-            parts = list(written)
-        return Part(
-            objects=tuple(item for item, _ in parts), blocks=tuple(block for _, blocks in parts for block in blocks)
-        )
+            written = pool.map(storage.write, keys, data)
+            blocks = [block for number, each in enumerate(data) for block in self._blocks_in(number, each)]  # meanwhile
+            for _ in written:
+                pass
+        objects = [StoredObject(key=key, size=len(each)) for key, each in zip(keys, data, strict=True)]
+        return Part(objects=tuple(objects), blocks=tuple(blocks))
 
-    def _write(self, storage: Storage, key: str, number: int) -> tuple[StoredObject, list[WrittenBlock]]:
-        data: memoryview = self._buffers[number].numpy().data
-        blocks = []
+    def _blocks_in(self, number: int, data: memoryview) -> Iterator[WrittenBlock]:
+        """Those of an object, with their checksums."""
         for item, start in self._items[number]:
             assert item.tensor_data is not None
             chunk, num_bytes = item.tensor_data.chunk, _num_bytes(item)
@@ -178,9 +178,7 @@ class BlockWriter:
             )
             dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
             shape = tuple(item.tensor_data.size)
-            blocks.append(WrittenBlock(tensor=item.index.fqn, dtype=dtype, shape=shape, block=stored))
-        storage.write(key, data)
-        return StoredObject(key=key, size=len(data)), blocks
+            yield WrittenBlock(tensor=item.index.fqn, dtype=dtype, shape=shape, block=stored)
 
 
 def put_together(

@@ -114,6 +114,9 @@ class DDPStrategy(Strategy):
                 "requires_grad_(False)"
             )
 
+    def settle(self) -> None:
+        """There is nothing."""
+
     def close(self) -> None:
         self._model.use_replica(None)
         self._replica = None

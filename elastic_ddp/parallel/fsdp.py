@@ -72,6 +72,15 @@ class FSDPStrategy(Strategy):
         spread = {name: each for name, each in like.items() if isinstance(each, DTensor)}
         return lambda name: spread.get(name) if name.startswith("model.") else spread.get(name.rpartition(".")[0])
 
+    def begin_step(self, rows: np.ndarray) -> None:
+        self.settle()
+        super().begin_step(rows)
+
+    def settle(self) -> None:
+        for part in self._model.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
     def least_forwards(self, rows: np.ndarray) -> int:
         return max(int(np.count_nonzero(rows[list(each)])) for each in self.ranges)
 

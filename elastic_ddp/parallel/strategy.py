@@ -101,6 +101,10 @@ class Strategy(ABC):
         """The backward after a forward that counts for nothing, before those that do."""
         raise NotImplementedError(f"{type(self).__name__} asks for no forward beyond a rank's own")
 
+    @abstractmethod
+    def settle(self) -> None:
+        """Lets go of what a forward without a backward has gathered. Before parameters are looked at outside of it."""
+
     def clip_grad_norm(self, most: float) -> torch.Tensor:
         """Clips the gradients to a total 2-norm. Returns what it was, the same on every rank; all of them call it."""
         return torch.nn.utils.clip_grad_norm_(self._model.module.parameters(), most)

@@ -44,7 +44,7 @@ class Fault:
     """The worker has done as many steps, or more."""
     place: str
     """As the worker's `Activity` names it; `build`, before it has anything; `transfer`, in the midst of a hand-over of
-    state."""
+    state; `saving`, in a step while a save is written."""
     how: str
     """`SIGKILL`, `SIGSTOP` or `SIGTERM`; `SIGSEGV`, a real one; `gil`, a deadlock that holds Python's lock; `hang`, one
     that does not; `raise`, an error of the user's code; `rendezvous` or `driver`, whose process is killed; `node`,
@@ -74,6 +74,7 @@ def make_train(
     *,
     num_workers: int,
     also: Callable[[ed.Run, int], None] | None = None,
+    write_s: float = 0.0,
 ) -> Callable[[ed.Run], None]:
     """The training function of the integration tests, with faults.
 
@@ -85,6 +86,7 @@ def make_train(
         markers: a folder, where there is a file for every fault that happened; so it never does again.
         num_workers: as many as the run may have.
         also: what else is called in the middle of every step, as by `jobs.make_train`.
+        write_s: how long every write of a save takes, if the run is not to wait for saves.
     """
 
     def are_there(run: ed.Run, at: int) -> bool:
@@ -101,7 +103,9 @@ def make_train(
     def train(run: ed.Run) -> None:
         _install(run, faults, Path(markers))
         run._participation.activity.enter("build")
-        jobs.make_train(in_a_step)(run)
+        if write_s:
+            _slow_down(run, write_s)
+        jobs.make_train(in_a_step, waits_for_saves=not write_s)(run)
 
     return train
 
@@ -155,6 +159,8 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
         fail_in(place)
 
     def fail_in(place: str) -> None:
+        if place == "backward" and run._commits.is_saving:
+            fail_in("saving")
         nonlocal rank, generation
         if run._participation.generation is not None:
             rank, generation = run.rank, run._participation.generation.number
@@ -182,6 +188,17 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
             yield piece
 
     handover._pieces = pieces_and_fail
+
+
+def _slow_down(run: ed.Run, write_s: float) -> None:
+    storage = run._commits._storage._storage
+    write = storage.write
+
+    def write_slowly(key: str, data: bytes | memoryview) -> None:
+        time.sleep(write_s)
+        write(key, data)
+
+    storage.write = write_slowly  # type: ignore[method-assign]
 
 
 def _claim(marker: Path, here: Happened) -> bool:

@@ -54,6 +54,9 @@ class Trial:
     """As `jobs.make_train` takes it: what holds a step until something has happened. A step in which a fault is next
     waits for all workers anyway."""
 
+    write_s: float = 0.0
+    """How long every write of a save takes, if the run is not to wait for saves."""
+
     @property
     def markers(self) -> Path:
         markers = self.folder / "markers" / self.name
@@ -78,7 +81,7 @@ class Trial:
     def fit(self) -> ed.RunResult:
         """Runs it in this process."""
         max_workers = self.config["max_workers"]
-        train = make_train(self.faults, self.markers, num_workers=max_workers, also=self.hold)
+        train = make_train(self.faults, self.markers, num_workers=max_workers, also=self.hold, write_s=self.write_s)
         end = time.monotonic() + ROOM_S
         while ray.available_resources().get("CPU", 0) < max_workers:  # the workers of the run before are still there
             assert time.monotonic() < end, f"no room: {placement_group_table()}"

@@ -91,7 +91,11 @@ def finish_saving(run: ed.Run) -> None:
 
 
 def make_train(
-    fault: Callable[[ed.Run, int], None] | None = None, held_out: str | None = None, counter: Counter | None = None
+    fault: Callable[[ed.Run, int], None] | None = None,
+    held_out: str | None = None,
+    counter: Counter | None = None,
+    *,
+    waits_for_saves: bool = True,
 ) -> Callable[..., None]:
     """A training function; `fault(run, step)` is called in every worker in the middle of every step."""
 
@@ -107,7 +111,8 @@ def make_train(
                     loss = loss_fn(model, batch)
                     step.log(twice=2 * loss)
                     get_ready(run, step.index)
-                    finish_saving(run)
+                    if waits_for_saves:
+                        finish_saving(run)
                     step.backward(loss)
                     if fault is not None:
                         fault(run, step.index)

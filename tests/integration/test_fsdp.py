@@ -22,14 +22,19 @@ pytestmark = pytest.mark.slow
 def fit(
     folder: Path, name: str, fault: Callable[..., None] | None = None, **changes: Any
 ) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
-    """The summary of a run on up to two workers, and the weights that it ended with."""
-    storage = str(folder / "runs")
+    """The summary of a run on up to two workers, its validation loss included, and the weights that it ended with."""
+    storage, held_out = str(folder / "runs"), folder / "held-out"
+    if not held_out.exists():
+        held_out.mkdir()
+        jobs.write_rows(str(held_out), rows=101, seed=1)  # the ranks' micro-batches with rows are not as many
     config = jobs.settings(storage, name, 2, **{"min_workers": 1, "resize_interval_s": 1.0, **changes})
-    result = ed.ElasticTrainer(jobs.make_train(fault), str(folder / "data"), config, transform=jobs.jitter).fit()
+    train = jobs.make_train(fault, str(held_out))
+    result = ed.ElasticTrainer(train, str(folder / "data"), config, transform=jobs.jitter).fit()
     store = CheckpointStore(Storage(storage).at(name).at(COMMITS), keep=1)
     newest = store.load_latest()
     assert newest is not None and newest[0].step == result.steps
-    return result.summary, newest[1]["model"]
+    [evaluated] = [each for each in read_ledger(Storage(storage).at(name)) if each["event"] == "evaluation"][-1:]
+    return {**result.summary, "validation": evaluated["loss"]}, newest[1]["model"]
 
 
 def assert_alike(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -59,6 +64,7 @@ def test_a_sharded_run_goes_on_from_its_newest_commit_when_membership_changes(fo
     for summary in (calm, disturbed):
         for key in ("status", "steps", "samples", "samples_sha256"):
             assert summary[key] == replicated[key], key
+        assert summary["validation"] == pytest.approx(replicated["validation"], rel=1e-3)
     for found in (weights, ends):
         assert_alike(found, expected)
 
@@ -76,6 +82,7 @@ def test_a_sharded_run_goes_on_from_its_newest_commit_when_membership_changes(fo
 
 
 @pytest.mark.usefixtures("local_ray")
+@pytest.mark.chaos
 def test_a_sharded_run_that_stops_is_resumed_with_a_replicated_model(folder: Path) -> None:
     fit(folder, "switches", strategy="fsdp", steps=20)
     summary, weights = fit(folder, "switches", reduction="native")

@@ -229,6 +229,30 @@ def test_parts_are_named_by_class_or_told_by_a_callable() -> None:
         assert [part for part in model.modules() if is_unit(part)] == list(model.blocks)
 
 
+def _looked_at_after_a_forward(group: ProcessGroup) -> list[str]:
+    config, state = prepared("fsdp")
+    assert state.model is not None
+    strategy = strategy_of(config)(state.model, config, group)
+    strategy.spread(state.optimizers)
+    state.model.eval()  # statistics stay
+    found = [state.weights_sha256()]
+    for _ in range(2):
+        with torch.no_grad():
+            state.model(data(0, 0))
+        strategy.settle()
+        found.append(state.weights_sha256())
+    with torch.no_grad():
+        state.model(data(0, 0))  # which the user does without asking
+    strategy.begin_step(np.array([3, 3, 3, 3]))
+    state.state_dict()
+    return [*found, state.weights_sha256()]
+
+
+def test_a_forward_without_a_backward_leaves_nothing_gathered() -> None:
+    for found in run_ranks(2, _looked_at_after_a_forward):
+        assert len(found) == 4 and len(set(found)) == 1
+
+
 def _is_block(part: torch.nn.Module) -> bool:
     return isinstance(part, Block)
 

@@ -1,0 +1,66 @@
+"""Workers die and leave, and runs are stopped, while a save is written: no commit is torn, and no step is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.job import COMMITS
+from elastic_ddp.storage import Storage
+from tests.chaos.faults import Fault
+from tests.chaos.runs import STEPS, Trial, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.usefixtures("one_node")]
+
+WRITE_S = 0.3
+EVERY = 4
+
+
+def trial(folder: Path, name: str, faults: list[Fault]) -> Trial:
+    settings = {"checkpoint": {"every_steps": EVERY, "keep": 100}, "drain_deadline_s": 6.0}
+    return Trial(folder, name, faults, settings, write_s=WRITE_S)
+
+
+def check_commits(run: Trial) -> None:
+    """All of them verify, and are those that the ledger tells of, but for one whose rank 0 died before it could."""
+    store = CheckpointStore(Storage(run.config["storage"]).at(run.name).at(COMMITS), keep=1)
+    commits = store.all_commits()
+    for _, commit in commits:
+        assert isinstance(commit, Commit)
+        store.verify(commit)
+    told = {each["step"] for each in run.events("commit")}
+    assert told <= {step for step, _ in commits} and commits[0][0] == STEPS
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGSEGV"])
+def test_who_goes_while_a_save_is_written_takes_no_commit_along(
+    folder: Path, calm: Mapping[str, Any], how: str
+) -> None:
+    faults = [Fault(rank, step, "saving", how) for rank, step in [(0, 5), (1, 13), (2, 21), (0, 29)]]
+    run = trial(folder, f"saving-{how}", faults)
+    run.check(run.fit().summary, calm)
+    check_commits(run)
+
+
+def test_two_who_die_while_a_save_is_written(folder: Path, calm: Mapping[str, Any]) -> None:
+    run = trial(folder, "saving-two", [Fault(1, 9, "saving", "SIGKILL", along=(2,))])
+    run.check(run.fit().summary, calm)
+    check_commits(run)
+
+
+def test_a_run_that_is_stopped_while_a_save_is_written_goes_on_from_where_it_stopped(
+    folder: Path, calm: Mapping[str, Any]
+) -> None:
+    run = trial(folder, "saving-stopped", [])
+    with run.live() as (handle, result):
+        until(lambda: bool(run.events("commit")), result)
+        handle.stop()
+        stopped = result.result()
+    assert stopped.status == "stopped" and 0 < stopped.steps < STEPS
+    assert run.events("commit")[-1]["step"] == stopped.steps
+    run.check(run.fit().summary, calm)
+    check_commits(run)
