@@ -186,7 +186,7 @@ class _Piece:
         """The one of them that reads it from the storage."""
         return self.ranks[self.number % len(self.ranks)]
 
-    def send(self, data: bytearray, group: ProcessGroup) -> list[dist.Work]:
+    def send(self, data: memoryview, group: ProcessGroup) -> list[dist.Work]:
         """Begins to carry it from its reader to the others."""
         if len(self.ranks) == 1 or not data:
             return []
@@ -217,7 +217,7 @@ def _read_together(
     if reason := _what_is_wrong(no_room, group):
         return None, reason
     pieces = _Piece.all_of(pieces_of(commit, tensors), targets, group)
-    going: deque[tuple[_Piece, bytearray, list[dist.Work]]] = deque()
+    going: deque[tuple[_Piece, memoryview, list[dist.Work]]] = deque()
     unread: CheckpointError | StorageError | None = None
     garbled: CheckpointError | None = None
 
@@ -234,7 +234,8 @@ def _read_together(
         else:
             targets.fill(each.piece, data)
 
-    with closing(read_pieces(storage, [each.piece for each in pieces if each.reader == group.rank])) as mine:
+    own = [each.piece for each in pieces if each.reader == group.rank]
+    with closing(read_pieces(storage, own, targets.place_of)) as mine:
         for each in pieces:
             data = None
             if each.reader == group.rank and unread is None:
@@ -242,7 +243,7 @@ def _read_together(
                     _, data = next(mine)
                 except (CheckpointError, StorageError) as error:
                     unread = error  # the others are told when all is sent, and get nothing good meanwhile
-            data = bytearray(each.piece.end - each.piece.start) if data is None else data
+            data = targets.place_of(each.piece) if data is None else data
             going.append((each, data, each.send(data, group)))
             while len(going) >= IN_FLIGHT:
                 take()

@@ -61,11 +61,11 @@ class Storage:
         with self._errors("read", key, FileNotFoundError):
             return self._folder.size(_checked(key))
 
-    def read_range(self, key: str, start: int, end: int) -> bytearray:
-        """Bytes [start, end) of an object that goes beyond `start`; fewer if it ends before `end`. FileNotFoundError if
-        there is none."""
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        """Fills a buffer of bytes from an object that goes beyond `start`, from there on. Returns how many there were:
+        fewer than it takes if the object ends before. FileNotFoundError if there is none."""
         with self._errors("read", key, FileNotFoundError):
-            return self._folder.read_range(_checked(key), start, end)
+            return self._folder.read_into(_checked(key), start, buffer)
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         """Store or replace an object. Readers see the old bytes or the new ones, on local disks and object stores
@@ -185,7 +185,7 @@ class _Folder(Protocol):
 
     def read(self, key: str) -> bytes: ...
     def size(self, key: str) -> int: ...
-    def read_range(self, key: str, start: int, end: int) -> bytearray: ...
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int: ...
     def write(self, key: str, data: bytes | memoryview) -> None: ...
     def create(self, key: str, data: bytes) -> None: ...
     def sizes(self, prefix: str) -> dict[str, int]: ...
@@ -209,15 +209,13 @@ class _LocalFolder:
     def size(self, key: str) -> int:
         return (self._path / key).stat().st_size
 
-    def read_range(self, key: str, start: int, end: int) -> bytearray:
-        data = bytearray(end - start)
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         with (self._path / key).open("rb", buffering=0) as file:
             file.seek(start)
             done = 0
-            while done < len(data) and (count := file.readinto(memoryview(data)[done:])):
+            while done < len(buffer) and (count := file.readinto(buffer[done:])):
                 done += count
-        del data[done:]
-        return data
+        return done
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         target = self._path / key
@@ -314,9 +312,11 @@ class _RemoteFolder:
         fs, base = self._open()
         return int(fs.info(f"{base}/{key}")["size"])
 
-    def read_range(self, key: str, start: int, end: int) -> bytearray:
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         fs, base = self._open()
-        return bytearray(fs.cat_file(f"{base}/{key}", start=start, end=end))
+        data = fs.cat_file(f"{base}/{key}", start=start, end=start + len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         fs, base = self._open()

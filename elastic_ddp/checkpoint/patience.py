@@ -37,8 +37,8 @@ class PatientStorage(Storage):
     def size(self, key: str) -> int:
         return self._insist(lambda: self._storage.size(key))
 
-    def read_range(self, key: str, start: int, end: int) -> bytearray:
-        return self._insist(lambda: self._storage.read_range(key, start, end))
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        return self._insist(lambda: self._storage.read_into(key, start, buffer))
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         self._insist(lambda: self._storage.write(key, data))

@@ -25,6 +25,8 @@ from elastic_ddp.storage import Storage
 
 PIECE_BYTES = 16 << 20
 """Neighbouring blocks are read together up to so many bytes."""
+LARGE_BYTES = 1 << 20
+"""A block of so many bytes is read alone: into its tensor, if that takes it as it is."""
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
 MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -53,6 +55,10 @@ class Piece:
     blocks: tuple[tuple[str, StoredBlock], ...]
     """With the names of their tensors."""
 
+    def empty(self) -> memoryview:
+        """As many bytes as it has."""
+        return memoryview(bytearray(self.end - self.start))
+
 
 def pieces_of(commit: Commit, names: Iterable[str]) -> list[Piece]:
     """The blocks of some of a commit's tensors, where they are stored."""
@@ -65,7 +71,9 @@ def pieces_of(commit: Commit, names: Iterable[str]) -> list[Piece]:
     for item, blocks in zip(commit.objects, wanted, strict=True):
         together: list[tuple[str, StoredBlock, int]] = []
         for each in sorted(blocks, key=lambda each: (each[1].start, each[2])):
-            if together and (each[1].start != together[-1][2] or each[2] - together[0][1].start > PIECE_BYTES):
+            is_alone = any(end - block.start >= LARGE_BYTES for _, block, end in [each, *together[-1:]])
+            is_apart = bool(together) and each[1].start != together[-1][2]
+            if together and (is_alone or is_apart or each[2] - together[0][1].start > PIECE_BYTES):
                 pieces.append(_piece(item.key, together))
                 together = []
             together.append(each)
@@ -79,19 +87,19 @@ def _piece(key: str, blocks: list[tuple[str, StoredBlock, int]]) -> Piece:
 
 
 def read_pieces(
-    storage: Storage, pieces: Iterable[Piece], use: Callable[[Piece, bytearray], None] = lambda piece, data: None
-) -> Generator[tuple[Piece, bytearray]]:
-    """The bytes of pieces, in their order, several read at a time. `use` has each first, in the thread that reads it.
+    storage: Storage, pieces: Iterable[Piece], place_of: Callable[[Piece], memoryview] = lambda piece: piece.empty()
+) -> Generator[tuple[Piece, memoryview]]:
+    """The bytes of pieces, in their order, several read at a time, each to its place.
 
     Raises:
         CheckpointError: names the object that is missing or is not what was committed.
         StorageError: the storage failed.
     """
-    waiting: deque[Future[tuple[Piece, bytearray]]] = deque()
+    waiting: deque[Future[tuple[Piece, memoryview]]] = deque()
     with ThreadPoolExecutor(PARALLEL_PIECES, thread_name_prefix="block-reader") as pool:
         try:
             for piece in pieces:
-                waiting.append(pool.submit(_read, storage, piece, use))
+                waiting.append(pool.submit(_read, storage, piece, place_of(piece)))
                 if len(waiting) >= PARALLEL_PIECES:
                     yield waiting.popleft().result()
             while waiting:
@@ -101,24 +109,22 @@ def read_pieces(
                 each.cancel()
 
 
-def _read(storage: Storage, piece: Piece, use: Callable[[Piece, bytearray], None]) -> tuple[Piece, bytearray]:
+def _read(storage: Storage, piece: Piece, data: memoryview) -> tuple[Piece, memoryview]:
     try:
-        data = storage.read_range(piece.key, piece.start, piece.end) if piece.end > piece.start else bytearray()
+        count = storage.read_into(piece.key, piece.start, data) if data else 0
     except FileNotFoundError as error:
         raise CheckpointError(f"{piece.key} is missing") from error
+    if count != len(data):
+        raise CheckpointError(f"{piece.key} ends before byte {piece.end}, where it should not")
     check(piece, data)
-    use(piece, data)
     return piece, data
 
 
-def check(piece: Piece, data: bytearray) -> None:
+def check(piece: Piece, data: memoryview) -> None:
     """CheckpointError unless these are the bytes that were committed."""
-    if len(data) != piece.end - piece.start:
-        raise CheckpointError(f"{piece.key} ends before byte {piece.end}, where it should not")
-    view = memoryview(data)
     starts = [block.start for _, block in piece.blocks] + [piece.end]
     for (name, block), start, end in zip(piece.blocks, starts, starts[1:], strict=False):
-        if zlib.crc32(view[start - piece.start : end - piece.start]) != block.crc32:
+        if zlib.crc32(data[start - piece.start : end - piece.start]) != block.crc32:
             raise CheckpointError(
                 f"{piece.key} does not have the checksum it was committed with, in bytes {start} to {end} ({name})"
             )
@@ -134,6 +140,8 @@ class Targets:
     def __init__(self, tensors: Mapping[str, tuple[StoredTensor, torch.Tensor, torch.Size]]) -> None:
         self._targets = {name: target for name, (_, target, _) in tensors.items()}
         self._copies: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
+        self._in_place: set[Piece] = set()
+        """Those whose place is in their tensor."""
         for name, (stored, target, origin) in tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in stored.blocks]
             metadata = TensorStorageMetadata(
@@ -147,8 +155,22 @@ class Targets:
         """Whether anything in a piece is of use."""
         return any((name, block.offsets) in self._copies for name, block in piece.blocks)
 
-    def fill(self, piece: Piece, data: bytearray) -> None:
-        """Takes what is of use in a piece. Several threads may do so at a time: no two pieces have the same of it."""
+    def place_of(self, piece: Piece) -> memoryview:
+        """Where the bytes of a piece can go: to the very tensor, if that takes them as they are."""
+        if len(piece.blocks) == 1:
+            [(name, block)] = piece.blocks
+            items = self._copies.get((name, block.offsets), [])
+            if len(items) == 1 and tuple(items[0].lengths) == block.sizes:
+                place = narrowed(self._targets[name], list(items[0].dest_offsets), items[0].lengths)
+                if place.is_contiguous() and place.nbytes == piece.end - piece.start:
+                    self._in_place.add(piece)
+                    return place.reshape(-1).view(torch.uint8).numpy().data
+        return piece.empty()
+
+    def fill(self, piece: Piece, data: memoryview) -> None:
+        """Takes what is of use in a piece, unless it is there."""
+        if piece in self._in_place:
+            return
         for name, block in piece.blocks:
             count = math.prod(block.sizes)
             if not count:  # it may begin where another one does

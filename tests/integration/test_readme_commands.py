@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ddp.config import CheckpointConfig, DataConfig, DDPConfig, RunConfig
+from elastic_ddp.config import CheckpointConfig, DataConfig, DDPConfig, FSDPConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
 BUDGET_S = 240
@@ -124,7 +124,13 @@ def test_the_readme_starts_with_the_two_commands() -> None:
 def test_the_readme_names_every_setting_and_its_default() -> None:
     text = (ROOT / "README.md").read_text()
     rows = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]*?) \|", text, re.MULTILINE))
-    models = {"": RunConfig, "checkpoint.": CheckpointConfig, "data.": DataConfig, "ddp.": DDPConfig}
+    models = {
+        "": RunConfig,
+        "checkpoint.": CheckpointConfig,
+        "data.": DataConfig,
+        "ddp.": DDPConfig,
+        "fsdp.": FSDPConfig,
+    }
     wanted = {
         prefix + name: "required" if field.is_required() else field.get_default(call_default_factory=True)
         for prefix, model in models.items()
@@ -133,6 +139,6 @@ def test_the_readme_names_every_setting_and_its_default() -> None:
     }
     assert set(rows) == set(wanted)
     for name, default in wanted.items():
-        if default is not None and not isinstance(default, dict):
+        if default not in (None, ()) and not isinstance(default, dict):
             shown = str(default).lower() if isinstance(default, bool) else str(default)
             assert rows[name].strip("`") == shown, name

@@ -104,7 +104,11 @@ def test_a_bucket_that_is_missing_is_named_at_once_and_is_no_empty_folder(bucket
         assert needed in str(outcome)
     with pytest.raises(StorageError, match="create the bucket"):
         CheckpointStore(missing, keep=1).latest()
-    for read in (lambda: missing.read("a"), lambda: missing.size("a"), lambda: missing.read_range("a", 0, 1)):
+    for read in (
+        lambda: missing.read("a"),
+        lambda: missing.size("a"),
+        lambda: missing.read_into("a", 0, memoryview(bytearray(1))),
+    ):
         with pytest.raises(StorageError, match="create the bucket"):
             read()
     with pytest.raises(StorageError, match="create the bucket"):

@@ -79,8 +79,8 @@ class FaultyStorage(Storage):
     def size(self, key: str) -> int:
         return self._run(lambda: super(FaultyStorage, self).size(key))  # type: ignore[return-value]
 
-    def read_range(self, key: str, start: int, end: int) -> bytearray:
-        return self._run(lambda: super(FaultyStorage, self).read_range(key, start, end))  # type: ignore[return-value]
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        return self._run(lambda: super(FaultyStorage, self).read_into(key, start, buffer))  # type: ignore[return-value]
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         plain = super()

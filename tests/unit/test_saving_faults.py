@@ -102,7 +102,10 @@ def test_whatever_happens_to_a_rank_in_a_save_a_whole_commit_is_found(world_size
             what = f"{fault} at operation {at} of rank {rank}: {came!r:.200}"
             found = restored_step(Storage(saved.uri))
             assert found in (2, 3), what
-            assert (came is None) == (rank == 0 and saved.faulty.dead), what
+            if rank == 0 and saved.faulty.dead:  # it said nothing, but for what it died after: while it tidied up
+                assert came is None or isinstance(came, Commit), what
+            else:
+                assert came is not None, what
             assert found == 3 or not isinstance(came, Commit) or (fault == "lies" and saved.manifest_is_torn), what
             if fault in ("twice", "calls before"):
                 assert isinstance(came, Commit), what
