@@ -25,7 +25,7 @@ from elastic_ddp.storage import Storage
 
 PIECE_BYTES = 16 << 20
 """Neighbouring blocks are read together up to so many bytes."""
-LARGE_BYTES = 1 << 20
+LARGE_BYTES = 8 << 20
 """A block of so many bytes is read alone: into its tensor, if that takes it as it is."""
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
