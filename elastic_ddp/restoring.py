@@ -4,6 +4,7 @@ no byte leaves the storage twice.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -56,8 +57,7 @@ def restore(
             commits.
     """
     candidates = store.candidates() if group.rank == 0 else iter(())
-    layout: Layout | None = None
-    is_first = True
+    layout = functools.cache(spread)
     while True:
         offer = json.loads(group.broadcast_bytes(_next(store, candidates) if group.rank == 0 else None))
         if offer is None:
@@ -65,8 +65,7 @@ def restore(
         if "error" in offer:
             raise StorageError(offer["error"])
         commit = Commit.from_bytes(offer["key"], offer["manifest"].encode())
-        layout, is_first = spread() if is_first else layout, False
-        state, reason = _read_together(commit, offer["skeleton"].encode(), storage, group, layout=layout)
+        state, reason = _read_together(commit, offer["skeleton"].encode(), storage, group, layout=layout())
         if state is not None:
             for key, _ in store.rejected if group.rank == 0 else ():
                 store.set_aside(key)

@@ -15,7 +15,7 @@ from elastic_ddp.errors import ConfigError, ElasticDDPError, WorkersLostError, d
 from elastic_ddp.evaluation import evaluate
 from elastic_ddp.generation import Generation
 from elastic_ddp.job import Job
-from elastic_ddp.parallel.prepared import PreparedModel, units_of
+from elastic_ddp.parallel.prepared import PreparedModel, ShardBy, units_of
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation
 from elastic_ddp.rehearsal import Rehearsal
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from elastic_ddp.data.source import Transform
 
 Prepared = TypeVar("Prepared")
-ShardBy = type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] | Callable[[torch.nn.Module], bool]
 
 
 class Run:

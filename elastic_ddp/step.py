@@ -97,6 +97,9 @@ class Step:
         Every micro-batch has `micro_batch_size` rows, but in the last step of an epoch, where it may be shorter. Random
         generators (torch's, NumPy's, Python's) are seeded for each, so dropout is the same at every world size. They
         are seeded as well when a step begins, after its last micro-batch, and before the optimizer.
+
+        With FSDP a rank that has fewer of them than others gets its first one more often: those others need its
+        forward and backward, and only the last counts.
         """
         if not self._entered:
             raise ConfigError(f"step {self.index} was used outside its block; write `with step:` around it")
@@ -219,7 +222,8 @@ class Step:
     def _optimize(self) -> None:
         generation, state = self.generation, self._state
         strategy = generation.strategy
-        missing = [m for m in strategy.to_compute if m not in self._records or self._records[m].loss is _NOT_YET]
+        done = {m for m, record in self._records.items() if record.loss is not _NOT_YET and not self._is_idle}
+        missing = [m for m in strategy.to_compute if m not in done]
         if missing:
             raise ConfigError(
                 f"step.optimize of step {self.index} came before micro-batches {missing} were computed; loop over "

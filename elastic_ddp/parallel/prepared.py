@@ -11,6 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ddp.errors import ConfigError
 
+ShardBy = type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] | Callable[[torch.nn.Module], bool]
+"""Parts of a model: of a class, of one of several, or those of which a callable says so."""
+
 
 class PreparedModel(torch.nn.Module):
     """The user's model as `run.prepare` returns it: called like the model, and the same object in every generation.
@@ -82,7 +85,7 @@ class PreparedModel(torch.nn.Module):
 def units_of(
     module: torch.nn.Module,
     names: Collection[str],
-    also: type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] | Callable[[torch.nn.Module], bool] | None,
+    also: ShardBy | None,
 ) -> Callable[[torch.nn.Module], bool]:
     """Tells the parts of a model that are sharded as one.
 
