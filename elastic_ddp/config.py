@@ -218,8 +218,8 @@ class RunConfig(_Settings):
     """`canonical`: gradients have the same bits at every world size. `native`: torch's own, a little faster, and all
     that there is with `fsdp`, whose default it is."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """`bf16`: the model's forward runs under autocast or, with `fsdp`, with parameters gathered in bf16; weights, gradients
-    and optimizer stay fp32."""
+    """`bf16`: the model's forward runs under autocast or, with `fsdp`, with parameters gathered in bf16; weights,
+    gradients and optimizer stay fp32."""
     clip_grad_norm: PositiveFloat | None = None
     """The total 2-norm that gradients are clipped to."""
     max_restarts: Annotated[int, Field(ge=-1)] = 100
