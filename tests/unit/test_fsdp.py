@@ -12,13 +12,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_ddp.config import RunConfig
+from elastic_ddp.data.feeds import Feeds
+from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.generation import strategy_of
+from elastic_ddp.generation import Generation, strategy_of
 from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.prepared import PreparedModel, units_of
 from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.step import Step
 from elastic_ddp.train_state import TrainState
 from tests.ranks import run_ranks
+from tests.unit.alone import FakeFeed, FakeIndex
 
 M, SIZE = 4, 3
 CPU = torch.device("cpu")
@@ -155,6 +159,41 @@ def test_sharded_training_is_that_of_a_replicated_model(world_size: int, rows: l
         for name in expected:
             np.testing.assert_allclose(found[name], expected[name], rtol=2e-4, atol=2e-6, err_msg=name)
         assert digest == every[0][3]
+
+
+def _leaves_early(group: ProcessGroup) -> str:
+    """One of two micro-batches is an idle pass on the last rank, and each leaves its loop after the first."""
+    config, state = prepared("fsdp")
+    assert state.model is not None
+    strategy = strategy_of(config)(state.model, config, group)
+    strategy.spread(state.optimizers)
+    rows = np.array([3, 3, 3, 0])
+    feed: Any = FakeFeed(
+        FakeIndex(num_rows=9),
+        num_micro_batches=M,
+        micro_batch_size=SIZE,
+        micro_batches=tuple(strategy.micro_batches),
+        first_step=0,
+    )
+    feeds = Feeds(lambda owned, step, after: feed)
+    buffers = StepBuffers(state.module)
+    generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None, activity=Activity())
+    step = Step(generation, rows, 0, dict)
+    try:
+        with step:
+            for batch in step.micro_batches():
+                step.backward(state.model(batch["x"].new_ones(len(batch["x"]), 5)).square().mean())
+                break
+            step.optimize()
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_pass_that_counts_for_nothing_is_no_micro_batch_to_a_loop_that_ends_early() -> None:
+    first, last = run_ranks(2, _leaves_early)
+    assert "before micro-batches [1] were computed" in first
+    assert "before micro-batches [2] were computed" in last
 
 
 class Collectives(TorchDispatchMode):
