@@ -192,7 +192,9 @@ class _Flattener:
         alias = (value.device, held.data_ptr(), value.shape, value.stride(), *bits)
         name = self._names.get(alias) if held.numel() else None
         if name is None:
-            name = self._keep(value.detach().resolve_conj().resolve_neg().contiguous(), path)
+            is_bare = type(value) is torch.Tensor and not value.requires_grad
+            detached = value if is_bare else value.detach()
+            name = self._keep(detached.resolve_conj().resolve_neg().contiguous(), path)
             self._names[alias] = name
         return {"kind": "tensor", "value": name, "dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
 

@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 
 NICE = 10
 """By how much less than the training that it runs beside a save gets of the processors."""
+MOST_LET_BE_S = 0.25
+"""Ranks copy at about the same time, and training waits for the last: a rank that is through lets the others have the
+memory's bandwidth for as long as it took itself, and for no longer than this."""
 POLL_S = 0.01
 """How often it is looked for what others have written."""
 BEAT_S = 0.5
@@ -114,9 +117,11 @@ class Saver:
             CheckpointError: the state holds something that cannot be kept.
         """
         self.wait()
+        begin = time.monotonic()
         self._writer.stage(state, rank=save.rank, world_size=save.world_size)
+        copying_s = time.monotonic() - begin
         self._broke.clear()
-        self._thread = threading.Thread(target=self._run, args=[save], name=f"save-{save.step}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=[save, copying_s], name=f"save-{save.step}", daemon=True)
         self._thread.start()
 
     def wait(self, within_s: float | None = None) -> bool:
@@ -129,7 +134,9 @@ class Saver:
         """A rank of the generation in which the save at hand began is lost, or presumed so."""
         self._broke.set()
 
-    def _run(self, save: Save) -> None:
+    def _run(self, save: Save, copying_s: float) -> None:
+        if save.world_size > 1:
+            time.sleep(min(MOST_LET_BE_S, copying_s))
         # Those who train at the same time come first; threads that this one starts are as nice.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
         if save.rank == 0:

@@ -129,27 +129,40 @@ class BlockWriter:
 
     def __init__(self, *, object_bytes: int = OBJECT_BYTES) -> None:
         self._object_bytes = object_bytes
-        self._buffers: list[torch.Tensor] = []
+        self._plan: SavePlan | None = None
         self._items: list[list[tuple[WriteItem, int]]] = []
+        self._buffers: list[torch.Tensor] = []
+        self._places: list[torch.Tensor] = []
+        """In the buffers, those of the plan's blocks."""
 
+    @torch.no_grad()
     def stage(self, plan: SavePlan, planner: BlockPlanner) -> None:
         """Copies what is to be written. When this returns the state may change."""
+        if plan is not self._plan:
+            self._lay_out(plan)
+        on_cuda = False
+        for item, place in zip(plan.items, self._places, strict=True):
+            block = planner.resolve_data(item)
+            place.copy_(block, non_blocking=True)
+            on_cuda = on_cuda or block.is_cuda
+        if on_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def _lay_out(self, plan: SavePlan) -> None:
+        self._plan = None
         self._items = _packed(plan.items, self._object_bytes)
         sizes = [_end(blocks) for blocks in self._items]
-        on_cuda = False
         if [len(buffer) for buffer in self._buffers] != sizes:
-            self._buffers = []  # before there are others
+            self._buffers, self._places = [], []  # before there are others
             self._buffers = [
                 torch.zeros(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for size in sizes
             ]
-        for buffer, blocks in zip(self._buffers, self._items, strict=True):
-            for item, start in blocks:
-                block = planner.resolve_data(item)
-                place = buffer[start : start + block.nbytes].view(block.dtype).view(block.shape)
-                place.copy_(block.detach(), non_blocking=True)
-                on_cuda = on_cuda or block.is_cuda
-        if on_cuda:
-            torch.cuda.current_stream().synchronize()
+        self._places = [
+            _place_in(buffer, item, start)
+            for buffer, blocks in zip(self._buffers, self._items, strict=True)
+            for item, start in blocks
+        ]
+        self._plan = plan
 
     def write(self, storage: Storage, prefix: str, writer: str) -> Part:
         """Writes what was staged, under keys that begin with the writer's name.
@@ -245,6 +258,12 @@ def _packed(items: Iterable[WriteItem], object_bytes: int) -> list[list[tuple[Wr
 def _end(blocks: list[tuple[WriteItem, int]]) -> int:
     item, start = blocks[-1]
     return start + padded(_num_bytes(item))
+
+
+def _place_in(buffer: torch.Tensor, item: WriteItem, start: int) -> torch.Tensor:
+    assert item.tensor_data is not None
+    place = buffer[start : start + _num_bytes(item)].view(item.tensor_data.properties.dtype)
+    return place.view(item.tensor_data.chunk.sizes)
 
 
 def _num_bytes(item: WriteItem) -> int:
