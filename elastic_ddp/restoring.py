@@ -225,16 +225,16 @@ def _read_together(
         each, data, works = going.popleft()
         for work in works:
             work.wait()
-        try:
-            if each.reader != group.rank:  # or it was checked when it was read
+        if each.reader != group.rank:  # or that was done when it was read
+            try:
                 check(each.piece, data)
-        except CheckpointError as error:
-            garbled = garbled or error
-        else:
-            targets.fill(each.piece, data)
+            except CheckpointError as error:
+                garbled = garbled or error
+            else:
+                targets.fill(each.piece, data)
 
     own = [each.piece for each in pieces if each.reader == group.rank]
-    with closing(read_pieces(storage, own, targets.place_of)) as mine:
+    with closing(read_pieces(storage, own, targets)) as mine:
         for each in pieces:
             data = None
             if each.reader == group.rank and unread is None:

@@ -141,18 +141,19 @@ class Bare:
             file.write(data)
             os.fsync(file.fileno())
 
-    def get(self, ranges: Sequence[tuple[str, int, int]]) -> int:
-        """How many bytes came back."""
+    def get(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | bytearray]:
+        """All of it, in memory."""
         with ThreadPoolExecutor(CONCURRENCY) as pool:
-            return sum(pool.map(lambda each: self._get(*each), ranges))
+            return list(pool.map(lambda each: self._get(*each), ranges))
 
-    def _get(self, key: str, start: int, end: int) -> int:
+    def _get(self, key: str, start: int, end: int) -> bytes | bytearray:
         if self._is_s3:
-            return len(self._fs.cat_file(f"{self._base}/{key}", start=start, end=end))
+            return self._fs.cat_file(f"{self._base}/{key}", start=start, end=end)
         data = bytearray(end - start)
         with open(f"{self._base}/{key}", "rb", buffering=0) as file:
             file.seek(start)
-            return file.readinto(data)
+            assert file.readinto(data) == len(data)
+        return data
 
     def remove(self) -> None:
         """Everything in the folder."""

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import re
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -21,6 +20,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from zlib_ng import zlib_ng
 
 from elastic_ddp.errors import CheckpointError
 
@@ -68,7 +68,7 @@ class Skeleton(StoredObject):
         """CheckpointError unless these are the bytes that were committed."""
         if len(data) != self.size:
             raise CheckpointError(f"{self.key} has {len(data)} bytes; {self.size} were committed")
-        if zlib.crc32(data) != self.crc32:
+        if zlib_ng.crc32(data) != self.crc32:
             raise CheckpointError(f"{self.key} does not have the checksum it was committed with")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint.commits import MAX_MANIFEST_BYTES, Commit, StoredBlock, StoredTensor, padded
 from elastic_ddp.checkpoint.planning import laid_out, local_part, narrowed
@@ -87,9 +87,9 @@ def _piece(key: str, blocks: list[tuple[str, StoredBlock, int]]) -> Piece:
 
 
 def read_pieces(
-    storage: Storage, pieces: Iterable[Piece], place_of: Callable[[Piece], memoryview] = lambda piece: piece.empty()
+    storage: Storage, pieces: Iterable[Piece], targets: Targets | None = None
 ) -> Generator[tuple[Piece, memoryview]]:
-    """The bytes of pieces, in their order, several read at a time, each to its place.
+    """The bytes of pieces, in their order, several read at a time. What targets want of one they have when it comes.
 
     Raises:
         CheckpointError: names the object that is missing or is not what was committed.
@@ -99,7 +99,7 @@ def read_pieces(
     with ThreadPoolExecutor(PARALLEL_PIECES, thread_name_prefix="block-reader") as pool:
         try:
             for piece in pieces:
-                waiting.append(pool.submit(_read, storage, piece, place_of(piece)))
+                waiting.append(pool.submit(_read, storage, piece, targets))
                 if len(waiting) >= PARALLEL_PIECES:
                     yield waiting.popleft().result()
             while waiting:
@@ -109,7 +109,8 @@ def read_pieces(
                 each.cancel()
 
 
-def _read(storage: Storage, piece: Piece, data: memoryview) -> tuple[Piece, memoryview]:
+def _read(storage: Storage, piece: Piece, targets: Targets | None) -> tuple[Piece, memoryview]:
+    data = piece.empty() if targets is None else targets.place_of(piece)
     try:
         count = storage.read_into(piece.key, piece.start, data) if data else 0
     except FileNotFoundError as error:
@@ -117,6 +118,8 @@ def _read(storage: Storage, piece: Piece, data: memoryview) -> tuple[Piece, memo
     if count != len(data):
         raise CheckpointError(f"{piece.key} ends before byte {piece.end}, where it should not")
     check(piece, data)
+    if targets is not None:
+        targets.fill(piece, data)
     return piece, data
 
 
@@ -124,7 +127,7 @@ def check(piece: Piece, data: memoryview) -> None:
     """CheckpointError unless these are the bytes that were committed."""
     starts = [block.start for _, block in piece.blocks] + [piece.end]
     for (name, block), start, end in zip(piece.blocks, starts, starts[1:], strict=False):
-        if zlib.crc32(data[start - piece.start : end - piece.start]) != block.crc32:
+        if zlib_ng.crc32(data[start - piece.start : end - piece.start]) != block.crc32:
             raise CheckpointError(
                 f"{piece.key} does not have the checksum it was committed with, in bytes {start} to {end} ({name})"
             )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint.commits import (
     MAX_SKELETON_BYTES,
@@ -117,7 +117,7 @@ class StateWriter:
             return part
         key = f"{prefix}/{SKELETON}"
         storage.write(key, self._skeleton)
-        state = Skeleton(key=key, size=len(self._skeleton), crc32=zlib.crc32(self._skeleton))
+        state = Skeleton(key=key, size=len(self._skeleton), crc32=zlib_ng.crc32(self._skeleton))
         return part.model_copy(update={"state": state})
 
 
@@ -185,7 +185,7 @@ class BlockWriter:
         for item, start in self._items[number]:
             assert item.tensor_data is not None
             chunk, num_bytes = item.tensor_data.chunk, _num_bytes(item)
-            crc32 = zlib.crc32(data[start : start + padded(num_bytes)])
+            crc32 = zlib_ng.crc32(data[start : start + padded(num_bytes)])
             stored = StoredBlock(
                 offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), object=number, start=start, crc32=crc32
             )
