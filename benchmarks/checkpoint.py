@@ -75,7 +75,7 @@ def measure(part: str, uri: str, options: argparse.Namespace) -> dict[str, Any]:
 
         results = throughput.measure(f"{uri}/throughput", size_mib=size_mib, rounds=rounds)
         for each in [*results["save"].values(), *results["restore"].values()]:
-            each["ours_to_bare"] = ratios(each["ours"], each["bare"])
+            each["ours_to"] = {name: ratios(each["ours"], each[name]) for name in ("bare", "whole") if name in each}
         return results
     if part == "overhead":
         from saves import overhead
@@ -118,9 +118,12 @@ def print_throughput(results: dict[str, Any]) -> None:
     for verb in ("save", "restore"):
         line(f"{verb}, ours", "", "to bare")
         for world_size, each in results[verb].items():
-            ratio = each["ours_to_bare"]["ratio"]
+            ratio = each["ours_to"]["bare"]["ratio"]
             rate = f"{statistics.median(each['ours']):,.0f} MiB/s"
             line(f"    W = {world_size}", rate, f"{ratio:.3f}", judged(ratio, at_least=LEAST_OF_BARE))
+    line("restore, ours", "", "to whole")
+    for world_size, each in results["restore"].items():
+        line(f"    W = {world_size}", "", f"{each['ours_to']['whole']['ratio']:.3f}", "if each rank gets all of it")
     line("read from the store to restore, of the commit", "")
     for world_size, each in results["restore"].items():
         ratio = each["read_bytes"] / each["commit_bytes"]

@@ -19,7 +19,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from elastic_ddp.storage import Storage
 from saves.state import make_state, num_bytes, tensors_of
 from saves.stores import OurSaves
+from saves.turns import turns
 
 WORLD_SIZE = 2
 
@@ -191,14 +191,6 @@ def take_turns(settings: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         kept = {name: seconds[1:] for name, seconds in held.items()}  # the first ones made their memory
         Path(settings["output"]).write_text(json.dumps({"held_s": kept, "state_bytes": num_bytes(state)}))
-
-
-def turns(names: list[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Each side once a round, in an order that moves on, with a number of its own for each turn."""
-    for number in range(rounds):
-        first = number % len(names)
-        for place, name in enumerate(names[first:] + names[:first]):
-            yield number * len(names) + place + 1, name
 
 
 def measure(uri: str, *, size_mib: int, rounds: int) -> dict[str, Any]:

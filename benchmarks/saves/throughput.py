@@ -2,7 +2,8 @@
 read to restore one.
 
 Ranks are processes over gloo. A save counts from its begin to its commit, a restore until the state is there on all
-ranks; local files are read from the disk, not from the kernel's memory of them.
+ranks; local files are read from the disk, not from the kernel's memory of them. After a bare get each rank has its
+share of the bytes, and after "whole" each has all of them, as after a restore.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
 from saves.state import MIB, make_state, num_bytes
 from saves.stores import PIECE_BYTES, Bare, OurSaves, forget
+from saves.turns import turns
 from tests.ranks import run_ranks
 
 SAVES_ON = (1, 2)
@@ -80,7 +82,7 @@ def save_in_turns(group: ProcessGroup, uri: str, size_mib: int, rounds: int) -> 
 
 
 def restore_in_turns(group: ProcessGroup, folder: str, rounds: int) -> dict[str, Any]:
-    """MiB/s of restores and of bare gets by round, and what a restore reads of the store on this rank."""
+    """MiB/s of the state, for restores and bare gets by round, and what a restore reads of the store on this rank."""
     storage = Counting(folder)
     bare = Bare(folder)
     commit = CheckpointStore(storage, keep=1).latest()
@@ -98,16 +100,17 @@ def restore_in_turns(group: ProcessGroup, folder: str, rounds: int) -> dict[str,
         assert found is not None and found[0] == commit
         read.append(storage.num_bytes)
 
-    def got() -> None:
-        bare.get(pieces[group.rank :: group.world_size])
-
-    rates: dict[str, list[float]] = {"ours": [], "bare": []}
-    for number in range(rounds + 1):
-        for name in sorted(rates, reverse=number % 2 == 0):
-            dist.barrier()
-            if group.rank == 0:
-                forget(folder)
-            rates[name].append(commit.num_bytes / MIB / timed(restored if name == "ours" else got))
+    all_sides = {
+        "ours": restored,
+        "bare": lambda: bare.get(pieces[group.rank :: group.world_size]),
+        "whole": lambda: bare.get(pieces),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in all_sides}
+    for _, name in turns([*all_sides], rounds + 1):
+        dist.barrier()
+        if group.rank == 0:
+            forget(folder)
+        rates[name].append(commit.num_bytes / MIB / timed(all_sides[name]))
     return {
         **{name: rate[1:] for name, rate in rates.items()},
         "read_bytes": max(read),
