@@ -14,8 +14,8 @@ waiting: too few workers. `waited_s` before a generation is formed; where nobody
 start_up: until the first generation is formed; all of a session that forms none.
 shut_down: after the last generation's account.
 
-Nobody survived a loss if the next generation has no state to begin with, or else if none of the members told that the
-generation ended and its account ends more than a second before the loss.
+Nobody survived a loss if none of the members told that the generation ended, and either the next one has no state to
+begin with or the account ends more than a second before the loss.
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ def _rest(
     generation: _Generation, following: _Generation | None, accounted_until: float, rest_s: float
 ) -> dict[str, float]:
     """The parts of the time from the end of a generation's account, unless the run finished in it."""
-    if generation.lost_at is not None:
-        unaccounted_s = 0.0 if generation.told_its_end else max(0.0, generation.lost_at - accounted_until)
+    if generation.lost_at is not None and not generation.told_its_end:
+        unaccounted_s = max(0.0, generation.lost_at - accounted_until)
         if unaccounted_s > _LAG_S or (following is not None and following.begins_anew):  # nobody survived
             redone_s = min(unaccounted_s, rest_s)
             return {"redone": redone_s, "waiting": rest_s - redone_s}

@@ -211,7 +211,22 @@ def test_who_dies_while_it_waits_for_others_loses_no_work() -> None:
     ]
     assert partition(events) == parts(start_up=1.0, useful=6.0, waiting=14.0, rendezvous=1.0)
     nobody = [{**each, "first_step": None} if each.get("generation") == 2 else each for each in events]
-    assert partition(nobody) == parts(start_up=1.0, useful=6.0, waiting=15.0)
+    assert partition(nobody) == partition(events)
+
+
+def test_who_survives_a_loss_but_not_with_its_state_does_not_wait_for_workers() -> None:
+    """A sharded run: all that are left begin again, together, from the commit of step 10."""
+    events = [
+        started(0.0),
+        formed(1, 1.0, None),
+        told("generation_ended", 1, 13.0, last_step=12, useful=12.0),
+        event("worker_lost", 13.25, generation=1),
+        formed(2, 16.0, None, waited_s=0.5),
+        event("generation", 16.5, generation=2, first_step=10),
+        told("generation_ended", 2, 18.0, last_step=12, useful=2.0),
+        finished(18.0),
+    ]
+    assert partition(events) == parts(start_up=1.0, useful=12.0, redone=2.0, waiting=0.5, rendezvous=2.5)
 
 
 @pytest.mark.parametrize(
