@@ -13,10 +13,11 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
@@ -104,7 +105,8 @@ class InPlaceController(TrainController):
         # Before the orders: a worker that has returned was dismissed by then, or the run is over.
         status = await self._poll_workers() if isinstance(state, RunningState) else None
         try:
-            orders: Orders | None = await self.rendezvous.supervise.remote(started, starting, _draining())
+            draining = _draining()
+            orders: Orders | None = await self.rendezvous.supervise.remote(started, starting, draining)
         except RayActorError:
             orders = None  # the driver ended it, and with it the run
         except RayTaskError:  # the disk of its node is full, perhaps
@@ -115,7 +117,7 @@ class InPlaceController(TrainController):
             return self._to(state, ShuttingDownState(next_state=FinishedState()))
         if orders is not None:
             ElasticWorkerGroup.avoid = orders.avoid
-            self._ask_for(orders.limit)
+            self._ask_for(orders.limit, avoid=orders.avoid, going=draining)
         if status is None or orders is None:
             self._wanted = None
             await asyncio.sleep(0.1)
@@ -172,12 +174,20 @@ class InPlaceController(TrainController):
             self._num_failed += num_lost
             self._not_before = time.monotonic() + PAUSES_S[min(self._num_failed, len(PAUSES_S)) - 1]
 
-    def _ask_for(self, limit: int) -> None:
-        """Has Ray, and its autoscaler, look for room for so many workers, and keep no more of it."""
+    def _ask_for(self, limit: int, *, avoid: Collection[str], going: Collection[str]) -> None:
+        """Has Ray, and its autoscaler, look for room for so many workers, and keep no more of it.
+
+        Args:
+            avoid: nodes on which there is none for this run.
+            going: nodes that Ray takes away; its autoscaler looks for others in their place.
+        """
         policy = self._scaling_policy
-        if isinstance(policy, LimitedScalingPolicy) and policy.limit != limit:
-            policy.limit = limit
-            policy._send_resource_request()
+        if isinstance(policy, LimitedScalingPolicy):
+            stay = set(avoid).difference(going)
+            alive = {each["NodeID"]: each["Resources"] for each in ray.nodes() if each["Alive"]} if stay else {}
+            out_of_use = {node: resources for node, resources in alive.items() if node in stay}
+            if policy.is_news(limit, avoid, out_of_use):
+                policy._send_resource_request()
 
     def _has_had_time(self, worker: str) -> bool:
         """Whether a worker that was dismissed is overdue, stuck in a user's code."""
@@ -243,13 +253,30 @@ def _draining() -> dict[str, float]:
 
 
 class LimitedScalingPolicy(ElasticScalingPolicy):
-    """Asks for room for as many workers as the run may have now, which is not always `max_workers`."""
+    """Asks for room for as many workers as the run may have now, which is not always `max_workers`, beside what there
+    is of it on nodes that the run has to avoid: Ray would hand out that as well, which is not counted."""
 
     limit: int | None = None
+    avoid: frozenset[str] = frozenset()
+    num_out_of_use = 0
+    """Workers for which there is room on nodes to avoid."""
+
+    def is_news(self, limit: int, avoid: Collection[str], out_of_use: ReservedResources) -> bool:
+        """Takes what to ask for and what to avoid. Returns whether Ray is to be asked for something else."""
+        before = self._get_num_workers_for_resource_request()
+        self.limit, self.avoid = limit, frozenset(avoid)
+        self.num_out_of_use = super()._count_possible_workers(out_of_use)
+        return self._get_num_workers_for_resource_request() != before
 
     def _get_num_workers_for_resource_request(self) -> int:
-        most: int = super()._get_num_workers_for_resource_request()
-        return most if self.limit is None else min(self.limit, most)
+        return self._limited(super()._get_num_workers_for_resource_request()) + self.num_out_of_use
+
+    def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
+        usable = {node: each for node, each in reserved_resources.items() if node not in self.avoid}
+        return self._limited(super()._count_possible_workers(usable))
+
+    def _limited(self, num_workers: int) -> int:
+        return num_workers if self.limit is None else min(self.limit, num_workers)
 
 
 class ElasticTorchTrainer(TorchTrainer):

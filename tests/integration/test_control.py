@@ -157,3 +157,25 @@ def test_the_last_worker_commits_before_ray_takes_its_node_away(
     assert no_step_was_done_twice(facts)
     assert [each["by"] for each in events(folder, "notice")] == ["Ray"]
     assert not events(folder, "worker_lost")
+
+
+@pytest.mark.chaos
+def test_a_drained_node_is_no_room_for_a_run_that_lost_all_of_its_workers(
+    undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
+) -> None:
+    connected.add_node(num_cpus=1, object_store_memory=10**8)
+    with asked(connected, folder, "1:2") as run:
+        handle = handle_when(run, waits_with(2))
+        last, drained = handle.status()["members"]
+        handle.drain(drained["node_id"])
+        until(lambda: waits_with(1)(handle.status()), run)
+        handle.checkpoint()
+        os.kill(last["pid"], signal.SIGKILL)
+        until(lambda: last["pid"] not in [each["pid"] for each in handle.status()["members"]], run)
+        until(lambda: waits_with(1)(handle.status()), run)
+        connected.add_node(num_cpus=1, object_store_memory=10**8)
+        until(lambda: waits_with(2)(handle.status()), run)
+        assert drained["node_id"] not in {each["node_id"] for each in handle.status()["members"]}
+        facts = finish(folder, run)
+    assert jobs.same_bits(facts, undisturbed)
+    assert [each["kind"] for each in events(folder, "worker_left")] == ["drain"]

@@ -53,10 +53,23 @@ def test_one_that_gets_to_train_ends_that(controller: Any) -> None:
 def test_no_more_room_is_asked_for_than_the_run_may_use() -> None:
     policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4)))
     assert policy._get_num_workers_for_resource_request() == 4
-    policy.limit = 2
+    assert policy.is_news(2, [], {})
     assert policy._get_num_workers_for_resource_request() == 2
-    policy.limit = 9
+    assert policy.is_news(9, [], {}) and not policy.is_news(5, [], {})
     assert policy._get_num_workers_for_resource_request() == 4
+
+
+def test_room_on_a_node_that_is_avoided_is_none_and_is_asked_for_beside_the_rest() -> None:
+    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 1}))
+    room = {"drained": {"CPU": 2.0}, "healthy": {"CPU": 3.0}}
+    assert policy._count_possible_workers(room) == 4
+    assert policy.is_news(4, ["drained", "gone"], {"drained": room["drained"]})
+    # Ray hands out room on its first nodes first.
+    assert policy._get_num_workers_for_resource_request() == 4 + 2
+    assert policy._count_possible_workers(room) == 3
+    assert policy._count_possible_workers({"drained": room["drained"]}) == 0
+    assert policy.is_news(2, ["drained", "gone"], {"drained": room["drained"]})
+    assert policy._count_possible_workers(room) == 2
 
 
 def test_newcomers_and_what_goes_with_a_drained_node_are_no_failures_of_the_run() -> None:
