@@ -28,6 +28,9 @@ _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_doc
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LONGEST_S = 1e8
+"""Three years; timers of libraries do not take any number."""
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
 RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
 IDENTITY = ("seed", "global_batch_size", "micro_batch_size", "reduction", "precision", "clip_grad_norm")
@@ -229,20 +232,20 @@ class RunConfig(_Settings):
     """How often logged values are written to the ledger."""
     in_place: bool = True
     """Workers join and leave while the others live on. False restarts all of them from the newest commit."""
-    resize_interval_s: PositiveFloat = 5.0
+    resize_interval_s: Seconds = 5.0
     """How often the cluster is asked for room for more workers, up to `max_workers`."""
-    heartbeat_timeout_s: PositiveFloat = 5.0
+    heartbeat_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 5.0
     """Silence of a worker that is taken for its death: it is stopped, or its machine is cut off. One whose process ends
     is noticed at once. A worker that computes for long is not silent."""
-    hang_timeout_s: PositiveFloat = 600.0
+    hang_timeout_s: Seconds = 600.0
     """For how long no worker may get anywhere (to the next micro-batch, through a collective) before the run is taken
     to hang. The stacks of all workers are recorded then, and those that others wait for are replaced. It has to be
     longer than the longest micro-batch, the first one's compilation included. A worker that is not ready to train so
     long after its start, or after two minutes if that is longer, is replaced too."""
-    drain_deadline_s: PositiveFloat = 30.0
+    drain_deadline_s: Seconds = 30.0
     """How long a worker that gets SIGTERM may stay. It leaves at a step boundary: the next one if the others are enough
     without it, otherwise once others have joined, or half of the time is over."""
-    collective_timeout_s: PositiveFloat = 1800.0
+    collective_timeout_s: Seconds = 1800.0
     """How long a collective may wait for a slow worker."""
     num_threads_per_worker: PositiveInt | None = None
     """`torch.set_num_threads` in every worker; by default as many as the worker has CPUs."""

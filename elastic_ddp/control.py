@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from elastic_ddp.config import LONGEST_S
 from elastic_ddp.elastic.rendezvous import ANSWERS_WITHIN_S, NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.lease import holder
@@ -46,6 +47,8 @@ class RunHandle:
         """
         status = self._in_place("resized")
         least, most = status["min_workers"], status["max_workers"]
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int):
+            raise ConfigError(f"num_workers={num_workers!r} is no number of workers; give an int")
         if not least <= num_workers <= most:
             raise ConfigError(
                 f"num_workers={num_workers} is not from min_workers={least} to max_workers={most} of run "
@@ -68,9 +71,9 @@ class RunHandle:
             ConfigError: the run has no worker there, or is not resized in place, or the deadline is none.
             ElasticDDPError: workers are still there after the deadline.
         """
-        if not deadline_s > 0:
+        if not 0 < deadline_s <= LONGEST_S:
             raise ConfigError(
-                f"deadline_s={deadline_s:g} leaves the workers no time; give the seconds until the node is gone"
+                f"deadline_s={deadline_s:g} is not from 0 to {LONGEST_S:g}; give the seconds until the node is gone"
             )
         self._in_place("drained")
         node_ids = self._ask("drain", node, deadline_s)

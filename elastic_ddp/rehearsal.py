@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -40,7 +41,7 @@ class Rehearsal(Step):
         self.place = place
         self.index = place.step
         self.epoch = epoch
-        self.loss = None
+        self.loss = math.nan
         self.agreed = None
         self.lost = None
 

@@ -325,8 +325,7 @@ class Run:
             if self.rank == 0:
                 newest, account = self._newest(step), part.account.seconds()
                 self._link.say("steps", generation=generation.number, **newest, metrics=metrics, account=account)
-        if step.loss is not None:
-            self._commits.measured(self.position.step, metrics | {"loss": step.loss})
+        self._commits.measured(self.position.step, metrics | {"loss": step.loss})
         if self.rank == 0:
             self._commits.check()
         if step.agreed.votes["stop"]:

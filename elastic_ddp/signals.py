@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
+
+from elastic_ddp.errors import described
+
+_log = logging.getLogger(__name__)
 
 _noticed = threading.Event()
 _listeners: list[Callable[[], None]] = []
@@ -45,7 +50,10 @@ def _read(reader: int) -> None:
                 continue
             _noticed.set()
         for tell in _listeners:
-            tell()
+            try:
+                tell()
+            except Exception as error:  # the run may be over
+                _log.info("SIGTERM came, and nobody could be told: %s", described(error))
 
 
 class StopRequests:

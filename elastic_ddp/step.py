@@ -55,8 +55,9 @@ class Step:
         """The step's number, from 0."""
         self.epoch = epoch
         """The pass over the data set that the step belongs to, from 0."""
-        self.loss: float | None = None
-        """After `optimize`: the mean over the global batch of what `backward` was given, the same on every rank."""
+        self.loss = math.nan
+        """After `optimize`: the mean over the global batch of what `backward` was given, the same on every rank. NaN
+        where a step was not made."""
         self.agreed: Agreed | None = None
         """What the ranks agreed on; set once the step is made."""
         self.lost: str | None = None

@@ -325,23 +325,22 @@ class Assembly:
 
     def request_commit(self) -> int:
         """Asks for a commit at the next step boundary; returns the request's number."""
-        if not self.state.open_request:
-            self.state.requests += 1
-            self.state.open_request = self.state.requests
-            request = self.state.open_request
-            self.act()
-            return request
-        return self.state.open_request
+        self.state.requests += 1
+        request = self.state.requests
+        self.act()
+        return request
 
     def _meet_request(self) -> None:
         """Where all wait, for there are too few, what they hold may be committed already."""
         if self.state.open_request and self.membership.all_wait() and self.membership.has_committed():
-            self._close_request()
+            self.meet_requests(self.state.requests)
 
-    def _close_request(self) -> None:
-        self.state.open_request = 0
-        self.save()
-        self.changed = True
+    def meet_requests(self, newest: int) -> None:
+        """There is a commit for all requests up to this one."""
+        if newest > self.state.requests_met:
+            self.state.requests_met = newest
+            self.save()
+            self.changed = True
 
     def orders(self, started: list[str]) -> Orders:
         """For the controller, of the workers that it has started."""
@@ -402,10 +401,9 @@ class Assembly:
         for each in messages:
             if each["event"] == "first_step":
                 self.membership.made_a_step(each["generation"])
+            elif each["event"] == "commit":
+                self.meet_requests(each.get("request") or 0)
         self.has_news = self.has_news or bool(messages)
-        open_request = self.state.open_request
-        if open_request and any(each["event"] == "commit" and each.get("request") == open_request for each in messages):
-            self._close_request()
 
     def record(self, event: str, **fields: Any) -> None:
         """Puts an event of its own on record."""

@@ -26,11 +26,16 @@ class State:
     """The run was asked to commit and stop."""
     requests: int = 0
     """Requests to commit so far."""
-    open_request: int = 0
-    """The one that was not met yet, if any."""
+    requests_met: int = 0
+    """Those that were met. A commit meets all that had come when it began."""
     recorded_dismissals: int = 0
     stacks_requests: int = 0
     """Requests to say where all threads are so far."""
+
+    @property
+    def open_request(self) -> int:
+        """The newest that was not met yet; 0 if there is none."""
+        return self.requests if self.requests > self.requests_met else 0
 
 
 _STATE = TypeAdapter(State)

@@ -85,7 +85,10 @@ class Pulse:
         return False
 
     def _wait_for(self, descriptors: list[int]) -> list[int]:
-        return select.select(descriptors, [], [], self._interval_s)[0]
+        ready = select.poll()  # select.select refuses descriptors from 1024 on
+        for each in descriptors:
+            ready.register(each, select.POLLIN)
+        return [each for each, _ in ready.poll(1000 * self._interval_s)]
 
     def stop(self) -> None:
         """Ends it in peace: the member leaves, and did not die."""

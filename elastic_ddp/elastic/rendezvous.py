@@ -317,10 +317,10 @@ class Rendezvous:
         async with self._turn() as assembly:
             state = assembly.state
             if not assembly.membership.num_alive and assembly.last_commit is not None:
-                state.open_request = 0  # nobody holds anything newer
-            if state.open_request == request and assembly.journal.outcome is None:
+                assembly.meet_requests(request)  # nobody holds anything newer
+            if state.requests_met < request and assembly.journal.outcome is None:
                 await self._poll(self._changed)
-            return None if state.open_request == request else assembly.last_commit
+            return None if state.requests_met < request else assembly.last_commit
 
     async def status(self) -> dict[str, Any]:
         """The newest facts, for `elastic-ddp status`."""

@@ -245,10 +245,7 @@ def _close(row: dict[str, Any], following: Mapping[str, Any]) -> None:
     """Says of a generation that could not speak for itself what the one after it tells."""
     if row["ended_by"] is None:
         row["last_step"] = max(row["last_step"], following["first_step"])
-        if row["session"] != following["session"]:
-            row["ended_by"] = "the driver was lost"
-        else:
-            row["ended_by"] = "a resize" if following["reason"] == "resize" else "a worker was lost"
+        row["ended_by"] = "the driver was lost" if row["session"] != following["session"] else "a worker was lost"
 
 
 def _samples(summary: Mapping[str, Any]) -> str | None:

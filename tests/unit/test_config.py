@@ -95,6 +95,11 @@ def test_a_value_of_the_wrong_type_is_refused_rather_than_converted(changes: dic
         ({"steps": 0}, "steps=0: input should be greater than or equal to 1"),
         ({"micro_batch_size": -16}, "micro_batch_size=-16: input should be greater than or equal to 1"),
         ({"min_workers": 0}, "min_workers=0: input should be greater than or equal to 1"),
+        ({"heartbeat_timeout_s": 1e-6}, "heartbeat_timeout_s=1e-06: input should be greater than or equal to 0.1"),
+        (
+            {"collective_timeout_s": 1e15},
+            "collective_timeout_s=1000000000000000.0: input should be less than or equal to 100000000",
+        ),
         ({"seed": -1}, "seed=-1: input should be greater than or equal to 0"),
         ({"seed": 2**63}, f"seed={2**63}: input should be less than {2**63}"),
         ({"max_restarts": -2}, "max_restarts=-2: input should be greater than or equal to -1"),

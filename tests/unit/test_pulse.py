@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import signal
 import socket
 import subprocess
@@ -308,3 +310,24 @@ def test_a_worker_that_starts_finds_a_rendezvous_that_was_restarted_just_then() 
         await asyncio.to_thread(pulse.stop)
 
     listening(LONG_S, scenario)
+
+
+def test_a_process_with_many_files_open_keeps_its_pulse() -> None:
+    """As one has whose group has a thousand peers."""
+
+    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+        most, hardest = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, 2000), hardest))
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+        try:
+            pulse = await asyncio.to_thread(Pulse, lambda: address, "worker", BEATING_S)
+            assert pulse._connection.fileno() >= 1024
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ear.until_lost(), 2 * BEATING_S)
+            await asyncio.to_thread(pulse.stop)
+        finally:
+            for each in files:
+                os.close(each)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hardest))
+
+    listening(BEATING_S, scenario)

@@ -205,15 +205,30 @@ def test_of_members_that_all_leave_one_is_to_commit_first(play: Play) -> None:
 def test_who_asks_for_a_commit_is_told_when_there_is_one(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        request = await rendezvous.checkpoint()
-        assert await rendezvous.checkpoint() == request, "one commit answers both"
-        assert await rendezvous.committed(request) is None
-        signals = await heard(rendezvous, member("a", 0), 1, lambda signals: signals.commit)
+        first, second = await rendezvous.checkpoint(), await rendezvous.checkpoint()
+        assert await rendezvous.committed(first) is None
+        signals = await heard(rendezvous, member("a", 0), 1, lambda signals: signals.commit == second)
         await rendezvous.take([{"event": "commit", "step": 4, "request": None, "time": 0.0}], None)
-        assert await rendezvous.committed(request) is None
+        assert await rendezvous.committed(first) is None
         await rendezvous.take([{"event": "commit", "step": 7, "request": signals.commit, "time": 0.0}], None)
-        assert await rendezvous.committed(request) == 7
-        assert await rendezvous.checkpoint() == request + 1
+        assert await rendezvous.committed(first) == await rendezvous.committed(second) == 7, "one commit answers both"
+        assert await rendezvous.checkpoint() > second
+
+    play(scenario)
+
+
+def test_a_commit_that_had_begun_before_somebody_asked_is_no_answer(play: Play) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        first = await rendezvous.checkpoint()
+        await heard(rendezvous, member("a", 0), 1, lambda signals: signals.commit == first)
+        later = await rendezvous.checkpoint()
+        await rendezvous.take([{"event": "commit", "step": 7, "request": first, "time": 0.0}], None)
+        assert await rendezvous.committed(first) == 7
+        assert await rendezvous.committed(later) is None
+        await heard(rendezvous, member("a", 0), 1, lambda signals: signals.commit == later)
+        await rendezvous.take([{"event": "commit", "step": 9, "request": later, "time": 0.0}], None)
+        assert await rendezvous.committed(later) == 9
 
     play(scenario)
 
