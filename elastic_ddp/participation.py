@@ -13,7 +13,7 @@ from elastic_ddp.generation import Generation, feeds_of, micro_batches_of, strat
 from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
 from elastic_ddp.parallel.store import StoreConnection
 from elastic_ddp.rehearsal import Rehearsal
-from elastic_ddp.telemetry.account import Account
+from elastic_ddp.telemetry.account import HANDED_ON, PEER_LOST, RUN_ENDED, Account
 from elastic_ddp.together import Tasks
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class Participation:
         """In a brief generation, whoever was to get the state has it now. If that was nobody, it is committed."""
         if not generation.group.assignment.receivers:
             self.commit()
-        lost = self.leave(intact=True, reason="those who go handed the state on")
+        lost = self.leave(intact=True, reason=HANDED_ON)
         if lost is not None:
             raise PeerLostError(lost)
 
@@ -270,10 +270,10 @@ class Participation:
         self._feeds.shut_down()
         self._commits.close(self._job.config.drain_deadline_s)
 
-    def leave(self, *, intact: bool, reason: str = "the run ended") -> str | None:
-        """Leaves the generation, if there is one; `intact` when all its members do, for that reason. Returns how one of
-        them was lost before all were through: then it was left as if it had broken."""
-        lost = None
+    def leave(self, *, intact: bool, reason: str | None = None) -> str | None:
+        """Leaves the generation, if there is one; `intact` when all its members do. Returns how one of them was lost
+        before all were through: then it was left as if it had broken."""
+        lost, reason = None, reason or (RUN_ENDED if intact else PEER_LOST)
         if self.generation is not None and intact:
             try:
                 with self.activity.within("leaving"):
@@ -293,7 +293,7 @@ class Participation:
                     "generation_ended",
                     generation=generation.number,
                     last_step=self._state.position.step,
-                    reason=reason if intact else "a peer was lost",
+                    reason=reason if lost is None else PEER_LOST,
                     account=self.account.seconds(),
                 )
             generation.close(intact=intact)

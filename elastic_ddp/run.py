@@ -22,6 +22,7 @@ from elastic_ddp.rehearsal import Rehearsal
 from elastic_ddp.restoring import Weights
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
+from elastic_ddp.telemetry.account import CHANGED
 from elastic_ddp.together import NotTogetherError
 from elastic_ddp.train_state import Position, Stateful, TrainState, check_model
 
@@ -302,7 +303,7 @@ class Run:
             if goes_on and step.agreed.votes["reconfigure"] == self.world_size:
                 if self._state.is_spread and not self._made_durable(step.generation):
                     return None  # the next one begins from the newest commit, and that is an older one
-                return part.leave(intact=True, reason="workers were to join or leave")
+                return part.leave(intact=True, reason=CHANGED)
         except Exception as error:
             if not is_lost_peer(error):
                 raise
@@ -406,9 +407,9 @@ class Run:
             "samples_sha256": self.position.samples_sha256,
         }
 
-    def close(self, *, intact: bool) -> None:
+    def close(self, *, intact: bool, reason: str | None = None) -> None:
         """Leaves the generation, if there is one; `intact` when all its members do, none of which is missed then."""
-        self._participation.leave(intact=intact)
+        self._participation.leave(intact=intact, reason=reason)
 
     def shut_down(self) -> None:
         """Nothing is read any more. For the end of the run in this worker, after `close`."""

@@ -22,6 +22,7 @@ from elastic_ddp.participation import TrainAgain
 from elastic_ddp.ray_train import Place
 from elastic_ddp.run import Run
 from elastic_ddp.seeding import seed_all
+from elastic_ddp.telemetry.account import RUN_FAILED
 
 _RAY_FAILED = (
     ray.exceptions.LocalRayletDiedError,
@@ -93,7 +94,7 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
         # First, so that peers whose collectives break now know why.
         if not link.end(**outcome):
             lost = f"this worker failed before it trained, and others train: {outcome['error']}"
-        run.close(intact=False)
+        run.close(intact=False, reason=RUN_FAILED)
     else:
         run.close(intact=True)
         link.end(**outcome)  # every worker says so: the first may be lost before it does

@@ -10,7 +10,7 @@ redone: as accounted; where nobody survived a loss, also the time from the accou
 detection, hand_over, checkpoint: as accounted.
 rendezvous: as accounted, and from the account's end until the next generation is formed, but for waiting.
 waiting: too few workers. `waited_s` before a generation is formed; where nobody survived, from the loss on. After the
-    last generation, if it lost a worker and the run did not finish.
+    last generation, if it lost a worker and the run did not finish, or ended for another one.
 start_up: until the first generation is formed; all of a session that forms none.
 shut_down: after the last generation's account.
 
@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ddp.telemetry.account import CHANGED, HANDED_ON, PEER_LOST
 from elastic_ddp.telemetry.stopwatch import PHASES
 
 Event = Mapping[str, Any]
@@ -110,7 +111,8 @@ class _Generation:
     progress: list[tuple[float, int]] = field(default_factory=list)
     """Useful seconds, and steps behind the run by then."""
     lost_at: float | None = None
-    told_its_end: bool = False
+    ended_by: str | None = None
+    """If it told."""
     first_step_s: float | None = None
 
     @property
@@ -125,7 +127,7 @@ class _Generation:
             case "first_step":
                 self.first_step_s = event.get("seconds")
             case "generation_ended":
-                self.told_its_end = True
+                self.ended_by = event.get("reason", PEER_LOST)
             case "worker_lost" if self.lost_at is None:
                 self.lost_at = at
         account = {phase: _positive(seconds) for phase, seconds in (event.get("account") or {}).items()}
@@ -226,7 +228,7 @@ def _rest(
     generation: _Generation, following: _Generation | None, accounted_until: float, rest_s: float
 ) -> dict[str, float]:
     """The parts of the time from the end of a generation's account, unless the run finished in it."""
-    if generation.lost_at is not None and not generation.told_its_end:
+    if generation.lost_at is not None and generation.ended_by is None:
         unaccounted_s = max(0.0, generation.lost_at - accounted_until)
         if unaccounted_s > _LAG_S or (following is not None and following.begins_anew):  # nobody survived
             redone_s = min(unaccounted_s, rest_s)
@@ -234,7 +236,8 @@ def _rest(
     if following is not None:
         waiting_s = min(following.waited_s, rest_s)
         return {"waiting": waiting_s, "rendezvous": rest_s - waiting_s}
-    return {"shut_down" if generation.lost_at is None else "waiting": rest_s}
+    is_over = generation.lost_at is None and generation.ended_by not in (CHANGED, HANDED_ON)
+    return {"shut_down" if is_over else "waiting": rest_s}
 
 
 def _work(generation: _Generation, useful_s: float) -> list[_Work]:

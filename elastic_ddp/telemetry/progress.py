@@ -122,8 +122,9 @@ class Progress:
             facts.append(f"loss {float(self._loss):.4g}")
         if (samples_per_s := self._rate.samples_per_s) is not None:
             facts.append(f"{samples_per_s:,.0f} samples/s")
-        facts.append("1 worker" if self._world_size == 1 else f"{self._world_size} workers")
-        if self._state not in ("", "training"):
+        if self._state in ("", "training"):  # otherwise the number is that of the generation before
+            facts.append("1 worker" if self._world_size == 1 else f"{self._world_size} workers")
+        else:
             facts.append(self._state)
         if self._total is not None and (steps_per_s := self._rate.steps_per_s):
             facts.append(f"{_clock_face((self._total - self._step) / steps_per_s)} left")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ddp.telemetry.account import CHANGED, RUN_ENDED
 from elastic_ddp.telemetry.goodput import PARTS, goodput, partition, stalls
 from elastic_ddp.telemetry.stopwatch import PHASES
 
@@ -249,6 +250,19 @@ def test_workers_that_never_come_back_are_waited_for(status: str, expected: Mapp
     survived = [*events[:4], told("generation_ended", 1, 7.0, last_step=4, useful=4.0, detection=2.0), events[4]]
     rest = "shut_down" if status == "finished" else "waiting"
     assert partition(survived) == parts(start_up=1.0, useful=4.0, detection=2.0) | {rest: 20.0}
+
+
+def test_a_run_whose_workers_were_all_drained_waits_until_it_is_stopped() -> None:
+    events = [
+        started(0.0),
+        formed(1, 1.0, None),
+        told("generation_ended", 1, 5.0, last_step=4, useful=4.0, reason=CHANGED),
+        event("worker_left", 5.5, kind="drain"),
+        finished(55.0, status="stopped"),
+    ]
+    assert partition(events) == parts(start_up=1.0, useful=4.0, waiting=50.0)
+    ended = [{**each, "reason": RUN_ENDED} if each["event"] == "generation_ended" else each for each in events]
+    assert partition(ended) == parts(start_up=1.0, useful=4.0, shut_down=50.0)
 
 
 def test_a_session_without_a_generation_is_all_start_up_and_one_without_an_end_lasts_to_its_last_event() -> None:

@@ -70,7 +70,7 @@ def test_the_last_step_and_changes_of_state_are_shown_at_once(clock: Clock) -> N
     with Progress(3, screen.console, clock=clock) as progress:
         for step, state in enumerate(["training", "training", "waiting for workers", "training"]):
             progress.update(step, 3, samples=step, world_size=2, state=state)
-    assert screen.lines == ["step 0/3  2 workers", "step 2/3  2 workers  waiting for workers", "step 3/3  2 workers"]
+    assert screen.lines == ["step 0/3  2 workers", "step 2/3  waiting for workers", "step 3/3  2 workers"]
 
 
 def test_a_note_is_a_line_of_its_own_and_never_markup(clock: Clock) -> None:
