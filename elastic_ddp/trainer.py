@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import logging
@@ -24,6 +25,7 @@ from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.config import RunConfig
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import check_cpus, materialize
+from elastic_ddp.data.source import check_columns
 from elastic_ddp.elastic.messages import RendezvousOptions
 from elastic_ddp.elastic.rendezvous import start_rendezvous
 from elastic_ddp.errors import ConfigError, TrainFunctionError
@@ -87,6 +89,13 @@ class ElasticTrainer:
     ) -> None:
         if not callable(train):
             raise ConfigError(f"train is a {type(train).__name__}; give the function that trains, taking a Run")
+        if transform is not None and not callable(transform):
+            raise ConfigError(
+                f"transform is a {type(transform).__name__}; give a function that gets a dict of NumPy arrays and a "
+                "generator, and returns such a dict"
+            )
+        if not _takes_a_run(train):
+            raise ConfigError(f"{train!r} is called with a Run, which it does not take; define it as `def train(run)`")
         self.config = RunConfig.load(config)
         for thing in (train, transform):
             can_travel, culprits = inspect_serializability(thing, print_file=io.StringIO())
@@ -199,7 +208,10 @@ class ElasticTrainer:
         source = self._data
         if isinstance(source, ray.data.Dataset):
             source = materialize(source, self._storage, may_replace=self._may_replace(), note=_note)
-        return open_index(source, self._storage, columns=self.config.data.columns, may_replace=self._may_replace)
+        index = open_index(source, self._storage, columns=self.config.data.columns, may_replace=self._may_replace)
+        if self._transform is None:
+            check_columns(index.schema)
+        return index
 
     def _may_replace(self) -> bool:
         """Whether nothing was committed yet that other data or other settings could not go on from."""
@@ -270,6 +282,16 @@ class ElasticTrainer:
             uri=self._storage.uri,
             summary=summary,
         )
+
+
+def _takes_a_run(train: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(train).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # one of C does not say
+        pass
+    return True
 
 
 def _note(text: str) -> None:

@@ -250,6 +250,16 @@ def _run(transform: Transform, rows: Arrays, generator: np.random.Generator, num
     return result
 
 
+def check_columns(schema: pa.Schema) -> None:
+    """For the driver of a run without a transform: what is wrong with every row is known before one is read.
+
+    Raises:
+        DataError: names a column that no tensor can hold.
+    """
+    kinds = {each.name: each.type for each in schema if not isinstance(each.type, pa.BaseExtensionType)}
+    _check_tensors({name: to_numpy(name, pa.array([], kind)) for name, kind in kinds.items()}, transformed=False)
+
+
 def _check_tensors(rows: Arrays, *, transformed: bool) -> None:
     for name, values in rows.items():
         if values.dtype.kind in "biufc" and (

@@ -21,6 +21,7 @@ from elastic_ddp.data.source import (
     Transform,
     _check_tensors,
     _widen,
+    check_columns,
     read_chunks,
     transform_generator,
     unpack,
@@ -242,3 +243,20 @@ def test_numbers_that_no_tensor_can_hold_are_refused(values: np.ndarray) -> None
 @pytest.mark.parametrize("values", [pa.array(["a", "bc"], pa.string_view()), pa.array([b"a", b"bc"], pa.binary_view())])
 def test_views_of_strings_are_read_like_strings(values: pa.Array) -> None:
     assert _widen(pa.chunked_array([values])).take(pa.array([1, 0])).to_pylist() == values.to_pylist()[::-1]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.string(), pa.binary(), pa.struct({"a": pa.int64()}), pa.decimal128(9), pa.list_(pa.string(), 3), pa.null()],
+    ids=str,
+)
+def test_a_column_that_can_be_no_tensor_is_known_by_its_type(kind: pa.DataType) -> None:
+    with pytest.raises(DataError, match=r"column 'x' holds .* which no tensor can hold: turn 'x' into numbers"):
+        check_columns(pa.schema({"id": pa.int64(), "x": kind}))
+
+
+def test_columns_that_may_be_tensors_are_left_to_their_values() -> None:
+    numbers = [pa.bool_(), pa.uint8(), pa.int64(), pa.float16(), pa.float64()]
+    lists = [pa.list_(pa.float32()), pa.large_list(pa.int8()), pa.list_(pa.list_(pa.int64(), 2), 3)]
+    tensors = [pa.fixed_shape_tensor(pa.float32(), (2, 3))]
+    check_columns(pa.schema([(str(number), kind) for number, kind in enumerate([*numbers, *lists, *tensors])]))
