@@ -152,6 +152,12 @@ class ElasticTrainer:
             _note(f"run {self.config.name!r} is finished already, after {done.steps} steps; more steps resume it")
             return done
         lease.acquire()
+        resumed = CheckpointStore(self._storage.at(COMMITS), keep=self.config.checkpoint.keep).latest()
+        if resumed is not None and resumed.step > job.total_steps:
+            raise ConfigError(
+                f"run {self.config.name!r} has {resumed.step:,} steps behind it, and is to have {job.total_steps:,}: a "
+                "run does not go back; give it as many or more, or another name"
+            )
         if not ray.is_initialized():
             # A running cluster if there is one (RAY_ADDRESS, `ray start`), otherwise this machine.
             use_token_on_this_machine(os.environ.get("RAY_ADDRESS", ""))
@@ -180,7 +186,6 @@ class ElasticTrainer:
                 f"the data set has {index.num_rows:,} rows, fewer than global_batch_size="
                 f"{self.config.global_batch_size:,}: every step is an epoch, of those rows"
             )
-        resumed = CheckpointStore(self._storage.at(COMMITS), keep=self.config.checkpoint.keep).latest()
         rendezvous = start_rendezvous(
             self.config.name,
             job.total_steps,

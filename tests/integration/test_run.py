@@ -82,6 +82,7 @@ def test_weights_samples_and_losses_do_not_depend_on_the_number_of_workers(
     assert set(result.metrics) == {"validation_loss", "twice", "grad_norm"}
 
 
+@pytest.mark.chaos  # in small, tests/unit/test_same_bits.py has it
 def test_bf16_runs_have_the_same_bits_at_any_number_of_workers_and_others_than_fp32(
     folder: Path, calm: ed.RunResult
 ) -> None:

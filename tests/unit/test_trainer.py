@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from elastic_ddp import ElasticTrainer
+from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.job import COMMITS
+from elastic_ddp.storage import Storage
 
 
 def takes_nothing() -> None: ...
@@ -28,3 +34,17 @@ def takes_a_run(run: Any, often: int = 3) -> None: ...
 def test_what_cannot_be_called_is_refused_at_once(train: Any, transform: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ElasticTrainer(train, "data", {}, transform=transform)
+
+
+def test_a_run_does_not_go_back(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(64)}), tmp_path / "rows.parquet")
+    settings = {"name": "run", "storage": str(tmp_path / "runs"), "global_batch_size": 8, "micro_batch_size": 8}
+    store = CheckpointStore(Storage(tmp_path / "runs").at("run").at(COMMITS), keep=1)
+    store.save({"user": {"step": 30}}, step=30, record={})
+    trainer = ElasticTrainer(takes_a_run, str(tmp_path / "rows.parquet"), {**settings, "steps": 20})
+    (tmp_path / "runs/run/run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="began with other settings"):
+        trainer.fit()
+    (tmp_path / "runs/run/run.json").unlink()
+    with pytest.raises(ConfigError, match="has 30 steps behind it, and is to have 20: a run does not go back"):
+        trainer.fit()
