@@ -74,8 +74,14 @@ def calm_tour(one_node: None, folder: Path) -> Mapping[str, Any]:
 
 def test_some_of_the_table_in_one_run(folder: Path, calm: Mapping[str, Any]) -> None:
     """What is not left to `make chaos`."""
-    faults = [Fault(0, 10, "reduction", "rendezvous"), *faults_at("hand-over", 1, "SIGKILL")]
-    run = Trial(folder, "some-of-the-table", faults, {"heartbeat_timeout_s": 3.0})
+    faults = [
+        Fault(0, 10, "reduction", "rendezvous"),
+        Fault(0, 17, "forward", "SIGSTOP"),
+        *faults_at("hand-over", 1, "SIGKILL"),
+        Fault(0, 34, "optimizer", "SIGSEGV", along=(2,)),
+        Fault(1, 40, "data", "SIGTERM"),
+    ]
+    run = Trial(folder, "some-of-the-table", faults, {"heartbeat_timeout_s": 3.0, "drain_deadline_s": 6.0})
     run.check(run.fit().summary, calm)
 
 
