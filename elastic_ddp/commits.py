@@ -16,6 +16,7 @@ from elastic_ddp.checkpoint.interval import MeasuredInterval
 from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.retention import METRICS, Measurement, measurements
 from elastic_ddp.checkpoint.saving import RankLostError
+from elastic_ddp.elastic.hang import STORING
 from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError, described
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import holder
@@ -96,6 +97,10 @@ class Commits:
         """Whether one is under way, for all that this rank has to do with it. There is one at a time."""
         return self._saver.is_busy
 
+    def worked_s(self) -> float:
+        """For how long the storage has been at work for this worker, as in `PatientStorage.worked_s`."""
+        return self._storage.worked_s()
+
     def leave_out(self, steps_done: int) -> None:
         """One is due while another is under way: the next comes when its time has come again. Rank 0 calls it."""
         if not self.is_asked_for:
@@ -163,7 +168,7 @@ class Commits:
             CheckpointError: on rank 0: there are commits, and none can be used.
             StorageError: the storage could not be read.
         """
-        newest = restore(self._store, self._storage, group, spread)
+        newest = restore(self._store, self._storage, group, spread, tick=self._link.activity.tick)
         for key, reason in self._store.rejected:
             self._link.say("commit_rejected", key=key, reason=reason)
         if newest is None:
@@ -214,7 +219,8 @@ class Commits:
         def fence() -> None:
             if not self._link.may_commit():
                 raise PeerLostError("this worker was presumed dead")
-            driver = holder(self._job.storage)
+            with self._storage.at_work():
+                driver = holder(self._job.storage)
             if driver is not None and driver.session != self._job.session:
                 raise DriverReplacedError(
                     f"run {self._job.config.name!r} was taken over by another driver: {driver}. Nothing of this one is "
@@ -302,9 +308,14 @@ class Commits:
             raise self._outcome
 
     def _wait_in(self, group: ProcessGroup) -> None:
+        """Where a save hangs, whoever waits for another's share is not to blame."""
+        activity = self._link.activity
         while not self._saver.wait(within_s=LOOK_S):
             if group.is_cut:
                 raise PeerLostError("a peer was lost while the state was made durable")
+            place = "shares" if self._saver.awaits_others else STORING
+            if place != activity.now.place:
+                activity.enter(place, self.worked_s)
 
     def generation_ended(self, *, intact: bool) -> None:
         """This worker's generation is over; `intact` if no rank of it was lost."""

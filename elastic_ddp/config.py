@@ -239,9 +239,10 @@ class RunConfig(_Settings):
     is noticed at once. A worker that computes for long is not silent."""
     hang_timeout_s: Seconds = 600.0
     """For how long no worker may get anywhere (to the next micro-batch, through a collective) before the run is taken
-    to hang. The stacks of all workers are recorded then, and those that others wait for are replaced. It has to be
-    longer than the longest micro-batch, the first one's compilation included. A worker that is not ready to train so
-    long after its start, or after two minutes if that is longer, is replaced too."""
+    to hang. A save or a restore gets somewhere as long as the storage is at work: an operation of it may take five
+    minutes, however short this is. The stacks of all workers are recorded then, and those that others wait for are
+    replaced. It has to be longer than the longest micro-batch, the first one's compilation included. A worker that is
+    not ready to train so long after its start, or after two minutes if that is longer, is replaced too."""
     drain_deadline_s: Seconds = 30.0
     """How long a worker that gets SIGTERM may stay. It leaves at a step boundary: the next one if the others are enough
     without it, otherwise once others have joined, or half of the time is over."""

@@ -141,7 +141,7 @@ class Generation:
             check_same_model(state.module, group)
             assert state.model is not None
             strategy = strategy_of(job.config)(state.model, job.config, group)
-            cls._share_state(group, state=state, strategy=strategy, restore=restore)
+            cls._share_state(group, state=state, strategy=strategy, restore=restore, activity=activity)
             if not opened:
                 opened.append(feeds.open(owned, state.position.step))
             return cls(
@@ -169,6 +169,7 @@ class Generation:
         state: TrainState,
         strategy: Strategy,
         restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None],
+        activity: Activity,
     ) -> None:
         """Brings all ranks to the state of the most advanced, or to their parts of it."""
 
@@ -188,7 +189,7 @@ class Generation:
             # user's business, that all ranks have the same ones is ours.
             source, receivers = 0, tuple(range(1, group.world_size))
         mine = state.state_dict() if group.rank == source and receivers else None
-        received = hand_over(mine, group, source=source, receivers=receivers)
+        received = hand_over(mine, group, source=source, receivers=receivers, tick=activity.tick)
         if received is not None:
             state.load_state_dict(received)
         spread()

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from elastic_ddp.elastic.assembly import PREPARE_S
+from elastic_ddp.elastic.hang import STORING
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import PeerLostError, WorkersLostError, described
 from elastic_ddp.generation import Generation, feeds_of, micro_batches_of, strategy_of
@@ -167,7 +168,7 @@ class Participation:
     def _open(self, assignment: Assignment, attempt: int = 0) -> Generation:
         """Takes this worker's place in a generation."""
         self.account.begin()
-        self.activity.enter("hand-over")
+        self.activity.enter("hand-over", self._commits.worked_s)
         generation = Generation.open(
             assignment,
             job=self._job,
@@ -255,20 +256,21 @@ class Participation:
     def save(self) -> None:
         """Begins to make the state durable. Every rank calls it, and goes on when its share is copied."""
         assert self.generation is not None
-        with self.account.checkpoint(), self.activity.within("commit"):
+        with self.account.checkpoint(), self.activity.within(STORING, self._commits.worked_s):
             self._commits.save(self._state, self.generation.group, account=self.account.seconds())
 
     def commit(self) -> None:
         """Makes the state durable. Every rank calls it; rank 0 returns when that is so."""
         assert self.generation is not None
         self.save()
-        with self.account.checkpoint(), self.activity.within("commit"):
+        with self.account.checkpoint(), self.activity.within(STORING, self._commits.worked_s):
             self._commits.wait(self.generation.group)
 
     def shut_down(self) -> None:
         """Nothing is read or saved any more. For the end of the run in this worker, after `close`."""
         self._feeds.shut_down()
-        self._commits.close(self._job.config.drain_deadline_s)
+        with self.activity.within(STORING, self._commits.worked_s):
+            self._commits.close(self._job.config.drain_deadline_s)
 
     def leave(self, *, intact: bool, reason: str | None = None) -> str | None:
         """Leaves the generation, if there is one; `intact` when all its members do. Returns how one of them was lost

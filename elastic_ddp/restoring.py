@@ -40,7 +40,12 @@ IN_FLIGHT = 8
 
 
 def restore(
-    store: CheckpointStore, storage: Storage, group: ProcessGroup, spread: Callable[[], Layout | None] = lambda: None
+    store: CheckpointStore,
+    storage: Storage,
+    group: ProcessGroup,
+    spread: Callable[[], Layout | None] = lambda: None,
+    *,
+    tick: Callable[[], None] = lambda: None,
 ) -> tuple[Commit, dict[str, Any]] | None:
     """The newest commit whose contents verify and its state, on the CPU; None if there is none. Every rank calls it.
 
@@ -51,6 +56,7 @@ def restore(
         store: the commits, of which rank 0's word counts.
         storage: the folder that they are in.
         spread: called once there is a commit to read; tells of which tensors this rank is to have only a shard.
+        tick: called whenever this rank has one more piece.
 
     Raises:
         StorageError: the storage could not be read. That is no reason to fall back: an outage would throw away good
@@ -65,7 +71,7 @@ def restore(
         if "error" in offer:
             raise StorageError(offer["error"])
         commit = Commit.from_bytes(offer["key"], offer["manifest"].encode())
-        state, reason = _read_together(commit, offer["skeleton"].encode(), storage, group, layout=layout())
+        state, reason = _read_together(commit, offer["skeleton"].encode(), storage, group, layout=layout(), tick=tick)
         if state is not None:
             for key, _ in store.rejected if group.rank == 0 else ():
                 store.set_aside(key)
@@ -78,7 +84,7 @@ def restore(
 class Weights:
     """Those of a model in another run's commit."""
 
-    storage: Storage
+    storage: PatientStorage
     commit: Commit
     skeleton: bytes
 
@@ -126,14 +132,21 @@ class Weights:
                 "strict=False where names may differ"
             )
 
-    def load(self, module: torch.nn.Module, group: ProcessGroup, *, strict: bool) -> None:
-        """Every rank calls it.
+    def load(
+        self,
+        module: torch.nn.Module,
+        group: ProcessGroup,
+        *,
+        strict: bool,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Every rank calls it; `tick` is as for `restore`.
 
         Raises:
             CheckpointError: they are not what was committed.
             StorageError: the storage could not be read.
         """
-        state, reason = _read_together(self.commit, self.skeleton, self.storage, group, {MODEL})
+        state, reason = _read_together(self.commit, self.skeleton, self.storage, group, {MODEL}, tick=tick)
         if state is None:
             raise CheckpointError(f"the weights in {self.storage.uri} cannot be used: {reason}")
         module.load_state_dict(state[MODEL], strict=strict)
@@ -206,6 +219,8 @@ def _read_together(
     group: ProcessGroup,
     components: Collection[str] | None = None,
     layout: Layout | None = None,
+    *,
+    tick: Callable[[], None],
 ) -> tuple[dict[str, Any] | None, str]:
     """The state of a commit, or some components of it, or why there is none: the same on all ranks."""
     no_room: CheckpointError | None = None
@@ -225,6 +240,7 @@ def _read_together(
         each, data, works = going.popleft()
         for work in works:
             work.wait()
+        tick()
         if each.reader != group.rank:  # or that was done when it was read
             try:
                 check(each.piece, data)

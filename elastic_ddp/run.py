@@ -10,6 +10,7 @@ import torch
 
 from elastic_ddp.commits import Commits
 from elastic_ddp.config import RunConfig
+from elastic_ddp.elastic.hang import STORING
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
 from elastic_ddp.errors import ConfigError, ElasticDDPError, WorkersLostError, described
 from elastic_ddp.evaluation import evaluate
@@ -28,6 +29,7 @@ from elastic_ddp.train_state import Position, Stateful, TrainState, check_model
 
 if TYPE_CHECKING:
     from elastic_ddp.data.source import Transform
+    from elastic_ddp.parallel.process_group import ProcessGroup
 
 Prepared = TypeVar("Prepared")
 
@@ -123,7 +125,13 @@ class Run:
             raise ConfigError("run.load_weights came before a model was prepared; call run.prepare(model) first")
         module, weights = self._state.module, Weights.find(uri, step)
         weights.check(module, strict=strict)
-        self._state.begin_with = lambda group: weights.load(module, group, strict=strict)
+        activity = self._link.activity
+
+        def begin_with(group: ProcessGroup) -> None:
+            with activity.within("hand-over", weights.storage.worked_s):
+                weights.load(module, group, strict=strict, tick=activity.tick)
+
+        self._state.begin_with = begin_with
 
     def register(self, name: str, thing: Stateful) -> None:
         """Adds user state to every commit: anything with `state_dict()` of plain values and tensors, and
@@ -392,9 +400,10 @@ class Run:
         """Whether there is a commit of the state as it is, once the save at hand has ended."""
         group, word = generation.group, None
         if group.rank == 0:
-            with generation.activity.within("commit"):
+            with generation.activity.within(STORING, self._commits.worked_s):
                 word = b"there" if self._commits.have(self.position.step, group) else b""
-        with generation.activity.within("collective"):
+        # Rank 0 waits for the shares of the others, which are still being written.
+        with generation.activity.within("collective", self._commits.worked_s):
             return bool(group.broadcast_bytes(word))
 
     def progress(self) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from elastic_ddp.errors import StorageError
@@ -14,6 +16,9 @@ from elastic_ddp.storage import Storage
 PATIENCE_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 """Between tries."""
+OPERATION_S = 300.0
+"""What takes longer, with all its tries, is not known to come to an end: clients give a request up within a minute or
+so, a folder on a server that is gone holds it for good."""
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -30,6 +35,29 @@ class PatientStorage(Storage):
 
     def __init__(self, storage: Storage, *, within_s: float = PATIENCE_S) -> None:
         self._folder, self._storage, self._within_s = storage._folder, storage, within_s
+        self._lock = threading.Lock()
+        self._worked_s = 0.0
+        self._begun_at: dict[object, float] = {}
+        """Of the operations that are under way."""
+
+    def worked_s(self) -> float:
+        """Seconds that operations have taken by now, each counted for at most OPERATION_S. It grows as long as the
+        storage is at work, however slow it is, and stands still if it hangs."""
+        with self._lock:
+            now = time.monotonic()
+            return self._worked_s + sum(min(now - each, OPERATION_S) for each in self._begun_at.values())
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """What is in the block counts as an operation."""
+        operation = object()
+        with self._lock:
+            self._begun_at[operation] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._worked_s += min(time.monotonic() - self._begun_at.pop(operation), OPERATION_S)
 
     def read(self, key: str) -> bytes:
         return self._insist(lambda: self._storage.read(key))
@@ -44,7 +72,8 @@ class PatientStorage(Storage):
         self._insist(lambda: self._storage.write(key, data))
 
     def create(self, key: str, data: bytes) -> None:
-        self._storage.create(key, data)
+        with self.at_work():
+            self._storage.create(key, data)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         return self._insist(lambda: self._storage.sizes(prefix))
@@ -53,12 +82,18 @@ class PatientStorage(Storage):
         return self._insist(lambda: self._storage.last_modified(prefix))
 
     def delete(self, key: str) -> None:
-        self._storage.delete(key)
+        with self.at_work():
+            self._storage.delete(key)
 
     def delete_tree(self, prefix: str) -> None:
-        self._storage.delete_tree(prefix)
+        with self.at_work():
+            self._storage.delete_tree(prefix)
 
     def _insist(self, do: Callable[[], Result]) -> Result:
+        with self.at_work():
+            return self._try(do)
+
+    def _try(self, do: Callable[[], Result]) -> Result:
         end, pause_s = time.monotonic() + self._within_s, FIRST_PAUSE_S
         while True:
             try:

@@ -86,6 +86,9 @@ class Saver:
         storage: a folder for commits alone.
         store: the commits in it.
         of_rank_0: components of the state that rank 0 writes alone.
+
+    Attributes:
+        awaits_others: whether this rank is rank 0 in the save at hand, and waits for what others write.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Saver:
         self._writer = StateWriter(of_rank_0=of_rank_0)
         self._thread: threading.Thread | None = None
         self._broke = threading.Event()
+        self.awaits_others = False
 
     @property
     def is_busy(self) -> bool:
@@ -169,7 +173,7 @@ class Saver:
     def _commit(self, save: Save) -> None:
         """Rank 0's part."""
         try:
-            parts = [self._write(save), *(self._part_of(rank, save) for rank in range(1, save.world_size))]
+            parts = [self._write(save), *self._parts_of_others(save)]
         except Exception as error:
             self._store.discard(attempt_prefix(save.step, save.attempt))
             save.on_end(error)
@@ -187,6 +191,13 @@ class Saver:
             )
         except Exception as error:  # nothing is discarded here: the manifest may be there, and only its answer lost
             save.on_end(error)
+
+    def _parts_of_others(self, save: Save) -> list[Part]:
+        self.awaits_others = True
+        try:
+            return [self._part_of(rank, save) for rank in range(1, save.world_size)]
+        finally:
+            self.awaits_others = False
 
     def _part_of(self, rank: int, save: Save) -> Part:
         """What another rank has written, once it has. Raises what keeps it from that."""

@@ -8,13 +8,13 @@ import os
 import time
 from typing import Any
 
-from elastic_ddp.elastic.hang import WAITING, HangWatch, Whereabouts
+from elastic_ddp.elastic.hang import STORING, WAITING, HangWatch, Whereabouts
 from elastic_ddp.elastic.journal import Journal
 from elastic_ddp.elastic.members import DRAIN, Arrival, Member, Notice
 from elastic_ddp.elastic.membership import LEFT, Membership
 from elastic_ddp.elastic.memory import Memory, State
 from elastic_ddp.elastic.messages import Ended, Orders, Prospect, RendezvousOptions, Signals
-from elastic_ddp.errors import TrainFunctionError
+from elastic_ddp.errors import StorageError, TrainFunctionError
 from elastic_ddp.parallel.process_group import Assignment
 
 PREPARE_S = 5.0
@@ -286,6 +286,15 @@ class Assembly:
                 "ledger's 'stacks' events say where everybody was. Raise hang_timeout_s if a step may take longer"
             )
             self.record("worker_lost", generation=generation, reported_by=None, error=self.membership.loss)
+        elif not culprits and all(place in (*WAITING, STORING) for place in places.values()):
+            self.end(
+                {
+                    "status": "failed",
+                    "kind": StorageError.__name__,
+                    "error": f"no worker's save got anywhere for {silent_s:g} s (hang_timeout_s): the storage does not "
+                    "answer; where exactly is in the ledger's 'stacks' events. Mend it, and run the same command again",
+                }
+            )
         elif not culprits:
             where = ", ".join(sorted(set(places.values())))
             self.end(

@@ -5,44 +5,65 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WAITING = ("reduction", "rendezvous", "hand-over", "collective", "leaving")
+WAITING = ("reduction", "rendezvous", "hand-over", "collective", "leaving", "shares")
 """Where a worker waits for its peers."""
+STORING = "commit"
+"""Where it waits for its storage."""
 
 
 class Whereabouts(NamedTuple):
     """Where a worker is in its loop."""
 
     number: int
-    """Grows whenever the worker goes from one place to the next."""
+    """Grows whenever the worker goes from one place to the next, and with what it gets done in one."""
     place: str
+    worked_s: float = 0.0
+    """Grows while that is at work which it waits for there."""
 
 
 AT_THE_START = Whereabouts(0, "start")
 
 
+def _nothing() -> float:
+    return 0.0
+
+
 class Activity:
-    """A worker's side. Moving costs an assignment."""
+    """A worker's side. Moving costs an assignment. The training thread moves it; any thread may ask where it is."""
 
     def __init__(self) -> None:
-        self.now = AT_THE_START
+        self._at, self._worked_s = AT_THE_START, _nothing
 
-    def enter(self, place: str) -> None:
-        self.now = Whereabouts(self.now.number + 1, place)
+    @property
+    def now(self) -> Whereabouts:
+        return self._at._replace(worked_s=self._worked_s())
+
+    def enter(self, place: str, worked_s: Callable[[], float] = _nothing) -> None:
+        """Goes to a place.
+
+        Args:
+            worked_s: tells, from any thread, for how long that has been at work by now which is waited for there.
+        """
+        self._at, self._worked_s = Whereabouts(self._at.number + 1, place), worked_s
+
+    def tick(self) -> None:
+        """Some of what is done in this place is done."""
+        self._at = self._at._replace(number=self._at.number + 1)
 
     @contextmanager
-    def within(self, place: str) -> Iterator[None]:
+    def within(self, place: str, worked_s: Callable[[], float] = _nothing) -> Iterator[None]:
         """A place for the time of a block, then the one before it."""
-        before = self.now.place
-        self.enter(place)
+        before = self._at.place, self._worked_s
+        self.enter(place, worked_s)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter(*before)
 
 
 @dataclass

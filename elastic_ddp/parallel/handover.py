@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,18 +24,25 @@ MOST_PIECES, MOST_BYTES = 64, 4 * CHUNK_BYTES
 """Of what is on its way between two ranks at once."""
 
 
-def hand_over(state: Any, group: ProcessGroup, *, source: int, receivers: Sequence[int]) -> Any:
+def hand_over(
+    state: Any,
+    group: ProcessGroup,
+    *,
+    source: int,
+    receivers: Sequence[int],
+    tick: Callable[[], None] = lambda: None,
+) -> Any:
     """The state of rank `source`, on the receivers; others get None, and nothing is sent to them. Every rank calls it.
 
     Tensors travel as they are, without pickle. What ranks other than the source pass is ignored. Receiving ranks get
-    tensors on the CPU.
+    tensors on the CPU. `tick` is called whenever a piece has arrived.
     """
     if not receivers:
         return None
     ranks = [source, *receivers]
     if group.rank not in ranks:
         return None
-    chain = _Chain(ranks, group.rank)
+    chain = _Chain(ranks, group.rank, tick)
     tensors: dict[str, torch.Tensor] = {}
     header = torch.empty(0, dtype=torch.uint8)
     if group.rank == source:
@@ -65,7 +72,8 @@ def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
 class _OnTheWay:
     """Pieces that were sent, or are awaited, and have not arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self._tick = tick
         self._pieces: deque[tuple[dist.Work | None, torch.Tensor, int]] = deque()
         self._num_bytes = 0
 
@@ -78,6 +86,7 @@ class _OnTheWay:
         work, piece, number = self._pieces.popleft()
         assert work is not None, "this rank is in the group"
         work.wait()
+        self._tick()
         self._num_bytes -= piece.numel()
         return piece, number
 
@@ -92,11 +101,11 @@ class _OnTheWay:
 class _Chain:
     """Ranks of which each gives what it gets to the next one."""
 
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, tick: Callable[[], None]) -> None:
         place = ranks.index(rank)
         self._before = ranks[place - 1] if place else None
         self._next = ranks[place + 1] if place + 1 < len(ranks) else None
-        self._going = _OnTheWay()
+        self._tick, self._going = tick, _OnTheWay(tick)
 
     def pass_on(self, piece: torch.Tensor) -> torch.Tensor:
         """A tensor on the CPU: the first rank's own, and on the others filled with that."""
@@ -108,7 +117,7 @@ class _Chain:
     def pass_all(self, pieces: Iterable[torch.Tensor]) -> None:
         """Tensors of bytes, on the CPU but for the first rank's. Many are on their way at once: to wait for each of
         those of a model takes longer than to carry them."""
-        coming = _OnTheWay()
+        coming = _OnTheWay(self._tick)
         for number, piece in enumerate(pieces, start=1):
             if self._before is None:
                 self._give(piece.cpu(), number)

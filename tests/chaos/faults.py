@@ -154,8 +154,8 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
     enter = run._participation.activity.enter
     rank, generation = run._link.member.rank_in_group, 0
 
-    def enter_and_fail(place: str) -> None:
-        enter(place)
+    def enter_and_fail(place: str, *worked_s: Callable[[], float]) -> None:
+        enter(place, *worked_s)
         fail_in(place)
 
     def fail_in(place: str) -> None:

@@ -52,6 +52,13 @@ def test_two_who_die_while_a_save_is_written(folder: Path, calm: Mapping[str, An
     check_commits(run)
 
 
+def test_a_save_that_takes_longer_than_a_hang_may_is_none(folder: Path, calm: Mapping[str, Any]) -> None:
+    settings = {"checkpoint": {"every_steps": 2 * STEPS}, "hang_timeout_s": 5.0, "heartbeat_timeout_s": 5.0}
+    run = Trial(folder, "saving-slowly", settings=settings, write_s=8.0)
+    run.check(run.fit().summary, calm)
+    assert not run.events("hang") and [each["seconds"] > 8.0 for each in run.events("commit")] == [True]
+
+
 def test_a_run_that_is_stopped_while_a_save_is_written_goes_on_from_where_it_stopped(
     folder: Path, calm: Mapping[str, Any]
 ) -> None:

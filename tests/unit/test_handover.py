@@ -59,6 +59,18 @@ def test_receivers_have_the_bits_of_the_source_and_others_get_nothing(chunk_byte
     assert run_ranks(3, receive, 0, (2,), chunk_bytes) == [None, None, sent]
 
 
+def ticks(group: ProcessGroup) -> tuple[int, int]:
+    """How often it is told that a piece has arrived, and how many pieces there are."""
+    handover.CHUNK_BYTES = 64
+    mine, counted = state(), []
+    hand_over(mine, group, source=0, receivers=(1, 2), tick=lambda: counted.append(1))
+    return len(counted), len(list(handover._pieces(flatten(mine)[1])))
+
+
+def test_everybody_who_takes_part_counts_the_pieces() -> None:
+    assert all(count >= num_pieces > 100 for count, num_pieces in run_ranks(3, ticks))
+
+
 def leave_in_the_midst(group: ProcessGroup) -> str:
     """Rank 1, in the middle of the chain, cuts its connections while there are pieces on their way, as its death
     would."""

@@ -71,6 +71,20 @@ def test_an_activity_comes_back_to_where_it_was() -> None:
     assert activity.now == Whereabouts(3, "forward")
 
 
+def test_what_is_done_in_a_place_counts() -> None:
+    activity, watch, worked_s = Activity(), watch_of("a"), [0.0]
+    with activity.within("commit", lambda: worked_s[0]):
+        watch.hear("a", activity.now, 0.0)
+        activity.tick()
+        watch.hear("a", activity.now, 9.0)
+        worked_s[0] += 5.0
+        watch.hear("a", activity.now, 18.0)
+        with activity.within("shares"):
+            assert activity.now.worked_s == 0.0, "that is waited for in the other place"
+        assert activity.now.worked_s == 5.0
+    assert not watch.is_hung(27.0) and watch.is_hung(28.0)
+
+
 def test_stacks_name_every_thread_and_what_it_is_in() -> None:
     go_on = threading.Event()
 

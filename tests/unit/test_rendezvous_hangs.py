@@ -75,6 +75,30 @@ def test_a_function_in_which_all_workers_are_stuck_ends_the_run(play: Play, monk
     play(scenario, hang_options(0.3))
 
 
+def test_saves_that_go_on_are_no_hang_and_those_that_do_not_are_the_storages_fault(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.3)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous)
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        while (saving_s := clock() - begun) < 1.0:  # several times the timeout
+            for rank in (0, 1):
+                at = where(7, "commit")._replace(worked_s=saving_s)
+                await rendezvous.listen(member("a", rank), 1, None, at)
+        assert await events_of(rendezvous, "hang") == []
+        news = await rendezvous.follow(10_000)
+        while news.outcome is None:
+            news = await rendezvous.follow(10_000)
+        assert news.outcome["status"] == "failed" and news.outcome["kind"] == "StorageError"
+        assert "no worker's save got anywhere for 0.3 s (hang_timeout_s)" in news.outcome["error"]
+
+    play(scenario, hang_options(0.3))
+
+
 def test_a_worker_that_never_comes_is_given_up(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.elastic.assembly.START_S", 0.0)
 

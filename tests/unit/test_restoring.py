@@ -36,9 +36,10 @@ def restore_on(group: ProcessGroup, uri: str, piece_bytes: int) -> dict[str, Any
     elastic_ddp.checkpoint.reading.PIECE_BYTES = piece_bytes
     storage = Counting(uri)
     store = CheckpointStore(storage, keep=2)
-    found = restore(store, storage, group)
+    counted: list[int] = []
+    found = restore(store, storage, group, tick=lambda: counted.append(1))
     step = None if found is None else step_of(found[1])
-    return {"step": step, "rejected": store.rejected, "num_bytes": storage.num_bytes}
+    return {"step": step, "rejected": store.rejected, "num_bytes": storage.num_bytes, "pieces": len(counted)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -48,6 +49,7 @@ def test_every_rank_gets_the_state_and_every_byte_leaves_the_storage_once(tmp_pa
     assert [each["step"] for each in results] == [2] * world_size
     assert sum(each["num_bytes"] for each in results) == sum(item.size for item in newest.objects)
     assert all(each["num_bytes"] for each in results), "they share the work"
+    assert all(each["pieces"] == results[0]["pieces"] >= world_size for each in results), "all of them, wherever from"
     assert not any(each["rejected"] for each in results)
 
 
