@@ -43,6 +43,9 @@ class Place:
     device: torch.device
     node_resources: dict[str, float]
     """Of the node it runs on, all together."""
+    actor: Any = None
+    """Its own, where workers are not resized in place: the rendezvous kills it if it presumes it dead, and Ray Train
+    starts the group again."""
 
 
 class _NoProcessGroup(TorchConfig):
@@ -140,5 +143,6 @@ def _run_worker(arguments: dict[str, Any]) -> None:
     )
     here = runtime.get_node_id()
     resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
-    place = Place(member, ray.train.torch.get_device(), resources)
+    actor = None if arguments["in_place"] else runtime.current_actor
+    place = Place(member, ray.train.torch.get_device(), resources, actor)
     arguments["work"](arguments["job"], arguments["rendezvous"], place)

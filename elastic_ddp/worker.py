@@ -51,7 +51,7 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
 
     _make_deterministic(job.config)
     use_interface_of(place.member.node)
-    link = RendezvousLink(rendezvous, place.member, job.config.heartbeat_timeout_s)
+    link = RendezvousLink(rendezvous, place.member, job.config.heartbeat_timeout_s, place.actor)
     signals.on_sigterm(lambda: link.leave("SIGTERM", job.config.drain_deadline_s))
     run = Run(job, link, place.device)
     outcome: dict[str, Any] = {}

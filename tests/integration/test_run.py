@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -255,6 +256,47 @@ def test_workers_that_are_not_resized_in_place_restart_from_the_newest_commit(fo
         (0, "start"),
         (20, "worker lost"),
     ]
+
+
+@pytest.mark.chaos
+def test_a_worker_that_hangs_has_its_group_restarted_where_it_is_not_resized_in_place(
+    folder: Path, calm: ed.RunResult
+) -> None:
+    marker = folder / "hung-in-a-group"
+
+    def fault(run: ed.Run, step: int) -> None:
+        if run.rank == 1 and step == 27 and not marker.exists():
+            marker.touch()
+            threading.Event().wait()
+
+    train = jobs.make_train(fault, str(folder / "held-out"))
+    timeouts = {"heartbeat_timeout_s": 15.0, "hang_timeout_s": 15.0}
+    result = fit(folder, marker.name, 2, train=train, in_place=False, max_restarts=1, **timeouts)
+    assert marker.exists()
+    assert_same(result, calm)
+    assert [each["first_step"] for each in result.summary["generations"]] == [0, 20]
+    assert result.summary["restarts"] == 1
+    (hang,) = (event for event in read_ledger(Storage(result.uri)) if event["event"] == "hang")
+    assert len(hang["culprits"]) == 1
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_is_stopped_has_its_group_restarted_where_it_is_not_resized_in_place(
+    folder: Path, calm: ed.RunResult, workers: int
+) -> None:
+    marker = folder / f"stopped-in-a-group-of-{workers}"
+    fault = jobs.kill_once(str(marker), rank=0, step=27, how=signal.SIGSTOP)
+    train = jobs.make_train(fault, str(folder / "held-out"))
+    result = fit(folder, marker.name, workers, train=train, in_place=False, heartbeat_timeout_s=5.0, max_restarts=1)
+    assert marker.exists()
+    assert_same(result, calm)
+    assert [each["first_step"] for each in result.summary["generations"]] == [0, 20]
+    events = read_ledger(Storage(result.uri))
+    lost = next(event for event in events if event["event"] == "worker_lost")
+    assert lost["error"] == "it was silent for 5 s"
+    first, _ = (event["members"] for event in events if event["event"] == "rendezvous")
+    assert not any(Path("/proc", str(each["pid"])).exists() for each in first), "nothing is left of the group"
 
 
 @pytest.mark.chaos
