@@ -16,27 +16,26 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
-from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.reading import (
     Piece,
     Targets,
     check,
-    empty_tensors,
     pieces_of,
     read_pieces,
     state_of,
     state_to_fill,
 )
-from elastic_ddp.errors import CheckpointError, ConfigError, StorageError
-from elastic_ddp.job import COMMITS
+from elastic_ddp.errors import CheckpointError, ConfigError, ElasticDDPError, StorageError
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.parallel.strategy import Layout
 from elastic_ddp.storage import Storage
 
-MODEL = "model"
-"""The component of a state with the weights."""
 IN_FLIGHT = 8
 """Pieces that are on their way between ranks."""
+_ERRORS: dict[str, type[ElasticDDPError]] = {
+    each.__name__: each for each in (CheckpointError, ConfigError, StorageError)
+}
+"""What one rank tells the others of, by name."""
 
 
 def restore(
@@ -62,102 +61,47 @@ def restore(
         StorageError: the storage could not be read. That is no reason to fall back: an outage would throw away good
             commits.
     """
-    candidates = store.candidates() if group.rank == 0 else iter(())
     layout = functools.cache(spread)
+    found = first_usable(
+        store,
+        store.candidates(),
+        group,
+        lambda commit, skeleton: read_together(commit, skeleton, storage, group, layout=layout()),
+    )
+    if found is not None and group.rank == 0:
+        for key, _ in store.rejected:
+            store.set_aside(key)
+    return found
+
+
+def first_usable(
+    store: CheckpointStore,
+    candidates: Iterator[Commit],
+    group: ProcessGroup,
+    read: Callable[[Commit, bytes], tuple[dict[str, Any] | None, str]],
+) -> tuple[Commit, dict[str, Any]] | None:
+    """The first of rank 0's candidates that all ranks can use, and its state; None if there is none. Those before it
+    are rejected. What looking for them fails at is raised on every rank.
+
+    Args:
+        read: from a commit and its skeleton to the state, or why there is none, on all ranks.
+    """
     while True:
         offer = json.loads(group.broadcast_bytes(_next(store, candidates) if group.rank == 0 else None))
         if offer is None:
             return None
         if "error" in offer:
-            raise StorageError(offer["error"])
+            raise _ERRORS[offer["kind"]](offer["error"])
         commit = Commit.from_bytes(offer["key"], offer["manifest"].encode())
-        state, reason = _read_together(commit, offer["skeleton"].encode(), storage, group, layout=layout(), tick=tick)
+        state, reason = read(commit, offer["skeleton"].encode())
         if state is not None:
-            for key, _ in store.rejected if group.rank == 0 else ():
-                store.set_aside(key)
             return commit, state
         if group.rank == 0:
             store.reject(commit.key, reason)
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Those of a model in another run's commit."""
-
-    storage: PatientStorage
-    commit: Commit
-    skeleton: bytes
-
-    @classmethod
-    def find(cls, uri: str, step: int | None) -> Weights:
-        """Those of a run's newest commit, or of the one at a step.
-
-        Raises:
-            ConfigError: there is none.
-            CheckpointError: it is not complete.
-        """
-        storage = PatientStorage(Storage(uri).at(COMMITS))
-        store = CheckpointStore(storage, keep=1)
-        for number, commit in store.all_commits():
-            if step not in (None, number):
-                continue
-            if isinstance(commit, Commit):
-                return cls(storage, commit, store.skeleton(commit))
-            if step is not None:
-                raise commit
-        which = "no commit" if step is None else f"no commit at step {step}"
-        raise ConfigError(f"run.load_weights: there is {which} in {storage.uri}; give a run's <storage>/<name>")
-
-    def check(self, module: torch.nn.Module, *, strict: bool) -> None:
-        """Raises a ConfigError that names what does not fit the model."""
-        shapes = empty_tensors(self.commit, {MODEL}, "meta")
-        theirs: Any = state_of(self.commit, self.skeleton, shapes, {MODEL})[MODEL]
-        if not isinstance(theirs, dict) or not all(isinstance(name, str) for name in theirs):
-            raise CheckpointError(f"{self.commit.key} in {self.storage.uri} does not hold the weights of a model")
-        ours = module.state_dict()
-        missing, unexpected = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
-        other = [
-            f"{name} is {_shape_of(theirs[name])} there and {_shape_of(ours[name])} here"
-            for name in sorted(ours.keys() & theirs.keys())
-            if isinstance(ours[name], torch.Tensor) and _shape_of(ours[name]) != _shape_of(theirs[name])
-        ]
-        wrong = [*other]
-        if strict:
-            wrong += [f"{name} is missing there" for name in missing]
-            wrong += [f"{name} is unexpected: the model has no such tensor" for name in unexpected]
-        if wrong:
-            raise ConfigError(
-                f"the weights of step {self.commit.step} in {self.storage.uri} do not fit the model: "
-                f"{'; '.join(wrong[:10])}{'; …' if len(wrong) > 10 else ''}. Build the model that they are of, or use "
-                "strict=False where names may differ"
-            )
-
-    def load(
-        self,
-        module: torch.nn.Module,
-        group: ProcessGroup,
-        *,
-        strict: bool,
-        tick: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Every rank calls it; `tick` is as for `restore`.
-
-        Raises:
-            CheckpointError: they are not what was committed.
-            StorageError: the storage could not be read.
-        """
-        state, reason = _read_together(self.commit, self.skeleton, self.storage, group, {MODEL}, tick=tick)
-        if state is None:
-            raise CheckpointError(f"the weights in {self.storage.uri} cannot be used: {reason}")
-        module.load_state_dict(state[MODEL], strict=strict)
-
-
-def _shape_of(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "no tensor"
-
-
 def _next(store: CheckpointStore, candidates: Iterator[Commit]) -> bytes:
-    """The next commit that seems to be complete, for all ranks, if there is one, or what the storage failed at."""
+    """The next commit that seems to be complete, for all ranks, if there is one, or what looking for it failed at."""
     offer = None
     try:
         for commit in candidates:
@@ -170,8 +114,8 @@ def _next(store: CheckpointStore, candidates: Iterator[Commit]) -> bytes:
             else:
                 offer = {"key": commit.key, "manifest": commit.to_bytes().decode(), "skeleton": skeleton}
                 break
-    except StorageError as error:
-        offer = {"error": str(error)}
+    except (ConfigError, StorageError) as error:
+        offer = {"kind": _kind(error), "error": str(error)}
     return json.dumps(offer).encode()
 
 
@@ -212,7 +156,7 @@ class _Piece:
         return [work for work in works if work is not None]
 
 
-def _read_together(
+def read_together(
     commit: Commit,
     skeleton: bytes,
     storage: Storage,
@@ -228,7 +172,7 @@ def _read_together(
         tensors, targets = state_to_fill(commit, components, layout or (lambda name: None))
     except CheckpointError as error:
         no_room = error
-    if reason := _what_is_wrong(no_room, group):
+    if reason := what_is_wrong(no_room, group):
         return None, reason
     pieces = _Piece.all_of(pieces_of(commit, tensors), targets, group)
     going: deque[tuple[_Piece, memoryview, list[dist.Work]]] = deque()
@@ -270,21 +214,28 @@ def _read_together(
             state = state_of(commit, skeleton, tensors, components)
         except CheckpointError as error:
             bad = error
-    reason = _what_is_wrong(bad, group, knows=unread is not None)
+    reason = what_is_wrong(bad, group, knows=unread is not None)
     return (None, reason) if reason else (state, "")
 
 
-def _what_is_wrong(error: CheckpointError | StorageError | None, group: ProcessGroup, *, knows: bool = False) -> str:
+def what_is_wrong(
+    error: CheckpointError | ConfigError | StorageError | None, group: ProcessGroup, *, knows: bool = False
+) -> str:
     """With a commit, as one of the ranks found it; nothing if none did. The same on all ranks.
 
     Args:
         knows: this rank's word counts more than that of ranks which know it from others.
 
     Raises:
-        StorageError: the storage failed on some rank.
+        ConfigError, StorageError: some rank met one, which says nothing of the commit.
     """
-    word = "" if error is None else f"{type(error).__name__}\n{'known' if knows else ''}\n{error}"
+    word = "" if error is None else f"{_kind(error)}\n{'known' if knows else ''}\n{error}"
     words = [each.decode().split("\n", 2) for each in group.all_gather_bytes(word.encode()) if each]
-    if failed := next((text for kind, _, text in words if kind == StorageError.__name__), None):
-        raise StorageError(failed)
+    for kind, _, text in words:
+        if kind != CheckpointError.__name__:
+            raise _ERRORS[kind](text)
     return max(words, key=lambda each: each[1])[2] if words else ""
+
+
+def _kind(error: ElasticDDPError) -> str:
+    return next(name for name, kind in _ERRORS.items() if isinstance(error, kind))

@@ -15,17 +15,17 @@ from elastic_ddp.elastic.link import RendezvousLink, RunStopped
 from elastic_ddp.errors import ConfigError, ElasticDDPError, WorkersLostError, described
 from elastic_ddp.evaluation import evaluate
 from elastic_ddp.generation import Generation
-from elastic_ddp.job import Job
+from elastic_ddp.job import Job, has_commits
 from elastic_ddp.parallel.prepared import PreparedModel, ShardBy, units_of
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation
 from elastic_ddp.rehearsal import Rehearsal
-from elastic_ddp.restoring import Weights
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
 from elastic_ddp.telemetry.account import CHANGED
 from elastic_ddp.together import NotTogetherError
 from elastic_ddp.train_state import Position, Stateful, TrainState, check_model
+from elastic_ddp.weights import Weights
 
 if TYPE_CHECKING:
     from elastic_ddp.data.source import Transform
@@ -107,31 +107,31 @@ class Run:
         """Has the run begin with the weights of another run, for fine-tuning: parameters and buffers of the model, and
         nothing of its optimizer or its position. Every rank calls it, after `prepare(model)`.
 
-        It is for the beginning of a run: one that has a commit of its own goes on from that.
+        It is for the beginning of a run: one that has a commit of its own goes on from that. They are read when
+        `steps()` begins, by all ranks together; the other run may go on meanwhile. What of them does not fit the model,
+        or cannot be used, is said there, before the first step.
 
         Args:
             uri: the other run's folder, `<storage>/<name>`.
-            step: of its commit; by default the newest.
-            strict: refuse names that only one of the two has. Shapes have to be the same in any case.
+            step: of its commit; by default the newest that can be used.
+            strict: refuse names that only one of the two has. Otherwise those are logged, and in the ledger, and one of
+                them at least has to be the same. Shapes have to be the same in any case; other dtypes are converted to
+                the model's, which is logged, too.
 
         Raises:
-            ConfigError: there is no such commit, or it does not fit the model: the names that are missing there, or
-                unexpected, are said.
-            CheckpointError: it is not complete.
+            ConfigError: there is no such commit. From `steps()`: it does not fit the model; the names that are missing
+                there, or unexpected, are said.
+            CheckpointError: from `steps()`: none can be used.
         """
         if self._participation.holds_state or self._rehearsal is not None:
             raise ConfigError("run.load_weights was called inside run.steps(); call it before the loop")
         if self._state.model is None:
             raise ConfigError("run.load_weights came before a model was prepared; call run.prepare(model) first")
-        module, weights = self._state.module, Weights.find(uri, step)
-        weights.check(module, strict=strict)
-        activity = self._link.activity
-
-        def begin_with(group: ProcessGroup) -> None:
-            with activity.within("hand-over", weights.storage.worked_s):
-                weights.load(module, group, strict=strict, tick=activity.tick)
-
-        self._state.begin_with = begin_with
+        weights = Weights(uri, step, strict)
+        if not weights.are_there() and not has_commits(self._job.storage):
+            raise weights.nowhere()
+        module, say = self._state.module, self._link.say
+        self._state.begin_with = lambda group: weights.load(module, group, say)
 
     def register(self, name: str, thing: Stateful) -> None:
         """Adds user state to every commit: anything with `state_dict()` of plain values and tensors, and

@@ -154,6 +154,10 @@ class Session:
             self._newest |= {"step": event["step"]}
         elif name == "commit_rejected":
             self._progress.note(f"{event['key']} is passed over: {event['reason']}")
+        elif name == "weights_loaded":
+            counts = [f"{len(event[what])} {what}" for what in ("missing", "unexpected", "converted") if event[what]]
+            source = f"step {event['step']} in {event['uri']}"
+            self._progress.note(f"began with the weights of {', '.join([source, *counts])}")
         elif name == "commit":
             self._progress.note(f"committed step {event['step']} in {event['seconds']:.2f} s")
         elif name == "commit_failed":

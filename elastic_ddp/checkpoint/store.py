@@ -209,11 +209,14 @@ class CheckpointStore:
         found = ((step, self._complete(step)) for step in committed_steps(self._storage.list("commits")))
         return [(step, commit) for step, commit in found if commit is not None]
 
-    def candidates(self) -> Iterator[Commit]:
-        """Complete commits, newest first; looked at one by one, as the first is nearly always the one wanted."""
+    def candidates(self, only: int | None = None) -> Iterator[Commit]:
+        """Complete commits, newest first, or the one at a step; looked at one by one, as the first is nearly always the
+        one wanted."""
         seen: set[int] = set()
         # Listed again when none was good: a saver may have committed and cleaned up behind the first listing.
-        while steps := [step for step in committed_steps(self._storage.list("commits")) if step not in seen]:
+        while steps := [
+            step for step in committed_steps(self._storage.list("commits")) if step not in seen and only in (None, step)
+        ]:
             for step in steps:
                 seen.add(step)
                 commit = self._complete(step)

@@ -152,8 +152,8 @@ def link_of(run: Run) -> FakeLink:
     return link
 
 
-def prepared(run: Run) -> PreparedModel:
-    model: Any = run.prepare(Model())
+def prepared(run: Run, module: torch.nn.Module | None = None) -> PreparedModel:
+    model: Any = run.prepare(module or Model())
     optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
     run.prepare(StepLR(optimizer, 2, 0.5))
     return model

@@ -25,7 +25,7 @@ LAYERS = (
     ("worker",),
     ("ray_train", "run"),
     ("participation",),
-    ("generation", "evaluation", "commits", "rehearsal"),
+    ("generation", "evaluation", "commits", "rehearsal", "weights"),
     ("restoring",),
     ("step", "train_state", "job", "together"),
     ("elastic",),

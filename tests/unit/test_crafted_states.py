@@ -16,9 +16,10 @@ from elastic_ddp.checkpoint import CheckpointStore, reading
 from elastic_ddp.checkpoint.commits import Commit
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.restoring import Weights, restore
+from elastic_ddp.restoring import restore
 from elastic_ddp.state import unflatten
 from elastic_ddp.storage import Storage
+from elastic_ddp.weights import Fit
 from tests.ranks import run_ranks
 from tests.unit.forging import NAMES_NOTHING, in_little_memory, limit_memory, plant, plant_sparse
 from tests.unit.test_checkpoint import make_state, restored_step, save, step_of
@@ -263,6 +264,7 @@ def test_whatever_a_skeleton_holds_is_a_state_or_an_error_and_allocates_little()
 
 @pytest.mark.parametrize("node", [[1], {"kind": "dict", "value": [[1, 2], ["a", 3]]}, "text", None], ids=str)
 def test_weights_of_no_model_are_refused(tmp_path: Path, node: Any) -> None:
-    plant(Storage(tmp_path / "checkpoints"), 2, json.dumps({"model": node}).encode(), {"model.w": torch.zeros(16)})
+    skeleton = json.dumps({"model": node}).encode()
+    commit = plant(Storage(tmp_path), 2, skeleton, {"model.w": torch.zeros(16)})
     with pytest.raises(CheckpointError, match="does not hold the weights of a model"):
-        Weights.find(str(tmp_path), None).check(torch.nn.Linear(1, 1), strict=False)
+        Fit.of(torch.nn.Linear(1, 1), commit, skeleton)

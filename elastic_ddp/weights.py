@@ -1,0 +1,170 @@
+"""The weights of another run, for a run to begin with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint.commits import committed_steps
+from elastic_ddp.checkpoint.patience import PatientStorage
+from elastic_ddp.checkpoint.reading import empty_tensors, state_of
+from elastic_ddp.errors import CheckpointError, ConfigError
+from elastic_ddp.job import COMMITS
+from elastic_ddp.restoring import first_usable, read_together, what_is_wrong
+from elastic_ddp.storage import Storage
+
+if TYPE_CHECKING:
+    from elastic_ddp.parallel.process_group import ProcessGroup
+
+_log = logging.getLogger(__name__)
+MODEL = "model"
+"""The component of a state with the weights."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Those of a model in another run's commits.
+
+    Attributes:
+        uri: the run's folder.
+        step: of the commit; None for the newest that can be used.
+        strict: refuse names that only one of the two has.
+    """
+
+    uri: str
+    step: int | None
+    strict: bool
+
+    def are_there(self) -> bool:
+        """Whether there seems to be such a commit."""
+        steps = committed_steps(self._storage().list("commits"))
+        return bool(steps) if self.step is None else self.step in steps
+
+    def nowhere(self) -> ConfigError:
+        """Says that there is none."""
+        which = "no commit" if self.step is None else f"no commit at step {self.step}"
+        return ConfigError(f"run.load_weights: there is {which} in {self.uri}; give a run's <storage>/<name>")
+
+    def load(self, module: torch.nn.Module, group: ProcessGroup, say: Callable[..., None]) -> None:
+        """Every rank calls it, and gets the same or raises the same: rank 0's word counts, as the run that they are of
+        may go on meanwhile.
+
+        Args:
+            say: takes events for the record, on rank 0: what was loaded, and which commits could not be.
+
+        Raises:
+            ConfigError: there is no such commit, or it does not fit the model.
+            CheckpointError: none can be used.
+            StorageError: the storage could not be read.
+        """
+        storage = self._storage()
+        store = CheckpointStore(storage, keep=1)
+        fits: dict[int, Fit] = {}
+
+        def read(commit: Commit, skeleton: bytes) -> tuple[dict[str, Any] | None, str]:
+            wrong: CheckpointError | ConfigError | None = None
+            try:
+                fits[commit.step] = Fit.of(module, commit, skeleton)
+                fits[commit.step].check(f"step {commit.step} in {self.uri}", strict=self.strict)
+            except (CheckpointError, ConfigError) as error:
+                wrong = error
+            if reason := what_is_wrong(wrong, group):
+                return None, reason
+            return read_together(commit, skeleton, storage, group, {MODEL})
+
+        found = first_usable(store, self._candidates(store), group, read)
+        assert found is not None, "the candidates end in an error"
+        commit, state = found
+        module.load_state_dict(state[MODEL], strict=self.strict)
+        if group.rank == 0:
+            self._report(commit.step, fits[commit.step], store.rejected, say)
+
+    def _report(self, step: int, fit: Fit, rejected: list[tuple[str, str]], say: Callable[..., None]) -> None:
+        for key, reason in rejected:
+            say("commit_rejected", key=f"{self.uri}/{COMMITS}/{key}", reason=reason)
+        differences = {"missing": fit.missing, "unexpected": fit.unexpected, "converted": fit.converted}
+        say("weights_loaded", uri=self.uri, step=step, **differences)
+        if any(differences.values()):
+            text = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in differences.items() if names)
+            _log.warning("of the weights of step %d in %s are %s", step, self.uri, text)
+
+    def _storage(self) -> Storage:
+        return PatientStorage(Storage(self.uri).at(COMMITS))
+
+    def _candidates(self, store: CheckpointStore) -> Iterator[Commit]:
+        """Those that may be used, and an error when there are no more."""
+        yield from store.candidates(self.step)
+        if not store.rejected:
+            raise self.nowhere()
+        reasons = "; ".join(f"{key}: {reason}" for key, reason in store.rejected)
+        raise CheckpointError(f"the weights in {self.uri} cannot be used: {reasons}")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How the weights of a commit fit a model, by name."""
+
+    matching: list[str]
+    """Tensors that both have."""
+    missing: list[str]
+    """What the model alone has."""
+    unexpected: list[str]
+    """What the commit alone has."""
+    reshaped: list[str]
+    """Where shapes differ, and how."""
+    converted: list[str]
+    """Where dtypes do, and how."""
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, commit: Commit, skeleton: bytes) -> Fit:
+        """CheckpointError if the commit does not hold the weights of a model."""
+        shapes = empty_tensors(commit, {MODEL}, "meta")
+        theirs: Any = state_of(commit, skeleton, shapes, {MODEL})[MODEL]
+        if not isinstance(theirs, dict) or not all(isinstance(name, str) for name in theirs):
+            raise CheckpointError(f"{commit.key} does not hold the weights of a model")
+        ours = module.state_dict()
+        both = [name for name in sorted(ours.keys() & theirs.keys()) if isinstance(ours[name], torch.Tensor)]
+        same = [name for name in both if _shape_of(ours[name]) == _shape_of(theirs[name])]
+        other = [name for name in both if _shape_of(ours[name]) != _shape_of(theirs[name])]
+        return cls(
+            matching=same,
+            missing=sorted(ours.keys() - theirs.keys()),
+            unexpected=sorted(theirs.keys() - ours.keys()),
+            reshaped=[f"{name} is {_shape_of(theirs[name])} there and {_shape_of(ours[name])} here" for name in other],
+            converted=[
+                f"{name} from {_dtype_of(theirs[name])} to {_dtype_of(ours[name])}"
+                for name in same
+                if theirs[name].dtype != ours[name].dtype
+            ],
+        )
+
+    def check(self, which: str, *, strict: bool) -> None:
+        """Raises a ConfigError that names what does not fit the model."""
+        wrong = [*self.reshaped]
+        if strict:
+            wrong += [f"{name} is missing there" for name in self.missing]
+            wrong += [f"{name} is unexpected: the model has no such tensor" for name in self.unexpected]
+        if not wrong and not self.matching:
+            wrong = [f"not one name is the same: there {_some(self.unexpected)}, and here {_some(self.missing)}"]
+        if wrong:
+            raise ConfigError(
+                f"the weights of {which} do not fit the model: {_some(wrong, '; ')}. Build the model that they are of, "
+                "or use strict=False where some of the names differ"
+            )
+
+
+def _some(names: list[str], between: str = ", ") -> str:
+    return f"{between.join(names[:10])}{f'{between}…' if len(names) > 10 else ''}" if names else "none"
+
+
+def _shape_of(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "no tensor"
+
+
+def _dtype_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
