@@ -49,7 +49,7 @@ def restore(
     """The newest commit whose contents verify and its state, on the CPU; None if there is none. Every rank calls it.
 
     Newer ones, which do not verify, are set aside, and named in `store.rejected` on rank 0. They stay where they are if
-    none does.
+    none does, or if the storage fails at that.
 
     Args:
         store: the commits, of which rank 0's word counts.
@@ -69,8 +69,7 @@ def restore(
         lambda commit, skeleton: read_together(commit, skeleton, storage, group, layout=layout()),
     )
     if found is not None and group.rank == 0:
-        for key, _ in store.rejected:
-            store.set_aside(key)
+        store.set_aside_rejected()
     return found
 
 

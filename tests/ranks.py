@@ -50,6 +50,12 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, generation:
     return [by_rank[rank] for rank in range(world_size)]
 
 
+def alone() -> ProcessGroup:
+    """That of a rank which has no others: nothing has to be formed."""
+    place = Assignment(generation=1, rank=0, world_size=1, store_host="127.0.0.1", store_port=0, reason="start")
+    return ProcessGroup(place, torch.device("cpu"), StoreConnection())
+
+
 def empty_store() -> dist.TCPStore:
     """The one store of all tests, one after the other."""
     store = _store()

@@ -265,6 +265,16 @@ class CheckpointStore:
         self._storage.write(set_aside_key(step, attempt), data)
         self._storage.delete(key)
 
+    def set_aside_rejected(self) -> None:
+        """The same for all that were passed over. What the storage fails at stays, and that is added to the reason:
+        the next restore finds it again."""
+        for place, (key, reason) in enumerate(self.rejected):
+            try:
+                self.set_aside(key)
+            except StorageError as error:
+                _log.warning("%s stays where it is: %s", key, error)
+                self.rejected[place] = (key, f"{reason}; it stays where it is: {error}")
+
     def _publish(self, commit: Commit, manifest: bytes) -> Commit:
         """Store the manifest; returns the commit that the step has then, which may be one of another attempt."""
         for _ in range(_PUBLISH_TRIES):

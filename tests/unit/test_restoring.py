@@ -12,7 +12,7 @@ from elastic_ddp.errors import StorageError
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
-from tests.ranks import run_ranks
+from tests.ranks import alone, run_ranks
 from tests.unit.test_checkpoint import corrupt, make_state, restored_step, save, step_of
 
 
@@ -72,6 +72,24 @@ def test_what_one_rank_finds_bad_no_rank_uses_and_it_is_set_aside(tmp_path: Path
     assert storage.list("set-aside") == [f"set-aside/2-{name}.json"] and storage.list("commits") == [before.key]
     save(storage, 2, 3, keep=1)
     assert restored_step(storage) == 3 and set(kept) <= set(storage.list("step=2")), "it is there to be looked at"
+
+
+class Busy(Storage):
+    def delete(self, key: str) -> None:
+        raise StorageError("503 SlowDown")
+
+
+def test_a_bad_commit_that_cannot_be_set_aside_holds_nobody_up_and_is_found_again(tmp_path: Path) -> None:
+    [_, newest] = save(Storage(tmp_path), 1, 2)
+    corrupt(Storage(tmp_path), newest.objects[0].key, "flip")
+    for storage in (Busy(str(tmp_path)), Storage(tmp_path)):
+        store = CheckpointStore(storage, keep=2)
+        found = restore(store, storage, alone())
+        assert found is not None and found[0].step == 1
+        [(key, reason)] = store.rejected
+        assert key == newest.key and ("it stays where it is: 503 SlowDown" in reason) == (type(storage) is Busy)
+    assert storage.list("commits") == ["commits/1.json"]
+    assert storage.list("set-aside") == [f"set-aside/2-{newest.attempt}.json"]
 
 
 def test_where_none_verifies_all_stay_where_they_are(tmp_path: Path) -> None:
