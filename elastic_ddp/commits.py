@@ -166,6 +166,7 @@ class Commits:
 
         Raises:
             CheckpointError: on rank 0: there are commits, and none can be used.
+            ConfigError: some rank has not the memory for it.
             StorageError: the storage could not be read.
         """
         newest = restore(self._store, self._storage, group, spread, tick=self._link.activity.tick)

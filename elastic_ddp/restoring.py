@@ -58,6 +58,7 @@ def restore(
         tick: called whenever this rank has one more piece.
 
     Raises:
+        ConfigError: some rank has not the memory for the newest commit. That says nothing of the commit, like the next.
         StorageError: the storage could not be read. That is no reason to fall back: an outage would throw away good
             commits.
     """
@@ -166,10 +167,10 @@ def read_together(
     tick: Callable[[], None],
 ) -> tuple[dict[str, Any] | None, str]:
     """The state of a commit, or some components of it, or why there is none: the same on all ranks."""
-    no_room: CheckpointError | None = None
+    no_room: CheckpointError | ConfigError | None = None
     try:
         tensors, targets = state_to_fill(commit, components, layout or (lambda name: None))
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         no_room = error
     if reason := what_is_wrong(no_room, group):
         return None, reason

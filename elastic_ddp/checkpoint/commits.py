@@ -2,6 +2,7 @@
 
 commits/N.json                       the manifest of the commit at step N, written last and only once
 set-aside/N-<hex>.json               the manifest of an attempt that did not verify, which is kept with its objects
+set-aside/N-unknown-<hex>.json       the same, of one that does not say which attempt it is of
 step=N/attempt=<hex>/state.json      the skeleton of the state
 step=N/attempt=<hex>/<writer>-<k>.bin     blocks of tensors, their raw bytes, one after the other
 """
@@ -37,7 +38,7 @@ ALIGNMENT = 16
 SKELETON = "state.json"
 
 _MANIFEST = re.compile(r"commits/(0|[1-9][0-9]{0,15})\.json")
-_SET_ASIDE = re.compile(r"set-aside/(0|[1-9][0-9]{0,15})-([0-9a-f]{32}|unknown)\.json")
+_SET_ASIDE = re.compile(r"set-aside/(0|[1-9][0-9]{0,15})-(?:([0-9a-f]{32})|unknown(?:-[0-9a-f]{32})?)\.json")
 _ATTEMPT = re.compile(r"(step=(0|[1-9][0-9]{0,15})/attempt=[0-9a-f]{32})/.+")
 _DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+")
 _MAX_CORNERS = 2**22
@@ -261,9 +262,10 @@ def manifest_key(step: int) -> str:
     return f"commits/{step}.json"
 
 
-def set_aside_key(step: int, attempt: str | None) -> str:
-    """Where the manifest of a bad commit goes; without an attempt if it does not say which one that is."""
-    return f"set-aside/{step}-{attempt or 'unknown'}.json"
+def set_aside_key(step: int, attempt: str | None, manifest: bytes) -> str:
+    """Where the manifest of a bad commit goes, without an attempt if it does not say which one that is: no other goes
+    there, and the same one does if it is set aside again."""
+    return f"set-aside/{step}-{attempt or f'unknown-{hashlib.sha256(manifest).hexdigest()[:32]}'}.json"
 
 
 def attempt_prefix(step: int, attempt: str) -> str:
@@ -284,7 +286,7 @@ def set_aside(key: str) -> tuple[int, str | None] | None:
     """The step and the attempt of a manifest that was set aside, without the attempt if it did not say which; None if
     the key is none of one."""
     match = _SET_ASIDE.fullmatch(key)
-    return (int(match[1]), None if match[2] == "unknown" else match[2]) if match else None
+    return (int(match[1]), match[2]) if match else None
 
 
 def attempt_of(key: str) -> tuple[int, str] | None:

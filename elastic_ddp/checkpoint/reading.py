@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint.commits import MAX_MANIFEST_BYTES, Commit, StoredBlock, StoredTensor, padded
 from elastic_ddp.checkpoint.planning import laid_out, local_part, narrowed
-from elastic_ddp.errors import CheckpointError, described
+from elastic_ddp.errors import CheckpointError, ConfigError, described
 from elastic_ddp.state import unflatten
 from elastic_ddp.storage import Storage
 
@@ -196,7 +197,8 @@ def state_to_fill(
         layout: a DTensor by which this rank is to have only a shard of a tensor, if they have the same shape.
 
     Raises:
-        CheckpointError: there can be no such tensors, or not here.
+        CheckpointError: there can be no such tensors.
+        ConfigError: this machine has not the memory for them.
     """
     whole = empty_tensors(commit, components, "meta")
     likes = {name: like for name in whole if (like := layout(name)) is not None and like.shape == whole[name].shape}
@@ -233,13 +235,17 @@ def empty_tensors(
 
 
 def _check_room(commit: Commit, num_bytes: int) -> None:
-    """Whether this process can have so much memory. Linux promises more than there is, and ends who uses it."""
+    """ConfigError unless this process can have so much memory: Linux promises more than there is, and ends who uses
+    it."""
     try:
         if num_bytes > MEMORY_BYTES:
             raise MemoryError(f"this machine has {MEMORY_BYTES} bytes")
         torch.empty(num_bytes, dtype=torch.uint8)
     except (MemoryError, RuntimeError) as error:
-        raise CheckpointError(f"{commit.key} needs {num_bytes} bytes of memory: {error}") from error
+        raise ConfigError(
+            f"{commit.key} needs {num_bytes} bytes of memory on {platform.node()}: {error}. It may be good, and is not "
+            'passed over: give each worker more memory, or only a share of the state (strategy="fsdp"), or remove it'
+        ) from error
 
 
 def state_of(

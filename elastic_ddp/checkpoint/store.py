@@ -262,7 +262,7 @@ class CheckpointStore:
         except CheckpointError:
             attempt = None
         [step] = committed_steps([key])
-        self._storage.write(set_aside_key(step, attempt), data)
+        self._storage.write(set_aside_key(step, attempt, data), data)
         self._storage.delete(key)
 
     def set_aside_rejected(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
-from elastic_ddp.checkpoint.commits import committed_steps
+from elastic_ddp.checkpoint.commits import committed_steps, set_aside
 from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.storage import Storage
 from tests.unit.states import make_state, step_of
@@ -133,6 +133,16 @@ def test_a_bad_commit_is_made_again_when_its_step_comes_again(storage: Storage) 
     assert again.attempt != bad.attempt and restored_step(storage) == 4
     assert store.rejected[0][0] == "commits/4.json"
     assert storage.list("set-aside") == [f"set-aside/4-{bad.attempt}.json"] and storage.list(bad.prefix)
+
+
+def test_every_manifest_that_cannot_be_read_is_kept(storage: Storage) -> None:
+    store = CheckpointStore(storage, keep=3)
+    for text in (b"torn", b"torn", b"also torn"):
+        storage.write("commits/4.json", text)
+        store.set_aside("commits/4.json")
+    kept = storage.list("set-aside")
+    assert sorted(map(storage.read, kept)) == [b"also torn", b"torn"] and not storage.list("commits")
+    assert {set_aside(key) for key in (*kept, "set-aside/4-unknown.json")} == {(4, None)}
 
 
 def test_commits_passed_over_do_not_push_out_good_ones(storage: Storage) -> None:

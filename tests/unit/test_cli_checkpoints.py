@@ -190,7 +190,8 @@ def test_what_was_set_aside_stays_until_it_is_asked_for(tmp_path: Path, commits:
 def test_a_commit_that_was_half_set_aside_keeps_its_objects(tmp_path: Path, commits: list[Commit]) -> None:
     """Whoever set it aside died before its manifest was gone."""
     storage = Storage(tmp_path / "lm").at(COMMITS)
-    storage.write(set_aside_key(30, commits[2].attempt), storage.read(commits[2].key))
+    manifest = storage.read(commits[2].key)
+    storage.write(set_aside_key(30, commits[2].attempt, manifest), manifest)
     assert prune(tmp_path, "--set-aside") == [(30, "set aside")]
     assert steps_left(tmp_path) == [30, 20, 10]
 

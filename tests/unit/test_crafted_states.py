@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from elastic_ddp.checkpoint import CheckpointStore, reading
 from elastic_ddp.checkpoint.commits import Commit
-from elastic_ddp.errors import CheckpointError
+from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import restore
 from elastic_ddp.state import unflatten
 from elastic_ddp.storage import Storage
 from elastic_ddp.weights import Fit
-from tests.ranks import run_ranks
+from tests.ranks import alone, run_ranks
 from tests.unit.forging import NAMES_NOTHING, in_little_memory, limit_memory, plant, plant_sparse
 from tests.unit.test_checkpoint import make_state, restored_step, save, step_of
 
@@ -126,19 +126,26 @@ def test_a_tensor_that_is_named_again_and_again_is_there_once() -> None:
 # Sizes.
 
 
-def test_tensors_that_cannot_be_allocated_have_all_ranks_use_the_commit_before(tmp_path: Path) -> None:
+def why_not(group: ProcessGroup, uri: str) -> str:
+    """What a rank says that has not the memory for the newest commit."""
+    before = Storage(uri).list()
+    with pytest.raises(ConfigError) as caught:
+        restored_with(uri, group)
+    assert Storage(uri).list() == before, "it may be good, and is not set aside"
+    return str(caught.value)
+
+
+def test_a_commit_that_no_memory_has_room_for_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     memory = reading.MEMORY_BYTES
-    uris = []
     for name, tensors in {
         "one that is larger than any memory": {"model.w": (1, 2**43)},
         "several that are together": {f"model.{n}": (40, memory // 100 // 16 * 16) for n in range(3)},
         "blocks that are": {"model.w": (2, memory * 2 // 5 // 16 * 16)},
     }.items():
-        uris.append(str(tmp_path / name.replace(" ", "-")))
-        save(Storage(uris[-1]), 1)
-        plant_sparse(Path(uris[-1]), 2, tensors)
-    first, second = run_ranks(2, restore_all, uris)
-    assert first == [(1, ["commits/2.json"])] * 3 and second == [(1, [])] * 3
+        folder = tmp_path / name.replace(" ", "-")
+        save(Storage(folder), 1)
+        plant_sparse(folder, 2, tensors)
+        assert "commits/2.json needs" in why_not(alone(), str(folder))
 
 
 def test_what_this_machine_has_no_memory_for_is_not_begun_however_much_it_promises(
@@ -148,9 +155,11 @@ def test_what_this_machine_has_no_memory_for_is_not_begun_however_much_it_promis
     for step in (1, 2):
         store.save({"model": torch.zeros(1000 * step)}, step=step, record={})
     monkeypatch.setattr(reading, "MEMORY_BYTES", 2 * 8000 - 1)  # for the tensor, and for its bytes as they come
-    found = store.load_latest()
-    assert found is not None and found[0].step == 1
-    assert "commits/2.json needs 16000 bytes of memory" in store.rejected[0][1]
+    with pytest.raises(
+        ConfigError, match=r"commits/2.json needs 16000 bytes of memory on .* has 15999 bytes.*more memory"
+    ):
+        store.load_latest()
+    assert not store.rejected
 
 
 def test_shapes_that_no_tensor_can_have_have_the_commit_before_used(tmp_path: Path) -> None:
@@ -167,18 +176,18 @@ def test_shapes_that_no_tensor_can_have_have_the_commit_before_used(tmp_path: Pa
     assert "tensors that cannot be" in store.rejected[0][1]
 
 
-def restore_in_little_memory(group: ProcessGroup, uri: str, poor: int) -> tuple[int | None, list[str]]:
+def restore_in_little_memory(group: ProcessGroup, uri: str, poor: int) -> str:
     if group.rank == poor:
         limit_memory(1 << 30)
-    return restored_with(uri, group)
+    return why_not(group, uri)
 
 
 @pytest.mark.parametrize("poor", [0, 1])
-def test_what_one_rank_has_no_memory_for_no_rank_uses(tmp_path: Path, poor: int) -> None:
+def test_what_one_rank_has_no_memory_for_all_ranks_refuse_with_its_words(tmp_path: Path, poor: int) -> None:
     save(Storage(tmp_path), 1)
     plant_sparse(tmp_path, 2, {"model.w": (128, 16 << 20)})
-    ranks = run_ranks(2, restore_in_little_memory, str(tmp_path), poor)
-    assert ranks == [(1, ["commits/2.json"]), (1, [])]
+    first, second = run_ranks(2, restore_in_little_memory, str(tmp_path), poor)
+    assert first == second and "commits/2.json needs" in first
 
 
 # Anything.
