@@ -1,11 +1,12 @@
 """Who writes which block of which tensor: torch.distributed.checkpoint's planning, with replicated tensors shared out.
 
 DCP has a replicated tensor written by one rank, whole. Here every tensor, or this rank's shard of one, is cut into
-blocks of rows, so that ranks share what they all hold, and what is read or sent at once is small.
+small blocks, so that ranks share what they all hold, and what is read or sent at once is small.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 BLOCK_BYTES = 16 << 20
-"""No block is larger, but for a single row."""
+"""No block is larger, but for a single element."""
 
 
 class BlockPlanner(DefaultSavePlanner):
@@ -74,18 +75,24 @@ def laid_out(held: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def blocks_of(shape: torch.Size, element_bytes: int, block_bytes: int) -> Iterator[tuple[torch.Size, torch.Size]]:
-    """Cuts a tensor along its first dimension of more than one, so that blocks are contiguous: offsets and sizes."""
-    axis = next((d for d, length in enumerate(shape) if length > 1), None)
-    nothing = torch.Size([0] * len(shape))
-    if axis is None or not math.prod(shape):
-        yield nothing, shape
+    """Cuts a tensor so that blocks are contiguous, and no larger than they may be unless an element is: offsets and
+    sizes. A block is a range in one dimension, at one place in each of those before, whole in those after."""
+    if not math.prod(shape):
+        yield torch.Size([0] * len(shape)), shape
         return
-    row_bytes = math.prod(shape[axis + 1 :]) * element_bytes
-    rows = max(1, block_bytes // row_bytes)
-    for first in range(0, shape[axis], rows):
-        offsets, sizes = list(nothing), list(shape)
-        offsets[axis], sizes[axis] = first, min(rows, shape[axis] - first)
-        yield torch.Size(offsets), torch.Size(sizes)
+    # Rows of the dimension that is cut are the largest that a block has room for.
+    row_bytes = [math.prod(shape[dimension + 1 :]) * element_bytes for dimension in range(len(shape))]
+    axis = next((dimension for dimension, each in enumerate(row_bytes) if each <= block_bytes), len(shape) - 1)
+    if axis < 0:
+        yield shape, shape  # one number
+        return
+    most = max(1, block_bytes // row_bytes[axis])
+    rows = math.ceil(shape[axis] / math.ceil(shape[axis] / most))  # as even as can be
+    whole = shape[axis + 1 :]
+    for outer in itertools.product(*map(range, shape[:axis])):
+        for first in range(0, shape[axis], rows):
+            count = min(rows, shape[axis] - first)
+            yield torch.Size([*outer, first, *[0] * len(whole)]), torch.Size([*[1] * axis, count, *whole])
 
 
 def narrowed(tensor: torch.Tensor, offsets: list[int], sizes: torch.Size) -> torch.Tensor:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.checkpoint.commits import Skeleton, StoredTensor
-from elastic_ddp.checkpoint.planning import BlockPlanner, blocks_of, share_of
+from elastic_ddp.checkpoint.planning import BLOCK_BYTES, BlockPlanner, blocks_of, share_of
 from elastic_ddp.checkpoint.reading import Targets, pieces_of, read_pieces
 from elastic_ddp.checkpoint.writing import BlockWriter, Part, put_together
 from elastic_ddp.errors import CheckpointError
@@ -89,7 +89,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @given(SHAPES, st.sampled_from([1, 2, 8]), st.integers(1, 300))
-def test_blocks_make_up_the_tensor_and_are_small_but_for_single_rows(
+def test_blocks_make_up_the_tensor_and_are_contiguous_and_small_but_for_single_elements(
     shape: torch.Size, element_bytes: int, block_bytes: int
 ) -> None:
     blocks = list(blocks_of(shape, element_bytes, block_bytes))
@@ -98,9 +98,22 @@ def test_blocks_make_up_the_tensor_and_are_small_but_for_single_rows(
         box = covered[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
         assert box.shape == sizes and (box.is_contiguous() or not box.numel())
         box += 1
-        rows = next((length for length, full in zip(sizes, shape, strict=True) if full > 1), 1)
-        assert math.prod(sizes) * element_bytes <= block_bytes or rows == 1
+        assert math.prod(sizes) * element_bytes <= max(block_bytes, element_bytes)
     assert bool((covered == 1).all()) and len(blocks) >= 1
+    num_bytes = covered.numel() * element_bytes
+    assert num_bytes > block_bytes or len(blocks) == 1
+    stored = [{"offsets": [*at], "sizes": [*sizes], "object": 0, "start": 0, "crc32": 0} for at, sizes in blocks]
+    StoredTensor.model_validate_json(json.dumps({"dtype": "int8", "shape": [*shape], "blocks": stored}))
+
+
+@pytest.mark.parametrize(
+    ("shape", "element_bytes", "count"),
+    [((2, 64 << 20), 4, 32), ((8, 4096, 14336), 2, 64), ((1, 1, 64 << 20), 4, 16), ((70_000, 1024), 4, 18)],
+    ids=str,
+)
+def test_large_rows_are_cut_too(shape: tuple[int, ...], element_bytes: int, count: int) -> None:
+    sizes = [math.prod(each) * element_bytes for _, each in blocks_of(torch.Size(shape), element_bytes, BLOCK_BYTES)]
+    assert len(sizes) == count and max(sizes) <= BLOCK_BYTES
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -117,9 +130,11 @@ def test_what_any_number_of_ranks_wrote_comes_back_to_the_bit(tmp_path: Path, wo
 
 def test_ranks_share_what_they_all_hold(tmp_path: Path) -> None:
     tensors = {"large": torch.zeros(4000, 4), "small": torch.zeros(10)}
-    parts = write(Storage(tmp_path), tensors, 4, block_bytes=1024)
-    written = [sum(item.size for item in part.objects) for part in parts]
-    assert max(written) - min(written) <= 1024 + 64
+    wide = {"wide": torch.zeros(2, 8000)}
+    for each in (tensors, wide):
+        parts = write(Storage(tmp_path), each, 4, block_bytes=1024)
+        written = [sum(item.size for item in part.objects) for part in parts]
+        assert max(written) - min(written) <= 1024 + 64
 
 
 def test_objects_are_of_a_sensible_size(tmp_path: Path) -> None:
@@ -146,22 +161,25 @@ def test_host_memory_is_used_again_and_the_state_may_change_after_the_copy(tmp_p
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.integers(1, 6), st.data())
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6)), st.data()
+)
 def test_any_part_of_a_tensor_can_be_read_whoever_wrote_it(
-    tmp_path_factory: pytest.TempPathFactory, writers: int, readers: int, rows: int, columns: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    writers: int,
+    readers: int,
+    shape: tuple[int, int, int],
+    data: st.DataObject,
 ) -> None:
     storage = Storage(tmp_path_factory.mktemp("any"))
-    whole = torch.arange(rows * columns, dtype=torch.float64).reshape(rows, columns)
+    whole = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
     commit = commit_of(write(storage, {"w": whole}, writers, block_bytes=data.draw(st.integers(8, 200))), ["w"])
-    axis = data.draw(st.sampled_from([0, 1]))
-    for part, origin in zip(
-        whole.tensor_split(readers, axis),
-        (chunk.flatten()[0] if chunk.numel() else None for chunk in whole.tensor_split(readers, axis)),
-        strict=True,
-    ):
-        if origin is None:
+    axis, first = data.draw(st.sampled_from([0, 1, 2])), 0
+    for part in whole.tensor_split(readers, axis):
+        place = torch.Size([first if dimension == axis else 0 for dimension in range(3)])
+        first += part.shape[axis]
+        if not part.numel():
             continue
-        place = torch.Size([int(origin) // columns, int(origin) % columns])
         target = torch.full_like(part, -1.0)
         targets = Targets({"w": (commit.tensors["w"], target, place)})
         for _ in read_pieces(storage, pieces_of(commit, ["w"]), targets):
