@@ -26,10 +26,10 @@ from zlib_ng import zlib_ng
 from elastic_ddp.errors import CheckpointError
 
 FORMAT: Final = 2
-MAX_MANIFEST_BYTES = 2**28
-"""More than any commit's has, and little enough to be read whole."""
-MAX_SKELETON_BYTES = 2**28
-"""The same, of all that is no tensor in a state."""
+MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**27, 2**22
+"""Enough for 400,000 blocks, and little enough to be read whole: a value, however short, takes up to 0.1 KB then."""
+MAX_SKELETON_BYTES, MAX_SKELETON_VALUES = 2**25, 2**21
+"""The same, of all that is no tensor in a state: enough for 50,000 parameters under AdamW. A value takes up to 0.2 KB."""
 MAX_OBJECT_BYTES = 2**48
 MAX_STEP = 10**15
 ALIGNMENT = 16
@@ -66,9 +66,11 @@ class Skeleton(StoredObject):
     crc32: Crc32
 
     def check(self, data: bytes) -> None:
-        """CheckpointError unless these are the bytes that were committed."""
+        """CheckpointError unless these are the bytes that were committed, and can be read in little memory."""
         if len(data) != self.size:
             raise CheckpointError(f"{self.key} has {len(data)} bytes; {self.size} were committed")
+        if (count := num_values(data)) > MAX_SKELETON_VALUES:
+            raise CheckpointError(f"{self.key} has {count} values, and may have at most {MAX_SKELETON_VALUES}")
         if zlib_ng.crc32(data) != self.crc32:
             raise CheckpointError(f"{self.key} does not have the checksum it was committed with")
 
@@ -207,6 +209,11 @@ class Commit(BaseModel):
             CheckpointError: torn, changed, of another format or of another step.
         """
         try:
+            if (count := num_values(data)) > MAX_MANIFEST_VALUES or len(data) > MAX_MANIFEST_BYTES:
+                raise ValueError(
+                    f"it has {len(data)} bytes and {count} values, and may have at most {MAX_MANIFEST_BYTES} and "
+                    f"{MAX_MANIFEST_VALUES}"
+                )
             body = json.loads(data)
             if not isinstance(body, dict):
                 raise ValueError("it is not an object")
@@ -232,6 +239,11 @@ class Commit(BaseModel):
                 raise CheckpointError(f"{item.key} is missing")
             if sizes[item.key] != item.size:
                 raise CheckpointError(f"{item.key} has {sizes[item.key]} bytes; {item.size} were committed")
+
+
+def num_values(text: bytes) -> int:
+    """How many values some JSON has at most, by what begins or parts them: they need not be read for that."""
+    return 1 + sum(map(text.count, (b"[", b"{", b",")))
 
 
 def padded(num_bytes: int) -> int:

@@ -125,14 +125,15 @@ class CheckpointStore:
             if state is None:
                 raise CheckpointError("not all that belongs to the state was written: its skeleton is missing")
             commit = Commit(step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record=record)
+            manifest = commit.to_bytes()
+            commit = Commit.from_bytes(commit.key, manifest)
             fence()
             self._check_stored(commit)
         except BaseException:
             self.discard(attempt_prefix(step, attempt))
             raise
         # From here on a failure leaves the objects alone: the manifest may have been stored and its answer lost.
-        manifest = commit.to_bytes()
-        commit = self._publish(Commit.from_bytes(manifest_key(step), manifest), manifest)
+        commit = self._publish(commit, manifest)
         on_commit(commit)
         self._tidy(commit, fence, is_current)
         return commit

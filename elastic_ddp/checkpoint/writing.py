@@ -17,11 +17,13 @@ from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint.commits import (
     MAX_SKELETON_BYTES,
+    MAX_SKELETON_VALUES,
     SKELETON,
     Skeleton,
     StoredBlock,
     StoredObject,
     StoredTensor,
+    num_values,
     padded,
 )
 from elastic_ddp.checkpoint.planning import BlockPlanner, share_of
@@ -88,10 +90,11 @@ class StateWriter:
         skeletons, tensors = flattened(state)
         self._rank, self.names = rank, frozenset(tensors)
         self._skeleton = json.dumps(skeletons, separators=(",", ":")).encode() if rank == 0 else b""
-        if len(self._skeleton) > MAX_SKELETON_BYTES:
+        count = num_values(self._skeleton)
+        if len(self._skeleton) > MAX_SKELETON_BYTES or count > MAX_SKELETON_VALUES:
             raise CheckpointError(
-                f"without its tensors the state has {len(self._skeleton)} bytes as JSON, and may have at most "
-                f"{MAX_SKELETON_BYTES}; keep large things as tensors or arrays"
+                f"without its tensors the state has {len(self._skeleton)} bytes and {count} values as JSON, and may "
+                f"have at most {MAX_SKELETON_BYTES} and {MAX_SKELETON_VALUES}; keep large things as tensors or arrays"
             )
         planner = BlockPlanner()
         planner.set_up_planner(tensors)

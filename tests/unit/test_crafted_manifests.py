@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.checkpoint.commits import MAX_SKELETON_BYTES, StoredTensor
+from elastic_ddp.checkpoint.commits import MAX_SKELETON_BYTES, Commit, StoredTensor
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage import Storage
-from tests.unit.forging import signed
+from tests.unit.forging import in_little_memory, signed
 from tests.unit.test_checkpoint import make_state, save
 
 
@@ -115,12 +115,39 @@ def test_a_skeleton_of_absurd_size_is_not_read(tmp_path: Path) -> None:
     assert rejected == newest.key and "less than or equal" in reason
 
 
-def test_a_state_whose_skeleton_could_not_be_read_again_is_refused(
+def read_very_many_lists() -> str:
+    try:
+        Commit.from_bytes("commits/7.json", b"[" + b"[]," * (8 << 20) + b"[]]")
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError
+
+
+def test_a_manifest_of_very_many_values_allocates_little() -> None:
+    said, used = in_little_memory(read_very_many_lists, more_bytes=2**30)
+    assert "bytes and 16777219 values, and may have at most" in said and used < 100 << 20
+
+
+def test_a_commit_whose_manifest_could_not_be_read_again_is_not_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.checkpoint.writing.MAX_SKELETON_BYTES", 2000)
+    storage = Storage(tmp_path)
+    save(storage, 1)
+    before = storage.list()
+    monkeypatch.setattr("elastic_ddp.checkpoint.commits.MAX_MANIFEST_VALUES", 50)
+    with pytest.raises(CheckpointError, match=r"it has \d+ bytes and \d+ values, and may have at most \d+ and 50"):
+        CheckpointStore(storage, keep=3).save(make_state(2), step=2, record={})
+    assert storage.list() == before
+
+
+@pytest.mark.parametrize(("what", "most"), [("BYTES", 2000), ("VALUES", 900)])
+def test_a_state_whose_skeleton_could_not_be_read_again_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, most: int
+) -> None:
+    monkeypatch.setattr(f"elastic_ddp.checkpoint.writing.MAX_SKELETON_{what}", most)
     store = CheckpointStore(Storage(tmp_path), keep=1)
     store.save(make_state(1), step=1, record={})
-    with pytest.raises(CheckpointError, match=r"without its tensors the state has \d+ bytes .* at most 2000"):
+    message = rf"without its tensors the state has \d+ bytes and \d+ values .* at most .*{most}"
+    with pytest.raises(CheckpointError, match=message):
         store.save({**make_state(2), "user": {"names": ["a name"] * 1000}}, step=2, record={})
     assert Storage(tmp_path).list("commits") == ["commits/1.json"]
