@@ -67,7 +67,7 @@ def restore(
         store,
         store.candidates(),
         group,
-        lambda commit, skeleton: read_together(commit, skeleton, storage, group, layout=layout()),
+        lambda commit, skeleton: read_together(commit, skeleton, storage, group, layout=layout(), tick=tick),
     )
     if found is not None and group.rank == 0:
         store.set_aside_rejected()

@@ -29,7 +29,6 @@ from elastic_ddp.weights import Weights
 
 if TYPE_CHECKING:
     from elastic_ddp.data.source import Transform
-    from elastic_ddp.parallel.process_group import ProcessGroup
 
 Prepared = TypeVar("Prepared")
 
@@ -130,8 +129,8 @@ class Run:
         weights = Weights(uri, step, strict)
         if not weights.are_there() and not has_commits(self._job.storage):
             raise weights.nowhere()
-        module, say = self._state.module, self._link.say
-        self._state.begin_with = lambda group: weights.load(module, group, say)
+        module, link = self._state.module, self._link
+        self._state.begin_with = lambda group: weights.load(module, group, link.say, link.activity)
 
     def register(self, name: str, thing: Stateful) -> None:
         """Adds user state to every commit: anything with `state_dict()` of plain values and tensors, and

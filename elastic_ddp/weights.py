@@ -19,6 +19,7 @@ from elastic_ddp.restoring import first_usable, read_together, what_is_wrong
 from elastic_ddp.storage import Storage
 
 if TYPE_CHECKING:
+    from elastic_ddp.elastic.hang import Activity
     from elastic_ddp.parallel.process_group import ProcessGroup
 
 _log = logging.getLogger(__name__)
@@ -50,12 +51,13 @@ class Weights:
         which = "no commit" if self.step is None else f"no commit at step {self.step}"
         return ConfigError(f"run.load_weights: there is {which} in {self.uri}; give a run's <storage>/<name>")
 
-    def load(self, module: torch.nn.Module, group: ProcessGroup, say: Callable[..., None]) -> None:
+    def load(self, module: torch.nn.Module, group: ProcessGroup, say: Callable[..., None], activity: Activity) -> None:
         """Every rank calls it, and gets the same or raises the same: rank 0's word counts, as the run that they are of
         may go on meanwhile.
 
         Args:
             say: takes events for the record, on rank 0: what was loaded, and which commits could not be.
+            activity: told of what is read, which is no hang however long it takes.
 
         Raises:
             ConfigError: there is no such commit, or it does not fit the model.
@@ -75,9 +77,10 @@ class Weights:
                 wrong = error
             if reason := what_is_wrong(wrong, group):
                 return None, reason
-            return read_together(commit, skeleton, storage, group, {MODEL})
+            return read_together(commit, skeleton, storage, group, {MODEL}, tick=activity.tick)
 
-        found = first_usable(store, self._candidates(store), group, read)
+        with activity.within("hand-over", storage.worked_s):
+            found = first_usable(store, self._candidates(store), group, read)
         assert found is not None, "the candidates end in an error"
         commit, state = found
         module.load_state_dict(state[MODEL], strict=self.strict)
@@ -93,7 +96,7 @@ class Weights:
             text = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in differences.items() if names)
             _log.warning("of the weights of step %d in %s are %s", step, self.uri, text)
 
-    def _storage(self) -> Storage:
+    def _storage(self) -> PatientStorage:
         return PatientStorage(Storage(self.uri).at(COMMITS))
 
     def _candidates(self, store: CheckpointStore) -> Iterator[Commit]:

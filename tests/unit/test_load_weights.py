@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.process_group import ProcessGroup
@@ -160,7 +161,7 @@ def begin(group: ProcessGroup, uri: str, step: int | None = None, out: int = 3) 
         said.append(f"{event} {fields.get('key') or fields['step']}")
 
     try:
-        Weights(uri, step, strict=True).load(model, group, say)
+        Weights(uri, step, strict=True).load(model, group, say, Activity())
     except (CheckpointError, ConfigError) as error:
         return f"{type(error).__name__}: {error}", said
     return int(model.weight[0, 0]), said
