@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -15,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from elastic_ddp.errors import CheckpointError, ConfigError
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, described
 from elastic_ddp.lease import DriverLease, holder
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import new_session
@@ -58,14 +60,16 @@ def verify(run: RunFolder, step: Step = None) -> None:
     """Read every byte of a run's commits and check it; exits with 1 if any is bad."""
     store, bad = _store_of(run), False
     for number, commit in _chosen(store, run, step):
-        error = commit if isinstance(commit, CheckpointError) else None
-        if not isinstance(commit, CheckpointError):
-            try:
-                store.verify(commit)
-            except CheckpointError as found:
-                error = found
-        bad = bad or error is not None
-        _console.print(f"step {number}: {f'bad: {error}' if error else 'every byte is as it was committed'}")
+        found = "every byte is as it was committed"
+        try:
+            if isinstance(commit, CheckpointError):
+                raise commit
+            store.verify(commit)
+        except FileNotFoundError:
+            found = "it was removed meanwhile, as a live run does with what it does not keep"
+        except CheckpointError as error:
+            found, bad = f"bad: {error}", True
+        _console.print(f"step {number}: {found}")
     if bad:
         raise typer.Exit(1)
 
@@ -129,24 +133,64 @@ def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Ends in .safetensors, .pt or .pth.")],
     step: Step = None,
 ) -> None:
-    """Write the weights of a commit to one file, for use without elastic_ddp: what `model.load_state_dict` takes."""
+    """Write the weights of a commit to one file, for use without elastic_ddp: what `model.load_state_dict` takes.
+
+    What is no tensor in them (`get_extra_state` of a module) has no place in .safetensors.
+    """
     if file.suffix not in (".safetensors", ".pt", ".pth"):
         raise ConfigError(f"{file}: end the file's name in .safetensors or, for torch.load, in .pt or .pth")
     store = _store_of(run)
     _, commit = _chosen(store, run, step)[0]
     if isinstance(commit, CheckpointError):
         raise commit
-    weights: dict[str, Any] = store.load(commit)["model"]
-    if file.suffix == ".safetensors":
-        from safetensors.torch import save_file
-
-        # Tied weights are one tensor under two names, which the format does not have.
-        save_file({name: tensor.clone().contiguous() for name, tensor in weights.items()}, file)
-    else:
-        import torch
-
-        torch.save(weights, file)
+    try:
+        weights: dict[str, Any] = store.load(commit, {"model"})["model"]
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{commit.key} was removed while it was read; run the command again") from error
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{commit.key} does not hold the weights of a model")
+    with _whole_or_not_at_all(file) as beside:
+        left_out = (_write_safetensors if file.suffix == ".safetensors" else _write_for_torch)(weights, beside)
     _console.print(f"the weights of step {commit.step} are in {file}")
+    if left_out:
+        _console.print(f"without what is no tensor, which .pt has room for: {', '.join(left_out)}")
+
+
+def _write_safetensors(weights: dict[str, Any], file: Path) -> list[str]:
+    """Returns the names of what was left out."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    # Tied weights are one tensor under two names, which the format does not have.
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, file)
+    return [name for name in weights if name not in tensors]
+
+
+def _write_for_torch(weights: dict[str, Any], file: Path) -> list[str]:
+    import torch
+
+    torch.save(weights, file)
+    return []
+
+
+@contextmanager
+def _whole_or_not_at_all(file: Path) -> Iterator[Path]:
+    """Where to write a file that takes the place of another only once it is whole."""
+    from safetensors import SafetensorError
+
+    beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+    try:
+        yield beside
+        os.replace(beside, file)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have no OSError for a full disk
+        what = described(error).splitlines()[0]  # torch's go on with a trace of C++
+        raise StorageError(
+            f"cannot write {file}: {what}; what was there before is as it was. Is there room in "
+            f"{file.absolute().parent}, and may you write there?"
+        ) from error
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _retention(keep: int | None, every_steps: int | None, best: int, metric: str | None, mode: str) -> Retention | None:

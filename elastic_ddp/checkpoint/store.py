@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from elastic_ddp.checkpoint.commits import (
@@ -156,27 +156,42 @@ class CheckpointStore:
         """The newest commit that is complete: its manifest verifies and every object has its size."""
         return next(self.candidates(), None)
 
-    def load(self, commit: Commit) -> dict[str, Any]:
-        """The state of a commit, on the CPU; checksums are verified as it is read.
+    def load(self, commit: Commit, components: Collection[str] | None = None) -> dict[str, Any]:
+        """The state of a commit, or some components of it, on the CPU; checksums are verified as it is read.
 
         Raises:
             CheckpointError: names the object that is missing or is not what was committed.
+            ConfigError: this machine has not the memory for it.
+            FileNotFoundError: the commit was removed meanwhile.
         """
-        skeleton = self.skeleton(commit)
-        tensors, targets = state_to_fill(commit)
-        for _ in read_pieces(self._storage, pieces_of(commit, tensors), targets):
-            pass
-        return state_of(commit, skeleton, tensors)
+        with self._unless_removed(commit):
+            skeleton = self.skeleton(commit)
+            tensors, targets = state_to_fill(commit, components)
+            for _ in read_pieces(self._storage, pieces_of(commit, tensors), targets):
+                pass
+            return state_of(commit, skeleton, tensors, components)
 
     def verify(self, commit: Commit) -> None:
         """Reads every byte of a commit.
 
         Raises:
             CheckpointError: names the object that is missing or is not what was committed.
+            FileNotFoundError: the commit was removed meanwhile.
         """
-        self.skeleton(commit)
-        for _ in read_pieces(self._storage, pieces_of(commit, commit.tensors)):
-            pass
+        with self._unless_removed(commit):
+            self.skeleton(commit)
+            for _ in read_pieces(self._storage, pieces_of(commit, commit.tensors)):
+                pass
+
+    @contextmanager
+    def _unless_removed(self, commit: Commit) -> Iterator[None]:
+        """What is wrong with a commit says nothing of it if it is not there any more: a live run removes what it does
+        not keep, the manifest first."""
+        try:
+            yield
+        except CheckpointError:
+            self._storage.size(commit.key)
+            raise
 
     def skeleton(self, commit: Commit) -> bytes:
         """What of a commit's state is no tensor, verified.
@@ -201,6 +216,8 @@ class CheckpointStore:
         for commit in self.candidates():
             try:
                 return commit, self.load(commit)
+            except FileNotFoundError:
+                continue
             except CheckpointError as error:
                 self.reject(commit.key, str(error))
         return None
@@ -230,7 +247,8 @@ class CheckpointStore:
         """The commit of a step, or why it is not complete; None if it was removed since it was listed."""
         try:
             commit = read_manifest(self._storage, manifest_key(step))
-            commit.check_present(self._storage.sizes(commit.prefix))
+            with self._unless_removed(commit):
+                commit.check_present(self._storage.sizes(commit.prefix))
         except FileNotFoundError:
             return None
         except CheckpointError as error:

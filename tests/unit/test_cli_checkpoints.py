@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from elastic_ddp import cli
-from elastic_ddp.checkpoint import CheckpointStore, Commit, pruning
+from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention, pruning, reading
 from elastic_ddp.checkpoint.commits import set_aside_key
-from elastic_ddp.errors import CheckpointError, ConfigError
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import Driver, DriverLease, _started, holder
 from elastic_ddp.storage import Storage
@@ -83,6 +87,98 @@ def test_weights_are_exported_for_other_tools(tmp_path: Path, commits: list[Comm
     expected = make_state(20)["model"]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_verify_does_not_call_a_commit_bad_that_a_live_run_removed_meanwhile(
+    tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(tmp_path / "lm").at(COMMITS)
+    remove = [partial(pruning.prune, storage, removals_of(storage, keep)) for keep in (1, 2)]
+    plain: Any = CheckpointStore.skeleton
+
+    def skeleton(self: CheckpointStore, commit: Commit) -> bytes:
+        if remove:
+            remove.pop()()
+        return bytes(plain(self, commit))
+
+    monkeypatch.setattr(CheckpointStore, "skeleton", skeleton)
+    result = invoke("verify", str(tmp_path / "lm"))
+    assert result.exit_code == 0 and result.stdout.count("every byte is as it was committed") == 1
+    assert "step 20: it was removed meanwhile" in result.stdout and "step 10: it was removed" in result.stdout
+    assert steps_left(tmp_path) == [30]
+
+
+def test_a_commit_that_goes_while_it_is_looked_for_is_none(
+    tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(tmp_path / "lm").at(COMMITS)
+    going = removals_of(storage, 2)
+    plain: Any = Commit.check_present
+
+    def check_present(self: Commit, sizes: Any) -> None:
+        pruning.prune(storage, going)
+        plain(self, storage.sizes(self.prefix))
+
+    monkeypatch.setattr(Commit, "check_present", check_present)
+    assert [row["step"] for row in json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)] == [30, 20]
+
+
+def removals_of(storage: Storage, keep: int) -> list[pruning.Removal]:
+    return pruning.removals(storage, Retention(last=keep), orphan_age_s=1e9, with_set_aside=False)
+
+
+def test_export_reads_the_weights_alone(tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    plain: Any = reading.check
+
+    def check(piece: reading.Piece, data: memoryview) -> None:
+        read.extend(name for name, _ in piece.blocks)
+        plain(piece, data)
+
+    monkeypatch.setattr(reading, "check", check)
+    invoke("export", str(tmp_path / "lm"), str(tmp_path / "weights.pt"))
+    assert sorted(read) == ["model.bias", "model.weight"]
+
+
+def test_what_is_no_tensor_in_the_weights_is_kept_for_torch_and_otherwise_left_out_by_name(tmp_path: Path) -> None:
+    store = CheckpointStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    weights = {"layer.weight": torch.ones(3), "layer._extra_state": {"scale": 2.0}}
+    store.save({"model": weights}, step=1, record={})
+    text = " ".join(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.safetensors")).stdout.split())
+    assert "without what is no tensor, which .pt has room for: layer._extra_state" in text
+    assert load_file(tmp_path / "w.safetensors").keys() == {"layer.weight"}
+    assert "without" not in invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt")).stdout
+    assert torch.load(tmp_path / "w.pt", weights_only=True)["layer._extra_state"] == {"scale": 2.0}
+
+
+@contextmanager
+def limited(what: int, most: int) -> Iterator[None]:
+    """This process may have no more of something."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
+
+
+def test_an_export_that_finds_no_room_leaves_what_was_there(tmp_path: Path) -> None:
+    store = CheckpointStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store.save({"model": {"weight": torch.zeros(1 << 19)}}, step=1, record={})
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for suffix in ("safetensors", "pt"):
+        (folder / f"weights.{suffix}").write_text("good")
+        with limited(resource.RLIMIT_FSIZE, 1 << 20), pytest.raises(StorageError) as caught:
+            invoke("export", str(tmp_path / "lm"), f"{folder}/weights.{suffix}")
+        message = str(caught.value)
+        assert f"cannot write {folder}/weights.{suffix}" in message and f"Is there room in {folder}" in message
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {
+        "weights.safetensors": "good",
+        "weights.pt": "good",
+    }
+    with pytest.raises(StorageError, match=f"cannot write {tmp_path}/nowhere/weights.pt"):
+        invoke("export", str(tmp_path / "lm"), f"{tmp_path}/nowhere/weights.pt")
 
 
 def test_export_refuses_other_files_and_bad_commits(tmp_path: Path, commits: list[Commit]) -> None:
