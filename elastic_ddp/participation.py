@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+_log = logging.getLogger(__name__)
+
 FORMED_AGAIN = 10
 """Times that a generation may break while it forms, before something else than a death is taken for the cause."""
 LONG_STEP_S = 1.0
@@ -38,8 +41,8 @@ LOSSES_IN_A_ROW = 3
 
 
 class TrainAgain(BaseException):
-    """Ends the user's function in a worker whose part of the state is of no use to the next generation: it is to begin
-    again, from the newest commit. Not an Exception: `except Exception` lets it pass."""
+    """Ends the user's function in a worker whose state is of no use to the next generation: it is to begin again, with
+    that of a peer, or from the newest commit. Not an Exception: `except Exception` lets it pass."""
 
 
 class Participation:
@@ -89,7 +92,10 @@ class Participation:
             gc.freeze()
         attempt = 0
         while attempt < FORMED_AGAIN:
-            if self._state.is_spread:
+            if self._state.is_half_changed:
+                text = "a peer was lost while step %d changed the state (%s): the training function begins again"
+                _log.warning(text, self._state.position.step, lost)
+            if self._state.is_spread or self._state.is_half_changed:
                 self._lost = lost
                 raise TrainAgain
             self.activity.enter("rendezvous")
@@ -103,6 +109,11 @@ class Participation:
                 while_waiting=self._read_ahead,
             )
             lost = None
+            if self._state.is_changing and assignment.receivers:
+                # They would get it, from here perhaps, as it is in the midst of a step's block, and not do the rest.
+                self.account.begin()
+                self._lost = "a peer was lost in the midst of a step, and others have not made that"
+                raise TrainAgain
             attempt = attempt + 1 if assignment.again else 0
             try:
                 self.generation = generation = self._open(assignment, attempt)
@@ -139,6 +150,8 @@ class Participation:
         batch = self._feeds.peek()
         if place is None or batch is None or not batch.num_rows or not strategy_of(self._job.config).keeps_state:
             return None  # or all begin again together, and the whole model may be too large for one
+        if self._lost is not None:
+            return None  # this process has made steps, and others wait for it
         self.activity.enter("warm-up")
         epoch = self._job.shape.epoch_of(place.step)
         return Rehearsal(self._state, batch, place=place, epoch=epoch, seed=self._job.config.seed)

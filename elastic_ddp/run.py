@@ -51,6 +51,8 @@ class Run:
         self._participation = Participation(job, link, state=self._state, commits=self._commits, device=device)
         self._step: Step | None = None
         self._rehearsal: Rehearsal | None = None
+        self._losses, self._lost_step = 0, -1
+        """Times in a row that the same workers lost a step, and which."""
 
     # What the user calls.
 
@@ -149,15 +151,16 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """The steps of the run from where it stands: from the first, or from the newest commit.
 
-        A step that loses a peer comes again, with the same samples, in the next generation. A worker that is to join
-        others while they train makes its first step twice, too: at first alone, up to `optimize` (see `Rehearsal`), so
-        that nobody waits for what is slow in it.
+        A step that loses a peer comes again, with the same samples, in the next generation. If that leaves it half made
+        in this worker, the user's function begins again instead (see `Step`). A worker that is to join others while
+        they train makes its first step twice, too: at first alone, up to `optimize` (see `Rehearsal`), so that nobody
+        waits for what is slow in it.
         """
         if self._state.model is None or not self._state.optimizers:
             raise ConfigError(
                 "run.steps() came before a model and an optimizer were prepared; call run.prepare for both"
             )
-        part, losses = self._participation, 0
+        part = self._participation
         lost: str | None = None
         while True:
             generation = part.generation
@@ -168,7 +171,7 @@ class Run:
                         yield self._rehearsal
                         self._rehearsal = None
                 generation = part.join(lost)
-                losses = losses if generation.group.assignment.again else 0
+                self._losses = self._losses if generation.group.assignment.again else 0
             if self.position.step >= self._job.total_steps:
                 return
             self._step = self._next_step(generation)
@@ -178,17 +181,19 @@ class Run:
                 raise ConfigError(f"step {step.index} was skipped; every step has to run, in `with step`")
             lost = step.lost if step.lost is not None else self._end_step(step)
             if lost is None:
-                losses = 0
+                # Steps before it may be made once more, from a commit.
+                self._losses = self._losses if step.index < self._lost_step else 0
                 continue
-            losses += 1
-            if part.generation is generation:
+            self._losses = self._losses + 1 if step.index >= self._lost_step else 1
+            self._lost_step = step.index
+            if part.generation is generation or self._state.is_half_changed:
                 part.account.lost(in_step=True)
                 part.leave(intact=False)
-            if losses == LOSSES_IN_A_ROW:
+            if self._losses == LOSSES_IN_A_ROW:
                 raise WorkersLostError(
-                    f"step {step.index} was lost {losses} times in a row by the same workers, none of which died, so "
-                    f"it is not tried again. The last time: {lost}. If a rank needs longer than others in it, raise "
-                    "collective_timeout_s"
+                    f"step {step.index} was lost {LOSSES_IN_A_ROW} times in a row by the same workers, none of which "
+                    f"died, so it is not tried again. The last time: {lost}. If a rank needs longer than others in it, "
+                    "raise collective_timeout_s"
                 )
 
     def evaluate(
@@ -205,7 +210,7 @@ class Run:
         rank and at every world size. The model is in eval mode and without gradients meanwhile.
 
         Decide by `step.index` alone whether to call it. It is NaN if a peer was lost in a step and not all of the
-        others ask for it, and in a step that a newcomer rehearses.
+        others ask for it, or that left the step half made, and in a step that a newcomer rehearses.
 
         Args:
             loss_fn: from the model and a batch to the mean loss over the batch's rows.
@@ -214,7 +219,7 @@ class Run:
             name: of the result, in the record.
         """
         part, step = self._participation, self._step
-        if self._rehearsal is not None:
+        if self._rehearsal is not None or self._state.is_half_changed:
             return math.nan
         if part.generation is None:
             raise ConfigError("run.evaluate was called before run.steps(); call it inside the loop or after it")
@@ -267,6 +272,7 @@ class Run:
         self.shut_down()
         run = Run(self._job, self._link, self.device)
         run._participation.follow(self._participation)
+        run._losses, run._lost_step = self._losses, self._lost_step
         return run
 
     # Steps.
@@ -361,10 +367,12 @@ class Run:
         if part.generation is None:
             raise ConfigError("the training function returned without looping over run.steps(); nothing was trained")
         lost = None
-        if self._step is not None and self._step.agreed is not None:  # a loop that ended early left it open
-            step, self._step = self._step, None
-            if step.generation is part.generation:
-                lost = step.lost if step.lost is not None else self._end_step(step, goes_on=False)
+        step, self._step = self._step, None  # a loop that ended early left it open
+        if step is not None and (step.generation is part.generation or self._state.is_half_changed):
+            if step.lost is not None:
+                lost = step.lost
+            elif step.agreed is not None:
+                lost = self._end_step(step, goes_on=False)
         part.tasks.end_steps()
         everyone = part.together("weights", self._compare, lost=lost)
         if len(set(everyone)) > 1:

@@ -31,6 +31,8 @@ class Step:
 
     When a peer is lost, the block ends where it is, and what comes after the block runs although the step was not made.
     So everything that belongs to a step, such as an update of registered state, goes into the block, after `optimize`.
+    From the first change that `optimize` makes to the end of the block a step is made as a whole or not at all: where a
+    collective of the optimizer's or the user's own breaks in there, the user's function begins again in this worker.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class Step:
         self._failed: Exception | None = None
         """What came up in the step and may have been caught in it, which it cannot be made after."""
         self._batches: Iterator[MicroBatch] = iter(())
-        self.index = generation.state.position.step
+        self._begun_at = generation.state.position
+        self.index = self._begun_at.step
         """The step's number, from 0."""
         self.epoch = epoch
         """The pass over the data set that the step belongs to, from 0."""
@@ -61,7 +64,7 @@ class Step:
         self.agreed: Agreed | None = None
         """What the ranks agreed on; set once the step is made."""
         self.lost: str | None = None
-        """How a peer was lost in the step. If `agreed` is None too, the step was not made and comes again."""
+        """How a peer was lost in the step, which then was not made, and comes again."""
 
     def __enter__(self) -> Step:
         self._entered = True
@@ -78,8 +81,11 @@ class Step:
         failed, self._failed = self._failed, None
         if error is None or isinstance(error, Exception):
             error = failed or error
+        was_changing, self._state.is_changing = self._state.is_changing, False
         if error is not None and is_lost_peer(error):
             self.lost = described(error)
+            if was_changing:
+                self._state.is_half_changed, self._state.position, self.agreed = True, self._begun_at, None
             if self.agreed is None:
                 self.generation.buffers.put_back()
                 self._state.module.zero_grad(set_to_none=True)
@@ -237,7 +243,7 @@ class Step:
         if generation.clip_grad_norm is not None:
             self.log(grad_norm=strategy.clip_grad_norm(generation.clip_grad_norm))
         # All communication of a step comes before anything changes: a peer that is lost in it leaves a step undone,
-        # never half done.
+        # never half done. That of an optimizer, or of the user after this, does not.
         self._activity.enter("reduction")
         agreed = self._control.wait()
         if agreed.votes["buffers_changed"]:
@@ -249,6 +255,7 @@ class Step:
             )
         generation.group.settle()
         self._activity.enter("optimizer")
+        state.is_changing = True
         seed_all(generation.seed, self.index, "optimize")
         for optimizer in state.optimizers:
             optimizer.step()

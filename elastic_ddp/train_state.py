@@ -61,6 +61,10 @@ class TrainState:
     position: Position = field(default_factory=Position)
     is_spread: bool = False
     """Whether this rank has only a part of it, which is of no use outside of its generation."""
+    is_changing: bool = False
+    """Whether a step has begun to change it, and its block goes on: there may be more that it changes."""
+    is_half_changed: bool = False
+    """Whether a peer was lost meanwhile: it is the state of no step, and of no use to anybody."""
 
     @property
     def module(self) -> torch.nn.Module:

@@ -7,26 +7,29 @@ import math
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import StepLR
 
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.elastic.link import RunStopped
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import ConfigError, WorkersLostError
 from elastic_ddp.job import COMMITS
-from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
+from elastic_ddp.participation import TrainAgain
 from elastic_ddp.run import Run
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from elastic_ddp.together import Task
-from tests.unit.alone import LOST_PEER, FakeFeed, NewRun, link_of, prepared, train
+from tests.unit.alone import LOST_PEER, FakeFeed, FakeLink, Model, NewRun, link_of, prepared, train
 
 
 def test_a_step_that_loses_a_peer_comes_again_and_ends_the_same(new_run: NewRun) -> None:
@@ -74,6 +77,156 @@ def test_a_step_in_which_one_worker_after_the_other_dies_is_made_by_those_who_ar
 
     assert train(run, lose_a_peer) == train(new_run(folder="calm"))
     assert lost == [3] * 5
+
+
+class Counted:
+    """State of a user's own."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = list(state["steps"])
+
+
+Place = Literal["optimizer", "block"]
+
+
+def train_and_count(run: Run, lose: Callable[[Place, int], None], evaluate: bool = False) -> tuple[Any, list[int]]:
+    """Calls `lose` where a communicating optimizer, or the user after it, would communicate. Begins again like a
+    worker. What the run ended with, and the steps that the registered state has seen."""
+
+    class Communicating(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            lose("optimizer", run.position.step)
+
+    while True:
+        torch.manual_seed(0)
+        model: Any = run.prepare(Model())
+        run.prepare(StepLR(run.prepare(Communicating(model.parameters(), lr=0.1)), 2, 0.5))
+        counted = Counted()
+        run.register("counted", counted)
+        try:
+            for step in run.steps():
+                with step:
+                    for batch in step.micro_batches():
+                        step.backward(model(batch["x"]).square().mean())
+                    step.optimize()
+                    lose("block", step.index)
+                    if evaluate:
+                        run.evaluate(lambda *_: torch.zeros(()), "held-out")
+                    counted.steps.append(step.index)
+            ended = run.finish()
+        except TrainAgain:
+            run = run.again()
+        else:
+            run.close(intact=True)
+            return ended, counted.steps
+
+
+@pytest.mark.parametrize("where", ["optimizer", "block"])
+@pytest.mark.parametrize("checkpoint", [{"every_steps": 2}, {"every_steps": 100}], ids=["a-commit", "no-commit"])
+def test_a_peer_that_is_lost_amid_the_changes_of_a_step_leaves_nothing_half_made(
+    new_run: NewRun, where: Place, checkpoint: dict[str, Any]
+) -> None:
+    lost: list[int] = []
+
+    def lose_once(place: Place, step: int) -> None:
+        if (place, step) == (where, 3) and not lost:
+            lost.append(step)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    run = new_run(checkpoint=checkpoint)
+    disturbed = train_and_count(run, lose_once)
+    assert lost == [3]
+    assert disturbed == train_and_count(new_run(folder="calm"), lambda *_: None)
+    assert disturbed[1] == list(range(6))
+    assert link_of(run).joins == [(None, True), (None, True)], "it holds nothing that others could use"
+    assert link_of(run).losses == [None, f"DistNetworkError: {LOST_PEER}"]
+    assert link_of(run).steps_of("resumed") == ([2] if checkpoint["every_steps"] == 2 else [])
+    ended = [said["last_step"] for said in link_of(run).said if said["event"] == "generation_ended"]
+    assert ended[0] == 3, "that step was not made"
+
+
+@pytest.mark.parametrize("where", ["optimizer", "block"])
+def test_a_step_that_is_left_half_made_again_and_again_ends_the_run(new_run: NewRun, where: Place) -> None:
+    """Also where steps before it are made once more."""
+    run, lost = new_run(checkpoint={"every_steps": 2}), []
+
+    def lose(place: Place, step: int) -> None:
+        if (place, step) == (where, 3):
+            lost.append(step)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    with pytest.raises(WorkersLostError, match="step 3 was lost 3 times in a row by the same workers"):
+        train_and_count(run, lose)
+    assert lost == [3, 3, 3]
+
+
+def test_an_evaluation_after_a_half_made_step_is_none(new_run: NewRun) -> None:
+    run = new_run()
+    model = prepared(run)
+    results = []
+    with pytest.raises(TrainAgain):
+        for step in run.steps():
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(model(batch["x"]).square().mean())
+                step.optimize()
+                if step.index == 1:
+                    raise dist.DistNetworkError(LOST_PEER)
+            if step.index == 1:
+                assert run.position.step == 1
+                results.append(run.evaluate(lambda *_: torch.zeros(()), "held-out"))
+    assert len(results) == 1 and math.isnan(results[0])
+
+
+def test_a_loop_that_ends_with_a_half_made_step_begins_again(new_run: NewRun) -> None:
+    run = new_run()
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+            raise dist.DistNetworkError(LOST_PEER)
+        break
+    with pytest.raises(TrainAgain):
+        run.finish()
+
+
+@pytest.mark.parametrize("are_behind", [False, True])
+def test_an_evaluation_in_the_midst_of_a_step_that_others_have_not_made_hands_nothing_over(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, are_behind: bool
+) -> None:
+    """What the block does after it, they would not do. If all have made it, all do the rest."""
+    run, evaluated = new_run(), []
+    join = FakeLink.join
+
+    def join_with_others(link: FakeLink, **arguments: Any) -> Assignment:
+        assignment = join(link, **arguments)
+        return replace(assignment, receivers=(1,)) if are_behind and assignment.amid else assignment
+
+    def evaluate(*_: Any) -> float:
+        evaluated.append(run.position.step)
+        if len(evaluated) == 3:
+            raise dist.DistNetworkError(LOST_PEER)
+        return 0.1
+
+    handed_over: list[int] = []
+    monkeypatch.setattr("elastic_ddp.run.evaluate", evaluate)
+    calm = train_and_count(new_run(folder="calm"), lambda *_: None)
+    monkeypatch.setattr(FakeLink, "join", join_with_others)
+    monkeypatch.setattr("elastic_ddp.generation.hand_over", lambda *_, receivers, **__: handed_over.extend(receivers))
+    run = new_run()
+    assert train_and_count(run, lambda *_: None, evaluate=True) == calm
+    assert not handed_over
+    again = [(None, True)] if are_behind else []
+    assert link_of(run).joins == [(None, True), (3, False), *again]
 
 
 @pytest.mark.parametrize("text", ["timed out waiting for the tokenizer", LOST_PEER, "NCCL_SOCKET_IFNAME is not set"])
