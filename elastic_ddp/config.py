@@ -193,8 +193,9 @@ class RunConfig(_Settings):
     name: RunName
     """The run's name. Fitting the same name in the same storage again resumes it."""
     storage: str
-    """Where runs live: any fsspec URI (`s3://bucket/runs`, `gs://…`) or a local path. On several nodes it has to
-    be reachable from all of them."""
+    """Where runs live: a local path, or the fsspec URI (`s3://bucket/runs`, `gs://…`) of a store that creates an object
+    only where there is none, which is tried when the run starts. On several nodes it has to be reachable from all of
+    them."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """The one seed: weights, order of the rows and randomness inside steps all follow from it."""
     steps: PositiveInt | None = None

@@ -14,13 +14,14 @@ from elastic_ddp.errors import described
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _LASTING = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR} | _FULL
+_UNABLE = {errno.ENOSYS, errno.ENOTSUP}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"}
 _BAD_CREDENTIALS = {
     *("ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken"),
     *("SignatureDoesNotMatch", "TokenRefreshRequired"),
 }
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
-_LASTING_STATUS = {401, 403, 404, 405, 507}
+_LASTING_STATUS = {401, 403, 404, 405, 501, 507}
 
 
 def told(error: BaseException) -> str:
@@ -44,7 +45,9 @@ def is_lasting(error: BaseException | None) -> bool:
         lasts = status in _LASTING_STATUS and code != "NoSuchUpload"
         return lasts or code in _BAD_CREDENTIALS | _FULL_CODES | {"InvalidBucketName"}
     for each in _causes(error):
-        if isinstance(each, PermissionError | FileNotFoundError | NotADirectoryError) or _names(each) & _NO_CREDENTIALS:
+        if isinstance(each, PermissionError | FileNotFoundError | NotADirectoryError | NotImplementedError):
+            return True
+        if _names(each) & _NO_CREDENTIALS:
             return True
         if isinstance(each, OSError) and each.errno in _LASTING:
             return True
@@ -68,6 +71,11 @@ def remedy(error: BaseException) -> str:
         return "set this machine's clock"
     if code in _FULL_CODES or (isinstance(error, OSError) and error.errno in _FULL):
         return "free space there or use another storage"
+    if isinstance(error, NotImplementedError) or (isinstance(error, OSError) and error.errno in _UNABLE):
+        return (
+            "use one that creates an object only where there is none, as commits need it: a folder that all nodes "
+            "mount, S3 of AWS or a server that heeds If-None-Match (a newer version of this one may), gs:// or az://"
+        )
     if isinstance(error, FileNotFoundError):
         return "create the bucket or the file system first, or correct its name"
     if isinstance(error, PermissionError):

@@ -5,20 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import re
-import time
+import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_ddp.errors import ConfigError, StorageError
+from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerLostError, StorageError
 from elastic_ddp.failures import is_lasting, is_missing_bucket, remedy, told
+from elastic_ddp.s3 import create_on_s3
 
 _PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
 _TEMPORARY = ".tmp-"
-_CREATE_TRIES, _CREATE_PAUSE_S = 6, 0.2
 PART_BYTES = 8 << 20
 """Of a large object on S3, sent at once."""
 PARALLEL_PARTS = 2
@@ -26,6 +26,8 @@ PARALLEL_PARTS = 2
 
 # Folders need not be made there, and a PUT replaces an object as a whole.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})
+_IN_MEMORY = threading.Lock()
+"""The memory file system looks whether an object exists, and then stores it."""
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime")
 """What listings call the time of the last write: S3, Azure, Google, SFTP and others."""
 
@@ -74,14 +76,17 @@ class Storage:
         with self._errors("write", key):
             self._folder.write(_checked(key), data)
 
-    def create(self, key: str, data: bytes) -> None:
-        """Store an object that does not exist yet; FileExistsError if it does. Of several writers one wins.
+    def create(self, key: str, data: bytes, *, before_again: Callable[[], None] = lambda: None) -> None:
+        """Store an object that does not exist yet; FileExistsError if it does. Of several writers one wins; a storage
+        that cannot tell is refused, here or by `check_writable`.
 
-        On S3 `data` has to be small: only a single PUT is conditional. Other remote protocols are as exclusive as
-        their fsspec package makes them; without support for it, two writers at the same instant may both succeed.
+        On S3 `data` has to be small: only a single PUT is conditional.
+
+        Args:
+            before_again: called before every try but the first; what it raises of this package's errors ends them.
         """
         with self._errors("create", key, FileExistsError):
-            self._folder.create(_checked(key), data)
+            self._folder.create(_checked(key), data, before_again)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Size in bytes of every object below the folder `prefix`, at any depth, by key in sorted order."""
@@ -130,7 +135,7 @@ class Storage:
         return inner
 
     def check_writable(self) -> None:
-        """Write, read and remove a small object.
+        """Write, read and remove a small object, and create one that is then refused to be created again.
 
         Raises:
             ConfigError: one of them failed; says which, why, and what to change.
@@ -138,14 +143,27 @@ class Storage:
         key, data = f".writable-{uuid.uuid4().hex}", b"elastic_ddp"
         verb = "written"
         try:
+            # A plain write first: one that fails is told of at once, and a create is tried for a while.
             self._folder.write(key, data)
             verb = "read back"
             if self._folder.read(key) != data:
                 raise OSError(errno.EIO, "other bytes came back than were written")
             verb = "deleted from"
             self._folder.delete(key)
+            verb = "trusted with commits"
+            self._check_exclusive(key, data)
         except Exception as error:  # backends raise whatever their client library does
             raise ConfigError(f"storage={self.uri!r} cannot be {verb}: {told(error)}; {remedy(error)}") from error
+
+    def _check_exclusive(self, key: str, data: bytes) -> None:
+        self._folder.create(key, data, lambda: None)
+        try:
+            self._folder.create(key, data, lambda: None)
+        except FileExistsError:
+            return
+        finally:
+            self._folder.delete(key)
+        raise NotImplementedError("an object was created that existed already, and was replaced")
 
     def filesystem_and_path(self) -> tuple[Any, str]:
         """A `pyarrow.fs.FileSystem` and the path of this folder in it, for Ray's `storage_filesystem`."""
@@ -167,7 +185,7 @@ class Storage:
     def _errors(self, verb: str, key: str, *passing: type[OSError]) -> Iterator[None]:
         try:
             yield
-        except StorageError:
+        except (ElasticDDPError, PeerLostError):  # meant as it is
             raise
         except Exception as error:  # backends raise whatever their client library does
             for expected in passing:
@@ -187,7 +205,7 @@ class _Folder(Protocol):
     def size(self, key: str) -> int: ...
     def read_into(self, key: str, start: int, buffer: memoryview) -> int: ...
     def write(self, key: str, data: bytes | memoryview) -> None: ...
-    def create(self, key: str, data: bytes) -> None: ...
+    def create(self, key: str, data: bytes, before_again: Callable[[], None]) -> None: ...
     def sizes(self, prefix: str) -> dict[str, int]: ...
     def modified(self, prefix: str) -> list[float]: ...
     def delete(self, key: str) -> None: ...
@@ -223,7 +241,7 @@ class _LocalFolder:
             os.replace(temporary, target)
         _sync_directory(target.parent)
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: bytes, before_again: Callable[[], None]) -> None:
         target = self._path / key
         with self._temporary(target, data) as temporary:
             try:
@@ -326,19 +344,19 @@ class _RemoteFolder:
         else:
             fs.pipe_file(f"{base}/{key}", bytes(data))
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: bytes, before_again: Callable[[], None]) -> None:
         fs, base = self._open()
         path = f"{base}/{key}"
         if self._protocol in ("s3", "s3a"):
-            _create_on_s3(fs, path, data)
+            create_on_s3(fs, path, data, before_again)
             return
-        if fs.exists(path):
-            raise FileExistsError(errno.EEXIST, "the object exists already", path)
+        _check_creates(fs)
         self._make_parent(fs, path)
-        try:
-            fs.pipe_file(path, data, mode="create")
-        except (NotImplementedError, TypeError, ValueError):  # how fsspec packages say that they cannot
-            fs.pipe_file(path, data)
+        with _IN_MEMORY if self._protocol == "memory" else nullcontext():
+            try:
+                fs.pipe_file(path, data, mode="create")
+            except (TypeError, ValueError) as error:  # how fsspec packages say that they know no modes
+                raise NotImplementedError(f"{type(fs).__name__} has no mode='create': {error}") from error
 
     def sizes(self, prefix: str) -> dict[str, int]:
         fs, base = self._open()
@@ -421,42 +439,20 @@ class _InParts:
         return bytes(self._data[part])
 
 
+def _check_creates(fs: Any) -> None:
+    """NotImplementedError where fsspec's own stand-in would do it, which looks first and then writes."""
+    from fsspec import AbstractFileSystem
+
+    if getattr(fs.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:
+        raise NotImplementedError(f"{type(fs).__name__} has no mode='create' of its own")
+
+
 def _timestamp(modified: Any) -> float:
     """Of a modification time as fsspec's packages give it: seconds, text or a datetime, in UTC if it does not say."""
     if isinstance(modified, int | float):
         return float(modified)
     at = datetime.fromisoformat(modified) if isinstance(modified, str) else modified
     return float((at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp())
-
-
-def _create_on_s3(fs: Any, path: str, data: bytes) -> None:
-    """One conditional PUT, marked so that our own success is known even if its answer was lost.
-
-    s3fs repeats a request whose connection broke, so the refusal that comes back may have been caused by our own
-    first try. RGW refuses with EINVAL rather than "exists" (seen with version 16), AWS with a conflict (409) while
-    another create is under way. After each of these the object itself tells who won.
-    """
-    mark = uuid.uuid4().hex
-    for remaining in reversed(range(_CREATE_TRIES)):
-        try:
-            # A chunk larger than the data keeps it one PUT: multipart uploads are not refused everywhere.
-            fs.pipe_file(path, data, mode="create", chunksize=len(data) + 1, Metadata={"created-by": mark})
-            return
-        except Exception as error:
-            if is_lasting(error):
-                raise
-            try:
-                winner = fs.metadata(path).get("created-by")
-            except Exception as unknown:  # nothing is there, or nothing can be seen of it
-                if is_lasting(unknown) and not isinstance(unknown, FileNotFoundError):
-                    raise
-                if not remaining:
-                    raise error from None
-                time.sleep(_CREATE_PAUSE_S * 2 ** (_CREATE_TRIES - 1 - remaining))
-                continue
-            if winner == mark:
-                return
-            raise FileExistsError(errno.EEXIST, "the object exists already", path) from error
 
 
 def _open(uri: str) -> _Folder:

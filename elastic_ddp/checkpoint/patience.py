@@ -71,9 +71,9 @@ class PatientStorage(Storage):
     def write(self, key: str, data: bytes | memoryview) -> None:
         self._insist(lambda: self._storage.write(key, data))
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: bytes, *, before_again: Callable[[], None] = lambda: None) -> None:
         with self.at_work():
-            self._storage.create(key, data)
+            self._storage.create(key, data, before_again=before_again)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         return self._insist(lambda: self._storage.sizes(prefix))

@@ -69,6 +69,11 @@ def test_of_many_creators_exactly_one_wins(bucket: Bucket) -> None:
     assert winners == [storages[0].read("commits/1.json")]
 
 
+def test_a_server_that_knows_conditions_can_be_written_to(bucket: Bucket) -> None:
+    bucket.storage().check_writable()
+    assert bucket.storage().list() == []
+
+
 def unfinished_uploads(bucket: Bucket) -> int:
     client = boto3.client(
         "s3", endpoint_url=bucket.endpoint, aws_access_key_id=USER.access, aws_secret_access_key=USER.secret

@@ -19,7 +19,7 @@ from tests.unit.test_checkpoint import keys_of, restored_step, step_of
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.checkpoint.patience.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("elastic_ddp.storage._CREATE_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_ddp.s3._CREATE_PAUSE_S", 0.01)
 
 
 def at(number: int, what: Fault | Refusal) -> Plan:

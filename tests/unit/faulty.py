@@ -86,9 +86,11 @@ class FaultyStorage(Storage):
         plain = super()
         self._run(lambda: plain.write(key, data), lambda: plain.write(key, data[: len(data) // 2]))
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: bytes, **options: Any) -> None:
         plain = super()
-        self._run(lambda: plain.create(key, data), lambda: plain.create(key, data[: len(data) // 2]))
+        self._run(
+            lambda: plain.create(key, data, **options), lambda: plain.create(key, data[: len(data) // 2], **options)
+        )
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         return self._run(lambda: super(FaultyStorage, self).sizes(prefix))  # type: ignore[return-value]

@@ -9,6 +9,7 @@ import sys
 import uuid
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,9 +88,9 @@ def test_making_a_bad_commit_again_can_be_interrupted_anywhere(tmp_path: Path, f
 @pytest.mark.parametrize("fault", ["error after", "dies after"])
 def test_a_commit_whose_answer_was_lost_stands(tmp_path: Path, fault: str) -> None:
     class LostAnswer(FaultyStorage):
-        def create(self, key: str, data: bytes) -> None:
+        def create(self, key: str, data: bytes, **options: Any) -> None:
             self.at_operation = self.operations
-            super().create(key, data)
+            super().create(key, data, **options)
 
     save(Storage(tmp_path), 1, keep=2)
     storage = LostAnswer(str(tmp_path), fault, None)

@@ -49,11 +49,11 @@ class Faulty(Storage):
             raise StorageError("no space")
         super().write(key, data)
 
-    def create(self, key: str, data: bytes) -> None:
+    def create(self, key: str, data: bytes, **options: Any) -> None:
         if (happens := self.before_create) is not None:
             self.before_create = None
             happens()
-        super().create(key, data)
+        super().create(key, data, **options)
 
 
 class Drivers:

@@ -134,8 +134,8 @@ def test_a_saver_that_was_presumed_dead_commits_nothing(tmp_path: Path) -> None:
 
 
 class LostAnswer(Storage):
-    def create(self, key: str, data: bytes) -> None:
-        super().create(key, data)
+    def create(self, key: str, data: bytes, **options: Any) -> None:
+        super().create(key, data, **options)
         raise StorageError("connection reset")
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import pickle
 import threading
@@ -11,10 +12,13 @@ from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from botocore.exceptions import ClientError
+from fsspec import AbstractFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_ddp import storage as storage_module
-from elastic_ddp.errors import ConfigError, StorageError
+from elastic_ddp.errors import ConfigError, PeerLostError, StorageError
 from elastic_ddp.storage import Storage
 
 
@@ -126,8 +130,6 @@ def test_creating_what_exists_is_refused_even_with_the_same_bytes(storage: Stora
 
 
 def test_of_many_creators_exactly_one_wins(storage: Storage) -> None:
-    if storage.uri.startswith("memory:"):
-        pytest.skip("the memory file system does not exclude threads")
     winners = []
     barrier = threading.Barrier(6)
 
@@ -191,6 +193,88 @@ def test_pyarrow_reads_the_same_folder(storage: Storage) -> None:
 def test_a_writable_storage_is_left_as_it_was(storage: Storage) -> None:
     storage.check_writable()
     assert storage.list() == []
+
+
+def s3_answers(monkeypatch: pytest.MonkeyPatch, condition: Callable[[], None]) -> None:
+    """An S3 server of before there were conditional writes: what it does with the condition, and then it writes."""
+    import s3fs
+
+    real = s3fs.S3FileSystem._call_s3
+
+    async def call(fs: Any, method: str, *arguments: Any, **options: Any) -> Any:
+        if options.pop("IfNoneMatch", None):
+            condition()
+        return await real(fs, method, *arguments, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def refuses_conditions() -> None:
+    answer = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
+    raise OSError(errno.ENOSYS, "NotImplemented") from ClientError(answer, "PutObject")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("condition", [lambda: None, refuses_conditions], ids=["ignored", "refused"])
+def test_a_server_that_does_not_know_conditions_is_no_place_for_commits(
+    s3: str, monkeypatch: pytest.MonkeyPatch, condition: Callable[[], None]
+) -> None:
+    with monkeypatch.context() as patch:
+        s3_answers(patch, condition)
+        storage = Storage(f"{s3}/runs")
+        with pytest.raises(ConfigError, match=r"' cannot be trusted with commits: .*; use one that.*If-None-Match"):
+            storage.check_writable()
+        assert storage.list() == []
+    Storage(f"{s3}/runs").check_writable()
+
+
+class Plain(MemoryFileSystem):
+    """As those are that know no more than fsspec does for them: it looks, and then it writes."""
+
+    protocol = "plain"
+    pipe_file = AbstractFileSystem.pipe_file
+
+
+class Modeless(MemoryFileSystem):
+    """Replaces what is there, whatever it is asked for."""
+
+    protocol = "modeless"
+
+    def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
+        super().pipe_file(path, value)
+
+
+class Frank(MemoryFileSystem):
+    protocol = "frank"
+
+    def pipe_file(self, path: str, value: bytes) -> None:  # type: ignore[override]
+        super().pipe_file(path, value)
+
+
+@pytest.mark.parametrize("kind", [Plain, Modeless, Frank])
+def test_a_file_system_that_does_not_create_exclusively_is_refused(kind: type[MemoryFileSystem]) -> None:
+    fsspec.register_implementation(kind.protocol, kind, clobber=True)
+    storage = Storage(f"{kind.protocol}://{uuid.uuid4().hex}/runs")
+    with pytest.raises(ConfigError, match=r"cannot be trusted with commits: .*; use one that creates an object only"):
+        storage.check_writable()
+    assert storage.list() == []
+    if kind is not Modeless:
+        with pytest.raises(StorageError, match=r"cannot create 'a' .*mode='create'.*; use one that creates"):
+            storage.create("a", b"1")
+
+
+def test_whether_one_may_still_create_is_asked_between_tries(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, asked = Storage(s3), itertools.count(1)
+    answers = _S3Answers(storage, monkeypatch)
+    answers.answers = [(False, OSError(errno.EIO, "InternalError"))] * 10
+
+    def fence() -> None:
+        if next(asked) == 2:
+            raise PeerLostError("generation 1 is over")
+
+    with pytest.raises(PeerLostError, match="generation 1 is over"):
+        storage.create("a", b"mine", before_again=fence)
+    assert answers.calls == 2 and storage.list() == []
 
 
 def test_local_addresses_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +393,7 @@ class _S3Answers:
         self.answers: list[tuple[bool, Exception]] = []
         self.calls = 0
         monkeypatch.setattr(self.fs, "pipe_file", self)
-        monkeypatch.setattr(storage_module.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr("elastic_ddp.s3.time.sleep", lambda seconds: None)
 
     def __call__(self, path: str, data: bytes, **options: object) -> None:
         self.calls += 1

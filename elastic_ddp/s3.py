@@ -1,0 +1,48 @@
+"""What S3 does, and fsspec has no words for."""
+
+from __future__ import annotations
+
+import errno
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from elastic_ddp.failures import is_lasting
+
+_CREATE_TRIES, _CREATE_PAUSE_S = 6, 0.2
+
+
+def create_on_s3(fs: Any, path: str, data: bytes, before_again: Callable[[], None]) -> None:
+    """One conditional PUT, marked so that our own success is known even if its answer was lost.
+
+    s3fs repeats a request whose connection broke, so the refusal that comes back may have been caused by our own
+    first try. RGW refuses with EINVAL rather than "exists" (seen with version 16), AWS with a conflict (409) while
+    another create is under way. After each of these the object itself tells who won.
+
+    Args:
+        before_again: called before every try but the first; what it raises ends them.
+    """
+    mark = uuid.uuid4().hex
+    for number in range(_CREATE_TRIES):
+        if number:
+            before_again()
+        try:
+            # A chunk larger than the data keeps it one PUT: multipart uploads are not refused everywhere.
+            fs.pipe_file(path, data, mode="create", chunksize=len(data) + 1, Metadata={"created-by": mark})
+            return
+        except Exception as error:
+            if is_lasting(error):
+                raise
+            try:
+                winner = fs.metadata(path).get("created-by")
+            except Exception as unknown:  # nothing is there, or nothing can be seen of it
+                if is_lasting(unknown) and not isinstance(unknown, FileNotFoundError):
+                    raise
+                if number == _CREATE_TRIES - 1:
+                    raise error from None
+                time.sleep(_CREATE_PAUSE_S * 2**number)
+                continue
+            if winner == mark:
+                return
+            raise FileExistsError(errno.EEXIST, "the object exists already", path) from error
