@@ -108,8 +108,9 @@ class CheckpointStore:
             parts: What was written, by rank.
             names: Of all tensors that should have been.
             record: Facts to keep in the manifest; JSON values.
-            fence: Called when all is written but the manifest, and before anything is removed; raises if this saver
-                may not commit any more, and then it does neither.
+            fence: Called when all is there but the manifest, right before that is stored and whenever that is tried
+                again, and before anything is removed; raises if this saver may not commit any more, and then it does
+                neither.
             is_current: Whether the generation that has written it goes on. If not, what is not kept is left to those
                 that came after it.
             on_commit: Told of the commit as soon as it is durable, before anything is removed.
@@ -127,13 +128,13 @@ class CheckpointStore:
             commit = Commit(step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record=record)
             manifest = commit.to_bytes()
             commit = Commit.from_bytes(commit.key, manifest)
-            fence()
             self._check_stored(commit)
+            fence()  # last: a listing may take as long as it takes others to go on without this one
         except BaseException:
             self.discard(attempt_prefix(step, attempt))
             raise
         # From here on a failure leaves the objects alone: the manifest may have been stored and its answer lost.
-        commit = self._publish(commit, manifest)
+        commit = self._publish(commit, manifest, fence)
         on_commit(commit)
         self._tidy(commit, fence, is_current)
         return commit
@@ -294,11 +295,14 @@ class CheckpointStore:
                 _log.warning("%s stays where it is: %s", key, error)
                 self.rejected[place] = (key, f"{reason}; it stays where it is: {error}")
 
-    def _publish(self, commit: Commit, manifest: bytes) -> Commit:
-        """Store the manifest; returns the commit that the step has then, which may be one of another attempt."""
-        for _ in range(_PUBLISH_TRIES):
+    def _publish(self, commit: Commit, manifest: bytes, fence: Callable[[], None]) -> Commit:
+        """Store the manifest; returns the commit that the step has then, which may be one of another attempt. The fence
+        was passed just now."""
+        for number in range(_PUBLISH_TRIES):
+            if number:
+                fence()
             try:
-                self._storage.create(commit.key, manifest)
+                self._storage.create(commit.key, manifest, before_again=fence)
                 return commit
             except FileExistsError:
                 existing = self._existing(commit.step)

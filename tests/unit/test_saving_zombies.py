@@ -25,6 +25,7 @@ class Zombie:
     """Two ranks of a generation that is over, which save a step while those of a newer one are at theirs.
 
     - `writes`: they begin now.
+    - `lists`: they have written everything, and now look whether it is there.
     - `asks`: they have written everything, and now ask whether they may commit.
     - `may commit`: the same, and they were told so when it was still true.
     """
@@ -32,7 +33,7 @@ class Zombie:
     def __init__(self, uri: str, step: int, kind: str) -> None:
         self.step, self.kind = step, kind
         self.came: Any = None
-        self._ranks = ranks_of_many_blocks(lambda rank: Storage(uri), 2)
+        self._ranks = ranks_of_many_blocks(lambda rank: SlowToList(uri, self), 2)
         self._asks, self._go = threading.Event(), threading.Event()
         if kind != "writes":
             self._begin()
@@ -49,11 +50,30 @@ class Zombie:
         state = make_state(self.step + OTHER)
         self.attempt = self._ranks.begin(self.step, fence=self._fence, state=state)
 
-    def _fence(self) -> None:
+    def hold(self) -> None:
+        """Until it is to go on."""
         self._asks.set()
         assert self._go.wait(60)
-        if self.kind != "may commit":
+
+    def _fence(self) -> None:
+        if self.kind in ("asks", "may commit"):
+            self.hold()
+        if self.kind != "may commit" and self._go.is_set():
             raise PeerLostError("generation 1 is over")
+
+
+class SlowToList(Storage):
+    """What a zombie asked is there is told when it is to go on."""
+
+    def __init__(self, uri: str, zombie: Zombie) -> None:
+        super().__init__(uri)
+        self._zombie = zombie
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        found = super().sizes(prefix)
+        if self._zombie.kind == "lists":
+            self._zombie.hold()
+        return found
 
 
 def save_beside(zombie_step: int, kind: str, rank: int, when: str, at: int) -> tuple[Storage, Zombie, Any, bool]:
@@ -91,7 +111,7 @@ def check_next(storage: Storage, step: int) -> None:
 
 
 @pytest.mark.parametrize("zombie_step", [STEP - 1, STEP, STEP + 2], ids=["older", "same", "later"])
-@pytest.mark.parametrize("kind", ["writes", "asks"])
+@pytest.mark.parametrize("kind", ["writes", "lists", "asks"])
 def test_a_generation_that_is_over_commits_nothing_whenever_it_tries(kind: str, zombie_step: int) -> None:
     for rank in (0, 1):
         for when in ("before", "after"):
