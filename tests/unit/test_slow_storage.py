@@ -38,10 +38,10 @@ def while_held(
     the block."""
     has_come, go_on, plain = threading.Event(), threading.Event(), getattr(Storage, operation)
 
-    def wait_and_do(*arguments: Any) -> Any:
+    def wait_and_do(*arguments: Any, **options: Any) -> Any:
         has_come.set()
         go_on.wait()
-        return plain(*arguments)
+        return plain(*arguments, **options)
 
     monkeypatch.setattr(Storage, operation, wait_and_do)
     with ThreadPoolExecutor(1) as thread:
