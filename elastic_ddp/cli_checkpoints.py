@@ -29,7 +29,6 @@ app = typer.Typer(help="Look at, check and take out what a run has committed.", 
 _console = Console(width=None if sys.stdout.isatty() else 200)
 
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, <storage>/<name>.")]
-Step = Annotated[int | None, typer.Option(help="The commit at this step; by default the newest.")]
 
 
 @app.command()
@@ -39,6 +38,8 @@ def ls(
 ) -> None:
     """List a run's commits, newest first."""
     rows = [_row(step, commit) for step, commit in _store_of(run).all_commits()]
+    if not rows:
+        raise _nothing_in(run)
     if as_json:
         print(json.dumps(rows, indent=1))
         return
@@ -48,15 +49,17 @@ def ls(
     for row in rows:
         at = datetime.fromtimestamp(row["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S") if row["time"] else "-"
         size = "-" if row["bytes"] is None else f"{row['bytes'] / 2**20:,.1f} MiB"
-        metrics = "  ".join(f"{name} {value:.4g}" for name, value in (row["metrics"] or {}).items()) or None
+        metrics = "  ".join(_told(name, row) for name in row["metrics"] or {}) or None
         facts = [row["step"], at, row["epoch"], row["samples"], size, row["objects"], metrics]
         cells = [*facts, row["error"] or "complete"]
         table.add_row(*("-" if cell is None else str(cell) for cell in cells))
-    _console.print(table if rows else "this run has no commits")
+    _console.print(table)
 
 
 @app.command()
-def verify(run: RunFolder, step: Step = None) -> None:
+def verify(
+    run: RunFolder, step: Annotated[int | None, typer.Option(help="The commit at this step; by default all.")] = None
+) -> None:
     """Read every byte of a run's commits and check it; exits with 1 if any is bad."""
     store, bad = _store_of(run), False
     for number, commit in _chosen(store, run, step):
@@ -131,7 +134,7 @@ def prune(
 def export(
     run: RunFolder,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Ends in .safetensors, .pt or .pth.")],
-    step: Step = None,
+    step: Annotated[int | None, typer.Option(help="The commit at this step; by default the newest.")] = None,
 ) -> None:
     """Write the weights of a commit to one file, for use without elastic_ddp: what `model.load_state_dict` takes.
 
@@ -242,24 +245,37 @@ def _chosen(store: CheckpointStore, run: str, step: int | None) -> list[tuple[in
     """Those that a command is about; ConfigError if there are none."""
     every = store.all_commits()
     chosen = [each for each in every if step in (None, each[0])]
+    if not every:
+        raise _nothing_in(run)
     if not chosen:
-        there = ", ".join(str(number) for number, _ in every) or "none"
-        what = "no commits" if step is None else f"no commit at step {step}"
-        raise ConfigError(f"{run}: there is {what} here; those there are: {there}. Give <storage>/<name>")
+        there = ", ".join(str(number) for number, _ in every)
+        raise ConfigError(f"{run}: there is no commit at step {step}; there are those at {there}")
     return chosen
+
+
+def _nothing_in(run: str) -> ConfigError:
+    return ConfigError(f"{run}: there are no commits of a run here; give <storage>/<name>")
 
 
 def _row(step: int, commit: Commit | CheckpointError) -> dict[str, Any]:
     from elastic_ddp.checkpoint.retention import measurements
 
     if isinstance(commit, CheckpointError):
-        empty = dict.fromkeys(("time", "epoch", "samples", "bytes", "objects", "metrics"))
+        empty = dict.fromkeys(("time", "epoch", "samples", "bytes", "objects", "metrics", "measured_at"))
         return {"step": step, **empty, "error": str(commit)}
+    measured = measurements(commit.record)
     return {
         "step": step,
         **{name: commit.record.get(name) for name in ("time", "epoch", "samples")},
         "bytes": commit.num_bytes,
         "objects": len(commit.all_objects),
-        "metrics": {name: each.value for name, each in measurements(commit.record).items()},
+        "metrics": {name: each.value for name, each in measured.items()},
+        "measured_at": {name: each.step for name, each in measured.items()},
         "error": None,
     }
+
+
+def _told(metric: str, row: dict[str, Any]) -> str:
+    """A value, and of which step it is where that is another one."""
+    value, step = row["metrics"][metric], row["measured_at"][metric]
+    return f"{metric} {value:.4g}" + (f" (step {step:,})" if step != row["step"] else "")

@@ -63,7 +63,16 @@ def test_commits_are_listed_with_what_is_wrong_with_them(tmp_path: Path, commits
         and "complete" in text
         and f"{commits[1].objects[0].key} is missing" in " ".join(text.split())
     )
-    assert "this run has no commits" in invoke("ls", str(tmp_path / "other")).stdout
+    with pytest.raises(ConfigError, match="other: there are no commits of a run here; give <storage>/<name>"):
+        invoke("ls", str(tmp_path / "other"))
+
+
+def test_a_value_that_is_older_than_its_commit_is_listed_with_its_step(tmp_path: Path) -> None:
+    store, of_before = CheckpointStore(Storage(tmp_path / "lm").at(COMMITS), keep=9), {"value": 5.5, "step": 0}
+    store.save(make_state(200), step=200, record={"metrics": {"validation": of_before}})
+    assert "validation 5.5 (step 0)" in invoke("ls", str(tmp_path / "lm")).stdout
+    [row] = json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)
+    assert row["metrics"] == {"validation": 5.5} and row["measured_at"] == {"validation": 0}
 
 
 def test_verify_reads_everything_and_exits_with_1_if_anything_is_bad(tmp_path: Path, commits: list[Commit]) -> None:
@@ -75,7 +84,7 @@ def test_verify_reads_everything_and_exits_with_1_if_anything_is_bad(tmp_path: P
     assert bad.exit_code == 1
     assert f"step 10: bad: {commits[0].objects[0].key} does not have the checksum" in " ".join(bad.stdout.split())
     assert invoke("verify", run, "--step", "30").exit_code == 0
-    with pytest.raises(ConfigError, match="there is no commit at step 7 here; those there are: 30, 20, 10"):
+    with pytest.raises(ConfigError, match="there is no commit at step 7; there are those at 30, 20, 10"):
         invoke("verify", run, "--step", "7")
 
 
