@@ -16,6 +16,7 @@ from elastic_ddp.checkpoint.interval import MeasuredInterval
 from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.retention import METRICS, Measurement, measurements
 from elastic_ddp.checkpoint.saving import RankLostError
+from elastic_ddp.checkpoint.stalls import STALLED_S
 from elastic_ddp.elastic.hang import STORING
 from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError, described
 from elastic_ddp.job import COMMITS
@@ -155,7 +156,7 @@ class Commits:
             PeerLostError: the generation broke meanwhile.
         """
         if self._look is not None:
-            self._look.join()
+            self._look.join(STALLED_S)
             self._look = None
         self._wait_in(group)
         return self._known_step == step

@@ -101,7 +101,8 @@ class CheckpointConfig(_Settings):
     """Whether a smaller or a larger value of it is better."""
     max_failed_saves: Annotated[int, Field(ge=0)] = 3
     """Saves in a row that may fail, for want of the storage for example, before the run ends with an error. After each
-    training goes on, and the commit before is the newest."""
+    training goes on, and the commit before is the newest. A save in which nothing that was asked of the storage
+    comes to an end for ten minutes has failed, too."""
 
     @model_validator(mode="after")
     def _check_interval(self) -> Self:

@@ -18,20 +18,20 @@ written within minutes, or given up."""
 class Housekeeping:
     """What one saver of a run removes, commit after commit."""
 
-    def __init__(self, storage: Storage, retention: Retention) -> None:
-        self._storage, self._retention = storage, retention
+    def __init__(self, retention: Retention) -> None:
+        self._retention = retention
         self._known: dict[int, Measurement | None] = {}
         """Complete commits that were there the last time. Their manifests are not read again: what is kept for good
         grows for as long as the run does."""
 
-    def tidy(self, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
+    def tidy(self, storage: Storage, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
         """Removes what is not kept once a commit is complete. See `CheckpointStore.complete` for the arguments.
 
         Raises:
             StorageError: the storage failed; what is left goes with the next commit.
             Exception: what the fence raises.
         """
-        sizes = self._storage.sizes()
+        sizes = storage.sizes()
         # Asked after the listing: if nobody has replaced this saver, and its generation goes on, nothing in that is of
         # a generation that came after it. So of attempts that no manifest stands for, those of earlier steps are dead:
         # a rank ends one save before it begins the next, and all ranks have begun this one. A worker that has left may
@@ -41,27 +41,31 @@ class Housekeeping:
         if not is_current():
             return
         steps = [step for step in committed_steps(sizes) if step <= newest.step]
-        read = self._read_last(newest, steps, sizes)
-        self._known = {commit.step: self._measured(commit) for commit in read} | self._older(steps, read, sizes)
+        read = self._read_last(storage, newest, steps, sizes)
+        self._known = {commit.step: self._measured(commit) for commit in read} | self._older(
+            storage, steps, read, sizes
+        )
         staying = kept(steps, self._known, self._retention)
         going = removable(sizes, staying, read, newest=newest.step, dead_before=newest.step)
-        remove(self._storage, going.manifests, going.dead)
-        remove(self._storage, [], older_than(ORPHAN_AGE_S, self._storage, going.orphans))
+        remove(storage, going.manifests, going.dead)
+        remove(storage, [], older_than(ORPHAN_AGE_S, storage, going.orphans))
 
-    def _read_last(self, newest: Commit, steps: Iterable[int], sizes: Mapping[str, int]) -> list[Commit]:
+    def _read_last(
+        self, storage: Storage, newest: Commit, steps: Iterable[int], sizes: Mapping[str, int]
+    ) -> list[Commit]:
         """The complete ones among the newest, as many as stay for being that. The newest one, too, is read: if the
         storage has not kept it as it said, it pushes out no good ones."""
         read: list[Commit] = []
         for step in steps:
             if len(read) < self._retention.last:
-                commit = complete_commit(self._storage, step, sizes)
+                commit = complete_commit(storage, step, sizes)
                 read += [commit] if commit is not None else []
         if not read:
             raise StorageError(f"{newest.key} is not there, nor any before it")
         return read
 
     def _older(
-        self, steps: Iterable[int], read: Collection[Commit], sizes: Mapping[str, int]
+        self, storage: Storage, steps: Iterable[int], read: Collection[Commit], sizes: Mapping[str, int]
     ) -> dict[int, Measurement | None]:
         """The complete ones before those, if any of them can stay."""
         found = {}
@@ -70,7 +74,7 @@ class Housekeeping:
             if step < oldest:
                 if step in self._known:
                     found[step] = self._known[step]
-                elif (commit := complete_commit(self._storage, step, sizes)) is not None:
+                elif (commit := complete_commit(storage, step, sizes)) is not None:
                     found[step] = self._measured(commit)
         return found
 

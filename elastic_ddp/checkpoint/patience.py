@@ -24,7 +24,44 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class PatientStorage(Storage):
+class Wrapped(Storage):
+    """The same folder as another storage, which does all the work; how it is asked is for `_do` to say."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._folder, self._storage = storage._folder, storage
+
+    def _do(self, operation: Callable[[], Result]) -> Result:
+        raise NotImplementedError
+
+    def read(self, key: str) -> bytes:
+        return self._do(lambda: self._storage.read(key))
+
+    def size(self, key: str) -> int:
+        return self._do(lambda: self._storage.size(key))
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        return self._do(lambda: self._storage.read_into(key, start, buffer))
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        self._do(lambda: self._storage.write(key, data))
+
+    def create(self, key: str, data: bytes, *, before_again: Callable[[], None] = lambda: None) -> None:
+        self._do(lambda: self._storage.create(key, data, before_again=before_again))
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        return self._do(lambda: self._storage.sizes(prefix))
+
+    def last_modified(self, prefix: str) -> float | None:
+        return self._do(lambda: self._storage.last_modified(prefix))
+
+    def delete(self, key: str) -> None:
+        self._do(lambda: self._storage.delete(key))
+
+    def delete_tree(self, prefix: str) -> None:
+        self._do(lambda: self._storage.delete_tree(prefix))
+
+
+class PatientStorage(Wrapped):
     """The same folder, where what fails is tried again for some time, after pauses that grow, unless time does not mend
     it. What is to be created or removed is not: `Storage.create` sees to itself, and what is left can be removed later.
 
@@ -34,7 +71,8 @@ class PatientStorage(Storage):
     """
 
     def __init__(self, storage: Storage, *, within_s: float = PATIENCE_S) -> None:
-        self._folder, self._storage, self._within_s = storage._folder, storage, within_s
+        super().__init__(storage)
+        self._within_s = within_s
         self._lock = threading.Lock()
         self._worked_s = 0.0
         self._begun_at: dict[object, float] = {}
@@ -59,27 +97,9 @@ class PatientStorage(Storage):
             with self._lock:
                 self._worked_s += min(time.monotonic() - self._begun_at.pop(operation), OPERATION_S)
 
-    def read(self, key: str) -> bytes:
-        return self._insist(lambda: self._storage.read(key))
-
-    def size(self, key: str) -> int:
-        return self._insist(lambda: self._storage.size(key))
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        return self._insist(lambda: self._storage.read_into(key, start, buffer))
-
-    def write(self, key: str, data: bytes | memoryview) -> None:
-        self._insist(lambda: self._storage.write(key, data))
-
     def create(self, key: str, data: bytes, *, before_again: Callable[[], None] = lambda: None) -> None:
         with self.at_work():
             self._storage.create(key, data, before_again=before_again)
-
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        return self._insist(lambda: self._storage.sizes(prefix))
-
-    def last_modified(self, prefix: str) -> float | None:
-        return self._insist(lambda: self._storage.last_modified(prefix))
 
     def delete(self, key: str) -> None:
         with self.at_work():
@@ -89,15 +109,15 @@ class PatientStorage(Storage):
         with self.at_work():
             self._storage.delete_tree(prefix)
 
-    def _insist(self, do: Callable[[], Result]) -> Result:
+    def _do(self, operation: Callable[[], Result]) -> Result:
         with self.at_work():
-            return self._try(do)
+            return self._try(operation)
 
-    def _try(self, do: Callable[[], Result]) -> Result:
+    def _try(self, operation: Callable[[], Result]) -> Result:
         end, pause_s = time.monotonic() + self._within_s, FIRST_PAUSE_S
         while True:
             try:
-                return do()
+                return operation()
             except StorageError as error:
                 if is_lasting(error) or time.monotonic() + pause_s > end:
                     raise

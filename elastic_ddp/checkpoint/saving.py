@@ -2,7 +2,7 @@
 written is committed by rank 0.
 
 A save outlives its generation: ranks that are still writing say so again and again, and only one that has fallen silent
-is given up, and the save with it.
+is given up, and the save with it. So is one that a storage keeps waiting for ever: then the rank says that instead.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic import BaseModel
 
 from elastic_ddp.checkpoint.commits import Commit, attempt_prefix
+from elastic_ddp.checkpoint.stalls import WatchedStorage
 from elastic_ddp.checkpoint.store import CheckpointStore
 from elastic_ddp.checkpoint.writing import Part, StateWriter, flattened
 from elastic_ddp.errors import ElasticDDPError, StorageError, described
@@ -121,6 +123,8 @@ class Saver:
             CheckpointError: the state holds something that cannot be kept.
         """
         self.wait()
+        # It was perhaps given up, and a thread of it still hangs in a write of what is replaced here. That does no
+        # harm, as nothing of that attempt is ever committed; memory of its own for every such save might run out.
         begin = time.monotonic()
         self._writer.stage(state, rank=save.rank, world_size=save.world_size)
         copying_s = time.monotonic() - begin
@@ -143,11 +147,12 @@ class Saver:
             time.sleep(min(MOST_LET_BE_S, copying_s))
         # Those who train at the same time come first; threads that this one starts are as nice.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
+        storage = WatchedStorage(self._storage)
         if save.rank == 0:
-            self._commit(save)
+            self._commit(save, storage)
             return
         try:
-            word = _Word(part=self._write(save))
+            word = _Word(part=self._write(save, storage))
         except Exception as error:
             word = _Word(error=described(error))
         assert save.mailbox is not None
@@ -156,41 +161,46 @@ class Saver:
         except Exception as error:
             _log.warning("what this rank wrote of step %d cannot be told: %s", save.step, described(error))
 
-    def _write(self, save: Save) -> Part:
+    def _write(self, save: Save, storage: WatchedStorage) -> Part:
         """Writes this rank's share, and says meanwhile that it is at it."""
         prefix = attempt_prefix(save.step, save.attempt)
         if save.rank == 0:
-            return self._writer.write(self._storage, prefix)
+            return storage.until_stalled(lambda: self._writer.write(storage, prefix))
         done = threading.Event()
         beating = threading.Thread(target=_beat, args=[save, done], name="save-beat", daemon=True)
         beating.start()
         try:
-            return self._writer.write(self._storage, prefix)
+            return storage.until_stalled(lambda: self._writer.write(storage, prefix))
         finally:
             done.set()
             beating.join()
 
-    def _commit(self, save: Save) -> None:
+    def _commit(self, save: Save, storage: WatchedStorage) -> None:
         """Rank 0's part."""
+        store, tell = self._store.through(storage), _First(save.on_end)
         try:
-            parts = [self._write(save), *self._parts_of_others(save)]
+            parts = [self._write(save, storage), *self._parts_of_others(save)]
         except Exception as error:
-            self._store.discard(attempt_prefix(save.step, save.attempt))
-            save.on_end(error)
+            with suppress(StorageError):
+                storage.until_stalled(lambda: store.discard(attempt_prefix(save.step, save.attempt)))
+            tell(error)
             return
         try:
-            self._store.complete(
-                step=save.step,
-                attempt=save.attempt,
-                parts=parts,
-                names=self._writer.names,
-                record=save.record,
-                fence=save.fence,
-                on_commit=save.on_end,
-                is_current=save.is_current,
+            storage.until_stalled(
+                lambda: store.complete(
+                    step=save.step,
+                    attempt=save.attempt,
+                    parts=parts,
+                    names=self._writer.names,
+                    record=save.record,
+                    fence=save.fence,
+                    on_commit=tell,
+                    is_current=save.is_current,
+                )
             )
         except Exception as error:  # nothing is discarded here: the manifest may be there, and only its answer lost
-            save.on_end(error)
+            if not tell(error):
+                _log.warning("what is not kept is left until the next commit: %s", described(error))
 
     def _parts_of_others(self, save: Save) -> list[Part]:
         self.awaits_others = True
@@ -217,6 +227,20 @@ class Saver:
         if word.part is None:
             raise StorageError(f"rank {rank} could not write its share of step {save.step}: {word.error}")
         return word.part
+
+
+class _First:
+    """Tells the first outcome of a save alone: what was given up may come to an end after all."""
+
+    def __init__(self, tell: Callable[[Commit | Exception], None]) -> None:
+        self._tell, self._told = tell, threading.Lock()
+
+    def __call__(self, outcome: Commit | Exception) -> bool:
+        """Whether it was the first."""
+        if not self._told.acquire(blocking=False):
+            return False
+        self._tell(outcome)
+        return True
 
 
 def _beat(save: Save, done: threading.Event) -> None:

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from typing import Any
 
 from elastic_ddp.checkpoint.commits import (
@@ -40,10 +41,16 @@ class CheckpointStore:
 
     def __init__(self, storage: Storage, *, keep: Retention | int) -> None:
         self._storage = storage
-        self._housekeeping = Housekeeping(storage, keep if isinstance(keep, Retention) else Retention(last=keep))
+        self._housekeeping = Housekeeping(keep if isinstance(keep, Retention) else Retention(last=keep))
         self._writer = StateWriter()
         self.rejected: list[tuple[str, str]] = []
         """Key of the manifest and the reason for every commit that this store has passed over."""
+
+    def through(self, storage: Storage) -> CheckpointStore:
+        """This one, with the same folder asked in another way."""
+        other = copy(self)
+        other._storage = storage
+        return other
 
     def save(
         self,
@@ -94,7 +101,7 @@ class CheckpointStore:
         record: dict[str, Any],
         fence: Callable[[], None],
         is_current: Callable[[], bool] = lambda: True,
-        on_commit: Callable[[Commit], None] = lambda commit: None,
+        on_commit: Callable[[Commit], object] = lambda commit: None,
     ) -> Commit:
         """Commits what all ranks have written; one of them calls this. Returns when the commit is durable.
 
@@ -316,7 +323,7 @@ class CheckpointStore:
 
     def _tidy(self, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
         try:
-            self._housekeeping.tidy(newest, fence, is_current)
+            self._housekeeping.tidy(self._storage, newest, fence, is_current)
         except Exception as error:  # whatever it is, the commit stands
             _log.warning("what is not kept is left until the next commit: %s", described(error))
 

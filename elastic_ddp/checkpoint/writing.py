@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from elastic_ddp.checkpoint.commits import (
     padded,
 )
 from elastic_ddp.checkpoint.planning import BlockPlanner, share_of
+from elastic_ddp.checkpoint.stalls import Crew
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.state import flatten
 from elastic_ddp.storage import Storage
@@ -175,11 +175,11 @@ class BlockWriter:
         """
         data: list[memoryview] = [buffer.numpy().data for buffer in self._buffers]
         keys = [f"{prefix}/{writer}-{number}.bin" for number in range(len(data))]
-        with ThreadPoolExecutor(PARALLEL_OBJECTS, thread_name_prefix="block-writer") as pool:
-            written = pool.map(storage.write, keys, data)
+        crew = Crew(lambda each: storage.write(*each), list(zip(keys, data, strict=True)), size=PARALLEL_OBJECTS)
+        try:
             blocks = [block for number, each in enumerate(data) for block in self._blocks_in(number, each)]  # meanwhile
-            for _ in written:
-                pass
+        finally:
+            crew.wait()
         objects = [StoredObject(key=key, size=len(each)) for key, each in zip(keys, data, strict=True)]
         return Part(objects=tuple(objects), blocks=tuple(blocks))
 

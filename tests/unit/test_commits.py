@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint import CheckpointStore, Commit, stalls
 from elastic_ddp.errors import DriverReplacedError, StorageError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import DriverLease
@@ -307,6 +307,22 @@ def test_too_many_saves_that_fail_end_the_run_with_what_to_mend(
     with pytest.raises(StorageError, match=message):
         train(run, closes_first(run, lambda step: now.__setitem__(0, step.index)))
     assert link_of(run).steps_of("commit") == [1, 2]
+
+
+def test_a_save_in_which_the_storage_hangs_counts_as_failed_and_others_follow(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(checkpoint={"every_steps": 1, "max_failed_saves": 2})
+    go, now = threading.Event(), [0]
+    break_storage(monkeypatch, lambda: now[0] in (1, 2) and not go.wait(60))
+
+    def in_step(step: Step) -> None:
+        now[0] = step.index
+        monkeypatch.setattr(stalls, "STALLED_S", 0.2 if step.index in (1, 2) else 60.0)
+
+    train(run, closes_first(run, in_step))
+    assert link_of(run).steps_of("commit_failed") == [2, 3] and link_of(run).steps_of("commit") == [1, 4, 5, 6]
+    go.set()
 
 
 def test_the_last_commit_is_waited_for_and_says_why_it_failed(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
