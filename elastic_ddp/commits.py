@@ -24,6 +24,7 @@ from elastic_ddp.lease import holder
 from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
 from elastic_ddp.restoring import restore
 from elastic_ddp.telemetry.summary import WORKER_LOST
+from elastic_ddp.telemetry.versions import versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -342,6 +343,7 @@ class Commits:
             "generation": generation,
             "data": self._job.index.fingerprint,
             "identity": self._job.config.identity(),
+            "versions": versions(),
             METRICS: metrics,
             **(self._interval.record() if self._interval is not None else {}),
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from importlib.metadata import version
 from typing import Any
 
 import ray
@@ -18,6 +17,7 @@ from elastic_ddp.parallel.control import EMPTY_CHAIN
 from elastic_ddp.ray_train import run_workers
 from elastic_ddp.signals import StopRequests
 from elastic_ddp.telemetry import Ledger, Progress
+from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.worker import work
 
 WORKERS_LEAVE_S = 5.0
@@ -47,7 +47,7 @@ class Session:
             "session_started",
             resumed_from_step=resumed_from_step,
             config=job.config.model_dump(),
-            versions={name: version(name) for name in ("elastic-ddp", "torch", "ray", "pyarrow")},
+            versions=versions(),
         )
         self._ledger.flush()
         self._state = "starting" if resumed_from_step is None else f"resuming from step {resumed_from_step}"

@@ -44,7 +44,7 @@ def test_a_run_without_commits_has_no_latest(storage: Storage) -> None:
 
 
 def test_the_newest_commit_comes_back_with_its_record(storage: Storage) -> None:
-    record = {"epoch": 2, "samples_sha256": "ab", "versions": {"torch": "2.13"}, "loss": 0.1, "none": None}
+    record = {"epoch": 2, "samples_sha256": "ab", "nested": {"a": [1]}, "loss": 0.1, "none": None}
     store = CheckpointStore(storage, keep=2)
     store.save(make_state(9), step=9, record={})
     saved = store.save(make_state(10), step=10, record=record)

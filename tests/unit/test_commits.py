@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import platform
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +83,14 @@ def test_workers_of_a_driver_that_was_replaced_commit_nothing(new_run: NewRun, t
             train(run)
         assert not storage.list(COMMITS), "nothing is left of what it wrote"
     assert link_of(run).steps_of("commit") == []
+
+
+def test_a_commit_says_with_which_versions_it_was_made(new_run: NewRun, tmp_path: Path) -> None:
+    train(new_run())
+    newest = CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest()
+    assert newest is not None
+    made_with = {name: version(name) for name in ("elastic-ddp", "torch", "ray", "pyarrow")}
+    assert newest.record["versions"] == {"python": platform.python_version(), **made_with}
 
 
 # Intervals that follow from what was measured.

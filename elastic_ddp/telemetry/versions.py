@@ -1,0 +1,19 @@
+"""What a run is made with."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from importlib.metadata import version
+
+PACKAGES = ("elastic-ddp", "torch", "ray", "pyarrow")
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+
+
+def versions() -> dict[str, str]:
+    """Versions in this process, by name."""
+    return dict(_versions())
