@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import threading
@@ -19,6 +20,8 @@ from elastic_ddp.s3 import create_on_s3
 
 _PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
 _TEMPORARY = ".tmp-"
+CLOCK = "clock-"
+"""Begins the folder of an object that `Storage.now` has written, and not removed if its process was killed."""
 PART_BYTES = 8 << 20
 """Of a large object on S3, sent at once."""
 PARALLEL_PARTS = 2
@@ -108,7 +111,7 @@ class Storage:
     def now(self) -> float:
         """The time by the storage's own clock, which may differ from this machine's: that of a small object, which is
         written and removed."""
-        folder = f"clock-{uuid.uuid4().hex}"
+        folder = f"{CLOCK}{uuid.uuid4().hex}"
         self.write(f"{folder}/now", b"")
         try:
             now = self.last_modified(folder)
@@ -299,11 +302,7 @@ class _LocalFolder:
     @contextmanager
     def _temporary(self, target: Path, data: bytes | memoryview) -> Iterator[Path]:
         """A synced file with the data beside the target; removed afterwards if it is still there."""
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            # Not to be taken for an object that exists already.
-            raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of this folder", str(target.parent)) from None
+        _make_folder(target.parent)
         temporary = target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
             with temporary.open("xb") as file:
@@ -495,11 +494,23 @@ def _write_through(file: Any, data: bytes | memoryview) -> None:
     os.fsync(file.fileno())
 
 
+def _make_folder(path: Path) -> None:
+    """With those above it that are missing; the names of all that were are durable."""
+    missing = list(itertools.takewhile(lambda folder: not folder.exists(), (path, *path.parents)))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        # Not to be taken for an object that exists already.
+        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of this folder", str(path)) from None
+    for folder in reversed(missing):
+        _sync_directory(folder.parent)
+
+
 def _sync_directory(path: Path) -> None:
     """Make names durable; file systems that cannot sync a directory (some network mounts) are left to their ways."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
             os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)

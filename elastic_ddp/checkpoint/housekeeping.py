@@ -8,7 +8,7 @@ from elastic_ddp.checkpoint.commits import Commit, committed_steps, manifest_key
 from elastic_ddp.checkpoint.reading import read_manifest
 from elastic_ddp.checkpoint.retention import Measurement, Retention, kept, measurements, removable
 from elastic_ddp.errors import CheckpointError, StorageError
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage import CLOCK, Storage
 
 ORPHAN_AGE_S = 24 * 3600.0
 """An attempt that no manifest stands for is nobody's any more when nothing of it was written for so long: an object is
@@ -47,7 +47,7 @@ class Housekeeping:
         )
         staying = kept(steps, self._known, self._retention)
         going = removable(sizes, staying, read, newest=newest.step, dead_before=newest.step)
-        remove(storage, going.manifests, going.dead)
+        remove(storage, going.manifests, [*going.dead, *clocks(sizes)])
         remove(storage, [], older_than(ORPHAN_AGE_S, storage, going.orphans))
 
     def _read_last(
@@ -109,6 +109,11 @@ def older_than(age_s: float, storage: Storage, prefixes: Collection[str]) -> lis
     now = storage.now()
     written = {prefix: storage.last_modified(prefix) for prefix in prefixes}
     return sorted(prefix for prefix, at in written.items() if at is not None and now - at > age_s)
+
+
+def clocks(keys: Iterable[str]) -> list[str]:
+    """Folders that `Storage.now` left, as its process was killed. No other saver asks for the time now, or need not."""
+    return sorted({key.partition("/")[0] for key in keys if key.startswith(CLOCK)})
 
 
 def remove(storage: Storage, manifests: Iterable[str], prefixes: Iterable[str]) -> None:

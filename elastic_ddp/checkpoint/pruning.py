@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ddp.checkpoint.commits import attempt_of, attempt_prefix, committed_steps, set_aside, step_of_attempt
-from elastic_ddp.checkpoint.housekeeping import complete_commit, older_than, remove
+from elastic_ddp.checkpoint.housekeeping import clocks, complete_commit, older_than, remove
 from elastic_ddp.checkpoint.retention import Retention, kept, measurements, removable
 from elastic_ddp.storage import Storage
 
@@ -79,4 +79,5 @@ def prune(storage: Storage, chosen: list[Removal]) -> None:
         StorageError: the storage failed; calling both again removes the rest.
     """
     manifests = [each.manifest for each in chosen if each.manifest is not None]
-    remove(storage, manifests, [folder for each in chosen for folder in each.folders])
+    folders = [folder for each in chosen for folder in each.folders]
+    remove(storage, manifests, [*folders, *clocks(storage.list())])

@@ -125,6 +125,17 @@ def test_an_orphan_of_a_later_step_goes_when_it_is_old_by_the_clock_of_the_stora
     assert not storage.list("step=50") and restored_step_of(storage) == 3
 
 
+def test_what_a_saver_left_that_was_killed_while_it_asked_for_the_time_goes(
+    storage: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "delete_tree", lambda *_: None)  # it does not come to that
+        storage.now()
+    assert len(storage.list()) == 1
+    commit = save(CheckpointStore(storage, keep=1), 1)
+    assert storage.list() == sorted(keys_of(commit))
+
+
 class Interrupted(Storage):
     """Fails at one of its removals, and at all that follow."""
 

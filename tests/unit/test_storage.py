@@ -301,6 +301,27 @@ def test_a_local_write_that_dies_leaves_the_old_bytes(tmp_path: Path, monkeypatc
         assert os.listdir(tmp_path) == ["a"]
 
 
+def test_new_folders_are_on_the_disk_with_what_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append(path.relative_to(tmp_path).as_posix() if path.is_dir() else "a file")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    storage = Storage(tmp_path / "runs" / "one")
+    storage.write("step=1/attempt=a/x", b"1")
+    assert synced == [".", "runs", "runs/one", "runs/one/step=1", "a file", "runs/one/step=1/attempt=a"]
+    synced.clear()
+    storage.write("step=1/attempt=a/y", b"1")
+    assert synced == ["a file", "runs/one/step=1/attempt=a"], "no more than there is to sync"
+    synced.clear()
+    storage.create("commits/1.json", b"1")
+    assert synced == ["runs/one", "a file", "runs/one/commits"]
+
+
 def test_a_temporary_file_of_a_killed_writer_is_not_an_object(tmp_path: Path) -> None:
     (tmp_path / ".tmp-0123").write_bytes(b"half")
     assert Storage(tmp_path).list() == []
