@@ -114,7 +114,7 @@ def prune(
     with nullcontext() if dry_run else _alone_with(run):
         going = removals(commits, keep_what, orphan_age_s=age_s, with_set_aside=set_aside)
         if not dry_run:
-            remove(commits, going)
+            remove(commits, going, orphan_age_s=age_s)
     if as_json:
         print(json.dumps({"removed": not dry_run, "items": [asdict(each) for each in going]}, indent=1))
         return

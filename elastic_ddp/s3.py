@@ -6,11 +6,47 @@ import errno
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from elastic_ddp.failures import is_lasting
 
 _CREATE_TRIES, _CREATE_PAUSE_S = 6, 0.2
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One in parts that was begun, and neither completed nor taken back."""
+
+    key: str
+    id: str
+    begun: float
+    """In seconds since 1970, by the server's clock."""
+
+
+def uploads_on_s3(fs: Any, base: str, folder: str) -> list[Upload]:
+    """Those of objects below a folder of `base`, to which their keys are relative."""
+    bucket, any_key, _ = fs.split_path(f"{base}/x")
+    inside = any_key.removesuffix("x")
+    found: list[Upload] = []
+    marker: dict[str, str] = {}
+    while True:
+        answer = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{inside}{folder}", **marker)
+        found += [
+            Upload(each["Key"].removeprefix(inside), each["UploadId"], each["Initiated"].timestamp())
+            for each in answer.get("Uploads", [])
+        ]
+        if not answer.get("IsTruncated"):
+            return found
+        marker = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+
+
+def abort_on_s3(fs: Any, base: str, upload: Upload) -> None:
+    """Has what was sent of it removed; it may be gone."""
+    bucket, key, _ = fs.split_path(f"{base}/{upload.key}")
+    with suppress(FileNotFoundError):
+        fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload.id)
 
 
 def create_on_s3(fs: Any, path: str, data: bytes, before_again: Callable[[], None]) -> None:

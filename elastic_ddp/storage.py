@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerLostError, StorageError
 from elastic_ddp.failures import is_lasting, is_missing_bucket, remedy, told
-from elastic_ddp.s3 import create_on_s3
+from elastic_ddp.s3 import Upload, abort_on_s3, create_on_s3, uploads_on_s3
 
 _PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
 _TEMPORARY = ".tmp-"
@@ -131,6 +131,18 @@ class Storage:
         with self._errors("delete", prefix):
             self._folder.delete_tree(_checked(prefix.rstrip("/")))
 
+    def uploads(self, prefix: str = "") -> Sequence[Upload]:
+        """Uploads of objects below the folder `prefix` whose writers have not finished them, and may have died: on S3
+        what was sent of them stays until they are aborted, and is paid for. Other storages have none to see to."""
+        folder = prefix.rstrip("/")
+        with self._errors("list the uploads to", prefix):
+            return self._folder.uploads(f"{_checked(folder)}/" if folder else "")
+
+    def abort(self, upload: Upload) -> None:
+        """Remove what was sent of an upload; it may be over."""
+        with self._errors("abort the upload of", upload.key):
+            self._folder.abort(upload)
+
     def at(self, name: str) -> Storage:
         """The folder `name` inside this one."""
         inner = Storage.__new__(Storage)
@@ -213,6 +225,8 @@ class _Folder(Protocol):
     def modified(self, prefix: str) -> list[float]: ...
     def delete(self, key: str) -> None: ...
     def delete_tree(self, prefix: str) -> None: ...
+    def uploads(self, prefix: str) -> list[Upload]: ...
+    def abort(self, upload: Upload) -> None: ...
     def at(self, name: str) -> _Folder: ...
     def filesystem_and_path(self) -> tuple[Any, str]: ...
 
@@ -291,6 +305,11 @@ class _LocalFolder:
             with suppress(OSError):  # the last folder in another takes that along
                 (self._path / prefix).parent.rmdir()
 
+    def uploads(self, prefix: str) -> list[Upload]:
+        return []
+
+    def abort(self, upload: Upload) -> None: ...
+
     def at(self, name: str) -> _LocalFolder:
         return _LocalFolder(self._path / name)
 
@@ -318,6 +337,7 @@ class _RemoteFolder:
     def __init__(self, uri: str) -> None:
         self.uri = uri.rstrip("/")
         self._protocol = uri.partition("://")[0]
+        self._is_s3 = self._protocol in ("s3", "s3a")
         self._opened: tuple[int, Any, str] | None = None
 
     def read(self, key: str) -> bytes:
@@ -338,7 +358,7 @@ class _RemoteFolder:
     def write(self, key: str, data: bytes | memoryview) -> None:
         fs, base = self._open()
         self._make_parent(fs, f"{base}/{key}")
-        if self._protocol in ("s3", "s3a") and len(data) >= 2 * PART_BYTES:
+        if self._is_s3 and len(data) >= 2 * PART_BYTES:
             fs.pipe_file(f"{base}/{key}", _InParts(data), chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
         else:
             fs.pipe_file(f"{base}/{key}", bytes(data))
@@ -346,7 +366,7 @@ class _RemoteFolder:
     def create(self, key: str, data: bytes, before_again: Callable[[], None]) -> None:
         fs, base = self._open()
         path = f"{base}/{key}"
-        if self._protocol in ("s3", "s3a"):
+        if self._is_s3:
             create_on_s3(fs, path, data, before_again)
             return
         _check_creates(fs)
@@ -383,6 +403,16 @@ class _RemoteFolder:
             with suppress(FileNotFoundError):
                 fs.rm_file(name)
 
+    def uploads(self, prefix: str) -> list[Upload]:
+        if not self._is_s3:
+            return []
+        fs, base = self._open()
+        return uploads_on_s3(fs, base, prefix)
+
+    def abort(self, upload: Upload) -> None:
+        fs, base = self._open()
+        abort_on_s3(fs, base, upload)
+
     def at(self, name: str) -> _RemoteFolder:
         inner = _RemoteFolder(f"{self.uri}/{name}")
         fs, base = self._open()
@@ -415,7 +445,7 @@ class _RemoteFolder:
         try:
             found = fs.find(inside, detail=True)
         except FileNotFoundError:
-            if self._protocol in ("s3", "s3a"):  # the bucket is missing: that is not an empty folder
+            if self._is_s3:  # the bucket is missing: that is not an empty folder
                 raise
             return {}
         return {

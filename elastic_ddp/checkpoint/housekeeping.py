@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from elastic_ddp.checkpoint.commits import Commit, committed_steps, manifest_key
+from elastic_ddp.checkpoint.commits import Commit, attempt_of, committed_steps, manifest_key
 from elastic_ddp.checkpoint.reading import read_manifest
 from elastic_ddp.checkpoint.retention import Measurement, Retention, kept, measurements, removable
 from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.storage import CLOCK, Storage
+
+_log = logging.getLogger(__name__)
 
 ORPHAN_AGE_S = 24 * 3600.0
 """An attempt that no manifest stands for is nobody's any more when nothing of it was written for so long: an object is
@@ -49,6 +52,7 @@ class Housekeeping:
         going = removable(sizes, staying, read, newest=newest.step, dead_before=newest.step)
         remove(storage, going.manifests, [*going.dead, *clocks(sizes)])
         remove(storage, [], older_than(ORPHAN_AGE_S, storage, going.orphans))
+        abort_uploads(ORPHAN_AGE_S, storage)
 
     def _read_last(
         self, storage: Storage, newest: Commit, steps: Iterable[int], sizes: Mapping[str, int]
@@ -114,6 +118,19 @@ def older_than(age_s: float, storage: Storage, prefixes: Collection[str]) -> lis
 def clocks(keys: Iterable[str]) -> list[str]:
     """Folders that `Storage.now` left, as its process was killed. No other saver asks for the time now, or need not."""
     return sorted({key.partition("/")[0] for key in keys if key.startswith(CLOCK)})
+
+
+def abort_uploads(age_s: float, storage: Storage) -> None:
+    """Has what was sent removed of objects of attempts whose writers died so long ago. A storage may not let this user
+    do that, and nothing depends on it."""
+    try:
+        uploads = [each for each in storage.uploads() if attempt_of(each.key) is not None]
+        now = storage.now() if uploads else 0.0
+        for each in uploads:
+            if now - each.begun > age_s:
+                storage.abort(each)
+    except StorageError as error:
+        _log.debug("uploads that nobody finished are left: %s", error)
 
 
 def remove(storage: Storage, manifests: Iterable[str], prefixes: Iterable[str]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from elastic_ddp.errors import StorageError
 from elastic_ddp.failures import is_lasting
+from elastic_ddp.s3 import Upload
 from elastic_ddp.storage import Storage
 
 PATIENCE_S = 60.0
@@ -59,6 +59,12 @@ class Wrapped(Storage):
 
     def delete_tree(self, prefix: str) -> None:
         self._do(lambda: self._storage.delete_tree(prefix))
+
+    def uploads(self, prefix: str = "") -> Sequence[Upload]:
+        return self._do(lambda: self._storage.uploads(prefix))
+
+    def abort(self, upload: Upload) -> None:
+        self._do(lambda: self._storage.abort(upload))
 
 
 class PatientStorage(Wrapped):

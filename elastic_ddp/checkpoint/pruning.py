@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ddp.checkpoint.commits import attempt_of, attempt_prefix, committed_steps, set_aside, step_of_attempt
-from elastic_ddp.checkpoint.housekeeping import clocks, complete_commit, older_than, remove
+from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S, abort_uploads, clocks, complete_commit, older_than, remove
 from elastic_ddp.checkpoint.retention import Retention, kept, measurements, removable
 from elastic_ddp.storage import Storage
 
@@ -72,8 +72,9 @@ def removals(
     return found
 
 
-def prune(storage: Storage, chosen: list[Removal]) -> None:
-    """Removes what `removals` found, while nobody else writes there: no manifest ever lists what is gone.
+def prune(storage: Storage, chosen: list[Removal], *, orphan_age_s: float = ORPHAN_AGE_S) -> None:
+    """Removes what `removals` found, while nobody else writes there: no manifest ever lists what is gone. What no
+    listing shows of attempts, as their objects were never finished, goes if it was begun so long ago.
 
     Raises:
         StorageError: the storage failed; calling both again removes the rest.
@@ -81,3 +82,4 @@ def prune(storage: Storage, chosen: list[Removal]) -> None:
     manifests = [each.manifest for each in chosen if each.manifest is not None]
     folders = [folder for each in chosen for folder in each.folders]
     remove(storage, manifests, [*folders, *clocks(storage.list())])
+    abort_uploads(orphan_age_s, storage)

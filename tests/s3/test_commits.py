@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import boto3
 import pytest
 import torch
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint import CheckpointStore, Commit, housekeeping
+from elastic_ddp.checkpoint.pruning import prune
 from elastic_ddp.storage import Storage
 from tests.s3.ceph import USER
 from tests.s3.conftest import Bucket
@@ -74,11 +76,49 @@ def test_a_server_that_knows_conditions_can_be_written_to(bucket: Bucket) -> Non
     assert bucket.storage().list() == []
 
 
-def unfinished_uploads(bucket: Bucket) -> int:
-    client = boto3.client(
+def client_of(bucket: Bucket) -> Any:
+    return boto3.client(
         "s3", endpoint_url=bucket.endpoint, aws_access_key_id=USER.access, aws_secret_access_key=USER.secret
     )
-    return len(client.list_multipart_uploads(Bucket=bucket.uri.removeprefix("s3://")).get("Uploads", []))
+
+
+def unfinished_uploads(bucket: Bucket) -> list[str]:
+    answer = client_of(bucket).list_multipart_uploads(Bucket=bucket.uri.removeprefix("s3://"))
+    return sorted(each["Key"] for each in answer.get("Uploads", []))
+
+
+def begin_uploads(bucket: Bucket, *keys: str) -> None:
+    """And leave it at that, as a process that is killed."""
+    for key in keys:
+        client_of(bucket).create_multipart_upload(Bucket=bucket.uri.removeprefix("s3://"), Key=key)
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["saver", "prune"])
+def test_uploads_of_killed_savers_are_aborted_when_they_are_old(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, by_hand: bool
+) -> None:
+    of_attempt, of_others = f"runs/step=9/attempt={'a' * 32}/0-0.bin", "runs/step=9/notes.bin"
+    begin_uploads(bucket, of_attempt, of_others, f"another/{of_attempt}")
+
+    def tidy(age_s: float) -> list[str]:
+        monkeypatch.setattr(housekeeping, "ORPHAN_AGE_S", age_s)
+        if by_hand:
+            prune(bucket.storage(), [], orphan_age_s=age_s)
+        else:
+            step = len(bucket.storage().list("commits")) + 1
+            assert isinstance(save_on_ranks([bucket.storage()], step), Commit)
+        return unfinished_uploads(bucket)
+
+    assert tidy(100 * 365 * 24 * 3600.0) == sorted([of_attempt, of_others, f"another/{of_attempt}"])
+    assert tidy(-60.0) == sorted([of_others, f"another/{of_attempt}"])
+
+
+def test_a_server_that_does_not_show_uploads_is_no_trouble(
+    bucket: Bucket, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.plan = lambda request: Refusal(403, "AccessDenied") if "uploads" in request.target else None
+    assert isinstance(save_on_ranks([bucket.storage(endpoint=proxy.endpoint)], 1), Commit)
+    assert proxy.met and not caplog.records
 
 
 def test_an_upload_in_parts_that_failed_is_taken_back(
@@ -88,4 +128,4 @@ def test_an_upload_in_parts_that_failed_is_taken_back(
     proxy.plan = lambda request: Refusal(403, "ExpiredToken") if "partNumber=2" in request.target else None
     outcome = save_on_ranks([bucket.storage(endpoint=proxy.endpoint)], 1, state=large_state(1, 3))
     assert isinstance(outcome, Exception) and "ExpiredToken" in str(outcome)
-    assert bucket.storage().list() == [] and unfinished_uploads(bucket) == 0
+    assert bucket.storage().list() == [] and unfinished_uploads(bucket) == []

@@ -319,9 +319,9 @@ def test_no_driver_begins_while_something_is_removed(
     seen: list[Driver | None] = []
     plain = pruning.prune
 
-    def slowly(storage: Storage, chosen: list[pruning.Removal]) -> None:
+    def slowly(*arguments: Any, **options: Any) -> None:
         seen.append(holder(Storage(tmp_path / "lm")))
-        plain(storage, chosen)
+        plain(*arguments, **options)
 
     monkeypatch.setattr(pruning, "prune", slowly)
     assert prune(tmp_path, "--keep", "1")
