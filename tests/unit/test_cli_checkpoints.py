@@ -125,7 +125,8 @@ def test_a_commit_that_goes_while_it_is_looked_for_is_none(
     plain: Any = Commit.check_present
 
     def check_present(self: Commit, sizes: Any) -> None:
-        pruning.prune(storage, going)
+        if self.step == 10:  # its manifest was read
+            pruning.prune(storage, going)
         plain(self, storage.sizes(self.prefix))
 
     monkeypatch.setattr(Commit, "check_present", check_present)
