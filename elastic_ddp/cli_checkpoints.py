@@ -173,7 +173,8 @@ def _write_safetensors(weights: dict[str, Any], file: Path) -> list[str]:
 def _write_for_torch(weights: dict[str, Any], file: Path) -> list[str]:
     import torch
 
-    torch.save(weights, file)
+    with file.open("wb") as out:  # by its name alone, torch would not say what failed
+        torch.save(weights, out)
     return []
 
 
@@ -186,8 +187,8 @@ def _whole_or_not_at_all(file: Path) -> Iterator[Path]:
     try:
         yield beside
         os.replace(beside, file)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have no OSError for a full disk
-        what = described(error).splitlines()[0]  # torch's go on with a trace of C++
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, as torch and safetensors say it
+        what = described(error.__context__ if isinstance(error.__context__, OSError) else error).splitlines()[0]
         raise StorageError(
             f"cannot write {file}: {what}; what was there before is as it was. Is there room in "
             f"{file.absolute().parent}, and may you write there?"

@@ -183,6 +183,7 @@ def test_an_export_that_finds_no_room_leaves_what_was_there(tmp_path: Path) -> N
             invoke("export", str(tmp_path / "lm"), f"{folder}/weights.{suffix}")
         message = str(caught.value)
         assert f"cannot write {folder}/weights.{suffix}" in message and f"Is there room in {folder}" in message
+        assert "File too large" in message
     assert {file.name: file.read_text() for file in folder.iterdir()} == {
         "weights.safetensors": "good",
         "weights.pt": "good",
