@@ -51,8 +51,9 @@ class Feeds:
         return self._prepared.peek() if self._prepared is not None else None
 
     def settle(self, micro_batches: tuple[int, ...], step: int | None) -> None:
-        """To be called before a process group forms: it knows its connections by those that are opened meanwhile, and a
-        feed that has not its first rows yet may open some. So does one whose rows are not what is needed."""
+        """To be called before a process group forms: where addresses are translated it takes connections that are
+        opened meanwhile for its own, and a feed that has not its first rows yet may open some. So does one whose rows
+        are not what is needed."""
         if self._prepared is None:
             return
         if step is not None and _fits(self._prepared, micro_batches, step) and self._prepared.is_ready:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import gc
+import json
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.errors import PeerLostError
-from elastic_ddp.parallel.sockets import Socket, connections, shut_down
+from elastic_ddp.parallel.sockets import Socket, shut_down, tcp_sockets
 from elastic_ddp.parallel.store import StoreConnection
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -136,7 +137,7 @@ class ProcessGroup:
     ) -> ProcessGroup:
         everyones = store.at(assignment.store_host, assignment.store_port)
         everyones.set_timeout(datetime.timedelta(seconds=timeout_s))
-        before = connections()
+        before = tcp_sockets().keys()
         group = cls(assignment, device, store, store.sockets)
         on_forming(group)
         own = dist.PrefixStore(f"generation{assignment.generation}", everyones)
@@ -157,7 +158,8 @@ class ProcessGroup:
             timeout=datetime.timedelta(seconds=forming_s),
         )
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
-        group._sockets = connections() - before
+        everyones.set_timeout(datetime.timedelta(seconds=forming_s))  # a peer that fails here may not be missed yet
+        group._sockets = group._find_sockets(own, before)
         if device.type == "cuda":
             assert dist.group.WORLD is not None
             group._nccl = dist.group.WORLD._get_backend(device)
@@ -165,6 +167,24 @@ class ProcessGroup:
             raise PeerLostError("a peer was lost while the group was formed")
         dist.barrier()
         return group
+
+    def _find_sockets(self, own: dist.Store, before: Collection[Socket]) -> frozenset[Socket]:
+        """The group's connections, among those that some thread of this process has opened since it began to form. The
+        others are not its to cut: a save's to the storage, for example. Every rank calls it.
+
+        Gloo tells nobody which they are. Each rank has begun to listen meanwhile, and one end of all of them is where
+        some rank does. Not listeners themselves: gloo ends the process when its own is shut.
+        """
+        if self.world_size == 1:
+            return frozenset()
+        new = {each: ends for each, ends in tcp_sockets().items() if each not in before}
+        own.set(f"listens{self.rank}", json.dumps([ends.here for ends in new.values() if ends.there is None]))
+        everyones = own.multi_get([f"listens{rank}" for rank in range(self.world_size)])
+        addresses = {tuple(address) for each in everyones for address in json.loads(each)}
+        opened = {each: ends for each, ends in new.items() if ends.there is not None}
+        found = frozenset(each for each, ends in opened.items() if addresses & set(ends))
+        # Fewer than peers: something on the way translates addresses, and who waits for a peer has to be freed.
+        return found if len(found) >= self.world_size - 1 else frozenset(opened)
 
     def close(self, *, intact: bool) -> None:
         """Leaves the group. Callers drop what holds on to it (DDP, tracebacks) first.

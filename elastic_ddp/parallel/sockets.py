@@ -23,13 +23,20 @@ class Socket(NamedTuple):
     inode: int
 
 
-def connections(port: int | None = None) -> frozenset[Socket]:
-    """This process's connected sockets. Not listeners: gloo ends the process when its own is shut.
+Address = tuple[str, int]
+"""A host's address and a port."""
 
-    Args:
-        port: the peer's, if those of one are asked for.
-    """
-    found = set()
+
+class Ends(NamedTuple):
+    """Where a socket is bound, and to whom it is connected; a listener to nobody."""
+
+    here: Address
+    there: Address | None
+
+
+def tcp_sockets() -> dict[Socket, Ends]:
+    """This process's sockets that listen or are connected."""
+    found = {}
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             status = os.fstat(descriptor)
@@ -37,12 +44,17 @@ def connections(port: int | None = None) -> frozenset[Socket]:
                 each = Socket(descriptor, status.st_ino)
                 with _opened(each) as connection:
                     if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        peer = connection.getpeername()
-                        if port in (None, peer[1]):
-                            found.add(each)
+                        is_listener = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                        there = None if is_listener else connection.getpeername()[:2]
+                        found[each] = Ends(connection.getsockname()[:2], there)
         except OSError:
             continue
-    return frozenset(found)
+    return found
+
+
+def connections(port: int) -> frozenset[Socket]:
+    """This process's sockets that are connected to a port."""
+    return frozenset(each for each, ends in tcp_sockets().items() if ends.there is not None and ends.there[1] == port)
 
 
 def shut_down(sockets: Iterable[Socket]) -> None:

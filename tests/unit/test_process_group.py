@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -83,6 +85,77 @@ def lose_a_peer_that_has_published_its_address(group: ProcessGroup, victim: int)
 def test_a_rank_that_dies_before_it_has_connected_does_not_hold_the_others_up(victim: int) -> None:
     seconds = run_ranks(2, lose_a_peer_that_has_published_its_address, victim)
     assert max(seconds) < 60
+
+
+def cut_a_group_beside_which_others_were_busy(group: ProcessGroup) -> float:
+    """Another thread opens connections while a group forms. Seconds until a collective knows that it was cut."""
+    group.meet()
+    group.close(intact=True)
+    listener = socket.create_server(("127.0.0.1", 0))
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+
+    def connect() -> None:
+        pairs.append((socket.create_connection(listener.getsockname()), listener.accept()[0]))
+
+    def in_another_thread(*_: Any, **__: Any) -> None:
+        thread = threading.Thread(target=connect)
+        thread.start()
+        thread.join()
+
+    def init_process_group(*arguments: Any, **options: Any) -> None:
+        in_another_thread()
+        init(*arguments, **options)
+        in_another_thread()
+
+    init = dist.init_process_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group.dist, "init_process_group", init_process_group)
+        group = ProcessGroup.form(replace(group.assignment, generation=2), store=group.store, device=CPU, timeout_s=60)
+    begun = time.monotonic()
+    if group.rank == 0:
+        group.cut()
+    with pytest.raises(RuntimeError) as caught:
+        dist.barrier()
+    seconds = time.monotonic() - begun
+    assert is_lost_peer(caught.value)
+    group.close(intact=False)
+    assert len(pairs) == 2
+    for one, other in pairs:
+        one.sendall(b"sent")
+        other.sendall(other.recv(4))
+        assert one.recv(4) == b"sent"
+    return seconds
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_other_threads_connect_to_while_a_group_forms_is_not_cut_with_it(world_size: int) -> None:
+    assert max(run_ranks(world_size, cut_a_group_beside_which_others_were_busy)) < 30
+
+
+def lose_a_peer_that_has_connected(group: ProcessGroup, victim: int) -> float:
+    """Before it has said where it listens. Seconds until the other knows, which is told to cut. They meet again."""
+    group.meet()
+    group.close(intact=True)
+    forming: list[ProcessGroup] = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as caught:
+        if group.rank == victim:
+            patch.setattr(ProcessGroup, "_find_sockets", lambda *_: int("the power went out"))
+        else:
+            threading.Timer(1.0, lambda: forming[0].cut()).start()
+        assignment = replace(group.assignment, generation=2)
+        begun = time.monotonic()
+        ProcessGroup.form(assignment, store=group.store, device=CPU, timeout_s=60, on_forming=forming.append)
+    forming[0].close(intact=False)
+    seconds = time.monotonic() - begun
+    assert group.rank == victim or is_lost_peer(caught.value), caught.value
+    group = ProcessGroup.form(replace(group.assignment, generation=3), store=group.store, device=CPU, timeout_s=60)
+    group.all_gather_bytes(b"")
+    return seconds
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_once_it_has_connected_does_not_hold_the_others_up(victim: int) -> None:
+    assert max(run_ranks(2, lose_a_peer_that_has_connected, victim)) < 30
 
 
 def test_a_collective_after_the_group_was_aborted_is_a_lost_peer_and_a_users_words_are_not() -> None:
