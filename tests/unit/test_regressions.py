@@ -18,6 +18,7 @@ from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic.messages import Ended
 from elastic_ddp.elastic.rendezvous import Rendezvous
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.generation import Generation
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.prepared import PreparedModel
@@ -51,17 +52,25 @@ def test_a_model_that_is_called_past_the_prepared_one_is_refused(new_run: NewRun
                     step.optimize()
 
 
-def test_the_last_step_is_committed_when_the_connection_breaks_right_after_it(new_run: NewRun, tmp_path: Any) -> None:
-    r = new_run()
+def test_the_last_step_is_committed_when_the_connection_breaks_right_after_it(
+    new_run: NewRun, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r, gather = new_run(), Generation.gather_metrics
+
+    def lose_the_last(generation: Generation, step: Step, rows: Any) -> Any:
+        if step.index == 5:
+            raise dist.DistNetworkError(LOST_PEER)
+        return gather(generation, step, rows)
+
+    monkeypatch.setattr(Generation, "gather_metrics", lose_the_last)
     model = prepared(r)
     for step in r.steps():
         with step:
             for batch in step.micro_batches():
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
-            if step.index == 5:
-                raise dist.DistNetworkError(LOST_PEER)  # as from run.evaluate here
     assert r.finish()["steps"] == 6
+    assert link_of(r).joins == [(None, True), (6, True)]
     assert link_of(r).steps_of("commit") == [6]
     assert CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest() is not None
 
