@@ -14,7 +14,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.prepared import PreparedModel
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.parallel.reduction import CanonicalReduction
-from elastic_ddp.parallel.strategy import Strategy
+from elastic_ddp.parallel.strategy import Strategy, unused
 
 
 def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
@@ -106,13 +106,8 @@ class DDPStrategy(Strategy):
         It would say so itself, but in the step after."""
         if self._options.find_unused_parameters or self._options.static_graph:
             return
-        unused = [name for name, state in before.items() if _state_of(self._trained[name].grad) == state]
-        if unused:
-            raise ConfigError(
-                f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}"
-                f"{', …' if len(unused) > 5 else ''}; set ddp.find_unused_parameters = true, or freeze them with "
-                "requires_grad_(False)"
-            )
+        if left := [name for name, state in before.items() if _state_of(self._trained[name].grad) == state]:
+            raise unused(left, "set ddp.find_unused_parameters = true")
 
     def settle(self) -> None:
         """There is nothing."""

@@ -23,13 +23,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from elastic_ddp.config import RunConfig
 from elastic_ddp.parallel.prepared import PreparedModel
 from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.parallel.strategy import Layout, Strategy
+from elastic_ddp.parallel.sharding import Place, check_parts, places_of
+from elastic_ddp.parallel.strategy import Layout, Strategy, unused
 from elastic_ddp.state import whole
 
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_AS_A_WHOLE = replace(BF16, output_dtype=torch.float32)
 """Of the model: its loss is computed in full precision."""
+
+_TAKE_PART = (
+    "with FSDP every rank reduces the gradients of the same parameters, so each has to take part in every micro-batch: "
+    "add 0 * parameter.sum() of those that a branch leaves out to what the model returns"
+)
 
 
 class FSDPStrategy(Strategy):
@@ -40,6 +46,8 @@ class FSDPStrategy(Strategy):
 
     def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
         super().__init__(model, config, group)
+        self._gathered: dict[str, torch.nn.Parameter] = {}
+        """What is trained, as it is while it is gathered: what a graph has in it, and gradients add up in."""
         self._options = config.fsdp
         self._is_bf16 = config.precision == "bf16"
 
@@ -54,15 +62,27 @@ class FSDPStrategy(Strategy):
         norms = [each for each in parts if isinstance(each, _BatchNorm)] if self._is_bf16 else []
         units = [each for each in parts if self._model.is_unit(each) and each not in norms]
         policies = [*((each, FP32) for each in norms), *((each, inside) for each in reversed(units)), (module, outside)]
+        places = places_of(module, {each for each, _ in policies})
+        check_parts(places)
         for each, policy in policies:  # the innermost first: each takes what no other has
             # What is in no unit stays gathered, as torch has it by default: the backward begins with it.
             reshard = self._options.reshard_after_forward and each is not module
             fully_shard(each, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            each.register_forward_pre_hook(self._gatherer(each, places))
         self._trained = self._find_trained()
         # The parameters are others now, and the user built the optimizers from those before.
         sharded = dict(module.named_parameters())
         for optimizer in optimizers:
             _use_instead(optimizer, lambda each: sharded[names[id(each)]])
+
+    def _gatherer(self, part: torch.nn.Module, places: Sequence[Place]) -> Callable[[torch.nn.Module, Any], None]:
+        """Sees a part's parameters before its forward, after torch has gathered them."""
+        trained = [each for each in places if each.part is part and each.name in self._trained]
+
+        def see(part: torch.nn.Module, given: Any) -> None:
+            self._gathered |= {each.name: each.parameter for each in trained}
+
+        return see
 
     def layout(self, optimizers: Sequence[torch.optim.Optimizer]) -> Layout | None:
         like = {f"model.{name}": each for name, each in self._model.module.state_dict(keep_vars=True).items()}
@@ -88,26 +108,69 @@ class FSDPStrategy(Strategy):
         self._model.use_replica(None)
 
     def backward(self, loss: torch.Tensor, micro_batch: int) -> None:
+        is_last = micro_batch == self.to_compute[-1]
+        if not (weight := self.weight(micro_batch)):
+            self._backward_for_nothing(loss, is_last=is_last)
+            return
         # FSDP divides by the world size.
-        factor = self.weight(micro_batch) * self._group.world_size / self.divisor
-        self._backward(loss * factor, is_last=micro_batch == self.to_compute[-1])
+        self._backward(loss * (weight * self._group.world_size / self.divisor), is_last=is_last)
 
     def idle_backward(self, loss: torch.Tensor) -> None:
-        self._backward(loss * 0.0, is_last=False)
+        self._backward_for_nothing(loss, is_last=False)
+
+    def _backward_for_nothing(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Zeros for all, whatever the model makes of padding: 0 times infinity would be NaN on every rank."""
+        hooks = [each.register_hook(torch.zeros_like) for each in self._gathered.values()]
+        try:
+            self._backward(loss, is_last=is_last)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        self._check_used(loss)
         root = self._model.module
         assert isinstance(root, FSDPModule)
         root.set_requires_gradient_sync(is_last)
         root.set_is_last_backward(is_last)
         root.set_reshard_after_backward(is_last)
         loss.backward()
+        if is_last and (left := [name for name, each in self._trained.items() if each.grad is None]):
+            raise unused(left, _TAKE_PART)  # what `_check_used` could not see
+
+    def _check_used(self, loss: torch.Tensor) -> None:
+        """Refuses a loss that leaves out some of what is trained, before ranks reduce gradients of others than their
+        peers do: torch would add them up as if they were the same ones. In every pass, so that it does not depend on
+        the number of ranks what is refused."""
+        reached = _leaves(loss)
+        if reached is not None and (
+            left := [each for each in self._trained if self._gathered.get(each) not in reached]
+        ):
+            raise unused(left, _TAKE_PART)
 
     def clip_grad_norm(self, most: float) -> torch.Tensor:
         return whole(super().clip_grad_norm(most))
 
     def close(self) -> None:
         """The shards stay, and nothing can be made of them any more."""
+
+
+def _leaves(loss: torch.Tensor) -> set[torch.Tensor | None] | None:
+    """What the backward of a loss adds gradients to; None if there is no telling."""
+    leaves: set[torch.Tensor | None] = set()
+    ahead = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            return None  # re-entrant: it makes a graph of its own in the backward
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(leaf)
+        for each, _ in node.next_functions:
+            if each is not None and each not in seen:
+                seen.add(each)
+                ahead.append(each)
+    return leaves
 
 
 def _use_instead(

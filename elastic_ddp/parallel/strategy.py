@@ -21,6 +21,14 @@ Layout = Callable[[str], torch.Tensor | None]
 """From a tensor's name in a commit to one that is spread over the ranks in the same way; None if it is whole."""
 
 
+def unused(names: Sequence[str], advice: str) -> ConfigError:
+    """What a loss is refused with that does not depend on parameters which are trained."""
+    return ConfigError(
+        f"the loss does not depend on {len(names)} parameters: {', '.join(names[:5])}"
+        f"{', …' if len(names) > 5 else ''}; {advice}, or freeze them with requires_grad_(False)"
+    )
+
+
 class Strategy(ABC):
     """Gradients of a generation: which micro-batches are this rank's, and how their sum reaches every rank.
 
