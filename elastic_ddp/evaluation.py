@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -14,7 +15,7 @@ from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.job import has_commits
 from elastic_ddp.seeding import as_before, seed_all
-from elastic_ddp.step import padded
+from elastic_ddp.step import for_nothing
 
 if TYPE_CHECKING:
     from elastic_ddp.data.source import Transform
@@ -61,15 +62,17 @@ def evaluate(
     try:
         with torch.no_grad(), as_before(device):
             for step in range(shape.steps_per_epoch):
-                forwards = 0
+                rows = shape.rows(step)
+                own = int(np.count_nonzero(rows[list(generation.strategy.micro_batches)]))
+                idle = generation.strategy.least_forwards(rows) - own
                 for batch in feed.step(step):
                     generation.activity.enter("evaluation")
+                    for _ in range(idle):
+                        loss_fn(model, for_nothing(batch, config.micro_batch_size))
+                    idle = 0
                     if batch.num_rows:
                         seed_all(config.seed, "evaluate", step, batch.index)
                         sums[step, batch.index] = float(loss_fn(model, batch.rows)) * batch.num_rows
-                        forwards += 1
-                for _ in range(forwards, generation.strategy.least_forwards(shape.rows(step))):
-                    loss_fn(model, batch.rows if batch.num_rows else padded(batch.rows, config.micro_batch_size))
     finally:
         generation.strategy.settle()
         generation.also_reading = None

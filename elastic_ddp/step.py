@@ -105,8 +105,8 @@ class Step:
         generators (torch's, NumPy's, Python's) are seeded for each, so dropout is the same at every world size. They
         are seeded as well when a step begins, after its last micro-batch, and before the optimizer.
 
-        With FSDP a rank that has fewer of them than others gets its first one more often: those others need its
-        forward and backward, and only the last counts.
+        With FSDP a rank that has fewer of them than others gets copies of its first one before it: those others need
+        its forward and backward, and these count for nothing.
         """
         if not self._entered:
             raise ConfigError(f"step {self.index} was used outside its block; write `with step:` around it")
@@ -143,7 +143,7 @@ class Step:
         self._activity.enter("forward")
         strategy.prepare_forward(batch.index)
         seed_all(self.generation.seed, self.index, batch.index)
-        yield batch.rows if batch.num_rows else padded(batch.rows, strategy.micro_batch_size)
+        yield for_nothing(batch, strategy.micro_batch_size) if is_idle or not batch.num_rows else batch.rows
         self._check_unharmed()
         if self._records[batch.index].loss is _NOT_YET:
             raise ConfigError(
@@ -273,9 +273,12 @@ class Step:
         return {name: {str(m): float(value) for m, value in places.items()} for name, places in self._logged.items()}
 
 
-def padded(rows: dict[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
-    """Padding in the size of a full micro-batch: a layer like BatchNorm refuses a single row."""
-    return {name: column[:1].expand(size, *column.shape[1:]).clone() for name, column in rows.items()}
+def for_nothing(batch: MicroBatch, size: int) -> dict[str, torch.Tensor]:
+    """Rows for a pass that counts for nothing: copies, as the user's loop may change what it gets. A micro-batch
+    without any has padding in the size of a full one: a layer like BatchNorm refuses a single row."""
+    if batch.num_rows:
+        return {name: column.clone() for name, column in batch.rows.items()}
+    return {name: column[:1].expand(size, *column.shape[1:]).clone() for name, column in batch.rows.items()}
 
 
 _NOT_YET = torch.tensor(float("nan"))
