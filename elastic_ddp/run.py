@@ -62,7 +62,8 @@ class Run:
         A model is moved to the device and comes back wrapped (`PreparedModel`): replicated by DDP or sharded by FSDP,
         with bf16 where the configuration says so. Optimizers and schedulers come back as they are, and are stepped,
         saved and restored by the run. State of an interrupted run is restored when `steps()` starts, which is also when
-        a model is sharded; the optimizer then has the sharded parameters in the place of those it was built from.
+        a model is sharded, or refused by the name of a parameter that cannot be; the optimizer then has the sharded
+        parameters in the place of those it was built from.
 
         Args:
             thing: what to prepare.
@@ -136,7 +137,12 @@ class Run:
 
     def register(self, name: str, thing: Stateful) -> None:
         """Adds user state to every commit: anything with `state_dict()` of plain values and tensors, and
-        `load_state_dict()`. It has to be updated in the same way on every rank."""
+        `load_state_dict()`. It has to be updated in the same way on every rank.
+
+        With FSDP parameters are `DTensor`s, and so is what is computed from them, such as a moving average. Its
+        `state_dict()` has to return whole tensors, as `tensor.full_tensor()`, which every rank calls when a commit is
+        due; `load_state_dict()` gets whole ones.
+        """
         if self._participation.holds_state or self._rehearsal is not None:
             raise ConfigError(f"run.register got {name} inside run.steps(); register everything before the loop")
         if not isinstance(thing, Stateful):

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.parallel.control import EMPTY_CHAIN, chain
 from elastic_ddp.parallel.prepared import PreparedModel
-from elastic_ddp.state import weights_sha256, whole
+from elastic_ddp.state import flatten, weights_sha256, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,14 +110,25 @@ class TrainState:
         self.schedulers.append(scheduler)
 
     def state_dict(self) -> dict[str, Any]:
+        """Raises a ConfigError where registered state is in shards: nobody knows like what to lay it out again."""
         model = self.module.state_dict()
+        user = {name: thing.state_dict() for name, thing in self.registered.items()}
+        if self.is_spread and (
+            shards := [k for k, each in flatten({"user": user})[1].items() if isinstance(each, DTensor)]
+        ):
+            raise ConfigError(
+                f"state given to run.register holds shards of tensors: {', '.join(shards[:5])}"
+                f"{', …' if len(shards) > 5 else ''}; have its state_dict() return each whole, as "
+                "tensor.full_tensor(). Its load_state_dict() may shard it again, like the parameter it belongs to: "
+                "torch.distributed.tensor.distribute_tensor(value, parameter.device_mesh, parameter.placements)"
+            )
         return {
             "model": model,
             # Those that are not persistent: state of a run all the same, as a step starts from them.
             "buffers": {name: buffer for name, buffer in self.module.named_buffers() if name not in model},
             "optimizer": {str(k): optimizer.state_dict() for k, optimizer in enumerate(self.optimizers)},
             "scheduler": {str(k): scheduler.state_dict() for k, scheduler in enumerate(self.schedulers)},
-            "user": {name: thing.state_dict() for name, thing in self.registered.items()},
+            "user": user,
             "position": asdict(self.position),
         }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,16 +13,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.checkpoint.commits import attempt_prefix
 from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.checkpoint.writing import Part, StateWriter
+from elastic_ddp.config import RunConfig
+from elastic_ddp.errors import ConfigError
 from elastic_ddp.generation import strategy_of
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import restore
+from elastic_ddp.state import flatten, whole
 from elastic_ddp.storage import Storage
+from elastic_ddp.train_state import Position, TrainState
 from tests.ranks import run_ranks
 from tests.unit.test_fsdp import OPTIMIZERS, prepared, trained, whole_state
 
@@ -27,6 +34,8 @@ STRATEGIES = ("ddp", "fsdp")
 WORLD_SIZES = (1, 2, 3, 4)
 ROWS = np.array([3, 3, 3, 3])
 Tensors = dict[str, np.ndarray]
+Everything = tuple[str, Tensors]
+"""Of a state: its skeleton, and the bytes of its tensors."""
 
 
 def save(group: ProcessGroup, folder: Path, state: dict[str, Any]) -> None:
@@ -42,29 +51,77 @@ def save(group: ProcessGroup, folder: Path, state: dict[str, Any]) -> None:
     group.meet()
 
 
-def _save_all(group: ProcessGroup, folder: Path) -> dict[tuple[str, str], Tensors]:
+class Kept:
+    """What a user may keep beside the model."""
+
+    def __init__(self, kept: dict[str, Any] | None = None) -> None:
+        self.kept = kept or {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state
+
+
+def _tensors_of_all_kinds() -> dict[str, torch.Tensor]:
+    """Each of which FSDP takes as a buffer, and a user may keep."""
+    dtypes = (torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+    kinds = {f"of_{dtype}".replace(".", "_"): torch.randn(3, 2).mul(9).to(dtype) for dtype in dtypes}
+    return {**kinds, "number": torch.randn(()), "turned": torch.randn(4, 3).t(), "nothing": torch.empty(0, 3)}
+
+
+def _prepared(strategy: str, optimizer: str) -> tuple[RunConfig, TrainState]:
+    config, state = prepared(strategy, optimizer)
+    for name, each in _tensors_of_all_kinds().items():
+        state.module.register_buffer(name, each)
+        state.module.register_buffer(f"passing_{name}", each.clone(), persistent=False)
+    return config, state
+
+
+def _everything(state: TrainState) -> Everything:
+    skeleton, tensors = flatten(_in_full(state.state_dict()))
+    return json.dumps(skeleton), {name: each.view(-1).view(torch.uint8).numpy() for name, each in tensors.items()}
+
+
+def _in_full(tree: Any) -> Any:
+    """With every tensor whole, and by itself: also those that are tied."""
+    if isinstance(tree, list):
+        return [_in_full(each) for each in tree]
+    if isinstance(tree, dict):
+        whole_ones = copy.copy(tree)  # also what belongs to a state_dict as such
+        for name, each in tree.items():
+            whole_ones[name] = _in_full(each)
+        return whole_ones
+    return whole(tree).clone() if isinstance(tree, torch.Tensor) else tree
+
+
+def _save_all(group: ProcessGroup, folder: Path) -> dict[tuple[str, str], Everything]:
     """Trains and saves, with every strategy and optimizer. What was saved."""
     saved = {}
     for strategy in STRATEGIES:
         for optimizer in OPTIMIZERS:
-            config, state = prepared(strategy, optimizer)
+            config, state = _prepared(strategy, optimizer)
             trained(group, config, state, ROWS, range(2))
+            state.registered["kept"] = Kept({**_tensors_of_all_kinds(), "plain": [1, math.nan, b"x"], "best": 0.5})
+            state.position = Position(2, 24, "a" * 64)
             save(group, folder / f"{strategy}-{optimizer}", state.state_dict())
-            saved[strategy, optimizer] = {name: each.numpy() for name, each in whole_state(state).items()}
+            saved[strategy, optimizer] = _everything(state)
     return saved
 
 
-def _restore_all(group: ProcessGroup, folders: list[Path]) -> dict[tuple[Path, str, str], Tensors]:
+def _restore_all(group: ProcessGroup, folders: list[Path]) -> dict[tuple[Path, str, str], Everything]:
     """By folder, and by the strategy that it was saved with and is restored into; the optimizer is that of its name."""
     found = {}
     for folder in folders:
         for strategy in STRATEGIES:
             _, _, optimizer = folder.name.partition("-")
-            config, state = prepared(strategy, optimizer)
+            config, state = _prepared(strategy, optimizer)
+            state.registered["kept"] = Kept()
             assert state.model is not None
             with torch.no_grad():
-                for each in state.module.parameters():
-                    each.fill_(-1.0)  # whatever a rank has built
+                for each in [*state.module.parameters(), *state.module.buffers()]:
+                    each.fill_(-1)  # whatever a rank has built
             spread = strategy_of(config)(state.model, config, group)
 
             def layout() -> Any:
@@ -77,7 +134,7 @@ def _restore_all(group: ProcessGroup, folders: list[Path]) -> dict[tuple[Path, s
             in_shards = [each for each in _tensors(restored[1]) if isinstance(each, DTensor)]
             assert bool(in_shards) == (strategy == "fsdp")
             state.load_state_dict(restored[1])
-            found[folder, strategy, optimizer] = {name: each.numpy() for name, each in whole_state(state).items()}
+            found[folder, strategy, optimizer] = _everything(state)
     return found
 
 
@@ -88,7 +145,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Tensors]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Everything]:
     """Folders with a commit each, and what is in it."""
     found = {}
     for world_size in WORLD_SIZES:
@@ -100,17 +157,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Tensors]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_commit_is_restored_at_every_world_size_and_with_either_strategy(
-    saved: dict[Path, Tensors], world_size: int
+    saved: dict[Path, Everything], world_size: int
 ) -> None:
     for found in run_ranks(world_size, _restore_all, list(saved)):
         assert len(found) == len(saved) * len(STRATEGIES)
-        for (folder, strategy, _), tensors in found.items():
-            expected = saved[folder]
+        for (folder, strategy, _), (skeleton, tensors) in found.items():
+            expected_skeleton, expected = saved[folder]
+            what = f"{folder.parent.name}/{folder.name} with {strategy}"
+            assert skeleton == expected_skeleton, what  # also dtypes and shapes
             assert tensors.keys() == expected.keys()
             for name in expected:
-                what = f"{name} of {folder.parent.name}/{folder.name} with {strategy}"
-                assert tensors[name].dtype == expected[name].dtype, what
-                assert tensors[name].tobytes() == expected[name].tobytes(), what
+                assert tensors[name].tobytes() == expected[name].tobytes(), f"{name} of {what}"
 
 
 def test_each_rank_writes_its_shards_and_a_share_of_what_all_hold(tmp_path: Path) -> None:
@@ -191,3 +248,65 @@ def _restore_large(group: ProcessGroup, folder: Path) -> tuple[int, int, Tensors
     assert restored is not None
     state.load_state_dict(restored[1])
     return got, read, {name: each.numpy() for name, each in whole_state(state).items()}
+
+
+class Average:
+    """Of the weights, in shards like theirs."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.mean: dict[str, torch.Tensor] = {}
+        self.is_whole = True
+
+    def update(self) -> None:
+        for name, each in self.module.named_parameters():
+            self.mean.setdefault(name, each.detach().clone()).lerp_(each.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: whole(each) if self.is_whole else each for name, each in self.mean.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        like = dict(self.module.named_parameters())
+        self.mean = {
+            name: distribute_tensor(each, like[name].device_mesh, like[name].placements)  # type: ignore[attr-defined]
+            for name, each in state.items()
+        }
+
+
+def _averaged(group: ProcessGroup, folder: Path) -> tuple[str, bool]:
+    """What is said of an average in shards, and whether one that is given whole goes on where it was."""
+    averages: list[Average] = []
+    for at in range(2):
+        config, state = prepared("fsdp")
+        assert state.model is not None
+        average = Average(state.module)
+        averages.append(average)
+        state.registered["average"] = average
+        strategy = strategy_of(config)(state.model, config, group)
+        state.is_spread = True
+
+        def layout() -> Any:
+            strategy.spread(state.optimizers)  # noqa: B023
+            return strategy.layout(state.optimizers)  # noqa: B023
+
+        if at == 0:
+            layout()
+            average.update()
+            save(group, folder, state.state_dict())
+            average.is_whole = False
+            with pytest.raises(ConfigError) as refused:
+                state.state_dict()
+        else:
+            storage = Storage(folder)
+            restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
+            assert restored is not None
+            state.load_state_dict(restored[1])
+        average.update()
+    first, second = ({name: whole(each) for name, each in average.mean.items()} for average in averages)
+    return str(refused.value), all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_registered_state_is_given_whole(tmp_path: Path) -> None:
+    for said, goes_on in run_ranks(2, _averaged, tmp_path):
+        assert "run.register holds shards of tensors: user.average.embed.weight" in said and "full_tensor()" in said
+        assert goes_on
