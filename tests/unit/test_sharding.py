@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.generation import strategy_of
+from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.parallel.sharding import check_parts, places_of
-from tests.unit.test_fsdp import Block, Model
+from tests.ranks import run_ranks
+from tests.unit.test_fsdp import Block, Model, prepared
 
 
 def model_with(**parameters: torch.Tensor) -> Model:
@@ -62,3 +66,16 @@ def test_what_lies_in_one_part_may_be_tied_or_frozen_in_another_dtype() -> None:
     first = {place.parameter: place.name for place in reversed(places)}
     assert {name: each for each, name in first.items()} == dict(model.named_parameters())
     assert {type(place.part) for place in places if place.name.startswith("blocks")} == {Block}
+
+
+def _spread(group: ProcessGroup) -> str:
+    config, state = prepared("fsdp", model=model_with(gain=torch.tensor(1.0)))
+    assert state.model is not None
+    with pytest.raises(ConfigError) as refused:
+        strategy_of(config)(state.model, config, group).spread(state.optimizers)
+    assert not any(isinstance(each, DTensor) for each in state.module.parameters())
+    return str(refused.value)
+
+
+def test_it_is_refused_when_a_model_is_to_be_sharded() -> None:
+    assert run_ranks(1, _spread)[0].startswith("parameter blocks.1.gain has shape ()")
