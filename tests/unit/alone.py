@@ -99,6 +99,19 @@ class FakeIndex:
     fingerprint: str = "fingerprint"
 
 
+class Counted:
+    """State of a user's own."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = list(state["steps"])
+
+
 class FakeFeed:
     """Rows that depend on their ids alone, without Ray. They come in one stream like the real feed's: what a step
     leaves behind is the next one's."""

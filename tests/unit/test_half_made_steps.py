@@ -19,7 +19,7 @@ from elastic_ddp.participation import TrainAgain
 from elastic_ddp.run import Run
 from elastic_ddp.storage import Storage
 from tests.ranks import run_ranks
-from tests.unit.alone import CPU, LOST_PEER, FakeFeed, FakeIndex, FakeLink, Model
+from tests.unit.alone import CPU, LOST_PEER, Counted, FakeFeed, FakeIndex, FakeLink, Model
 
 Place = Literal["optimizer", "block", "both"]
 """In which collective: the optimizer's, one after it, or on one rank in this and on the other in that."""
@@ -49,19 +49,6 @@ class LinkOfTwo(FakeLink):
             receivers=tuple(rank for rank, each in enumerate(steps) if each is None or each != newest),
             first_step=newest,
         )
-
-
-class Counted:
-    """State of a user's own."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": list(self.steps)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = list(state["steps"])
 
 
 def train(group: ProcessGroup, folder: Path, where: Place | None, loser: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from elastic_ddp.together import Task
-from tests.unit.alone import LOST_PEER, FakeFeed, FakeLink, Model, NewRun, link_of, prepared, train
+from tests.unit.alone import LOST_PEER, Counted, FakeFeed, FakeLink, Model, NewRun, link_of, prepared, train
 
 
 def test_a_step_that_loses_a_peer_comes_again_and_ends_the_same(new_run: NewRun) -> None:
@@ -77,19 +77,6 @@ def test_a_step_in_which_one_worker_after_the_other_dies_is_made_by_those_who_ar
 
     assert train(run, lose_a_peer) == train(new_run(folder="calm"))
     assert lost == [3] * 5
-
-
-class Counted:
-    """State of a user's own."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": list(self.steps)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = list(state["steps"])
 
 
 Place = Literal["optimizer", "block"]
