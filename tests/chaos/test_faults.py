@@ -96,10 +96,11 @@ def test_a_fault_makes_no_difference_wherever_it_comes(
 
 
 @pytest.mark.chaos
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rendezvous_that_dies_makes_no_difference_wherever_a_worker_is(
-    folder: Path, calm_tour: Mapping[str, Any]
+    folder: Path, calm_tour: Mapping[str, Any], rank: int
 ) -> None:
-    run = tour(folder, "rendezvous", 0)
+    run = tour(folder, "rendezvous", rank)
     run.check(run.fit().summary, calm_tour)
 
 
@@ -127,8 +128,11 @@ def test_an_error_of_the_users_ends_the_run_once_and_the_same_command_resumes_it
 
 
 @pytest.mark.chaos
-def test_a_driver_that_is_killed_is_replaced_by_the_same_command(folder: Path, calm_tour: Mapping[str, Any]) -> None:
-    run = tour(folder, "driver", 0)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_driver_that_is_killed_is_replaced_by_the_same_command(
+    folder: Path, calm_tour: Mapping[str, Any], rank: int
+) -> None:
+    run = tour(folder, "driver", rank)
     for _ in PLACES:
         killed = drive(run.command)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
