@@ -59,14 +59,11 @@ def grow_again(marker: Path, *, step: int) -> Callable[..., None]:
 @pytest.mark.usefixtures("local_ray")
 def test_a_sharded_run_goes_on_from_its_newest_commit_when_membership_changes(folder: Path) -> None:
     replicated, expected = fit(folder, "replicated", reduction="native")
-    calm, weights = fit(folder, "calm", strategy="fsdp")
     disturbed, ends = fit(folder, "disturbed", grow_again(folder / "killed", step=17), strategy="fsdp")
-    for summary in (calm, disturbed):
-        for key in ("status", "steps", "samples", "samples_sha256"):
-            assert summary[key] == replicated[key], key
-        assert summary["validation"] == pytest.approx(replicated["validation"], rel=1e-3)
-    for found in (weights, ends):
-        assert_alike(found, expected)
+    for key in ("status", "steps", "samples", "samples_sha256"):
+        assert disturbed[key] == replicated[key], key
+    assert disturbed["validation"] == pytest.approx(replicated["validation"], rel=1e-3)
+    assert_alike(ends, expected)
 
     first, second, third = disturbed["generations"]
     assert [each["world_size"] for each in (first, second, third)] == [2, 1, 2]

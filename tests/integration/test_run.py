@@ -93,6 +93,7 @@ def test_bf16_runs_have_the_same_bits_at_any_number_of_workers_and_others_than_f
     assert one.samples_sha256 == calm.samples_sha256
 
 
+@pytest.mark.chaos
 def test_a_native_run_sees_the_same_samples_and_repeats_itself(folder: Path, calm: ed.RunResult) -> None:
     def train(run: ed.Run) -> None:
         jobs.make_train(held_out=str(folder / "held-out"))(run)
