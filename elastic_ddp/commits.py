@@ -199,7 +199,7 @@ class Commits:
             CheckpointError: the state holds something that cannot be kept.
         """
         self._saver.warm_up(state.state_dict())
-        # Not while a process group forms: it takes connections that are made meanwhile for its own.
+        # Not while a process group forms: where addresses are translated, what connects meanwhile is taken for its own.
         self._connection.find(self._link.store_address)
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -85,10 +85,10 @@ class Step:
         if error is not None and is_lost_peer(error):
             self.lost = described(error)
             if was_changing:
-                self._state.is_half_changed, self._state.position, self.agreed = True, self._begun_at, None
-            if self.agreed is None:
-                self.generation.buffers.put_back()
-                self._state.module.zero_grad(set_to_none=True)
+                self._state.is_half_changed, self._state.position = True, self._begun_at
+                self.agreed, self.loss = None, math.nan
+            self.generation.buffers.put_back()
+            self._state.module.zero_grad(set_to_none=True)
             return True
         if kind is None and error is not None:
             raise self._caught(error) from error

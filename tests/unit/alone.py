@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.prepared import PreparedModel
 from elastic_ddp.parallel.process_group import Assignment
+from elastic_ddp.participation import TrainAgain
 from elastic_ddp.run import Run
 from elastic_ddp.step import Step
 
@@ -190,3 +191,42 @@ def says(run: Run, body: Callable[[Run], Any]) -> str:
     with pytest.raises(ConfigError) as caught:
         body(run)
     return str(caught.value)
+
+
+Place = Literal["optimizer", "block"]
+"""In a step that changes the state: in the optimizer, or in the block after it."""
+
+
+def train_and_count(
+    run: Run, lose: Callable[[Place, int], None], evaluate: bool = False, seed: int = 0
+) -> tuple[Any, list[int]]:
+    """Calls `lose` where a communicating optimizer, or the user after it, would communicate. Begins again like a
+    worker. What the run ended with, and the steps that the registered state has seen."""
+
+    class Communicating(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            lose("optimizer", run.position.step)
+
+    while True:
+        torch.manual_seed(seed)
+        model: Any = run.prepare(Model())
+        run.prepare(StepLR(run.prepare(Communicating(model.parameters(), lr=0.1)), 2, 0.5))
+        counted = Counted()
+        run.register("counted", counted)
+        try:
+            for step in run.steps():
+                with step:
+                    for batch in step.micro_batches():
+                        step.backward(model(batch["x"]).square().mean())
+                    step.optimize()
+                    lose("block", step.index)
+                    if evaluate:
+                        run.evaluate(lambda *_: torch.zeros(()), "held-out")
+                    counted.steps.append(step.index)
+            ended = run.finish()
+        except TrainAgain:
+            run = run.again()
+        else:
+            run.close(intact=True)
+            return ended, counted.steps

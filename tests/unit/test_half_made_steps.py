@@ -10,18 +10,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import StepLR
 
 from elastic_ddp.config import RunConfig
 from elastic_ddp.job import Job
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
-from elastic_ddp.participation import TrainAgain
 from elastic_ddp.run import Run
 from elastic_ddp.storage import Storage
 from tests.ranks import run_ranks
-from tests.unit.alone import CPU, LOST_PEER, Counted, FakeFeed, FakeIndex, FakeLink, Model
+from tests.unit.alone import CPU, LOST_PEER, FakeFeed, FakeIndex, FakeLink, Place, train_and_count
 
-Place = Literal["optimizer", "block", "both"]
+Where = Place | Literal["both"]
 """In which collective: the optimizer's, one after it, or on one rank in this and on the other in that."""
 LOST_IN = 3
 STEPS = 6
@@ -51,13 +49,13 @@ class LinkOfTwo(FakeLink):
         )
 
 
-def train(group: ProcessGroup, folder: Path, where: Place | None, loser: int) -> dict[str, Any]:
+def train(group: ProcessGroup, folder: Path, where: Where | None, loser: int) -> dict[str, Any]:
     """With a communicating optimizer, and a collective after it perhaps; one rank loses the other in one of them."""
     with mock.patch("elastic_ddp.generation.MicroBatchFeed", FakeFeed):
         return _train(group, folder, where, loser)
 
 
-def _train(group: ProcessGroup, folder: Path, where: Place | None, loser: int) -> dict[str, Any]:
+def _train(group: ProcessGroup, folder: Path, where: Where | None, loser: int) -> dict[str, Any]:
     group.meet()
     group.close(intact=True)
     others = [None, LOST_IN + 1] if group.rank == loser and where != "both" else [None, None]
@@ -72,39 +70,16 @@ def _train(group: ProcessGroup, folder: Path, where: Place | None, loser: int) -
     lost: list[int] = []
 
     def communicate(place: Place, step: int) -> None:
+        if (place, where) == ("block", "optimizer"):  # or the other would not make the step either
+            return
         dist.all_reduce(torch.zeros(1))
         breaks_in = "optimizer" if where == "both" else where
         if (place, step, group.rank) == (breaks_in, LOST_IN, loser) and not lost:
             lost.append(step)
             raise dist.DistNetworkError(LOST_PEER)
 
-    class Communicating(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            communicate("optimizer", run.position.step)
-
-    run = Run(job, link, CPU)
-    ended = None
-    while ended is None:
-        torch.manual_seed(group.rank)
-        model: Any = run.prepare(Model())
-        run.prepare(StepLR(run.prepare(Communicating(model.parameters(), lr=0.1)), 2, 0.5))
-        counted = Counted()
-        run.register("counted", counted)
-        try:
-            for step in run.steps():
-                with step:
-                    for batch in step.micro_batches():
-                        step.backward(model(batch["x"]).square().mean())
-                    step.optimize()
-                    if where != "optimizer":  # or the other would not make the step either
-                        communicate("block", step.index)
-                    counted.steps.append(step.index)
-            ended = run.finish()
-        except TrainAgain:
-            run = run.again()
-    run.close(intact=True)
-    return {**ended, "counted": counted.steps, "joins": link.joins, "lost": lost}
+    ended, counted = train_and_count(Run(job, link, CPU), communicate, seed=group.rank)
+    return {**ended, "counted": counted, "joins": link.joins, "lost": lost}
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,12 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import StepLR
 
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.elastic.link import RunStopped
@@ -29,7 +28,17 @@ from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from elastic_ddp.together import Task
-from tests.unit.alone import LOST_PEER, Counted, FakeFeed, FakeLink, Model, NewRun, link_of, prepared, train
+from tests.unit.alone import (
+    LOST_PEER,
+    FakeFeed,
+    FakeLink,
+    NewRun,
+    Place,
+    link_of,
+    prepared,
+    train,
+    train_and_count,
+)
 
 
 def test_a_step_that_loses_a_peer_comes_again_and_ends_the_same(new_run: NewRun) -> None:
@@ -77,42 +86,6 @@ def test_a_step_in_which_one_worker_after_the_other_dies_is_made_by_those_who_ar
 
     assert train(run, lose_a_peer) == train(new_run(folder="calm"))
     assert lost == [3] * 5
-
-
-Place = Literal["optimizer", "block"]
-
-
-def train_and_count(run: Run, lose: Callable[[Place, int], None], evaluate: bool = False) -> tuple[Any, list[int]]:
-    """Calls `lose` where a communicating optimizer, or the user after it, would communicate. Begins again like a
-    worker. What the run ended with, and the steps that the registered state has seen."""
-
-    class Communicating(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:
-            super().step()
-            lose("optimizer", run.position.step)
-
-    while True:
-        torch.manual_seed(0)
-        model: Any = run.prepare(Model())
-        run.prepare(StepLR(run.prepare(Communicating(model.parameters(), lr=0.1)), 2, 0.5))
-        counted = Counted()
-        run.register("counted", counted)
-        try:
-            for step in run.steps():
-                with step:
-                    for batch in step.micro_batches():
-                        step.backward(model(batch["x"]).square().mean())
-                    step.optimize()
-                    lose("block", step.index)
-                    if evaluate:
-                        run.evaluate(lambda *_: torch.zeros(()), "held-out")
-                    counted.steps.append(step.index)
-            ended = run.finish()
-        except TrainAgain:
-            run = run.again()
-        else:
-            run.close(intact=True)
-            return ended, counted.steps
 
 
 @pytest.mark.parametrize("where", ["optimizer", "block"])
