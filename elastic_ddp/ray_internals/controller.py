@@ -38,6 +38,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import WorkerGroupError
 
+from elastic_ddp.elastic.turnover import sort_out
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, give_back
 
 if TYPE_CHECKING:
@@ -123,40 +124,38 @@ class InPlaceController(TrainController):
             await asyncio.sleep(0.1)
             return await super()._step()
         assert group is not None
-        workers = {rank: actor_id(worker) for rank, worker in enumerate(group.get_workers())}
+        return await self._turn_over(group, status, orders)
+
+    async def _turn_over(
+        self, group: ElasticWorkerGroup, status: WorkerGroupPollStatus, orders: Orders
+    ) -> TrainControllerLoopIterationResult:
+        """Takes out of the group who has gone, and asks for others; or ends the group, if nobody is left in it."""
+        state = self.get_state()
+        workers = [actor_id(worker) for worker in group.get_workers()]
         done = {rank for rank, each in status.worker_statuses.items() if not each.running}
-        dismissed = {rank for rank, each in workers.items() if each in orders.dismissed}
-        if not orders.is_over:  # who returns all the same was let go before it was among these
-            dismissed |= done - status.errors.keys()
-        lost: dict[int, Exception] = {
-            **{rank: error for rank, error in status.errors.items() if rank not in dismissed},
-            **{rank: RuntimeError(orders.lost[each]) for rank, each in workers.items() if each in orders.lost},
-        }
-        through = done - dismissed - lost.keys()
-        if through and len(through) == len(workers.keys() - dismissed):
-            group.remove(dismissed)
+        turnover = sort_out(workers, orders, done=done, errors=status.errors, is_overdue=self._has_had_time)
+        if turnover.is_over:
+            group.remove(turnover.dismissed)
             self._latest_poll_time = float("-inf")  # Ray Train polls once more, and at once
             return await super()._step()
-        left = {rank for rank in dismissed if rank in done or self._has_had_time(workers[rank])}
-        lost_newcomers = {rank for rank in lost if workers[rank] in orders.newcomers}
-        self._see_who_has_trained(set(workers.values()) - set(orders.newcomers))
-        self._wait_after(len(lost_newcomers))
+        lost = turnover.lost
+        self._see_who_has_trained(set(workers) - set(orders.newcomers))
+        self._wait_after(sum(workers[rank] in orders.newcomers for rank in lost))
         if lost:
             error = WorkerGroupError(error_message="workers were lost", worker_failures=lost)
             decision = FailureDecision.RETRY
             if any(counts_as_failure(group.get_workers()[rank], orders) for rank in lost):  # Ray Train counts decisions
                 decision = self._failure_policy.make_decision(training_failed_error=error)
-            nobody_left = len(lost) + len(through) + len(dismissed) == len(workers)
-            if decision != FailureDecision.RETRY or nobody_left:
+            if decision != FailureDecision.RETRY or turnover.nobody_trains:
                 return self._execute_failure_decision(decision, training_failed_error=error)
-        if len(left) == len(workers):
+        if turnover.all_have_left:
             # Ray Train looks after no group that is empty: it starts another, as soon as there is room.
             everyone = WorkerGroupError(error_message="all workers were drained", worker_failures={})
             return self._to(state, RestartingState(training_failed_error=everyone))
-        if lost or left:
-            group.remove(lost.keys() | left)
+        if gone := lost.keys() | turnover.left:
+            group.remove(gone)
             self._hurry = True
-        if not through:  # otherwise the run is over
+        if not turnover.through:  # otherwise the run is over
             going = {*orders.dismissed, *orders.leaving}
             staying = sum(actor_id(worker) not in going for worker in group.get_workers())
             self._adjust(group, status, staying, orders.limit)
