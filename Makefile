@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 ARGS ?=
+SIDE_BY_SIDE := --numprocesses=auto --maxprocesses=4 # tests that need no Ray do not disturb each other
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test unit chaos s3 lint format bench soak clean
@@ -15,10 +16,11 @@ train: $(VENV)/.installed ## run the main job; its arguments go into ARGS="..."
 	$(VENV)/bin/python examples/train.py $(ARGS)
 
 test: lint ## lint, then run the tests (the GPU's where there is one), but for those of `make chaos`
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest tests/unit $(SIDE_BY_SIDE) $(ARGS)
+	$(VENV)/bin/python -m pytest --ignore=tests/unit $(ARGS)
 
-unit: $(VENV)/.installed-dev ## the tests that need no Ray, in seconds
-	$(VENV)/bin/python -m pytest tests/unit $(ARGS)
+unit: $(VENV)/.installed-dev ## the tests that need no Ray, in minutes
+	$(VENV)/bin/python -m pytest tests/unit $(SIDE_BY_SIDE) $(ARGS)
 
 chaos: $(VENV)/.installed-dev ## more faults than `make test` injects
 	$(VENV)/bin/python -m pytest -m chaos $(ARGS)
