@@ -38,7 +38,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from elastic_ddp.elastic.turnover import sort_out
+from elastic_ddp.ray_internals.turnover import sort_out
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, give_back
 
 if TYPE_CHECKING:

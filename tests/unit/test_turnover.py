@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ddp.elastic.messages import Orders
-from elastic_ddp.elastic.turnover import Turnover, sort_out
+from elastic_ddp.ray_internals.turnover import Turnover, sort_out
 
 ERROR = RuntimeError("it died")
 NOBODY = Orders(lost={}, newcomers=[], dismissed=[], leaving=[], avoid=[], limit=3, is_over=False)

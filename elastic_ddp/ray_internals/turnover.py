@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from elastic_ddp.elastic.messages import Orders
+if TYPE_CHECKING:
+    from elastic_ddp.elastic.messages import Orders
 
 
 @dataclass(frozen=True)
