@@ -17,7 +17,7 @@ train: $(VENV)/.installed ## run the main job; its arguments go into ARGS="..."
 
 test: lint ## lint, then run the tests (the GPU's where there is one), but for those of `make chaos`
 	$(VENV)/bin/python -m pytest tests/unit $(SIDE_BY_SIDE) $(ARGS)
-	$(VENV)/bin/python -m pytest --ignore=tests/unit $(ARGS)
+	$(VENV)/bin/python -m pytest tests/s3 tests/integration tests/chaos tests/gpu $(ARGS)
 
 unit: $(VENV)/.installed-dev ## the tests that need no Ray, in minutes
 	$(VENV)/bin/python -m pytest tests/unit $(SIDE_BY_SIDE) $(ARGS)

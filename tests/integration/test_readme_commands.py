@@ -122,6 +122,8 @@ def test_make_test_installs_lints_and_runs_every_test(checkout: Path, clean_envi
     order = ["-m venv .venv", "pip install", "ruff check", "mypy", "-m pytest"]
     places = [plan.index(part) for part in order]
     assert places == sorted(places)
+    folders = [each.parent for each in (ROOT / "tests").glob("*/__init__.py")]
+    assert [str(each) for each in folders if f" {each.relative_to(ROOT)} " not in plan] == []
 
 
 def test_ci_runs_make_test() -> None:
