@@ -82,6 +82,8 @@ class Generation:
     """Where this worker is; it outlives the generation."""
     also_reading: MicroBatchFeed | None = None
     """The feed of an evaluation, while there is one."""
+    is_closed: bool = False
+    """Whether this rank has left it."""
 
     @classmethod
     def open(
@@ -224,6 +226,7 @@ class Generation:
 
     def close(self, *, intact: bool) -> None:
         """Ends the generation. See `ProcessGroup.close` for `intact`."""
+        self.is_closed = True
         self.feeds.close(self.feed)
         self.strategy.close()
         self.group.close(intact=intact)

@@ -231,14 +231,19 @@ class Run:
             raise ConfigError("run.evaluate was called before run.steps(); call it inside the loop or after it")
         if self.rank == 0:
             self._link.say("evaluating", name=name)
-        try:
-            value = part.together(
-                name,
-                lambda generation: evaluate(generation, self._job, loss_fn, data, transform, self.device),
-                lost=step.lost if step is not None and step.generation is part.generation else None,
-            )
-        except NotTogetherError:
-            return math.nan
+
+        def measure(generation: Generation) -> float:
+            return evaluate(generation, self._job, loss_fn, data, transform, self.device)
+
+        if step is not None and step.is_under_way:  # a part of it: where a peer is lost here, it comes again
+            with step.remembering_failure():
+                value = measure(part.generation)
+        else:
+            try:
+                lost = step.lost if step is not None and step.generation is part.generation else None
+                value = part.together(name, measure, lost=lost)
+            except NotTogetherError:
+                return math.nan
         self._commits.measured(self.position.step, {name: value})
         if self.rank == 0:
             self._link.say("evaluation", step=self.position.step, name=name, loss=value)

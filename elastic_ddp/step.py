@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from elastic_ddp.errors import ConfigError, described
+from elastic_ddp.errors import ConfigError, PeerLostError, described
 from elastic_ddp.parallel.control import Agreed, ControlExchange, MicroBatchRecord, digest_rows, to_host
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.seeding import seed_all
@@ -49,7 +49,7 @@ class Step:
         self._current: int | None = None
         self._is_idle = False
         """Whether the pass at hand counts for nothing, and is made because other ranks need its forward."""
-        self._entered = False
+        self._is_in_block = False
         self._failed: Exception | None = None
         """What came up in the step and may have been caught in it, which it cannot be made after."""
         self._batches: Iterator[MicroBatch] = iter(())
@@ -67,7 +67,7 @@ class Step:
         """How a peer was lost in the step, which then was not made, and comes again."""
 
     def __enter__(self) -> Step:
-        self._entered = True
+        self._is_in_block = True
         self._state.module.zero_grad(set_to_none=True)
         self.generation.strategy.begin_step(self._control.rows)
         self.generation.buffers.begin()
@@ -76,7 +76,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        self._current = None
+        self._current, self._is_in_block = None, False
         # The traceback of what failed holds on to the process group, which is about to be left.
         failed, self._failed = self._failed, None
         if error is None or isinstance(error, Exception):
@@ -108,18 +108,20 @@ class Step:
         With FSDP a rank that has fewer of them than others gets copies of its first one before it: those others need
         its forward and backward, and these count for nothing.
         """
-        if not self._entered:
+        if not self._is_in_block:
             raise ConfigError(f"step {self.index} was used outside its block; write `with step:` around it")
         if self._records:
             raise ConfigError(f"step.micro_batches of step {self.index} was called twice; loop over it once")
         try:
-            with self._remembering_failure():
+            with self.remembering_failure():
                 yield from self._micro_batches()
         finally:  # also where the loop ends early
             if self.agreed is None:  # not where somebody keeps the iterator, and lets it go in another step
                 seed_all(self.generation.seed, self.index, "end")
 
     def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        if self.generation.is_closed:
+            raise PeerLostError("a peer was lost between the begin of the loop's body and that of the step")
         strategy = self.generation.strategy
         to_compute = set(strategy.to_compute)
         idle = strategy.least_forwards(self._control.rows) - len(to_compute)
@@ -162,7 +164,7 @@ class Step:
             raise ConfigError(
                 f"step.backward got a loss of shape {tuple(loss.shape)}; give the mean over the batch's rows"
             )
-        with self._remembering_failure():
+        with self.remembering_failure():
             self._backward(loss, self._current)
 
     def _backward(self, loss: torch.Tensor, micro_batch: int) -> None:
@@ -185,9 +187,15 @@ class Step:
             real = {m: each for m, each in self._records.items() if each.num_rows}
             self._control.start(real, generation.group.world_size)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether its block has begun, and it is not made."""
+        return self._is_in_block and self.agreed is None
+
     @contextmanager
-    def _remembering_failure(self) -> Iterator[None]:
-        """The first one: what follows from it is not what is to be told."""
+    def remembering_failure(self) -> Iterator[None]:
+        """What fails in here is what the step fails with, even if it is caught in the block. The first one: what
+        follows from it is not what is to be told."""
         try:
             yield
         except Exception as error:
@@ -223,7 +231,7 @@ class Step:
         The mean gradient of the global batch is in the parameters from the last `backward` on.
         """
         self._check_unharmed()
-        with self._remembering_failure():
+        with self.remembering_failure():
             self._optimize()
 
     def _optimize(self) -> None:

@@ -6,6 +6,7 @@ import datetime
 import gc
 import json
 import os
+import re
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -27,8 +28,10 @@ FORM_S = 1.0
 _OURS, _TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 _NO_GROUP = "default process group has not been initialized"
+_GLOO = re.compile(r"\[\S*gloo/transport/\S+:\d+\] ")
+"""How gloo's own errors begin. Who waits for a collective's `Work` meets them in no file of torch's."""
 _LOST_PEER_SIGNS = (
-    "gloo/transport",
+    "gloo/transport",  # torch has words of its own around it where a group forms
     "connection closed by peer",
     "connection reset by peer",
     "broken pipe",
@@ -262,10 +265,12 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether an error says that a collective broke because a peer is gone, rather than that user code is wrong."""
     if isinstance(error, PeerLostError | dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
         return True
-    text = str(error).lower()
+    text = str(error)
+    if isinstance(error, RuntimeError) and _GLOO.match(text):
+        return True
     return (
         isinstance(error, RuntimeError | ValueError)
-        and any(sign in text for sign in _LOST_PEER_SIGNS)
+        and any(sign in text.lower() for sign in _LOST_PEER_SIGNS)
         and _is_torchs(error)
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -20,6 +21,7 @@ from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.elastic.link import RunStopped
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import ConfigError, WorkersLostError
+from elastic_ddp.generation import Generation
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
 from elastic_ddp.participation import TrainAgain
@@ -425,6 +427,48 @@ def test_a_loop_that_ends_early_ends_also_where_membership_was_about_to_change(n
             break
     assert run.finish()["steps"] == 3
     assert link_of(run).joins == [(None, True)]
+
+
+@pytest.mark.parametrize("where", ["before the block", "before the data", "before optimize", "and is caught"])
+def test_an_evaluation_before_a_step_is_made_is_lost_with_it_and_both_come_again(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def train_and_evaluate_first(run: Run, lost_in: int | None) -> Any:
+        evaluated: list[int] = []
+
+        def measure(generation: Generation, *_: Any) -> float:
+            assert not generation.is_closed
+            evaluated.append(run.position.step)
+            if run.position.step == lost_in and evaluated.count(lost_in) == 1:
+                raise dist.DistNetworkError(LOST_PEER)
+            return 0.1
+
+        def evaluate(here: str) -> None:
+            if here == where:
+                assert run.evaluate(lambda *_: torch.zeros(()), "held-out") == 0.1
+
+        monkeypatch.setattr("elastic_ddp.run.evaluate", measure)
+        model = prepared(run)
+        for step in run.steps():
+            evaluate("before the block")
+            with step:
+                evaluate("before the data")
+                for batch in step.micro_batches():
+                    step.backward(model(batch["x"]).square().mean())
+                evaluate("before optimize")
+                with contextlib.suppress(RuntimeError):
+                    evaluate("and is caught")
+                step.optimize()
+        return run.finish(), evaluated
+
+    calm, evaluated = train_and_evaluate_first(new_run(folder="calm"), None)
+    assert evaluated == [0, 1, 2, 3, 4, 5]
+    run = new_run()
+    ended, evaluated = train_and_evaluate_first(run, 3)
+    assert ended == calm
+    again = [3, 3] if where == "before the block" else [3]  # in the generation that it led to, and for the step
+    assert evaluated == [0, 1, 2, 3, *again, 4, 5]
+    assert link_of(run).joins == [(None, True), (3, where != "before the block")]
 
 
 def test_a_lost_step_is_told_once_however_much_is_done_together_after_it(

@@ -158,6 +158,32 @@ def test_a_rank_that_dies_once_it_has_connected_does_not_hold_the_others_up(vict
     assert max(run_ranks(2, lose_a_peer_that_has_connected, victim)) < 30
 
 
+def wait_for_works_of_a_lost_peer(group: ProcessGroup) -> list[bool]:
+    """As optimizers do that communicate behind their computing. Whether what they meet is known for a lost peer."""
+    group.meet()
+    found = []
+    for _ in range(2 if group.rank == 0 else 0):
+        with pytest.raises(RuntimeError) as caught:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            assert work is not None
+            work.wait()
+        found.append(is_lost_peer(caught.value))
+    group.close(intact=False)
+    ProcessGroup.form(replace(group.assignment, generation=2), store=group.store, device=CPU, timeout_s=60)
+    return found
+
+
+def test_who_waits_for_a_collective_himself_meets_a_lost_peer() -> None:
+    assert run_ranks(2, wait_for_works_of_a_lost_peer) == [[True, True], []]
+
+
+def test_a_users_error_that_tells_of_one_of_gloo_is_his() -> None:
+    text = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5"
+    for words in (f"the optimizer failed: {text}", "see gloo/transport/tcp/pair.cc:553"):
+        assert not is_lost_peer(RuntimeError(words))
+    assert is_lost_peer(RuntimeError(text))
+
+
 def test_a_collective_after_the_group_was_aborted_is_a_lost_peer_and_a_users_words_are_not() -> None:
     """On a GPU the group is aborted from the thread that hears of a loss, and the next collective finds none."""
     with pytest.raises(ValueError, match="not been initialized") as caught:
