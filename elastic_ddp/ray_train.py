@@ -92,6 +92,7 @@ def run_workers(
     trainer = _trainer(
         _run_worker,
         rendezvous=rendezvous if is_in_place(config) else None,
+        save_within_s=config.drain_deadline_s,
         on_controller=on_controller,
         train_loop_config={"work": work, "job": job, "rendezvous": rendezvous, "in_place": is_in_place(config)},
         torch_config=_NoProcessGroup(),
@@ -117,13 +118,19 @@ def is_in_place(config: RunConfig) -> bool:
 
 
 def _trainer(
-    *args: Any, rendezvous: RendezvousHandle | None, on_controller: Callable[[Any], None], **kwargs: Any
+    *args: Any,
+    rendezvous: RendezvousHandle | None,
+    save_within_s: float,
+    on_controller: Callable[[Any], None],
+    **kwargs: Any,
 ) -> Any:
     if not ray_internals.are_known():
         return ray.train.torch.TorchTrainer(*args, **kwargs)
     from elastic_ddp.ray_internals.controller import ElasticTorchTrainer
 
-    return ElasticTorchTrainer(*args, rendezvous=rendezvous, on_controller=on_controller, **kwargs)
+    return ElasticTorchTrainer(
+        *args, rendezvous=rendezvous, save_within_s=save_within_s, on_controller=on_controller, **kwargs
+    )
 
 
 def _run_worker(arguments: dict[str, Any]) -> None:

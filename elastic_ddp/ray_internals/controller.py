@@ -32,7 +32,7 @@ from ray.train.v2._internal.execution.controller.state import (
     TrainControllerState,
 )
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2._internal.execution.scaling_policy import ResizeDecision, autoscaling_coordinator_client
+from ray.train.v2._internal.execution.scaling_policy import ResizeDecision, autoscaling_coordinator_client, elastic
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.worker import Worker
@@ -61,7 +61,9 @@ NO_DEADLINE_S = 60.0
 MOMENT_S = 0.1
 """What is left where the deadline has passed, by this machine's clock."""
 LEAVE_WITHIN_S = 5.0
-"""How long a worker that was let go may take to leave."""
+"""How long a worker that was let go may take to leave, beside what it may take to end its save."""
+ROOM_IS_TOLD_WITHIN_S = 2
+"""How long the controller waits for Ray to say what room there is, which is on another node perhaps. By default 5 s."""
 
 _OF_NO_USE = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 """Callbacks of Ray Train, see `ElasticTorchTrainer`."""
@@ -70,11 +72,13 @@ _CHATTERS = ("scaling_policy.elastic", "failure_handling.default")
 
 
 class InPlaceController(TrainController):
-    """See the module. Subclasses set `rendezvous`, and what the names of placement groups begin with."""
+    """See the module. Subclasses set `rendezvous`, what the names of placement groups begin with, and how long a
+    worker that was let go may take to end its save."""
 
     worker_group_cls = ElasticWorkerGroup
     rendezvous: Any = None
     rooms = ""
+    save_within_s = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -84,6 +88,8 @@ class InPlaceController(TrainController):
         logging.getLogger(TrainController.__module__).addFilter(_is_news)
         autoscaling_coordinator_client.AUTOSCALING_REQUESTS_INTERVAL_S = SAID_AGAIN_S
         autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = BELIEVED_S
+        autoscaling_coordinator_client.AUTOSCALING_REQUESTS_GET_TIMEOUT_S = ROOM_IS_TOLD_WITHIN_S
+        elastic.AUTOSCALING_REQUESTS_GET_TIMEOUT_S = ROOM_IS_TOLD_WITHIN_S  # type: ignore[attr-defined] # a copy
         self._calm_interval_s = self._health_check_interval_s
         self._wanted: int | None = None
         """How many workers there should be, if that has been seen since it was acted on."""
@@ -191,7 +197,7 @@ class InPlaceController(TrainController):
     def _has_had_time(self, worker: str) -> bool:
         """Whether a worker that was dismissed is overdue, stuck in a user's code."""
         now = time.monotonic()
-        return now - self._dismissed_at.setdefault(worker, now) >= LEAVE_WITHIN_S
+        return now - self._dismissed_at.setdefault(worker, now) >= LEAVE_WITHIN_S + self.save_within_s
 
     def _adjust(self, group: ElasticWorkerGroup, status: WorkerGroupPollStatus, staying: int, limit: int) -> None:
         """Asks for workers that are missing, and takes those on their way a step further.
@@ -267,6 +273,13 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
         self.num_out_of_use = super()._count_possible_workers(out_of_use)
         return self._get_num_workers_for_resource_request() != before
 
+    def _get_reserved_resources(self) -> ReservedResources | None:
+        reserved: ReservedResources | None = super()._get_reserved_resources()
+        if reserved is None and self._coordinator_client is not None:
+            # The actor that knows lives on the node that first asked for it, which may be lost. Ray makes another.
+            vars(self._coordinator_client).pop("_autoscaling_coordinator", None)
+        return reserved
+
     def _get_num_workers_for_resource_request(self) -> int:
         return self._limited(super()._get_num_workers_for_resource_request()) + self.num_out_of_use
 
@@ -287,12 +300,20 @@ class ElasticTorchTrainer(TorchTrainer):
 
     Args:
         rendezvous: the run's rendezvous; None restarts the whole group instead, as Ray Train does.
+        save_within_s: how long a worker that was let go may take to end its save.
         on_controller: told of the controller actor, with which all workers end.
     """
 
-    def __init__(self, *args: Any, rendezvous: Any, on_controller: Callable[[Any], None], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        rendezvous: Any,
+        save_within_s: float,
+        on_controller: Callable[[Any], None],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._rendezvous = rendezvous
+        self._rendezvous, self._save_within_s = rendezvous, save_within_s
         self._on_controller = on_controller
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -303,7 +324,7 @@ class ElasticTorchTrainer(TorchTrainer):
         controller_class: Any = TrainController
         rooms = f"elastic_ddp-{uuid.uuid4().hex}-"
         if self._rendezvous is not None:
-            attributes = {"rendezvous": self._rendezvous, "rooms": rooms}
+            attributes = {"rendezvous": self._rendezvous, "rooms": rooms, "save_within_s": self._save_within_s}
             controller_class = type("ElasticController", (InPlaceController,), attributes)
             if isinstance(policy := arguments["scaling_policy"], ElasticScalingPolicy):
                 arguments["scaling_policy"] = LimitedScalingPolicy(policy.scaling_config)

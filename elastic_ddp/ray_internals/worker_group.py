@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayActorError, RayError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.context import DistributedContext
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
@@ -113,6 +114,17 @@ class ElasticWorkerGroup(WorkerGroup):
         self._newcomers: list[_Newcomer] = []
 
     # At the start, all at once.
+
+    def _start_impl(self, *arguments: Any) -> None:
+        """Ray Train starts a group again that could not be started, but not one whose worker dies in the last moment,
+        when its function begins; and of a group that got so far it leaves the workers, and their room."""
+        try:
+            super()._start_impl(*arguments)
+        except (RayActorError, WorkerGroupStartupFailedError) as error:
+            if self._worker_group_state is not None:
+                self._worker_group_state.shutdown()
+                self._clear_state()
+            raise WorkerGroupStartupFailedError(f"a worker was lost while all of them started: {error}") from error
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: WorkerGroupContext) -> _Rooms:
         selectors: list[Any] = worker_group_context.label_selector or [None] * worker_group_context.num_workers

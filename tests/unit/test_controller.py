@@ -10,12 +10,22 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from ray.train import ScalingConfig
+from ray.exceptions import ActorDiedError
+from ray.train import FailureConfig, ScalingConfig
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.controller.state import RestartingState, RunningState
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
+from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
+from ray.train.v2._internal.execution.scaling_policy import (
+    NoopDecision,
+    ResizeDecision,
+    autoscaling_coordinator_client,
+)
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2.api.exceptions import ControllerError
 
 from elastic_ddp.elastic.messages import Orders
+from elastic_ddp.ray_internals import worker_group
 from elastic_ddp.ray_internals.controller import (
     LEAVE_WITHIN_S,
     PAUSES_S,
@@ -24,6 +34,7 @@ from elastic_ddp.ray_internals.controller import (
     LimitedScalingPolicy,
     counts_as_failure,
 )
+from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup
 
 NOBODY = Orders(lost={}, newcomers=[], dismissed=[], leaving=[], avoid=[], limit=3, is_over=False)
 START = RunningState()
@@ -147,10 +158,11 @@ def test_one_that_was_let_go_is_taken_out_when_it_has_returned_or_its_time_is_up
     orders = NOBODY._replace(dismissed=["a", "b"], limit=1)
     look(controller, group, orders, done="a")
     assert str(group) == "bc"
-    clock.now = LEAVE_WITHIN_S - 0.1
+    controller.save_within_s = 30.0
+    clock.now = LEAVE_WITHIN_S + 29.9
     look(controller, group, orders)
     assert str(group) == "bc"
-    clock.now = LEAVE_WITHIN_S
+    clock.now = LEAVE_WITHIN_S + 30.0
     look(controller, group, orders)
     assert str(group) == "c" and group.num_newcomers == 0
     controller._failure_policy.make_decision.assert_not_called()
@@ -274,6 +286,53 @@ def test_no_more_room_is_asked_for_than_the_run_may_use() -> None:
     assert policy._get_num_workers_for_resource_request() == 2
     assert policy.is_news(9, [], {}) and not policy.is_news(5, [], {})
     assert policy._get_num_workers_for_resource_request() == 4
+
+
+def test_who_knows_of_room_is_looked_for_again_when_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[mock.Mock] = []
+
+    def get_or_create() -> mock.Mock:
+        made.append(mock.Mock())
+        return made[-1]
+
+    answers: list[Any] = [{"one": {"CPU": 3.0}}, ActorDiedError(), {"two": {"CPU": 2.0}}]
+    monkeypatch.setattr(autoscaling_coordinator_client, "get_or_create_autoscaling_coordinator", get_or_create)
+    monkeypatch.setattr("ray.get", mock.Mock(side_effect=answers))
+    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 1}))
+    policy.GET_RESERVED_RESOURCES_INTERVAL_S = 0
+    policy._coordinator_client = autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient("run")
+    assert policy._get_reserved_resources() == {"one": {"CPU": 3.0}}
+    assert policy._get_reserved_resources() is None and len(made) == 1
+    assert policy._get_reserved_resources() == {"two": {"CPU": 2.0}} and len(made) == 2
+
+
+@pytest.mark.parametrize("dies", ["when it is made", "when it is told its place", "when its function begins"])
+def test_a_worker_that_dies_while_all_start_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch, dies: str) -> None:
+    """Of two, neither of which is left behind, nor is its room."""
+    group: Any = object.__new__(ElasticWorkerGroup)
+    group._worker_group_state, group._newcomers, group._world_rank_to_ongoing_poll = None, [], {}
+    room, state = mock.Mock(), mock.Mock()
+    group._rooms = {"one": room}
+    removed: list[Any] = []
+    monkeypatch.setattr(worker_group, "remove_placement_group", removed.append)
+
+    def start(_: Any, builder: Any) -> None:
+        if dies == "when it is made":
+            raise ActorDiedError
+        group._worker_group_state = state
+        if dies == "when it is told its place":
+            raise WorkerGroupStartupFailedError("one died") from ActorDiedError()
+        raise ActorDiedError
+
+    monkeypatch.setattr(WorkerGroup, "_start_impl", start)
+    with pytest.raises(WorkerGroupStartupFailedError, match="while all of them started") as caught:
+        group._start_impl(mock.sentinel.builder)
+    policy = DefaultFailurePolicy(FailureConfig(max_failures=0))
+    assert policy.make_decision(ControllerError(caught.value)) is FailureDecision.RETRY
+    has_state = dies != "when it is made"
+    assert state.shutdown.called is has_state
+    assert removed == ([room] if has_state else [])  # Ray Train removes the others itself
+    assert not group.has_started()
 
 
 def test_room_on_a_node_that_is_avoided_is_none_and_is_asked_for_beside_the_rest() -> None:
