@@ -112,6 +112,7 @@ class Participation:
             if self._state.is_changing and assignment.receivers:
                 # They would get it, from here perhaps, as it is in the midst of a step's block, and not do the rest.
                 self.account.begin()
+                self.account.end()
                 self._lost = "a peer was lost in the midst of a step, and others have not made that"
                 raise TrainAgain
             attempt = attempt + 1 if assignment.again else 0
@@ -298,6 +299,7 @@ class Participation:
                     raise
                 lost = described(error)
                 self.account.waited()
+        self.account.end()
         generation, self.generation = self.generation, None
         if generation is not None:
             intact = intact and lost is None

@@ -70,7 +70,8 @@ class Assembly:
     def arrive(self, arrival: Arrival, *, after: int, lost: str | None, account: dict[str, float] | None) -> None:
         """A member comes from generation `after`, 0 for none."""
         healthy = self.membership.loss is None
-        if account and after == self.membership.generation:
+        counts = after == self.membership.generation and self.membership.is_gone(arrival.member.id) in (None, LEFT)
+        if account and counts:
             self._account = max(self._account, account, key=lambda each: sum(each.values()))
         if self.membership.arrive(arrival, lost=lost) is not None:
             self._record_dismissals()

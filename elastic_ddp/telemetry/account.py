@@ -16,16 +16,19 @@ CHANGED, HANDED_ON = "workers were to join or leave", "those who go handed the s
 
 
 class Account:
-    """The phases of a generation in one worker, in the order in which they come: `begin`, `formed`, `ready`, steps, and
-    a loss perhaps."""
+    """The phases of a generation in one worker, in the order in which they come: `begin`, `formed`, `ready`, steps, a
+    loss perhaps, and `end`."""
 
     def __init__(self, watch: Stopwatch | None = None) -> None:
         self._watch = watch or Stopwatch()
         self._steps: deque[float] = deque(maxlen=_TYPICAL_OF)
         self._is_first = False
+        self._ended: dict[str, float] | None = None
+        """What there is to tell of a generation that was left."""
 
     def begin(self) -> None:
         """The worker has its place, and forms the process group."""
+        self._ended = None
         self._watch.start("rendezvous")
 
     def formed(self) -> None:
@@ -81,6 +84,11 @@ class Account:
         """The time since the last mark went into noticing that a peer was lost."""
         self._watch.move("useful", "detection", self._watch.since_mark())
 
+    def end(self) -> None:
+        """The worker has left the generation. What it does until the next one, such as beginning its training function
+        again, is nothing of this one's."""
+        self._ended = self.seconds()
+
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase since `begin`."""
-        return self._watch.seconds()
+        """Seconds of each phase from `begin` to `end`, or until now."""
+        return self._watch.seconds() if self._ended is None else self._ended

@@ -2,20 +2,22 @@
 
 A session lasts from `session_started` to `finished` or `failed`, otherwise to its last event. Each second of it is in
 one part. What happens in a generation is told by its *account*: seconds of each phase (see `stopwatch`) since it was
-formed, as one of its members measured them. The longest one counts; one longer than its generation is scaled down.
+formed, until it is left, as one of its members measured them. The longest one counts; one longer than its generation is
+scaled down.
 
 useful: as accounted, but for what turns out to be lost. `goodput` is this over the whole.
 redone: as accounted; where nobody survived a loss, also the time from the account's end to the loss; and the useful
     time of steps beyond the one that the run went on from.
 detection, hand_over, checkpoint: as accounted.
-rendezvous: as accounted, and from the account's end until the next generation is formed, but for waiting.
+rendezvous: as accounted, and from the account's end until the next generation is formed, but for waiting. That is also
+    where training functions begin again, as those of a sharded run do whenever membership changes.
 waiting: too few workers. `waited_s` before a generation is formed; where nobody survived, from the loss on. After the
     last generation, if it lost a worker and the run did not finish, or ended for another one.
 start_up: until the first generation is formed; all of a session that forms none.
 shut_down: after the last generation's account.
 
-Nobody survived a loss if none of the members told that the generation ended, and either the next one has no state to
-begin with or the account ends more than a second before the loss.
+Nobody survived a loss if none of the members told that the generation ended, or came to the rendezvous with an account
+of it, and either the next one has no state to begin with or the account ends more than a second before the loss.
 """
 
 from __future__ import annotations
@@ -113,6 +115,8 @@ class _Generation:
     lost_at: float | None = None
     ended_by: str | None = None
     """If it told."""
+    was_left: bool = False
+    """One of its members told of its end, or came from it for the next one."""
     first_step_s: float | None = None
 
     @property
@@ -127,7 +131,9 @@ class _Generation:
             case "first_step":
                 self.first_step_s = event.get("seconds")
             case "generation_ended":
-                self.ended_by = event.get("reason", PEER_LOST)
+                self.ended_by, self.was_left = event.get("reason", PEER_LOST), True
+            case "generation_account":
+                self.was_left = True
             case "worker_lost" if self.lost_at is None:
                 self.lost_at = at
         account = {phase: _positive(seconds) for phase, seconds in (event.get("account") or {}).items()}
@@ -228,7 +234,7 @@ def _rest(
     generation: _Generation, following: _Generation | None, accounted_until: float, rest_s: float
 ) -> dict[str, float]:
     """The parts of the time from the end of a generation's account, unless the run finished in it."""
-    if generation.lost_at is not None and generation.ended_by is None:
+    if generation.lost_at is not None and not generation.was_left:
         unaccounted_s = max(0.0, generation.lost_at - accounted_until)
         if unaccounted_s > _LAG_S or (following is not None and following.begins_anew):  # nobody survived
             redone_s = min(unaccounted_s, rest_s)

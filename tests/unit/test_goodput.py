@@ -190,7 +190,7 @@ def test_an_account_that_ends_shortly_before_the_loss_is_a_survivors() -> None:
     events = [
         started(0.0),
         formed(1, 1.0, None),
-        told("generation_account", 1, 5.0, useful=4.0),
+        told("steps", 1, 5.0, step=4, useful=4.0),
         event("worker_lost", 5.75, generation=1),
         formed(2, 9.0, 4, waited_s=0.5),
         finished(9.0),
@@ -228,6 +228,23 @@ def test_who_survives_a_loss_but_not_with_its_state_does_not_wait_for_workers() 
         finished(18.0),
     ]
     assert partition(events) == parts(start_up=1.0, useful=12.0, redone=2.0, waiting=0.5, rendezvous=2.5)
+
+
+@pytest.mark.parametrize("teller", ["generation_ended", "generation_account"])
+def test_training_functions_that_begin_again_are_no_useful_time_and_wait_for_nobody(teller: str) -> None:
+    """A sharded run that loses a worker, of which the first to tell may have died."""
+    events = [
+        started(0.0),
+        formed(1, 1.0, None),
+        told("commit", 1, 9.0, step=8, useful=8.0),
+        event("worker_lost", 11.0, generation=1),
+        told(teller, 1, 11.0, useful=8.0, redone=2.0),
+        formed(2, 31.0, None, reason="worker lost"),
+        event("generation", 31.0, generation=2, first_step=8),
+        told("generation_ended", 2, 41.0, last_step=18, useful=10.0),
+        finished(41.0),
+    ]
+    assert partition(events) == parts(start_up=1.0, useful=18.0, redone=2.0, rendezvous=20.0)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ from elastic_ddp.run import Run
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
+from elastic_ddp.telemetry.account import Account
+from elastic_ddp.telemetry.stopwatch import Stopwatch
 from elastic_ddp.together import Task
 from tests.unit.alone import (
     LOST_PEER,
@@ -112,6 +114,37 @@ def test_a_peer_that_is_lost_amid_the_changes_of_a_step_leaves_nothing_half_made
     assert link_of(run).steps_of("resumed") == ([2] if checkpoint["every_steps"] == 2 else [])
     ended = [said["last_step"] for said in link_of(run).said if said["event"] == "generation_ended"]
     assert ended[0] == 3, "that step was not made"
+
+
+@pytest.mark.parametrize("why", ["a half-made step", "a change of a sharded run"])
+def test_the_time_to_begin_again_is_none_of_the_generation_before(new_run: NewRun, why: str) -> None:
+    """The longest account counts: one that went on would make it useful time."""
+    run, now, accounts = new_run(), 1000.0, []
+    run._participation.account = Account(Stopwatch(lambda: now))
+    link = link_of(run)
+    join = link.join
+
+    def remembering(**arguments: Any) -> Assignment:
+        accounts.append(arguments["account"])
+        return join(**arguments)
+
+    link.join = remembering  # type: ignore[method-assign]
+    model = prepared(run)
+    with pytest.raises(TrainAgain):
+        for step in run.steps():
+            now += 1.0
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(model(batch["x"]).square().mean())
+                    link.reconfigure_requested = run._state.is_spread = why == "a change of a sharded run"
+                step.optimize()
+                if why == "a half-made step":
+                    raise dist.DistNetworkError(LOST_PEER)
+    now += 20.0  # the training function begins again
+    again = run.again()
+    assert train(again)["steps"] == 6
+    again.close(intact=True)
+    assert [sum(account.values()) for account in accounts] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("where", ["optimizer", "block"])

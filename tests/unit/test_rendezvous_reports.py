@@ -154,6 +154,9 @@ def test_of_one_presumed_dead_neither_progress_nor_time_counts(play: Play, long_
         await rendezvous.take([ended], {"step": 3}, "a0", 1)
         assert (await rendezvous.status())["step"] == 7
         assert [each["account"] for each in await events_of(rendezvous, "generation_ended")] == [None]
+        assert isinstance(await rendezvous.join(member("a", 0), 1, 3, True, BROKEN, None, {"useful": 60.0}), Ended)
+        assert isinstance(await rendezvous.join(member("a", 1), 1, 7, True, BROKEN, None, {"useful": 5.0}), Assignment)
+        assert [each["account"] for each in await events_of(rendezvous, "generation_account")] == [{"useful": 5.0}]
 
     play(scenario)
 
