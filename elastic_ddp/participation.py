@@ -60,7 +60,7 @@ class Participation:
         self, job: Job, link: RendezvousLink, *, state: TrainState, commits: Commits, device: torch.device
     ) -> None:
         self.generation: Generation | None = None
-        self.account = Account()
+        self.account = Account(still_s=lambda: link.activity.still_s)
         self.activity = link.activity
         self.holds_state = False
         self.tasks = Tasks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -34,14 +35,24 @@ def _nothing() -> float:
 
 
 class Activity:
-    """A worker's side. Moving costs an assignment. The training thread moves it; any thread may ask where it is."""
+    """A worker's side. Moving costs an assignment. The training thread moves it; any thread may ask where it is.
 
-    def __init__(self) -> None:
+    Args:
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._at, self._worked_s = AT_THE_START, _nothing
+        self._clock, self._moved_at = clock, clock()
 
     @property
     def now(self) -> Whereabouts:
         return self._at._replace(worked_s=self._worked_s())
+
+    @property
+    def still_s(self) -> float:
+        """Seconds since it got anywhere. For the training thread."""
+        return self._clock() - self._moved_at
 
     def enter(self, place: str, worked_s: Callable[[], float] = _nothing) -> None:
         """Goes to a place.
@@ -50,10 +61,12 @@ class Activity:
             worked_s: tells, from any thread, for how long that has been at work by now which is waited for there.
         """
         self._at, self._worked_s = Whereabouts(self._at.number + 1, place), worked_s
+        self._moved_at = self._clock()
 
     def tick(self) -> None:
         """Some of what is done in this place is done."""
         self._at = self._at._replace(number=self._at.number + 1)
+        self._moved_at = self._clock()
 
     @contextmanager
     def within(self, place: str, worked_s: Callable[[], float] = _nothing) -> Iterator[None]:
@@ -62,8 +75,12 @@ class Activity:
         self.enter(place, worked_s)
         try:
             yield
-        finally:
+        except BaseException:
+            moved_at = self._moved_at
             self.enter(*before)
+            self._moved_at = moved_at  # what failed got nowhere
+            raise
+        self.enter(*before)
 
 
 @dataclass

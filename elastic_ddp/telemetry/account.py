@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from elastic_ddp.telemetry.stopwatch import Stopwatch, split_lost
@@ -17,10 +17,16 @@ CHANGED, HANDED_ON = "workers were to join or leave", "those who go handed the s
 
 class Account:
     """The phases of a generation in one worker, in the order in which they come: `begin`, `formed`, `ready`, steps, a
-    loss perhaps, and `end`."""
+    loss perhaps, and `end`.
 
-    def __init__(self, watch: Stopwatch | None = None) -> None:
+    Args:
+        watch: that it goes by.
+        still_s: tells for how many seconds the worker has got nowhere.
+    """
+
+    def __init__(self, watch: Stopwatch | None = None, still_s: Callable[[], float] = lambda: 0.0) -> None:
         self._watch = watch or Stopwatch()
+        self._still_s = still_s
         self._steps: deque[float] = deque(maxlen=_TYPICAL_OF)
         self._is_first = False
         self._ended: dict[str, float] | None = None
@@ -74,9 +80,10 @@ class Account:
 
     def lost(self, *, in_step: bool) -> None:
         """A peer was lost since the last mark: that time was for nothing. In a step, what is longer than a typical one
-        went into noticing it."""
-        typical_s = self._typical_s if in_step and self._steps else None
-        redone_s, detection_s = split_lost(self._watch.since_mark(), typical_s)
+        went into noticing it; where there is no typical one, what came after the last that the worker got done."""
+        lost_s = self._watch.since_mark()
+        worked_s = self._typical_s if in_step and self._steps else lost_s - self._still_s()
+        redone_s, detection_s = split_lost(lost_s, worked_s)
         self._watch.move("useful", "redone", redone_s)
         self._watch.move("useful", "detection", detection_s)
 

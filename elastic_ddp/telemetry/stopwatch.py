@@ -97,12 +97,12 @@ class Stopwatch:
         return self._clock() - marked_at if marked_at is not None else 0.0
 
 
-def split_lost(seconds_since_last_step: float, typical_step_s: float | None) -> tuple[float, float]:
+def split_lost(seconds_since_last_step: float, worked_s: float) -> tuple[float, float]:
     """The time from the last step that was done to a loss, as (redone, detection).
 
-    What is longer than a typical step, the survivors spent waiting for a peer that was silent. Where no typical step is
-    known, all of it is work to be redone.
+    What is longer than the work at hand took, or takes as a rule, the survivors spent waiting for a peer that was
+    silent.
     """
     lost = max(seconds_since_last_step, 0.0)
-    redone = lost if typical_step_s is None else min(lost, typical_step_s)
+    redone = min(lost, max(worked_s, 0.0))
     return redone, lost - redone

@@ -174,17 +174,17 @@ def test_another_thread_may_read_at_any_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "typical", "redone", "detection"),
+    ("seconds", "worked", "redone", "detection"),
     [
         (0.3, 1.0, 0.3, 0.0),
         (1.0, 1.0, 1.0, 0.0),
         (6.0, 1.0, 1.0, 5.0),
         (6.0, 0.0, 0.0, 6.0),
-        (6.0, None, 6.0, 0.0),
+        (6.0, -1.0, 0.0, 6.0),
         (-0.1, 1.0, 0.0, 0.0),
     ],
 )
-def test_what_is_longer_than_a_step_was_waiting(
-    seconds: float, typical: float | None, redone: float, detection: float
+def test_what_is_longer_than_the_work_was_waiting(
+    seconds: float, worked: float, redone: float, detection: float
 ) -> None:
-    assert split_lost(seconds, typical) == (redone, detection)
+    assert split_lost(seconds, worked) == (redone, detection)
