@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from elastic_ddp.elastic.assembly import PREPARE_S
 from elastic_ddp.elastic.hang import STORING
+from elastic_ddp.elastic.membership import BEGINS_AGAIN
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import PeerLostError, WorkersLostError, described
 from elastic_ddp.generation import Generation, feeds_of, micro_batches_of, strategy_of
@@ -113,7 +114,8 @@ class Participation:
                 # They would get it, from here perhaps, as it is in the midst of a step's block, and not do the rest.
                 self.account.begin()
                 self.account.end()
-                self._lost = "a peer was lost in the midst of a step, and others have not made that"
+                self._link.say("begins_again", generation=assignment.generation, rank=assignment.rank)
+                self._lost = BEGINS_AGAIN
                 raise TrainAgain
             attempt = attempt + 1 if assignment.again else 0
             try:

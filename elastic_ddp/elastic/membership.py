@@ -19,8 +19,9 @@ from elastic_ddp.elastic.members import (
     newest_step,
     with_the_newest,
 )
-from elastic_ddp.telemetry.summary import WORKER_LOST
+from elastic_ddp.telemetry.summary import BEGAN_AGAIN, WORKER_LOST
 
+BEGINS_AGAIN = "a worker was in the midst of a step that others had not made, and begins again"
 LEFT = "it left"
 LONG_GONE = "it is gone, and so is its process"
 OVERDUE = "the time of a member that is to go was nearly up"
@@ -187,6 +188,11 @@ class Membership:
         """All members of a generation did, if it is the current one."""
         if self.current is not None and self.current.number == generation:
             self._trained |= self.current.ids - self._gone.keys()
+
+    def begins_again(self, generation: int) -> None:
+        """A member of a generation, if it is the current one, does not take part in it, and is to come for another."""
+        if self.current is not None and self.current.number == generation:
+            self.loss = self.loss or BEGINS_AGAIN
 
     def is_newcomer(self, member: str) -> bool:
         """Whether a worker has never trained, and others that are there have, or are to without it."""
@@ -404,6 +410,8 @@ class Membership:
     def _reason(self, chosen: list[Arrival]) -> str:
         if self.current is None:
             return "start"
+        if self.loss == BEGINS_AGAIN:
+            return BEGAN_AGAIN
         if self.loss not in (None, OVERDUE):
             return WORKER_LOST
         before = {each.id for each in self.current.members}

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.elastic.link import RunStopped
+from elastic_ddp.elastic.membership import BEGINS_AGAIN
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import ConfigError, WorkersLostError
 from elastic_ddp.generation import Generation
@@ -222,6 +223,9 @@ def test_an_evaluation_in_the_midst_of_a_step_that_others_have_not_made_hands_no
     assert not handed_over
     again = [(None, True)] if are_behind else []
     assert link_of(run).joins == [(None, True), (3, False), *again]
+    assert link_of(run).losses[2:] == [BEGINS_AGAIN] * are_behind
+    said = [each["generation"] for each in link_of(run).said if each["event"] == "begins_again"]
+    assert said == [2] * are_behind, "the others wait for it to come to that, and lost nobody"
 
 
 @pytest.mark.parametrize("text", ["timed out waiting for the tokenizer", LOST_PEER, "NCCL_SOCKET_IFNAME is not set"])
