@@ -44,9 +44,9 @@ def summarize(
         commits (how many), commit_interval_s (the newest choice, where it follows from what was measured), restarts
         (generations that followed a lost worker), workers_lost (that died or were given
         up in a generation; several may have made one restart), preemptions (workers that left because
-        their node or process was to go), generations (each with its `stalls`), weights_sha256, samples_sha256, loss
-        (first and last), metrics (last values), evaluated_at (steps done when a metric of an evaluation was measured),
-        storage, versions.
+        their node or process was to go), generations (each with its `stalls`, and the number of its session, from 1),
+        weights_sha256, samples_sha256, loss (first and last of those that were logged, and the steps done by the last),
+        metrics (last values), evaluated_at (steps done when a metric of an evaluation was measured), storage, versions.
     """
     events = list(events)
     started = _last(events, "session_started")
@@ -58,7 +58,7 @@ def summarize(
     if samples is None and progress:
         samples = progress[-1].get("samples")
     steps = end.get("steps")
-    losses = [event["loss"] for event in progress if event.get("loss") is not None]
+    logged = [event for event in progress if event.get("loss") is not None] or [{}]
     metrics: dict[str, Any] = {}
     evaluated_at: dict[str, int] = {}
     for event in events:
@@ -88,7 +88,11 @@ def summarize(
         "generations": generations,
         "weights_sha256": end.get("weights_sha256"),
         "samples_sha256": end.get("samples_sha256"),
-        "loss": {"first": losses[0] if losses else None, "last": losses[-1] if losses else None},
+        "loss": {
+            "first": logged[0].get("loss"),
+            "last": logged[-1].get("loss"),
+            "step": logged[-1].get("step"),
+        },
         "metrics": metrics,
         "evaluated_at": evaluated_at,
         "storage": storage if storage is not None else config.get("storage"),
@@ -100,7 +104,19 @@ def _metrics(summary: Mapping[str, Any]) -> Iterable[str]:
     evaluated_at = summary.get("evaluated_at") or {}
     for name, value in summary["metrics"].items():
         step = evaluated_at.get(name, summary["steps"])
-        yield f"{name} {_number(value)}" + (f" (step {step:,})" if step != summary["steps"] else "")
+        yield f"{name} {_number(value)}" + _at(step, summary)
+
+
+def _loss(summary: Mapping[str, Any]) -> str | None:
+    loss = summary["loss"]
+    if loss["first"] is None:
+        return None
+    return f"{_number(loss['first'])} → {_number(loss['last'])}" + _at(loss.get("step"), summary)
+
+
+def _at(step: int | None, summary: Mapping[str, Any]) -> str:
+    """Says of a value when it was measured, if the run has gone on since."""
+    return "" if step in (None, summary["steps"]) else f" (step {step:,})"
 
 
 def render(summary: Mapping[str, Any]) -> RenderableType:
@@ -110,7 +126,6 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     facts.add_column(overflow="fold")
     status = str(summary["status"])
     facts.add_row("status", Text(status, style=_STYLES.get(status, "bold")))
-    loss = summary["loss"]
     rows = {
         "error": summary["error"],
         "steps": _count(summary["steps"]),
@@ -118,7 +133,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         "samples": _samples(summary),
         "time": _duration(summary["wall_seconds"]),
         "goodput": _goodput(summary.get("goodput") or {}),
-        "loss": None if loss["first"] is None else f"{_number(loss['first'])} → {_number(loss['last'])}",
+        "loss": _loss(summary),
         "metrics": "  ".join(_metrics(summary)),
         "workers lost": summary.get("workers_lost", summary["restarts"]) or None,
         "workers drained": summary.get("preemptions") or None,
@@ -136,12 +151,15 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     if not summary["generations"]:
         return Group(title, facts)
     table = Table(title="generations", title_justify="left", title_style="dim", box=None, padding=(0, 2))
-    for column in ("generation", "workers", "first step", "last step", "stall"):
+    # Each session counts its generations from 1.
+    session = ("session",) if summary["sessions"] > 1 else ()
+    for column in (*session, "generation", "workers", "first step", "last step", "stall"):
         table.add_column(column, justify="right", style="cyan" if column == "generation" else None)
     table.add_column("formed for", overflow="fold")
     table.add_column("ended by", overflow="fold")
     for row in summary["generations"]:
         table.add_row(
+            *[_count(row.get("session_number")) for _ in session],
             str(row["generation"]),
             str(row["world_size"]),
             _count(row["first_step"]),
@@ -205,6 +223,7 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
     the next one began, whichever is later."""
     rows: list[dict[str, Any]] = []
     stalled = stalls(events)
+    sessions = list(dict.fromkeys(event["session"] for event in events))
     current: dict[str, Any] | None = None
     committed = 0
     for event in events:
@@ -221,6 +240,7 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
                 current = {"last_step": first, "first_step": first, "ended_by": None, **stall}
                 rows.append(current)
             current |= {key: event.get(key) for key in ("generation", "world_size", "reason", "session")}
+            current["session_number"] = sessions.index(event["session"]) + 1
             if event["event"] == "generation":
                 current["first_step"] = current["last_step"] = event["first_step"]
                 for row in rows[-2:-1]:

@@ -69,7 +69,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
         "total_steps": None, "preemptions": 0,
         "wall_seconds": 15.0, "samples_per_second": 26.667, "sessions": 2, "restarts": 1, "commits": 3,
         "workers_lost": 1, "commit_interval_s": None,
-        "weights_sha256": "aa", "samples_sha256": "bb", "loss": {"first": 2.5, "last": 1.0},
+        "weights_sha256": "aa", "samples_sha256": "bb", "loss": {"first": 2.5, "last": 1.0, "step": 30},
         "metrics": {"accuracy": 0.9, "final": 3.0}, "evaluated_at": {},
         "storage": "s3://b/runs", "versions": {"torch": "2.13.0"},
     }  # fmt: skip
@@ -81,6 +81,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
     assert [row["reason"] for row in generations] == ["start", "worker lost", "resumed"]
     assert [row["ended_by"] for row in generations] == ["worker lost", "the driver was lost", "finished"]
     assert [row["session"] for row in generations] == ["s1", "s1", "s2"]
+    assert [row["session_number"] for row in generations] == [1, 1, 2]
     assert {row[name] for row in generations for name in STALLS} == {None}
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
 
@@ -147,12 +148,13 @@ def test_the_time_until_a_loss_was_noticed_is_part_of_the_stall() -> None:
 
 def test_a_summary_that_was_written_by_an_older_version_is_shown() -> None:
     summary = summarize(RUN)
-    del summary["goodput"], summary["preemptions"]
+    del summary["goodput"], summary["preemptions"], summary["loss"]["step"]
     for row in summary["generations"]:
-        for name in STALLS:
+        for name in (*STALLS, "session_number"):
             del row[name]
     text = shown(summary)
     assert "goodput" not in text and "workers drained" not in text and "worker lost" in text
+    assert "2.5 → 1" in text and "(step" not in text
     assert "goodput" not in shown(summarize(RUN)), "nothing was measured"
 
 
@@ -192,12 +194,23 @@ def shown(summary: dict[str, Any]) -> str:
 
 def test_the_table_shows_the_facts_and_one_line_for_each_generation() -> None:
     text = shown(summarize(RUN))
-    for part in ("mnist", "finished", "27 samples/s", "2.5 → 1", "accuracy 0.9", "0:15", "s3://b/runs"):
+    for part in ("mnist", "finished", "27 samples/s", "2.5 → 1 (step 30)", "accuracy 0.9", "0:15", "s3://b/runs"):
         assert part in text
     rows = [line.split() for line in text.splitlines()]
     formed = [each["reason"].split() for each in summarize(RUN)["generations"]]
-    assert ["0", "2", "0", "14", *formed[0], "worker", "lost"] in rows
-    assert ["1", "1", "14", "26", *formed[1], "the", "driver", "was", "lost"] in rows
+    assert ["1", "0", "2", "0", "14", *formed[0], "worker", "lost"] in rows
+    assert ["1", "1", "1", "14", "26", *formed[1], "the", "driver", "was", "lost"] in rows
+    assert ["2", "2", "3", "20", "40", *formed[2], "finished"] in rows
+
+
+def test_generations_of_one_session_are_not_numbered_by_it() -> None:
+    assert "session " in shown(summarize(RUN)) and "session " not in shown(summarize(DRAINED))
+
+
+def test_sessions_that_formed_no_generation_are_counted() -> None:
+    later = session("s2", 500.0, STARTED) + session("s3", 900.0, STARTED, generation(1, 2, 20, "resume"))
+    rows = summarize(RUN[:9] + later)["generations"]
+    assert [(row["generation"], row["session_number"]) for row in rows] == [(0, 1), (1, 1), (1, 3)]
 
 
 def test_text_of_a_user_is_shown_as_it_is_and_losses_may_be_nan() -> None:
@@ -290,3 +303,6 @@ def test_a_loss_that_is_older_than_the_run_says_of_which_step_it_is() -> None:
     assert summary["metrics"] == {"validation_loss": 5.5, "test_loss": 4.0}
     assert summary["evaluated_at"] == {"validation_loss": 2, "test_loss": 3}
     assert "validation_loss 5.5 (step 2)  test_loss 4\n" in shown(summary)
+    assert "1 → 1 (step" not in shown(summary)
+    more = session("s1", 9.0, ("generation_ended", {"generation": 1, "last_step": 7}))
+    assert "1 → 1 (step 3)" in shown(summarize([*events, *more])), "steps that were not logged came after it"
