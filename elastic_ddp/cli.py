@@ -105,7 +105,7 @@ def status(
         table.add_column(column.replace("_", " "))
     for facts in runs:
         table.add_row(*(_cell(facts[column]) for column in columns))
-    _console.print(table if runs else "no run is live on this cluster")
+    _console.print(table if runs else "no run is live on this cluster; the command of an interrupted one resumes it")
     if run is not None:
         _console.print(_members(runs[0]))
     import ray

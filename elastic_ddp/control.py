@@ -19,6 +19,7 @@ from elastic_ddp.ray_internals import use_token_on_this_machine
 from elastic_ddp.storage import Storage
 
 _ASK_AGAIN_S = 0.2
+_RESUMES = "the same command resumes it from its newest commit"
 
 
 class RunHandle:
@@ -135,12 +136,14 @@ def get_run(run: str) -> RunHandle:
     cluster. Connects to that first if need be.
 
     Raises:
-        ConfigError: there is no cluster, or no such run on it.
+        ConfigError: there is no cluster, or no such run on it; if its driver was killed, this says so.
     """
     name = run.rstrip("/").rpartition("/")[2]
     address = None
     if "/" in run:
         driver = holder(Storage(run))
+        if driver is not None and driver.is_alive() is False:
+            raise ConfigError(f"{run}: the driver of this run was killed, and {_RESUMES}. It was {driver}")
         if driver is None or driver.ray_address is None:
             raise ConfigError(f"{run}: no driver of this run is live; give <storage>/<name> of one that is")
         address = driver.ray_address
@@ -151,7 +154,8 @@ def get_run(run: str) -> RunHandle:
         others, here = ", ".join(live_runs()) or "none", ray.get_runtime_context().gcs_address
         raise ConfigError(
             f"run {name!r} is not live on the cluster at {here}; live there are: {others}. Where there are "
-            "several, set RAY_ADDRESS to the one that the run printed, or give <storage>/<name>"
+            "several, set RAY_ADDRESS to the one that the run printed, or give <storage>/<name>. If its driver was "
+            f"killed, {_RESUMES}"
         ) from None
 
 
@@ -170,5 +174,6 @@ def _connect(address: str | None = None) -> None:
     except (OSError, OverflowError):
         raise ConfigError(
             f"there is no Ray cluster {'' if address == 'auto' else f'at {address} '}to ask; set RAY_ADDRESS to the "
-            "address that the run printed, or run this on a node of the cluster"
+            "address that the run printed, or run this on a node of the cluster. If the driver of a run was killed, "
+            f"its cluster may be gone with it, and {_RESUMES}"
         ) from None

@@ -7,7 +7,9 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 from elastic_ddp import cli, trainer
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.lease import Driver
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import Ledger, summarize
 
@@ -127,6 +130,29 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=f"no Ray cluster at {re.escape(address)} to ask; set RAY_ADDRESS"):
             invoke("status")
+
+
+def test_a_run_whose_driver_was_killed_is_resumed_by_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster that it started may be gone as well: nobody is to look for that."""
+    driver = Driver.this_process("s1")
+    lease = {**asdict(driver), "ray_address": "127.0.0.1:1", "count": 0, "released": False}
+    Storage(tmp_path).write("driver/000001.json", json.dumps(lease).encode())
+    with pytest.raises(ConfigError, match=r"no Ray cluster at 127\.0\.0\.1:1 .* the same command resumes it from"):
+        invoke("status", str(tmp_path))
+    monkeypatch.setattr(Driver, "is_alive", lambda driver: False)
+    with pytest.raises(ConfigError) as caught:
+        invoke("status", str(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path}: the driver of this run was killed, and the same command resumes")
+    assert f"It was pid {driver.pid} of" in str(caught.value)
+
+
+def test_status_of_no_run_says_what_becomes_of_an_interrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.control.live_runs", list)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
+    shown = invoke("status").output
+    assert shown.startswith("no run is live on this cluster; the command of an interrupted one resumes it\n")
 
 
 def test_a_command_that_succeeds_exits_with_zero(
