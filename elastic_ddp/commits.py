@@ -276,6 +276,8 @@ class Commits:
         self._wait_in(group)
         self._outcome = None
         copied_at = time.monotonic()
+        if group.rank == 0:
+            self._link.say("commit_begun", generation=generation, step=step)
         self._saver.begin(state.state_dict(), save)
         if self._interval is not None:
             self._interval.stalled(time.monotonic() - copied_at)

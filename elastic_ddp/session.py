@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import ray
@@ -21,7 +22,9 @@ from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.worker import work
 
 WORKERS_LEAVE_S = 5.0
-"""How long workers may take to leave when the run is over, before they are ended."""
+"""How long workers may take to leave when the run is over and nothing is saved any more, before they are ended."""
+LOOK_S = 0.5
+"""How often it is looked meanwhile what they say."""
 
 
 class Session:
@@ -101,13 +104,27 @@ class Session:
             if not running:
                 return news.outcome or self._workers_gone(stopping)
             if news.outcome is not None:
-                self._thread.join(WORKERS_LEAVE_S)  # one that is stuck in a user's code is not waited for
-                last: News = ray.get(self._rendezvous.follow.remote(seen))  # what was said on leaving
-                for event in last.events:
-                    self._record(dict(event))
+                self._see_off(seen)
                 return news.outcome
             if stopping and not news.num_alive:
                 return self._stopped()  # Ray Train may wait for room for workers for ever
+
+    def _see_off(self, seen: int) -> None:
+        """Writes down what workers say on leaving. One that is stuck in a user's code is not waited for; a save that is
+        under way is, for as long as a worker waits for it."""
+        save_by = leave_by = time.monotonic() + WORKERS_LEAVE_S
+        save_by += self._job.config.drain_deadline_s
+        while True:
+            running = self._thread.is_alive()
+            news: News = ray.get(self._rendezvous.follow.remote(seen))
+            for event in news.events:
+                self._record(dict(event))
+                seen += 1
+            now = time.monotonic()
+            leave_by = min(now + WORKERS_LEAVE_S, save_by) if news.is_saving else leave_by
+            if not running or now >= leave_by or self._stop_requests.count > 1:
+                return
+            self._thread.join(LOOK_S)
 
     def end_workers(self) -> None:
         """Ends what is left of them, and does not leave a thread in Ray behind: a process that exits then crashes."""

@@ -57,6 +57,8 @@ class Assembly:
         self._expected: dict[str, float] = {}
         """Workers that were started and have not come, and since when."""
         self._stacks_wanted_at: float | None = None
+        self._saver = ""
+        """The member that has begun the newest save, until that ends."""
 
     def go_on(self) -> list[str]:
         """Takes up what the process before this one left, whose members it returns."""
@@ -377,6 +379,11 @@ class Assembly:
         )
 
     @property
+    def is_saving(self) -> bool:
+        """Whether a member that is there has begun a save that has not ended."""
+        return bool(self._saver) and self.membership.is_gone(self._saver) is None
+
+    @property
     def last_commit(self) -> int | None:
         """Steps done in the newest commit."""
         begun_from = self.journal.last("resumed").get("step", self._options.last_commit)
@@ -424,8 +431,13 @@ class Assembly:
             elif each["event"] == "begins_again":  # others wait for it: they are told at once
                 self.membership.begins_again(each["generation"])
                 self.changed = True
+            elif each["event"] == "commit_begun":
+                self._saver = sender
             elif each["event"] == "commit":
+                self._saver = ""
                 self.meet_requests(each.get("request") or 0)
+            elif each["event"] == "commit_failed":
+                self._saver = ""
         self.has_news = self.has_news or bool(messages)
 
     def record(self, event: str, **fields: Any) -> None:

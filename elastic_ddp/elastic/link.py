@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -33,6 +33,15 @@ class RunStopped(BaseException):
     """Ends the user's function in a worker when the run stops. Not an Exception: `except Exception` lets it pass."""
 
 
+@dataclass(frozen=True)
+class _Question:
+    """What the rendezvous is asked, in its turn among messages."""
+
+    method: Any
+    arguments: tuple[Any, ...]
+    answer: Future[Any] = field(default_factory=Future)
+
+
 class RendezvousLink:
     """Everything a worker says to the rendezvous, and hears from it.
 
@@ -50,8 +59,8 @@ class RendezvousLink:
     ) -> None:
         self.member = member
         self._rendezvous = rendezvous
-        self._outbox: queue.SimpleQueue[dict[str, Any] | Future[bool] | None] = queue.SimpleQueue()
-        """Messages, questions whether this worker may commit, and None, which ends it."""
+        self._outbox: queue.SimpleQueue[dict[str, Any] | _Question | None] = queue.SimpleQueue()
+        """Messages, questions, and None, which ends it."""
         self._progress: dict[str, Any] | None = None
         self.activity = Activity()
         """Where the training thread is, which tells it."""
@@ -101,14 +110,8 @@ class RendezvousLink:
         return self._signals.commit
 
     def may_commit(self) -> bool:
-        """Whether the rendezvous does not presume this worker dead. Waits for the answer, which the link's thread asks
-        for, after all that was said before."""
-        answer: Future[bool] = Future()
-        self._outbox.put(answer)
-        while self._speaker.is_alive():
-            with suppress(TimeoutError):
-                return answer.result(timeout=1.0)
-        return answer.done() and answer.result()  # the driver is gone, and this worker goes with it
+        """Whether the rendezvous does not presume this worker dead. It may be asked until `close`, also after `end`."""
+        return bool(self._ask(self._rendezvous.may_commit, self.member))
 
     def leave(self, why: str, within_s: float) -> None:
         """Asks to be let go at a step boundary."""
@@ -173,13 +176,13 @@ class RendezvousLink:
     def end(self, **outcome: Any) -> bool:
         """Says that the run is over and how. Returns when the rendezvous has it, with all messages before it, whether
         that counts: a failure of a worker that has never trained does not, if others train."""
-        self._finish_speaking()
-        counts: bool = self._insist(self._rendezvous.end, self.member, self._progress, outcome)
+        counts: bool = self._ask(self._rendezvous.end, self.member, self._progress, outcome)
         return counts
 
     def close(self) -> None:
         """Ends the threads; what was said before has been delivered."""
-        self._finish_speaking()
+        self._outbox.put(None)
+        self._speaker.join()
         self._closed.set()
         self._listener.join()
         ray.get(self._rendezvous.retire.remote(self.member))
@@ -187,9 +190,15 @@ class RendezvousLink:
         if remaining := self._drain():  # said after the end
             self._send(remaining)
 
-    def _finish_speaking(self) -> None:
-        self._outbox.put(None)
-        self._speaker.join()
+    def _ask(self, method: Any, *arguments: Any) -> Any:
+        """The answer of the rendezvous, which the link's thread asks for after all that was said before."""
+        question = _Question(method, arguments)
+        self._outbox.put(question)
+        while self._speaker.is_alive():
+            with suppress(TimeoutError):
+                return question.answer.result(timeout=1.0)
+        # It has ended: the link is closed, or the rendezvous is gone, which is raised here.
+        return question.answer.result() if question.answer.done() else self._insist(method, *arguments)
 
     def _drain(self) -> list[dict[str, Any]]:
         """What waits to be sent, up to the end."""
@@ -205,10 +214,10 @@ class RendezvousLink:
                 if isinstance(message, dict):
                     self._send([message])
                 else:
-                    message.set_result(self._insist(self._rendezvous.may_commit, self.member))
+                    message.answer.set_result(self._insist(message.method, *message.arguments))
             except ray.exceptions.RayError as error:
-                if isinstance(message, Future):
-                    message.set_exception(error)
+                if isinstance(message, _Question):
+                    message.answer.set_exception(error)
                 return  # the driver is gone, and this worker goes with it
 
     def _send(self, messages: list[dict[str, Any]]) -> None:

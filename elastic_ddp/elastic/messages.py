@@ -57,6 +57,8 @@ class News(NamedTuple):
     """Members that train or wait to."""
     stopping: bool
     """Whether the run was asked to stop."""
+    is_saving: bool = False
+    """Whether one of them has begun a save that has not ended."""
 
 
 class Orders(NamedTuple):

@@ -299,8 +299,9 @@ class Rendezvous:
             journal = assembly.journal
             if journal.num_events <= after and journal.outcome is None:
                 await self._poll(self._news)
-            num_alive = assembly.membership.num_alive
-            return News(journal.after(after), journal.progress, journal.outcome, num_alive, assembly.state.stop)
+            num_alive, stopping = assembly.membership.num_alive, assembly.state.stop
+            events = journal.after(after)
+            return News(events, journal.progress, journal.outcome, num_alive, stopping, assembly.is_saving)
 
     # People.
 

@@ -23,6 +23,7 @@ from elastic_ddp.storage import Storage
 from tests.ranks import empty_store
 from tests.unit.alone import CPU, FakeFeed, FakeIndex, FakeLink, NewRun
 from tests.unit.faulty import QUICK, Died
+from tests.unit.here import RAY_HERE, RendezvousHere
 from tests.unit.scene import LIMIT_S, OPTIONS, Play
 
 
@@ -89,6 +90,24 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         return asyncio.run(within_time())
 
     return run
+
+
+@pytest.fixture
+def rendezvous_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RendezvousHere]]:
+    """Starts rendezvous in this process, for links and drivers in it."""
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(rendezvous_module, "POLL_S", 0.05)
+    monkeypatch.setattr("elastic_ddp.elastic.link.ray", RAY_HERE)
+    monkeypatch.setattr("elastic_ddp.session.ray", RAY_HERE)
+    started: list[RendezvousHere] = []
+
+    def start(options: RendezvousOptions = OPTIONS) -> RendezvousHere:
+        started.append(RendezvousHere(options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
 
 
 @pytest.fixture

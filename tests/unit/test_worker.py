@@ -9,13 +9,27 @@ import pytest
 import torch.distributed as dist
 
 from elastic_ddp import worker
+from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.elastic.members import Member
 from elastic_ddp.errors import WorkersLostError
+from elastic_ddp.job import COMMITS
 from elastic_ddp.ray_train import Place
 from elastic_ddp.run import Run
+from elastic_ddp.storage import Storage
 from tests.unit.alone import CPU, LOST_PEER, FakeLink, NewRun, link_of, prepared
+from tests.unit.here import RendezvousHere
 
 Train = Callable[[Run], Any]
+LIMIT_S = 20.0
+MEMBER = Member(id="m", group="g", group_size=1, rank_in_group=0, node="203.0.113.1", node_id="n", pid=1)
+PLACE = Place(MEMBER, CPU, {"CPU": 4.0})
+
+
+@pytest.fixture(autouse=True)
+def _in_a_process_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker does to its process is left undone."""
+    monkeypatch.setattr(worker.signals, "on_sigterm", lambda act: None)
+    monkeypatch.setattr(worker, "_make_deterministic", lambda config: None)
 
 
 @pytest.fixture
@@ -24,9 +38,6 @@ def outcome_of(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tr
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(FakeLink, "end", lambda link, **outcome: said.append(outcome) or True, raising=False)
     monkeypatch.setattr(FakeLink, "close", lambda link: None, raising=False)
-    monkeypatch.setattr(worker.signals, "on_sigterm", lambda act: None)
-    monkeypatch.setattr(worker, "_make_deterministic", lambda config: None)
-    member = Member(id="m", group="g", group_size=1, rank_in_group=0, node="203.0.113.1", node_id="n", pid=1)
 
     def end_of(train: Train) -> dict[str, Any]:
         run = new_run()
@@ -34,7 +45,7 @@ def outcome_of(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tr
         object.__setattr__(job, "train", train)
         monkeypatch.setattr(worker, "RendezvousLink", lambda *_: link_of(run))
         monkeypatch.setattr(worker, "Run", lambda *_: run)
-        worker.work(job, None, Place(member, CPU, {"CPU": 4.0}))
+        worker.work(job, None, PLACE)
         (outcome,) = said
         return outcome
 
@@ -62,3 +73,47 @@ def test_a_lost_peer_that_the_training_function_lets_through_has_the_worker_repl
 
     with pytest.raises(WorkersLostError, match="was left by an error of a lost peer"):
         outcome_of(train)
+
+
+@pytest.fixture
+def worked(
+    new_run: NewRun, rendezvous_here: Callable[..., RendezvousHere]
+) -> Callable[..., tuple[RendezvousHere, CheckpointStore]]:
+    """What a rendezvous heard of a worker with a training function, which may be told of it, and the run's commits."""
+
+    def work(train: Callable[[Run, RendezvousHere], Any], **changes: Any) -> tuple[RendezvousHere, CheckpointStore]:
+        rendezvous, job = rendezvous_here(), new_run(**changes)._job
+        object.__setattr__(job, "train", lambda run: train(run, rendezvous))
+        worker.work(job, rendezvous, PLACE)
+        return rendezvous, CheckpointStore(job.storage.at(COMMITS), keep=1)
+
+    return work
+
+
+def test_a_save_under_way_ends_though_the_training_function_fails(
+    worked: Callable[..., tuple[RendezvousHere, CheckpointStore]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are told of the failure before."""
+    write = Storage.write
+
+    def train(run: Run, rendezvous: RendezvousHere) -> None:
+        def write_after_the_end(storage: Storage, key: str, data: bytes | memoryview) -> None:
+            assert not key.startswith("step=") or rendezvous.has_ended.wait(LIMIT_S)
+            write(storage, key, data)
+
+        monkeypatch.setattr(Storage, "write", write_after_the_end)
+        model = prepared(run)
+        for step in run.steps():
+            assert step.index < 3, "the loss is no number"
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(model(batch["x"]).square().mean())
+                step.optimize()
+
+    rendezvous, commits = worked(train, checkpoint={"every_steps": 2})
+    outcome = rendezvous.actor._assembly.journal.outcome
+    assert outcome is not None and outcome["status"] == "failed" and "the loss is no number" in outcome["error"]
+    newest = commits.latest()
+    assert newest is not None and newest.step == 2
+    assert [each["step"] for each in rendezvous.events("commit")] == [2] and not rendezvous.events("commit_failed")
+    assert not rendezvous.actor._assembly.is_saving

@@ -1,0 +1,64 @@
+"""How a driver sees its workers off when the run is over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elastic_ddp import session as session_module
+from elastic_ddp.lease import DriverLease
+from elastic_ddp.session import Session
+from elastic_ddp.telemetry.ledger import read_ledger
+from tests.unit.alone import NewRun
+from tests.unit.here import RendezvousHere
+from tests.unit.scene import member
+
+WORKER = member("a", 0, size=1)
+LIMIT_S = 20.0
+
+Drive = Callable[[Callable[[RendezvousHere], Any]], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def drive(new_run: NewRun, rendezvous_here: Callable[..., RendezvousHere], monkeypatch: pytest.MonkeyPatch) -> Drive:
+    """Follows a run whose one worker fails while it saves, and does something then. Returns what the ledger has."""
+    monkeypatch.setattr(session_module, "WORKERS_LEAVE_S", 0.1)
+
+    def run(then: Callable[[RendezvousHere], Any]) -> list[dict[str, Any]]:
+        def work(*_: Any, **__: Any) -> None:
+            rendezvous.ask("join", WORKER, 0, None, True, None)
+            rendezvous.ask("take", [{"event": "commit_begun", "time": 0.0, "step": 2}], None, WORKER.id, 1)
+            rendezvous.ask("end", WORKER, None, {"status": "failed", "error": "the loss is no number"})
+            then(rendezvous)
+
+        job, rendezvous = new_run()._job, rendezvous_here()
+        monkeypatch.setattr(session_module, "run_workers", work)
+        with DriverLease(job.storage, "test", "session", print) as lease:
+            lease.acquire()
+            assert Session(job, rendezvous, None, lease).run()["error"] == "the loss is no number"
+        return read_ledger(job.storage)
+
+    return run
+
+
+def test_a_save_that_a_failed_run_leaves_behind_is_waited_for(drive: Drive) -> None:
+    def save(rendezvous: RendezvousHere) -> None:
+        threading.Event().wait(0.5)  # for longer than workers may take to leave
+        said = {"event": "commit", "time": 0.0, "step": 2, "seconds": 0.5, "num_bytes": 1}
+        rendezvous.ask("take", [said], None, WORKER.id, 2)
+
+    assert [each["step"] for each in drive(save) if each["event"] == "commit"] == [2]
+
+
+def test_a_worker_that_does_not_leave_is_not_waited_for(drive: Drive) -> None:
+    go = threading.Event()
+
+    def hang(rendezvous: RendezvousHere) -> None:
+        rendezvous.ask("take", [{"event": "commit_failed", "step": 2, "time": 0.0, "error": "full"}], None, "a0", 2)
+        assert go.wait(LIMIT_S)
+
+    assert drive(hang)[-1]["event"] == "finished"
+    go.set()
