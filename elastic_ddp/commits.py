@@ -48,18 +48,27 @@ class Commits:
     """The commits of a run, as one worker sees them. All ranks write them, behind training; rank 0 makes them complete,
     and its clock and its ear say when.
 
+    Args:
+        before: those of this process before the user's function began again. It has one saver, and so one save at a
+            time and one copy of the state, however often that happens.
+
     Attributes:
         step: steps done in the newest one that was begun, as far as this worker knows.
         durable_step: the same, of the newest that this worker made complete itself.
     """
 
-    def __init__(self, job: Job, link: RendezvousLink) -> None:
+    def __init__(self, job: Job, link: RendezvousLink, before: Commits | None = None) -> None:
         self._job, self._link = job, link
-        self._storage = PatientStorage(job.storage.at(COMMITS))
         settings = job.config.checkpoint
+        if before is None:
+            self._storage = PatientStorage(job.storage.at(COMMITS))
+            store = CheckpointStore(self._storage, keep=retention_of(settings))
+            self._saver = Saver(self._storage, store, of_rank_0=OF_RANK_0)
+            self._connection = StoreConnection()
+        else:
+            self._storage, self._saver, self._connection = before._storage, before._saver, before._connection
         self._store = CheckpointStore(self._storage, keep=retention_of(settings))
-        self._saver = Saver(self._storage, self._store, of_rank_0=OF_RANK_0)
-        self._connection = StoreConnection()
+        """To restore from. What it has passed over is news."""
         self.step: int | None = None
         self.durable_step: int | None = None
         self._known_step: int | None = None
@@ -220,8 +229,8 @@ class Commits:
         request = self._link.commit_requested
 
         def fence() -> None:
-            if not self._link.may_commit():
-                raise PeerLostError("this worker was presumed dead")
+            if (reason := self._link.why_not_commit(generation)) is not None:
+                raise PeerLostError(reason)
             with self._storage.at_work():
                 driver = holder(self._job.storage)
             if driver is not None and driver.session != self._job.session:
@@ -314,13 +323,18 @@ class Commits:
 
     def _wait_in(self, group: ProcessGroup) -> None:
         """Where a save hangs, whoever waits for another's share is not to blame."""
-        activity = self._link.activity
-        while not self._saver.wait(within_s=LOOK_S):
+        while not self._has_ended_soon():
             if group.is_cut:
                 raise PeerLostError("a peer was lost while the state was made durable")
-            place = "shares" if self._saver.awaits_others else STORING
-            if place != activity.now.place:
-                activity.enter(place, self.worked_s)
+
+    def _has_ended_soon(self) -> bool:
+        """Whether the save at hand has ended, after a moment if it has not."""
+        if self._saver.wait(within_s=LOOK_S):
+            return True
+        activity, place = self._link.activity, "shares" if self._saver.awaits_others else STORING
+        if place != activity.now.place:
+            activity.enter(place, self.worked_s)
+        return False
 
     def generation_ended(self, *, intact: bool) -> None:
         """This worker's generation is over; `intact` if no rank of it was lost."""
@@ -330,9 +344,12 @@ class Commits:
             if self._interval is not None:
                 self._interval.lost()
 
-    def close(self, within_s: float) -> None:
-        """Waits for the save at hand, if there is one."""
-        self._saver.wait(within_s)
+    def close(self, within_s: float = math.inf) -> None:
+        """Waits for the save at hand, if there is one. Every save ends: what hangs in it is given up, and so is a rank
+        that has fallen silent."""
+        end = time.monotonic() + within_s
+        while not self._has_ended_soon() and time.monotonic() < end:
+            pass
 
     def _record(self, state: TrainState, generation: int) -> dict[str, Any]:
         position = state.position

@@ -282,11 +282,11 @@ class Participation:
         with self.account.checkpoint(), self.activity.within(STORING, self._commits.worked_s):
             self._commits.wait(self.generation.group)
 
-    def shut_down(self) -> None:
-        """Nothing is read or saved any more. For the end of the run in this worker, after `close`."""
+    def shut_down(self, *, save_within_s: float) -> None:
+        """Nothing is read or saved any more, once the save at hand has ended, or so many seconds are over."""
         self._feeds.shut_down()
         with self.activity.within(STORING, self._commits.worked_s):
-            self._commits.close(self._job.config.drain_deadline_s)
+            self._commits.close(save_within_s)
 
     def leave(self, *, intact: bool, reason: str | None = None) -> str | None:
         """Leaves the generation, if there is one; `intact` when all its members do. Returns how one of them was lost

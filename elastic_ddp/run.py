@@ -41,13 +41,13 @@ class Run:
         device: where this worker trains.
     """
 
-    def __init__(self, job: Job, link: RendezvousLink, device: torch.device) -> None:
+    def __init__(self, job: Job, link: RendezvousLink, device: torch.device, commits: Commits | None = None) -> None:
         self.config: RunConfig = job.config
         self.device = device
         self._job = job
         self._link = link
         self._state = TrainState()
-        self._commits = Commits(job, link)
+        self._commits = commits or Commits(job, link)
         self._participation = Participation(job, link, state=self._state, commits=self._commits, device=device)
         self._step: Step | None = None
         self._rehearsal: Rehearsal | None = None
@@ -278,10 +278,11 @@ class Run:
         return self._job.total_steps
 
     def again(self) -> Run:
-        """The run for the user's function to begin again with, once `TrainAgain` has ended it."""
+        """The run for the user's function to begin again with, once `TrainAgain` has ended it, and the save at hand has
+        ended: nobody restores an older commit meanwhile, as all wait for this worker."""
         self._link.activity.enter("start")
-        self.shut_down()
-        run = Run(self._job, self._link, self.device)
+        self._participation.shut_down(save_within_s=math.inf)
+        run = Run(self._job, self._link, self.device, Commits(self._job, self._link, self._commits))
         run._participation.follow(self._participation)
         run._losses, run._lost_step = self._losses, self._lost_step
         return run
@@ -440,4 +441,4 @@ class Run:
 
     def shut_down(self) -> None:
         """Nothing is read any more. For the end of the run in this worker, after `close`."""
-        self._participation.shut_down()
+        self._participation.shut_down(save_within_s=self.config.drain_deadline_s)

@@ -153,9 +153,15 @@ class Assembly:
         """Whether those who are to go can wait for others to get ready."""
         return self.membership.has_time(time.monotonic(), PREPARE_S)
 
-    def may_commit(self, member: Member) -> bool:
-        """Whether a member takes part in the run, or did until it left in peace; not one that is presumed dead."""
-        return self.membership.has_seen(member.id) and self.membership.is_gone(member.id) in (None, LEFT)
+    def why_not_commit(self, member: Member, generation: int) -> str | None:
+        """Why what a member has written in a generation may not be committed; None if it may. It may if the member
+        takes part in the run, or did until it left in peace, and no generation has begun from a commit since."""
+        gone = self.membership.is_gone(member.id)
+        if not self.membership.has_seen(member.id) or gone not in (None, LEFT):
+            return f"this worker was presumed dead: {gone or 'it is not known'}"
+        if generation < self.state.restored:
+            return f"generation {self.state.restored} has begun from a commit since generation {generation}"
+        return None
 
     def expect(self, started: list[str]) -> None:
         """These workers there are. One that does not come at all is given up."""
@@ -203,6 +209,8 @@ class Assembly:
         self._record_dismissals()
         if formed is None:
             return
+        if formed.source is None:
+            self.state.restored = formed.number
         self.save()
         self._watch.begin([member.id for member in formed.members], time.monotonic())
         self._stacks_wanted_at = None

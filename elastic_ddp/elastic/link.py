@@ -109,9 +109,11 @@ class RendezvousLink:
         """The number of a request to commit at the next step boundary; 0 for none."""
         return self._signals.commit
 
-    def may_commit(self) -> bool:
-        """Whether the rendezvous does not presume this worker dead. It may be asked until `close`, also after `end`."""
-        return bool(self._ask(self._rendezvous.may_commit, self.member))
+    def why_not_commit(self, generation: int) -> str | None:
+        """Why what this worker has written in a generation may not be committed; None if it may. It may be asked at any
+        time, also after `end`."""
+        reason: str | None = self._ask(self._rendezvous.why_not_commit, self.member, generation)
+        return reason
 
     def leave(self, why: str, within_s: float) -> None:
         """Asks to be let go at a step boundary."""

@@ -28,6 +28,8 @@ class State:
     """Requests to commit so far."""
     requests_met: int = 0
     """Those that were met. A commit meets all that had come when it began."""
+    restored: int = 0
+    """The newest generation in which nobody held a state, and that began from the newest commit therefore."""
     recorded_dismissals: int = 0
     stacks_requests: int = 0
     """Requests to say where all threads are so far."""

@@ -241,10 +241,10 @@ class Rendezvous:
         async with self._turn() as assembly:
             assembly.take(messages, progress, sender, first)
 
-    async def may_commit(self, member: Member) -> bool:
-        """Whether what a member has written may be committed: not if it is presumed dead."""
+    async def why_not_commit(self, member: Member, generation: int) -> str | None:
+        """Why what a member has written in a generation may not be committed; None if it may."""
         async with self._turn() as assembly:
-            return assembly.may_commit(member)
+            return assembly.why_not_commit(member, generation)
 
     async def leave(self, member: Member, within_s: float, why: str) -> None:
         """A member has been told to go, and says so."""

@@ -80,8 +80,8 @@ class FakeLink:
     def ask_for_prospect(self) -> Prospect | None:
         return self.others_train
 
-    def may_commit(self) -> bool:
-        return not self.presumed_dead
+    def why_not_commit(self, generation: int) -> str | None:
+        return "this worker was presumed dead" if self.presumed_dead else None
 
     def say(self, event: str, **fields: Any) -> None:
         self.said.append({"event": event, **fields})

@@ -7,6 +7,8 @@ import json
 import math
 import random
 import re
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +46,8 @@ from tests.unit.alone import (
     train,
     train_and_count,
 )
+
+LIMIT_S = 20.0
 
 
 def test_a_step_that_loses_a_peer_comes_again_and_ends_the_same(new_run: NewRun) -> None:
@@ -161,6 +165,39 @@ def test_a_step_that_is_left_half_made_again_and_again_ends_the_run(new_run: New
     with pytest.raises(WorkersLostError, match="step 3 was lost 3 times in a row by the same workers"):
         train_and_count(run, lose)
     assert lost == [3, 3, 3]
+
+
+def test_a_save_under_way_ends_before_the_training_function_begins_again(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an older commit would be restored, and two saves be under way, each with a copy of the state."""
+    run = new_run(checkpoint={"every_steps": 2}, drain_deadline_s=0.01)
+    link, savers, lost = link_of(run), [run._commits._saver], []
+    again, write, has_begun_again = Run.again, Storage.write, threading.Event()
+
+    def lose_once(place: Place, step: int) -> None:
+        if (place, step) == ("optimizer", 3) and not lost:
+            lost.append(step)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    def write_late(storage: Storage, key: str, data: bytes | memoryview) -> None:
+        if key.startswith("step=2/"):
+            assert has_begun_again.wait(LIMIT_S)
+            time.sleep(0.2)
+            assert len(link.joins) == 1, "it waits"
+        write(storage, key, data)
+
+    def begin_again(run: Run) -> Run:
+        has_begun_again.set()
+        savers.append((next_run := again(run))._commits._saver)
+        return next_run
+
+    monkeypatch.setattr(Storage, "write", write_late)
+    monkeypatch.setattr(Run, "again", begin_again)
+    disturbed = train_and_count(run, lose_once)
+    assert lost == [3] and link.steps_of("resumed") == [2] and link.steps_of("commit") == [2, 4, 6]
+    assert len(savers) == 2 and len(set(savers)) == 1
+    assert disturbed == train_and_count(new_run(folder="calm"), lambda *_: None)
 
 
 def test_an_evaluation_after_a_half_made_step_is_none(new_run: NewRun) -> None:

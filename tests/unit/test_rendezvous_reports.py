@@ -236,6 +236,35 @@ def test_a_commit_that_had_begun_before_somebody_asked_is_no_answer(play: Play) 
     play(scenario)
 
 
+def test_what_was_written_before_others_began_from_a_commit_is_not_committed_any_more(
+    play: Play, tmp_path: Path, long_polls: None
+) -> None:
+    """Also by one that has left in peace, and by a rendezvous that was restarted since."""
+    options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, memory=str(tmp_path))
+
+    async def first_life(rendezvous: Rendezvous) -> None:
+        await started(rendezvous, size=3)
+        assert await rendezvous.why_not_commit(member("a", 0, 3), 1) is None
+        await asyncio.gather(*(join(rendezvous, member("a", rank, 3), after=1, step=5) for rank in range(3)))
+        await rendezvous.leave(member("a", 0, 3), 0.0, "SIGTERM")
+        await asyncio.gather(*(join(rendezvous, member("a", rank, 3), after=2, step=7) for rank in range(3)))
+        assert [await rendezvous.why_not_commit(member("a", 0, 3), number) for number in (1, 2)] == [None] * 2
+        await asyncio.gather(*(join(rendezvous, member("a", rank, 3), after=3, lost=BROKEN) for rank in (1, 2)))
+
+    async def check(rendezvous: Rendezvous) -> None:
+        for rank, number in [(0, 1), (0, 2), (1, 3)]:
+            reason = await rendezvous.why_not_commit(member("a", rank, 3), number)
+            assert reason == f"generation 4 has begun from a commit since generation {number}"
+        assert await rendezvous.why_not_commit(member("a", 1, 3), 4) is None
+
+    async def both(rendezvous: Rendezvous) -> None:
+        await first_life(rendezvous)
+        await check(rendezvous)
+
+    play(both, options)
+    play(check, options)
+
+
 def test_a_node_is_drained_by_its_address_or_by_its_id(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.pulse_address()
