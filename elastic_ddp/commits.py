@@ -85,8 +85,6 @@ class Commits:
         self._metrics: dict[str, Measurement] = {}
         """The newest of each, as far as this worker knows. One that has just come knows none yet."""
         self._has_said_unmeasured = False
-        self._failures: list[Exception] = []
-        """Of saves since the last that did not fail."""
         self._outcome: Commit | Exception | None = None
         """Of the save before, where this worker was rank 0 in it."""
 
@@ -124,21 +122,10 @@ class Commits:
         Raises:
             PeerLostError: this worker was presumed dead.
             DriverReplacedError: nothing is committed any more.
-            StorageError: too many saves failed.
         """
-        if isinstance(self._outcome, PeerLostError):
-            lost, self._outcome = self._outcome, None
-            raise lost
-        for failure in self._failures:
-            if isinstance(failure, DriverReplacedError):
-                raise failure
-        most = self._job.config.checkpoint.max_failed_saves
-        if len(self._failures) > most:
-            raise StorageError(
-                f"{len(self._failures)} saves in a row failed (checkpoint.max_failed_saves={most}), the last one: "
-                f"{described(self._failures[-1])}. The newest commit holds {self._known_step} steps; mend the storage, "
-                "and run the same command again"
-            )
+        if isinstance(self._outcome, PeerLostError | DriverReplacedError):
+            outcome, self._outcome = self._outcome, None
+            raise outcome
 
     def look(self) -> None:
         """What the one before committed is for the storage to say: for a worker that has just become rank 0. It is
@@ -242,7 +229,6 @@ class Commits:
         def end(outcome: Commit | Exception) -> None:
             seconds, self._outcome = time.monotonic() - begun_at, outcome
             if isinstance(outcome, Commit):
-                self._failures.clear()
                 self.durable_step = self._known_step = step
                 self._answered = max(self._answered, request)
                 if self._interval is not None:
@@ -260,9 +246,14 @@ class Commits:
                 return
             if isinstance(outcome, RankLostError):  # the others can do it, at once
                 self.step, self._at = self._known_step, float("-inf")
-            elif not isinstance(outcome, PeerLostError):
-                self._failures.append(outcome)
-            self._link.say("commit_failed", generation=generation, step=step, seconds=seconds, error=described(outcome))
+            self._link.say(
+                "commit_failed",
+                generation=generation,
+                step=step,
+                seconds=seconds,
+                error=described(outcome),
+                counts=not isinstance(outcome, RankLostError | PeerLostError | DriverReplacedError),
+            )
 
         mailbox = None
         if group.world_size > 1:

@@ -194,6 +194,7 @@ class ElasticTrainer:
                 max_workers=self.config.max_workers,
                 heartbeat_timeout_s=self.config.heartbeat_timeout_s,
                 hang_timeout_s=self.config.hang_timeout_s,
+                max_failed_saves=self.config.checkpoint.max_failed_saves,
                 in_place=is_in_place(self.config),
                 memory=memory,
                 last_commit=resumed.step if resumed is not None else None,

@@ -428,7 +428,8 @@ class Assembly:
         self, messages: list[dict[str, Any]], progress: dict[str, Any] | None = None, sender: str = "", first: int = 0
     ) -> None:
         """Takes messages for the record, and how far training is. See `Journal.take`."""
-        if self.membership.is_gone(sender) not in (None, LEFT):
+        is_lost = self.membership.is_gone(sender) not in (None, LEFT)
+        if is_lost:
             # What it counted meanwhile was no time of the run's, and how far it is nobody's word any more.
             progress = None
             messages = [{**each, "account": None} if each["event"] == "generation_ended" else each for each in messages]
@@ -442,11 +443,29 @@ class Assembly:
             elif each["event"] == "commit_begun":
                 self._saver = sender
             elif each["event"] == "commit":
-                self._saver = ""
+                self._saver, self.state.failed_saves = "", 0
                 self.meet_requests(each.get("request") or 0)
             elif each["event"] == "commit_failed":
                 self._saver = ""
+                if each["counts"] and not is_lost:
+                    self._count_failed_save(each["error"])
         self.has_news = self.has_news or bool(messages)
+
+    def _count_failed_save(self, error: str) -> None:
+        """Ends the run when there are too many."""
+        self.state.failed_saves += 1
+        if self.state.failed_saves > self._options.max_failed_saves:
+            newest = "no commit" if self.last_commit is None else f"a commit of step {self.last_commit}"
+            self.end(
+                {
+                    "status": "failed",
+                    "kind": StorageError.__name__,
+                    "error": f"{self.state.failed_saves} saves in a row failed (checkpoint.max_failed_saves="
+                    f"{self._options.max_failed_saves}), the last one: {error}. There is {newest}; mend the storage, "
+                    "and run the same command again",
+                }
+            )
+        self.save()
 
     def record(self, event: str, **fields: Any) -> None:
         """Puts an event of its own on record."""

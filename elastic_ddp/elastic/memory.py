@@ -30,6 +30,8 @@ class State:
     """Those that were met. A commit meets all that had come when it began."""
     restored: int = 0
     """The newest generation in which nobody held a state, and that began from the newest commit therefore."""
+    failed_saves: int = 0
+    """Since the newest commit. Those who made them may be gone."""
     recorded_dismissals: int = 0
     stacks_requests: int = 0
     """Requests to say where all threads are so far."""

@@ -21,7 +21,7 @@ class RendezvousHere:
 
     Attributes:
         actor: itself.
-        has_ended: whether the end of the run was told, and taken.
+        has_ended: whether the run is over, as far as it knows.
     """
 
     def __init__(self, options: RendezvousOptions) -> None:
@@ -43,7 +43,7 @@ class RendezvousHere:
 
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         answer = await getattr(self.actor, method)(*arguments)
-        if method == "end":
+        if self.actor._assembly.journal.outcome is not None:
             self.has_ended.set()
         return answer
 

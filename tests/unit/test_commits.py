@@ -304,19 +304,7 @@ def test_training_goes_on_after_saves_that_failed(
     assert link_of(run).steps_of("commit_failed") == [2, 3]
     assert link_of(run).steps_of("commit") == [1, 4, 5, 6]
     [failed, *_] = [said for said in link_of(run).said if said["event"] == "commit_failed"]
-    assert "no space left" in failed["error"]
-
-
-def test_too_many_saves_that_fail_end_the_run_with_what_to_mend(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = new_run(checkpoint={"every_steps": 1, "max_failed_saves": 2})
-    now = [0]
-    break_storage(monkeypatch, lambda: now[0] >= 2)
-    message = r"^3 saves in a row failed \(checkpoint\.max_failed_saves=2\).*no space left.* commit holds 2 steps"
-    with pytest.raises(StorageError, match=message):
-        train(run, closes_first(run, lambda step: now.__setitem__(0, step.index)))
-    assert link_of(run).steps_of("commit") == [1, 2]
+    assert "no space left" in failed["error"] and failed["counts"]
 
 
 def test_a_save_in_which_the_storage_hangs_counts_as_failed_and_others_follow(

@@ -6,6 +6,7 @@ import asyncio
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -263,6 +264,41 @@ def test_what_was_written_before_others_began_from_a_commit_is_not_committed_any
 
     play(both, options)
     play(check, options)
+
+
+def failed_save(step: int, counts: bool = True) -> dict[str, Any]:
+    return {"event": "commit_failed", "step": step, "time": 0.0, "error": f"step {step} is full", "counts": counts}
+
+
+def test_saves_that_fail_are_counted_whoever_makes_them(play: Play, tmp_path: Path, long_polls: None) -> None:
+    """Also by one that was restarted meanwhile. A commit ends the count, and not all failures are a storage's."""
+    options = RendezvousOptions(
+        min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, max_failed_saves=2, memory=str(tmp_path)
+    )
+
+    async def first_life(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        await rendezvous.take(
+            [failed_save(1), failed_save(2), {"event": "commit", "step": 3, "time": 0.0}], None, "a0", 1
+        )
+        await rendezvous.take([failed_save(4)], None, "a0", 4)
+        await rendezvous.take([failed_save(4)], None, "a0", 4)  # it had not heard that it arrived
+        await rendezvous._on_lost("a0", "killed")
+        await rendezvous.take([failed_save(5)], None, "a0", 5)  # others went on without it
+        await rendezvous.take([failed_save(5), failed_save(6, counts=False)], None, "a1", 1)
+        assert (await rendezvous.follow(0)).outcome is None
+
+    async def second_life(rendezvous: Rendezvous) -> None:
+        await rendezvous.take([failed_save(7)], None, "b0", 1)
+        assert (await rendezvous.follow(0)).outcome == {
+            "status": "failed",
+            "kind": "StorageError",
+            "error": "3 saves in a row failed (checkpoint.max_failed_saves=2), the last one: step 7 is full. There is "
+            "a commit of step 3; mend the storage, and run the same command again",
+        }
+
+    play(first_life, options)
+    play(second_life, options)
 
 
 def test_a_node_is_drained_by_its_address_or_by_its_id(play: Play) -> None:

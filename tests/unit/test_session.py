@@ -57,7 +57,8 @@ def test_a_worker_that_does_not_leave_is_not_waited_for(drive: Drive) -> None:
     go = threading.Event()
 
     def hang(rendezvous: RendezvousHere) -> None:
-        rendezvous.ask("take", [{"event": "commit_failed", "step": 2, "time": 0.0, "error": "full"}], None, "a0", 2)
+        said = {"event": "commit_failed", "time": 0.0, "step": 2, "error": "full", "counts": True}
+        rendezvous.ask("take", [said], None, WORKER.id, 2)
         assert go.wait(LIMIT_S)
 
     assert drive(hang)[-1]["event"] == "finished"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +14,14 @@ import torch.distributed as dist
 from elastic_ddp import worker
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.elastic.members import Member
-from elastic_ddp.errors import WorkersLostError
+from elastic_ddp.errors import StorageError, WorkersLostError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.ray_train import Place
 from elastic_ddp.run import Run
 from elastic_ddp.storage import Storage
 from tests.unit.alone import CPU, LOST_PEER, FakeLink, NewRun, link_of, prepared
 from tests.unit.here import RendezvousHere
+from tests.unit.scene import OPTIONS
 
 Train = Callable[[Run], Any]
 LIMIT_S = 20.0
@@ -82,7 +86,8 @@ def worked(
     """What a rendezvous heard of a worker with a training function, which may be told of it, and the run's commits."""
 
     def work(train: Callable[[Run, RendezvousHere], Any], **changes: Any) -> tuple[RendezvousHere, CheckpointStore]:
-        rendezvous, job = rendezvous_here(), new_run(**changes)._job
+        job = new_run(**changes)._job
+        rendezvous = rendezvous_here(replace(OPTIONS, max_failed_saves=job.config.checkpoint.max_failed_saves))
         object.__setattr__(job, "train", lambda run: train(run, rendezvous))
         worker.work(job, rendezvous, PLACE)
         return rendezvous, CheckpointStore(job.storage.at(COMMITS), keep=1)
@@ -117,3 +122,36 @@ def test_a_save_under_way_ends_though_the_training_function_fails(
     assert newest is not None and newest.step == 2
     assert [each["step"] for each in rendezvous.events("commit")] == [2] and not rendezvous.events("commit_failed")
     assert not rendezvous.actor._assembly.is_saving
+
+
+def test_too_many_saves_that_fail_end_the_run_with_what_to_mend(
+    worked: Callable[..., tuple[RendezvousHere, CheckpointStore]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the training function begins again meanwhile, and another object makes them."""
+    write, lost = Storage.write, []
+
+    def fail(storage: Storage, key: str, data: bytes | memoryview) -> None:
+        if key.startswith("step=") and not key.startswith(("step=1/", "step=2/")):
+            raise StorageError(f"cannot write {key!r}: no space left") from OSError(errno.ENOSPC, "no space left")
+        write(storage, key, data)
+
+    def train(run: Run, rendezvous: RendezvousHere) -> None:
+        model = prepared(run)
+        for step in run.steps():
+            run._commits.close(LIMIT_S)  # that of the step before
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(model(batch["x"]).square().mean())
+                step.optimize()
+                if step.index == 4 and not lost:
+                    lost.append(step.index)
+                    raise dist.DistNetworkError(LOST_PEER)
+            if lost and step.index == 3:
+                assert rendezvous.has_ended.wait(LIMIT_S)
+
+    monkeypatch.setattr(Storage, "write", fail)
+    rendezvous, _ = worked(train, checkpoint={"every_steps": 1, "max_failed_saves": 2})
+    outcome = rendezvous.actor._assembly.journal.outcome
+    assert lost and outcome is not None and (outcome["status"], outcome["kind"]) == ("failed", "StorageError")
+    message = r"^3 saves in a row failed \(checkpoint\.max_failed_saves=2\).*step=3.*no space left.* commit of step 2;"
+    assert re.search(message, outcome["error"])
