@@ -7,6 +7,7 @@ import multiprocessing
 import traceback
 from collections.abc import Callable
 from functools import cache
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ PROCESSES = multiprocessing.get_context("forkserver")
 # DDP imports torch._dynamo when it is first built: a second or more in every process.
 PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "elastic_ddp.generation"])
 
+OTHERS_FAIL_S = 1.0
+"""How long what else fails may take to be told as well."""
+
 
 def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, generation: int = 1) -> list[Any]:
-    """`body(group, *args)` on every rank; its results in rank order. A rank that raises fails the call."""
+    """`body(group, *args)` on every rank; its results in rank order. A rank that raises or dies fails the call and
+    ends the others, which may wait for it."""
     store = empty_store()
-    results = PROCESSES.SimpleQueue()
-    processes = []
+    processes, answers = [], {}
     for rank in range(world_size):
         assignment = Assignment(
             generation=generation,
@@ -34,20 +38,34 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, generation:
             store_port=store.port,
             reason="start",
         )
+        answer, results = PROCESSES.Pipe(duplex=False)
         processes.append(PROCESSES.Process(target=_rank, args=(assignment, body, args, results)))
-    for process in processes:
-        process.start()
+        processes[-1].start()
+        results.close()  # here: a rank that dies closes the last
+        answers[answer] = rank
+    try:
+        return _results(answers)
+    finally:
+        for process in processes:
+            process.kill()  # one that has answered has nothing left to do
+            process.join()
+
+
+def _results(answers: dict[Any, int]) -> list[Any]:
+    """Of all ranks, in their order."""
     by_rank: dict[int, Any] = {}
-    errors = []
-    for _ in processes:
-        rank, value, error = results.get()
-        by_rank[rank] = value
-        if error:
-            errors.append(f"rank {rank}: {error}")
-    for process in processes:
-        process.join()
+    errors: list[str] = []
+    while answers and (ready := wait(list(answers), OTHERS_FAIL_S if errors else None)):
+        for each in ready:
+            rank = answers.pop(each)
+            try:
+                by_rank[rank], error = each.recv()
+            except EOFError:
+                error = "it died"
+            if error is not None:
+                errors.append(f"rank {rank}: {error}")
     assert not errors, "\n".join(errors)
-    return [by_rank[rank] for rank in range(world_size)]
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def alone() -> ProcessGroup:
@@ -80,6 +98,6 @@ def _rank(assignment: Assignment, body: Callable[..., Any], args: tuple[Any, ...
         if dist.is_initialized():  # the body may have closed it
             group.meet()
         group.close(intact=True)
-        results.put((assignment.rank, value, None))
+        results.send((value, None))
     except BaseException:
-        results.put((assignment.rank, None, traceback.format_exc()))
+        results.send((None, traceback.format_exc()))

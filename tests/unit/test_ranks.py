@@ -1,0 +1,28 @@
+"""Of ranks in tests, those that fail are heard of."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from elastic_ddp.parallel.process_group import ProcessGroup
+from tests.ranks import run_ranks
+
+
+def one_fails(group: ProcessGroup, how: str) -> None:
+    if group.rank == 0:
+        threading.Event().wait()
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise NameError(how)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("a mistake", "rank 1: .*NameError: a mistake"), ("dies", "rank 1: it died")]
+)
+def test_a_rank_that_fails_ends_those_who_wait_for_it(how: str, said: str) -> None:
+    with pytest.raises(AssertionError, match=f"(?s)^{said}"):
+        run_ranks(2, one_fails, how)
