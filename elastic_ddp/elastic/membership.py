@@ -281,11 +281,14 @@ class Membership:
         return [each for each in alive if each not in self._leaving], [each for each in alive if each in self._leaving]
 
     def _newcomers(self) -> list[Arrival]:
-        return [each for each in self._waiting.values() if not self._is_current(each.member.id)]
+        """Those who wait and were not in the last generation, seniors first."""
+        newcomers = [each for each in self._waiting.values() if not self._is_current(each.member.id)]
+        return sorted(newcomers, key=lambda each: (each.at_s, each.member.rank_in_group))
 
     def form(self, now_s: float) -> FormedGeneration | None:
         """The next generation, if it can be formed now. Who is not in it and not needed for another is dismissed."""
         if any(each.id not in self._waiting and each.id not in self._gone for each in self._members()):
+            self._dismiss_surplus()
             return None
         survivors = [each.id for each in self._members() if each.id not in self._gone]
         if not all(self._waiting[each].between_steps for each in survivors):
@@ -319,6 +322,14 @@ class Membership:
                 self._dismiss(member)  # others wait, for the place of one that goes
         return formed
 
+    def _dismiss_surplus(self) -> None:
+        """Lets newcomers go for which there is no room any more since somebody asked for fewer workers."""
+        if self.wanted is not None:
+            room = max(0, self.limit - len(self._split()[0]))
+            for each in self._newcomers()[room:]:
+                if each.step is None:
+                    self._dismiss(each.member.id)
+
     def prospects(self, now_s: float, also: Member | None = None) -> dict[str, tuple[int, int]]:
         """Ranks in the next generation, and its size, as things stand; of nobody, if that cannot be said.
 
@@ -335,7 +346,7 @@ class Membership:
     def _in_prospect(self, now_s: float, also: Member | None = None) -> list[Arrival]:
         """Those who would wait if the members of the current generation ended it, seniors first."""
         there = [Arrival(member=each, step=0, between_steps=True, at_s=now_s) for each in self._members()]
-        newcomers = sorted(self._newcomers(), key=lambda each: (each.at_s, each.member.rank_in_group))
+        newcomers = self._newcomers()
         if also is not None and all(each.member.id != also.id for each in newcomers):
             newcomers.append(Arrival(member=also, step=None, between_steps=True, at_s=now_s))
         return [*(each for each in there if each.member.id not in self._gone), *newcomers]

@@ -291,6 +291,33 @@ def test_a_newcomer_that_was_not_wanted_any_more_is_let_go() -> None:
     assert club.membership.dismissed == {"c": RESIZE, "d": RESIZE}
 
 
+def test_newcomers_for_whom_there_is_no_room_any_more_are_let_go_while_others_train() -> None:
+    club = club_of("abc", max_workers=5)
+    club.all_arrive("d")
+    club.now += 0.1
+    club.all_arrive("e")
+    club.membership.wanted = 4
+    assert club.form() is None
+    assert club.membership.dismissed == {"e": RESIZE}
+    club.membership.wanted = 3
+    assert club.form() is None
+    assert club.membership.dismissed == {"e": RESIZE, "d": RESIZE}
+    club.arrive("f")  # which was on its way meanwhile
+    assert club.form() is None
+    assert club.membership.is_gone("f") == LEFT
+    assert club.membership.num_alive == 3
+
+
+def test_a_newcomer_that_is_to_take_the_place_of_one_that_goes_is_kept_in_a_run_that_was_resized() -> None:
+    club = club_of("abc", min_workers=3, max_workers=5)
+    club.membership.wanted = 3
+    club.membership.ask_to_leave("c", Notice(DRAIN, club.now, 20.0))
+    club.all_arrive("d")
+    assert club.form() is None and not club.membership.dismissed
+    club.all_arrive("abc", 5)
+    assert club.names() == ["a", "b", "d"]
+
+
 def test_nobody_leaves_in_the_midst_of_an_evaluation() -> None:
     club = club_of("abc")
     club.membership.ask_to_leave("a")

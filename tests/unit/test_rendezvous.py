@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from elastic_ddp.elastic import membership as membership_module
-from elastic_ddp.elastic.membership import BEGINS_AGAIN, SUPERSEDED
+from elastic_ddp.elastic.members import RESIZE
+from elastic_ddp.elastic.membership import BEGINS_AGAIN, LEFT, SUPERSEDED
 from elastic_ddp.elastic.messages import NOTHING, Ended, Prospect, RendezvousOptions, Signals
 from elastic_ddp.elastic.pulse import Pulse
 from elastic_ddp.elastic.rendezvous import Rendezvous
@@ -241,6 +242,23 @@ def test_nobody_is_asked_to_let_in_more_than_there_is_room_for(play: Play, monke
         assert await rendezvous.listen(member("a", 0), 1, None) == NOTHING
 
     play(scenario, RendezvousOptions(min_workers=1, max_workers=2, heartbeat_timeout_s=30.0))
+
+
+def test_a_newcomer_for_whom_there_is_no_room_any_more_is_told_so_at_once(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        newcomer = asyncio.create_task(joined(rendezvous, member("a", 2)))
+        late = member("a", 3)
+        await until_held(newcomer)
+        await rendezvous.resize(2)
+        assert await join(rendezvous, member("a", 2)) == await join(rendezvous, late) == Ended(LEFT)
+        with pytest.raises(AssertionError):
+            await newcomer
+        assert (await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})).dismissed == ["a2", "a3"]
+        left = await events_of(rendezvous, "worker_left")
+        assert [(each["member"], each["kind"]) for each in left] == [("a2", RESIZE), ("a3", RESIZE)]
+
+    play(scenario)
 
 
 def test_a_member_that_is_through_when_the_run_is_over_is_no_loss(play: Play, long_polls: None) -> None:
