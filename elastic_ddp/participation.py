@@ -107,6 +107,7 @@ class Participation:
                 lost=lost,
                 committed=self._commits.durable_step,
                 account=account,
+                resumable=not (self._state.is_changing or self.tasks.steps_have_ended),
                 while_waiting=self._read_ahead,
             )
             lost = None

@@ -44,7 +44,8 @@ class Tasks:
         """Done since this worker came to that place."""
         self._is_void = False
         """Whether nothing more can be done there, as others have gone on."""
-        self._is_last = False
+        self.steps_have_ended = False
+        """Whether this worker's loop over steps has."""
 
     def begin_step(self, step: int) -> None:
         """A step begins, perhaps not for the first time."""
@@ -52,7 +53,7 @@ class Tasks:
 
     def end_steps(self) -> None:
         """From here on all come to do the same, sooner or later."""
-        self._is_last, self._is_void = True, False
+        self.steps_have_ended, self._is_void = True, False
 
     def next(self, step: int, name: str) -> Task:
         """What this worker wants done next, in the state after so many steps.
@@ -92,4 +93,4 @@ class Tasks:
         theirs = [None if each is None else Task(*each) for each, _, _ in messages]
         # Who wants what others have done gets that, and is where they are.
         are_apart = any(each != wanted and each not in done for each in theirs)
-        self._is_void = wanted is not None and not self._is_last and are_apart
+        self._is_void = wanted is not None and not self.steps_have_ended and are_apart

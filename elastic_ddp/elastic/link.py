@@ -135,6 +135,7 @@ class RendezvousLink:
         lost: str | None = None,
         committed: int | None = None,
         account: dict[str, float] | None = None,
+        resumable: bool = True,
         while_waiting: Callable[[Prospect], object] = lambda prospect: None,
     ) -> Assignment:
         """Waits for the next generation.
@@ -145,6 +146,7 @@ class RendezvousLink:
             lost: how the last one broke, if it did.
             committed: steps done in the newest commit that this worker wrote.
             account: where the time in its last generation went.
+            resumable: whether training can go on from that state in another worker.
             while_waiting: told now and then of the place it may get.
 
         Raises:
@@ -152,9 +154,8 @@ class RendezvousLink:
         """
         while True:
             answer: Assignment | Ended | Prospect | None
-            answer = self._insist(
-                self._rendezvous.join, self.member, self._generation, step, between_steps, lost, committed, account
-            )
+            come = self.member, self._generation, step, between_steps, lost, committed, account, resumable
+            answer = self._insist(self._rendezvous.join, *come)
             if isinstance(answer, Ended):
                 raise RunStopped(answer.reason)
             if isinstance(answer, Prospect):

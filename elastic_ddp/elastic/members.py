@@ -61,6 +61,8 @@ class Arrival:
     """Steps done in the state that it holds; None if it holds none."""
     between_steps: bool
     """Whether it may be joined by others; not in the midst of an evaluation, which only those who began it can do."""
+    resumable: bool = True
+    """Whether training can go on from that state elsewhere; not in the midst of a step's block, nor after the loop."""
     committed: int | None = None
     """Steps done in the newest commit that it wrote itself."""
     at_s: float

@@ -290,16 +290,9 @@ class Membership:
         if any(each.id not in self._waiting and each.id not in self._gone for each in self._members()):
             self._dismiss_surplus()
             return None
+        if (amid := self._form_amid(now_s)) is not None:
+            return amid
         survivors = [each.id for each in self._members() if each.id not in self._gone]
-        if not all(self._waiting[each].between_steps for each in survivors):
-            arrivals = [self._waiting[each] for each in survivors]
-            staying = [each for each in arrivals if not self._is_overdue(each.member.id, now_s)]
-            if staying and is_held(staying, arrivals):
-                for each in arrivals:
-                    if each not in staying:
-                        self._dismiss(each.member.id)
-                arrivals = staying
-            return self._formed(by_node(arrivals), now_s, amid=True)
         if not survivors and not self._gathered(now_s):
             return None
         arrivals = self._by_seniority(survivors)
@@ -329,6 +322,36 @@ class Membership:
             for each in self._newcomers()[room:]:
                 if each.step is None:
                     self._dismiss(each.member.id)
+
+    def _form_amid(self, now_s: float) -> FormedGeneration | None:
+        """The next generation where members of the last one are amid something outside of steps, with which they go on
+        and in which nobody can join them; None where nobody is, or is any more.
+
+        Whose time is nearly up goes once the newest state is not lost with it. Before that one of them hands it over,
+        to others of the last generation if there are any, or commits it. So what they are amid is given up where all of
+        them have to go: it was not over in the last quarter of a notice, and would begin anew in what is left of it.
+        """
+        arrivals = [self._waiting[each.id] for each in self._members() if each.id not in self._gone]
+        if all(each.between_steps for each in arrivals):
+            return None
+        going = [each for each in arrivals if self._is_overdue(each.member.id, now_s)]
+        staying = [each for each in arrivals if each not in going]
+        if not staying or not is_held(staying, arrivals):
+            newest = newest_step(arrivals)
+            sources = [each for each in going if each.resumable and each.step == newest]
+            if not sources:  # nobody else can do the rest of what they are amid
+                return self._formed(by_node(arrivals), now_s)
+            if not is_committed(arrivals):
+                chosen = [sources[0], *(staying or self._newcomers()[: self.limit - 1])]
+                formed = self._formed(by_node(chosen), now_s, brief=True)
+                for each in going:
+                    if each is not sources[0]:
+                        self._dismiss(each.member.id)
+                return formed
+        for each in going:
+            self._dismiss(each.member.id)
+        are_amid = any(not each.between_steps for each in staying)
+        return self._formed(by_node(staying), now_s) if are_amid else None
 
     def prospects(self, now_s: float, also: Member | None = None) -> dict[str, tuple[int, int]]:
         """Ranks in the next generation, and its size, as things stand; of nobody, if that cannot be said.
@@ -393,9 +416,7 @@ class Membership:
         takers = staying[: most - 1]
         return [*with_the_newest(arrivals, 1), *takers], True
 
-    def _formed(
-        self, chosen: list[Arrival], now_s: float, *, brief: bool = False, amid: bool = False
-    ) -> FormedGeneration:
+    def _formed(self, chosen: list[Arrival], now_s: float, *, brief: bool = False) -> FormedGeneration:
         newest = newest_step(chosen)
         source = next((rank for rank, each in enumerate(chosen) if newest is not None and each.step == newest), None)
         receivers = tuple(rank for rank, each in enumerate(chosen) if each.step is None or each.step != newest)
@@ -408,7 +429,7 @@ class Membership:
             first_step=newest,
             reason="workers leave" if brief else self._reason(chosen),
             brief=brief,
-            amid=amid,
+            amid=not brief and any(not each.between_steps for each in chosen),
             again=self.current is not None and self.current.ids == {each.member.id for each in chosen},
             waited_s=0.0 if self._short_since is None else now_s - self._short_since,
         )

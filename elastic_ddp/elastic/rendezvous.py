@@ -180,6 +180,7 @@ class Rendezvous:
         lost: str | None,
         committed: int | None = None,
         account: dict[str, float] | None = None,
+        resumable: bool = True,
     ) -> Assignment | Ended | Prospect | None:
         """A member's place in the next generation. When that is not formed yet, its place in prospect, or None: ask
         again.
@@ -192,6 +193,7 @@ class Rendezvous:
             lost: what broke, if it comes because that generation did.
             committed: steps done in the newest commit that it wrote itself.
             account: where its time in the last generation went.
+            resumable: whether training can go on from its state elsewhere.
         """
         async with self._turn() as assembly:
             if assembly.journal.ended:
@@ -202,7 +204,12 @@ class Rendezvous:
                 assembly.retire(member.id)  # nobody is to count on it any more
                 return Ended("stopped")
             arrival = Arrival(
-                member=member, step=step, between_steps=between_steps, committed=committed, at_s=time.monotonic()
+                member=member,
+                step=step,
+                between_steps=between_steps,
+                resumable=resumable,
+                committed=committed,
+                at_s=time.monotonic(),
             )
             assembly.arrive(arrival, after=after, lost=lost, account=account)
             if (answer := assembly.place_of(member.id, after)) is None:

@@ -44,6 +44,7 @@ class FakeLink:
         self.said: list[dict[str, Any]] = []
         self.joins: list[tuple[int | None, bool]] = []
         """With what step it came, and whether between steps."""
+        self.are_resumable: list[bool] = []
         self.losses: list[str | None] = []
         self._store_port = store_port
 
@@ -55,9 +56,11 @@ class FakeLink:
         lost: str | None,
         committed: int | None,
         account: dict[str, float],
+        resumable: bool,
         while_waiting: Callable[[Prospect], object],
     ) -> Assignment:
         self.joins.append((step, between_steps))
+        self.are_resumable.append(resumable)
         self.losses.append(lost)
         reason = "worker lost" if lost is not None else "workers joined" if self.reconfigure_requested else "start"
         self.reconfigure_requested = False

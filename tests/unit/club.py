@@ -34,13 +34,21 @@ class Club:
         node: str = "n",
         group: str = "g",
         between_steps: bool = True,
+        resumable: bool = True,
         lost: str | None = None,
         rank: int | None = None,
         committed: int | None = None,
     ) -> str | None:
         rank = len(self.members) if rank is None else rank
         known = self.members.setdefault(name, member(name, node, group, self.size, rank))
-        arrival = Arrival(member=known, step=step, between_steps=between_steps, committed=committed, at_s=self.now)
+        arrival = Arrival(
+            member=known,
+            step=step,
+            between_steps=between_steps,
+            resumable=resumable,
+            committed=committed,
+            at_s=self.now,
+        )
         return self.membership.arrive(arrival, lost=lost)
 
     def all_arrive(self, names: Iterable[str], step: int | None = None) -> None:

@@ -12,7 +12,7 @@ from elastic_ddp.elastic.membership import Membership
 from tests.unit.club import BROKEN, DEAD, member
 
 SEEDS = 1600
-CALM_S = 150.0
+CALM_S = 60.0
 
 
 @dataclass
@@ -23,13 +23,20 @@ class Worker:
     step: int | None = None
     committed: int | None = None
     waits: bool = False
+    is_amid: bool = False
+    """It evaluates, with all who began it, and not between steps."""
+    resumable: bool = True
+    """Others can go on from its state: it is not in the midst of a step's block."""
+    is_stuck: bool = False
+    """It was not when its time was nearly up, and went on with what it was amid, whatever became of it."""
     alive: bool = True
     """Neither dead nor let go."""
 
 
 class History:
-    """Workers come, train, commit, die (also while a generation forms), get notice with deadlines, alone or with their
-    node, and the run is resized. At the end it is calm, and there is room for all on a node of its own."""
+    """Workers come, train, evaluate, commit, die (also while a generation forms), get notice with deadlines, alone or
+    with their node, at the end of which they are killed, and the run is resized. At the end it is calm, and there is
+    room for all on a node of its own."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -49,6 +56,8 @@ class History:
         self.form()
         events = {
             self.a_step: 5,
+            self.an_evaluation_begins: 2,
+            self.an_evaluation_ends: 1,
             lambda: self.a_worker_starts(self.random.choice("xyz")): 3,
             self.a_worker_dies: 2,
             self.a_worker_gets_notice: 2,
@@ -70,14 +79,17 @@ class History:
             self.a_worker_starts("room for all")
         end = self.now + CALM_S
         while self.now < end:
-            self.now += 0.5
-            self.step_is_broken_off()
+            self.a_moment_passes()
             if not self.notice_a_loss():
+                self.an_evaluation_ends()
                 self.a_step()
             self.form()
         assert len(self.training()) >= min(self.membership.limit, self.most)
         assert not any(self.notice_of(each) for each in self.training())
         assert not self.membership.wants_change(self.now)
+        assert self.membership.wanted is None or len(self.living()) == len(self.training()), (
+            "who is not wanted is let go"
+        )
 
     # What is so.
 
@@ -105,7 +117,12 @@ class History:
     def arrives(self, worker: Worker, lost: str | None = None) -> None:
         worker.waits = True
         arrival = Arrival(
-            member=worker.member, step=worker.step, between_steps=True, committed=worker.committed, at_s=self.now
+            member=worker.member,
+            step=worker.step,
+            between_steps=not worker.is_amid,
+            resumable=worker.resumable,
+            committed=worker.committed,
+            at_s=self.now,
         )
         self.membership.arrive(arrival, lost=lost)
         self.let_go()
@@ -121,9 +138,13 @@ class History:
         mine = [self.notices[key] for key in (worker.member.id, worker.member.node_id) if key in self.notices]
         return min(mine, key=lambda each: each.ends_s, default=None)
 
+    def is_overdue(self, worker: Worker) -> bool:
+        notice = self.notice_of(worker)
+        return notice is not None and notice.is_overdue(self.now)
+
     def a_step(self) -> None:
         training = self.training()
-        if not training or len(training) < len(self.current()):
+        if not training or len(training) < len(self.current()) or any(each.is_amid for each in training):
             return
         for each in training:
             each.step = (each.step or 0) + 1
@@ -133,12 +154,25 @@ class History:
             for each in training:
                 self.arrives(each)
 
+    def an_evaluation_begins(self) -> None:
+        training, resumable = self.training(), self.random.random() < 0.8
+        if training and len(training) == len(self.current()) and self.membership.loss is None:
+            for each in training:
+                each.is_amid, each.resumable = True, resumable
+
+    def an_evaluation_ends(self) -> None:
+        if self.membership.loss is None:
+            for each in self.training():
+                each.is_amid, each.resumable = False, True
+
     def a_worker_dies(self) -> None:
         if self.living():
             dead = self.random.choice(self.living())
-            if dead in self.training():  # some have made the step in which it dies
+            if dead in self.training():  # some have made the step in which it dies, and then evaluate
+                goes_on = [each.is_amid for each in self.training()]
                 for each in self.training():
-                    each.step = (each.step or 0) + self.random.randint(0, 1)
+                    if not any(goes_on) and self.random.randint(0, 1):
+                        each.step, each.is_amid = (each.step or 0) + 1, self.random.random() < 0.2
             self.dies(dead)
 
     def dies(self, worker: Worker) -> None:
@@ -154,7 +188,7 @@ class History:
         return True
 
     def give_notice(self, whom: str) -> Notice:
-        notice = Notice(DRAIN, self.now, self.random.choice([1.0, 8.0, 30.0]))
+        notice = Notice(DRAIN, self.now, self.random.choice([2.0, 8.0, 30.0]))
         self.notices[whom] = min(notice, self.notices.get(whom, notice), key=lambda each: each.ends_s)
         return notice
 
@@ -172,14 +206,29 @@ class History:
     def step_is_broken_off(self) -> None:
         """If it is not to be waited for any more."""
         self.membership.break_if_overdue(self.now)
-        overdue = [each for each in self.training() if (notice := self.notice_of(each)) and notice.is_overdue(self.now)]
+        overdue = [each for each in self.training() if self.is_overdue(each) and not each.is_stuck]
         assert not overdue or self.membership.loss is not None, "a step is waited for"
 
     def the_run_is_resized(self) -> None:
         self.membership.wanted = self.random.randint(self.least, self.most)
 
     def time_passes(self) -> None:
-        self.now += self.random.choice([0.2, 0.6, 3.0, 10.0])
+        end = self.now + self.random.choice([0.5, 1.0, 3.0, 10.0])
+        while self.now < end:
+            self.a_moment_passes()
+            self.form()
+            while self.notice_a_loss():  # also that of one who died while the generation formed
+                self.form()
+
+    def a_moment_passes(self) -> None:
+        """Those whose time is up are killed."""
+        self.now += 0.5
+        for each in self.living():
+            if (notice := self.notice_of(each)) is not None and notice.ends_s <= self.now:
+                before = self.held()
+                self.dies(each)
+                assert self.held() == before or each.is_stuck, f"step {before} died with {each.member.id}"
+        self.step_is_broken_off()
 
     # What has to hold.
 
@@ -190,7 +239,7 @@ class History:
             return
         self.generation, members = formed, [self.workers[each.id] for each in formed.members]
         assert all(each.alive and each.waits for each in members)
-        assert len(members) <= self.most and (formed.brief or len(members) >= self.least)
+        assert len(members) <= self.most and (formed.brief or formed.amid or len(members) >= self.least)
         steps = [each.step for each in self.living() if each.step is not None]
         if steps and max(steps) > self.stored:
             assert formed.first_step == max(steps), "the newest state counts"
@@ -202,6 +251,14 @@ class History:
         for rank, each in enumerate(members):
             if formed.source is None or rank in formed.receivers:
                 each.step = self.stored if formed.first_step is None else formed.first_step
+        assert formed.amid == (not formed.brief and any(each.is_amid for each in members))
+        if not formed.brief and any(self.is_overdue(each) for each in members):
+            assert any(not each.resumable for each in members), "one whose time is nearly up is to go on"
+            for each in members:
+                each.is_stuck = True
+        if not formed.brief and not all(each.is_amid for each in members):
+            for each in members:
+                each.is_amid, each.resumable = False, True
         if formed.brief:
             if not formed.receivers:
                 members[0].committed = self.stored = max(self.stored, members[0].step or 0)

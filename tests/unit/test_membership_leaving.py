@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_ddp.elastic.members import AT_ONCE, DRAIN, RESIZE, Notice
 from elastic_ddp.elastic.membership import LEFT, PATIENCE_S
-from tests.unit.club import BROKEN, DEAD, club_of
+from tests.unit.club import BROKEN, DEAD, Club, club_of
 
 
 def test_members_that_are_asked_to_leave_are_left_out_of_the_next_generation() -> None:
@@ -126,8 +126,8 @@ def test_a_notice_breaks_one_generation_and_no_other() -> None:
     club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
     club.now += 15
     assert club.membership.break_if_overdue(club.now)
-    for name in "ab":  # an evaluation has to be made again, and a alone does not hold the newest state
-        club.arrive(name, 5 if name == "b" else 4, between_steps=False)
+    for name in "ab":  # an evaluation in a step's block has to be made again, and a does not hold the newest state
+        club.arrive(name, 5 if name == "b" else 4, between_steps=False, resumable=name == "a")
     assert club.names() == ["a", "b"]
     club.now += 1
     assert not club.membership.break_if_overdue(club.now)
@@ -142,6 +142,80 @@ def test_one_whose_time_is_nearly_up_leaves_in_an_evaluation_too_if_others_hold_
         club.arrive(name, 5, between_steps=False)
     assert club.names() == ["a", "c"]
     assert club.membership.dismissed == {"b": DRAIN}
+
+
+def overdue_amid_an_evaluation(club: Club, names: str) -> None:
+    """Those who are to go have not got out of it when three quarters of their time are over."""
+    club.membership.ask_to_leave(names, Notice(DRAIN, club.now, 20.0))
+    club.now += 15
+    assert club.membership.break_if_overdue(club.now)
+
+
+def test_the_last_holder_of_the_state_that_has_to_go_amid_an_evaluation_hands_it_to_who_waits() -> None:
+    club = club_of("a")
+    club.all_arrive("b")
+    overdue_amid_an_evaluation(club, "a")
+    club.arrive("a", 5, between_steps=False)
+    brief = club.formed()
+    assert [each.id for each in brief.members] == ["a", "b"]
+    assert (brief.brief, brief.amid, brief.source, brief.receivers) == (True, False, 0, (1,))
+    club.arrive("a", 5, between_steps=False)
+    club.arrive("b", 5)
+    generation = club.formed()
+    assert ([each.id for each in generation.members], generation.source) == (["b"], 0)
+    assert (generation.brief, generation.amid) == (False, False), "which goes on from there, and not with what a did"
+    assert club.membership.dismissed == {"a": DRAIN}
+
+
+def test_those_who_all_have_to_go_amid_an_evaluation_have_one_commit_and_then_go() -> None:
+    club = club_of("abc", min_workers=2)
+    overdue_amid_an_evaluation(club, "abc")
+    club.arrive("a", 4, between_steps=False)
+    club.arrive("b", 5, between_steps=False)
+    club.arrive("c", 5, between_steps=False)
+    brief = club.formed()
+    assert ([each.id for each in brief.members], brief.brief, brief.receivers) == (["b"], True, ())
+    assert club.membership.dismissed == {"a": DRAIN, "c": DRAIN}
+    club.arrive("b", 5, between_steps=False, committed=5)
+    assert club.form() is None
+    assert club.membership.dismissed == {"a": DRAIN, "c": DRAIN, "b": DRAIN}
+    club.all_arrive("def")
+    assert club.formed().source is None
+
+
+def test_where_there_is_room_for_one_worker_the_one_that_has_to_go_commits_for_the_next() -> None:
+    club = club_of("a", max_workers=1)
+    club.all_arrive("b")
+    overdue_amid_an_evaluation(club, "a")
+    club.arrive("a", 5, between_steps=False)
+    assert club.names() == ["a"]
+    club.arrive("a", 5, between_steps=False, committed=5)
+    generation = club.formed()
+    assert ([each.id for each in generation.members], generation.source) == (["b"], None)
+
+
+def test_who_lags_behind_one_that_has_to_go_gets_its_state_and_goes_on_with_the_evaluation() -> None:
+    club = club_of("ab")
+    club.all_arrive("c")
+    overdue_amid_an_evaluation(club, "a")
+    club.arrive("a", 5, between_steps=False)
+    club.arrive("b", 4, between_steps=False)
+    brief = club.formed()
+    assert ([each.id for each in brief.members], brief.receivers) == (["a", "b"], (1,)), "nobody joins amid it"
+    club.arrive("a", 5, between_steps=False)
+    club.arrive("b", 5, between_steps=False)
+    generation = club.formed()
+    assert ([each.id for each in generation.members], generation.amid) == (["b"], True)
+    assert club.membership.dismissed == {"a": DRAIN}
+
+
+def test_a_state_in_the_midst_of_a_steps_block_is_not_handed_over() -> None:
+    club = club_of("a")
+    club.all_arrive("b")
+    overdue_amid_an_evaluation(club, "a")
+    club.arrive("a", 5, between_steps=False, resumable=False)
+    generation = club.formed()
+    assert ([each.id for each in generation.members], generation.brief, generation.amid) == (["a"], False, True)
 
 
 def test_a_generation_in_which_state_is_handed_on_is_not_broken_by_a_notice() -> None:

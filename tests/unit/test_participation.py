@@ -614,6 +614,62 @@ def test_an_evaluation_that_not_all_ask_for_after_a_loss_is_none(
     assert evaluated == [3, 5, 5]
 
 
+def test_one_that_has_to_go_amid_an_evaluation_commits_what_it_holds(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, committed, join = new_run(), [], FakeLink.join
+
+    def join_briefly(link: FakeLink, **arguments: Any) -> Assignment:
+        committed.append(arguments["committed"])
+        if len(committed) == 3:
+            raise RunStopped("it left")
+        assignment = join(link, **arguments)
+        return replace(assignment, brief=len(committed) == 2, amid=False)
+
+    def cut(*_: Any) -> float:
+        raise dist.DistNetworkError(LOST_PEER)
+
+    monkeypatch.setattr(FakeLink, "join", join_briefly)
+    monkeypatch.setattr("elastic_ddp.run.evaluate", cut)
+    with pytest.raises(RunStopped, match="it left"):
+        train_and_evaluate(run, 2)
+    assert committed == [None, None, 3]
+    newest = commits_of(tmp_path).latest()
+    assert newest is not None and newest.step == 3
+
+
+@pytest.mark.parametrize(("where", "is_resumable"), [("in block", False), ("after block", True), ("end", False)])
+def test_a_worker_says_whether_others_can_go_on_from_its_state(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, where: str, is_resumable: bool
+) -> None:
+    """Not in the midst of a step's block, whose rest they would not do, nor at the end, which is all that is left."""
+    run, lost = new_run(), []
+
+    def lose_once(*_: Any) -> float:
+        if not lost:
+            lost.append(run.position.step)
+            raise dist.DistNetworkError(LOST_PEER)
+        return 0.1
+
+    def evaluate(here: str) -> None:
+        if here == where and step.index == 2:
+            run.evaluate(lambda *_: torch.zeros(()), "held-out")
+
+    monkeypatch.setattr("elastic_ddp.run.evaluate", lose_once)
+    if where == "end":
+        lost_in_meetings(monkeypatch, 1)
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+            evaluate("in block")
+        evaluate("after block")
+    assert run.finish()["steps"] == 6
+    assert link_of(run).are_resumable == [True, is_resumable]
+
+
 def test_the_weights_that_are_compared_are_those_of_the_state_that_all_have(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,6 +261,21 @@ def test_a_newcomer_for_whom_there_is_no_room_any_more_is_told_so_at_once(play: 
     play(scenario)
 
 
+@pytest.mark.parametrize("resumable", [True, False])
+def test_one_that_has_to_go_amid_an_evaluation_commits_if_its_state_is_that_of_a_step(
+    play: Play, resumable: bool
+) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        alone = member("a", 0, 1)
+        await join(rendezvous, alone)
+        await rendezvous.leave(alone, 1e-6, "SIGTERM")
+        again = await rendezvous.join(alone, 1, 5, False, BROKEN, resumable=resumable)
+        assert isinstance(again, Assignment)
+        assert (again.brief, again.amid) == (resumable, not resumable)
+
+    play(scenario)
+
+
 def test_a_member_that_is_through_when_the_run_is_over_is_no_loss(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
