@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from elastic_ddp.elastic.assembly import PREPARE_S
 from elastic_ddp.elastic.hang import STORING
-from elastic_ddp.elastic.membership import BEGINS_AGAIN
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import PeerLostError, WorkersLostError, described
 from elastic_ddp.generation import Generation, feeds_of, micro_batches_of, strategy_of
@@ -111,13 +110,6 @@ class Participation:
                 while_waiting=self._read_ahead,
             )
             lost = None
-            if self._state.is_changing and assignment.receivers:
-                # They would get it, from here perhaps, as it is in the midst of a step's block, and not do the rest.
-                self.account.begin()
-                self.account.end()
-                self._link.say("begins_again", generation=assignment.generation, rank=assignment.rank)
-                self._lost = BEGINS_AGAIN
-                raise TrainAgain
             attempt = attempt + 1 if assignment.again else 0
             try:
                 self.generation = generation = self._open(assignment, attempt)

@@ -186,12 +186,6 @@ class Session:
             self._progress.note(
                 f"a worker was lost in generation {event['generation']}: {event['error'].splitlines()[0]}"
             )
-        elif name == "begins_again":
-            self._state = "a worker begins again, the others wait for it"
-            self._progress.note(
-                f"a worker begins again in generation {event['generation']}: it was in the midst of a step that others "
-                "had not made"
-            )
         elif name == "worker_left":
             self._progress.note(f"a worker left ({'its node is drained' if event['kind'] == 'drain' else 'resized'})")
         elif name == "hang":

@@ -11,7 +11,7 @@ from typing import Any
 from elastic_ddp.elastic.hang import STORING, WAITING, HangWatch, Whereabouts
 from elastic_ddp.elastic.journal import Journal
 from elastic_ddp.elastic.members import DRAIN, Arrival, Member, Notice
-from elastic_ddp.elastic.membership import BEGINS_AGAIN, LEFT, Membership
+from elastic_ddp.elastic.membership import LEFT, Membership
 from elastic_ddp.elastic.memory import Memory, State
 from elastic_ddp.elastic.messages import Ended, Orders, Prospect, RendezvousOptions, Signals
 from elastic_ddp.errors import StorageError, TrainFunctionError
@@ -80,8 +80,7 @@ class Assembly:
             return
         if healthy and self.membership.loss is not None:
             number, error = self.membership.generation, self.membership.loss
-            if error != BEGINS_AGAIN:
-                self.record("worker_lost", generation=number, reported_by=arrival.member.id, error=error)
+            self.record("worker_lost", generation=number, reported_by=arrival.member.id, error=error)
             self.changed = True
         self.form()
 
@@ -437,9 +436,6 @@ class Assembly:
         for each in messages:
             if each["event"] == "first_step":
                 self.membership.made_a_step(each["generation"])
-            elif each["event"] == "begins_again":  # others wait for it: they are told at once
-                self.membership.begins_again(each["generation"])
-                self.changed = True
             elif each["event"] == "commit_begun":
                 self._saver = sender
             elif each["event"] == "commit":

@@ -19,9 +19,8 @@ from elastic_ddp.elastic.members import (
     newest_step,
     with_the_newest,
 )
-from elastic_ddp.telemetry.summary import BEGAN_AGAIN, WORKER_LOST
+from elastic_ddp.telemetry.summary import WORKER_LOST
 
-BEGINS_AGAIN = "a worker was in the midst of a step that others had not made, and begins again"
 LEFT = "it left"
 LONG_GONE = "it is gone, and so is its process"
 OVERDUE = "the time of a member that is to go was nearly up"
@@ -189,11 +188,6 @@ class Membership:
         if self.current is not None and self.current.number == generation:
             self._trained |= self.current.ids - self._gone.keys()
 
-    def begins_again(self, generation: int) -> None:
-        """A member of a generation, if it is the current one, does not take part in it, and is to come for another."""
-        if self.current is not None and self.current.number == generation:
-            self.loss = self.loss or BEGINS_AGAIN
-
     def is_newcomer(self, member: str) -> bool:
         """Whether a worker has never trained, and others that are there have, or are to without it."""
         if member in self._trained:
@@ -330,10 +324,19 @@ class Membership:
         Whose time is nearly up goes once the newest state is not lost with it. Before that one of them hands it over,
         to others of the last generation if there are any, or commits it. So what they are amid is given up where all of
         them have to go: it was not over in the last quarter of a notice, and would begin anew in what is left of it.
+
+        Who is behind those in the midst of a step's block waits until that is through: what they would hand over by
+        then is the state of no step.
         """
         arrivals = [self._waiting[each.id] for each in self._members() if each.id not in self._gone]
         if all(each.between_steps for each in arrivals):
             return None
+        if not all(each.resumable for each in arrivals):
+            newest = newest_step(arrivals)
+            for each in arrivals:
+                if each.step != newest and each.member.id in self._leaving:
+                    self._dismiss(each.member.id)
+            arrivals = [each for each in arrivals if each.step == newest]
         going = [each for each in arrivals if self._is_overdue(each.member.id, now_s)]
         staying = [each for each in arrivals if each not in going]
         if not staying or not is_held(staying, arrivals):
@@ -442,8 +445,6 @@ class Membership:
     def _reason(self, chosen: list[Arrival]) -> str:
         if self.current is None:
             return "start"
-        if self.loss == BEGINS_AGAIN:
-            return BEGAN_AGAIN
         if self.loss not in (None, OVERDUE):
             return WORKER_LOST
         before = {each.id for each in self.current.members}

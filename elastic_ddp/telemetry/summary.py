@@ -13,8 +13,6 @@ from elastic_ddp.telemetry.goodput import PARTS, STALLS, Event, goodput, stalls
 
 WORKER_LOST = "worker lost"
 """The reason of a generation that replaces one which broke."""
-BEGAN_AGAIN = "worker began again"
-"""That of one whose predecessor broke, but lost nobody: one of its workers could not go on with the state it had."""
 
 _STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red", "unfinished": "bold yellow"}
 
@@ -254,8 +252,6 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
                 about["last_step"] = max(step, about["last_step"])  # a commit is told of when it is complete
             if event["event"] == "generation_ended":
                 about["ended_by"] = event.get("reason")
-            elif event["event"] == "begins_again":
-                about["ended_by"] = about["ended_by"] or "a worker began again"
             elif event["event"] in ("finished", "failed") and current["ended_by"] is None:
                 current["ended_by"] = event.get("status", "failed")
     return rows

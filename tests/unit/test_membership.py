@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from elastic_ddp.elastic.membership import GATHER_S, LEFT, LONG_GONE, PATIENCE_S, SETTLE_S, SUPERSEDED
 from tests.unit.club import BROKEN, DEAD, Club, club_of, member
 
@@ -335,6 +337,28 @@ def test_newcomers_are_left_out_when_a_survivor_is_not_between_steps() -> None:
     assert club.wants_change
     club.all_arrive("bc", 6)
     assert club.names() == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize("is_to_go", [False, True])
+def test_who_is_behind_those_in_the_midst_of_a_steps_block_waits_until_they_are_through(is_to_go: bool) -> None:
+    """One has not made the step, another only half of it. They would get what is the state of no step."""
+    club = club_of("abcd")
+    club.membership.lose("a", DEAD)
+    club.arrive("b", 6, between_steps=False, resumable=False)
+    club.arrive("c", 5)
+    if is_to_go:
+        club.membership.ask_to_leave("c")
+    club.arrive("d")
+    generation = club.formed()
+    assert (generation.ids, generation.amid, generation.receivers) == ({"b"}, True, ())
+    assert ("c" in club.membership.dismissed) is is_to_go
+    club.now += SETTLE_S
+    assert club.wants_change
+    club.arrive("b", 6)
+    generation = club.formed()
+    assert [each.id for each in generation.members] == ["b", *("" if is_to_go else "c"), "d"]
+    assert (generation.source, generation.first_step) == (0, 6)
+    assert generation.receivers == ((1,) if is_to_go else (1, 2))
 
 
 def test_a_generation_knows_whether_some_of_its_members_were_amid_something() -> None:

@@ -243,6 +243,8 @@ class History:
         steps = [each.step for each in self.living() if each.step is not None]
         if steps and max(steps) > self.stored:
             assert formed.first_step == max(steps), "the newest state counts"
+        if formed.source is not None and formed.receivers:
+            assert members[formed.source].resumable, "what it has is the state of no step"
         for each in members:
             each.waits = False
         if self.may_die_while_forming and self.random.random() < 0.1:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.elastic.link import RunStopped
-from elastic_ddp.elastic.membership import BEGINS_AGAIN
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import ConfigError, WorkersLostError
 from elastic_ddp.generation import Generation
@@ -232,17 +231,10 @@ def test_a_loop_that_ends_with_a_half_made_step_begins_again(new_run: NewRun) ->
         run.finish()
 
 
-@pytest.mark.parametrize("are_behind", [False, True])
-def test_an_evaluation_in_the_midst_of_a_step_that_others_have_not_made_hands_nothing_over(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, are_behind: bool
+def test_an_evaluation_in_the_midst_of_a_steps_block_goes_on_in_the_next_generation(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the block does after it, they would not do. If all have made it, all do the rest."""
     run, evaluated = new_run(), []
-    join = FakeLink.join
-
-    def join_with_others(link: FakeLink, **arguments: Any) -> Assignment:
-        assignment = join(link, **arguments)
-        return replace(assignment, receivers=(1,)) if are_behind and assignment.amid else assignment
 
     def evaluate(*_: Any) -> float:
         evaluated.append(run.position.step)
@@ -250,19 +242,12 @@ def test_an_evaluation_in_the_midst_of_a_step_that_others_have_not_made_hands_no
             raise dist.DistNetworkError(LOST_PEER)
         return 0.1
 
-    handed_over: list[int] = []
     monkeypatch.setattr("elastic_ddp.run.evaluate", evaluate)
     calm = train_and_count(new_run(folder="calm"), lambda *_: None)
-    monkeypatch.setattr(FakeLink, "join", join_with_others)
-    monkeypatch.setattr("elastic_ddp.generation.hand_over", lambda *_, receivers, **__: handed_over.extend(receivers))
     run = new_run()
     assert train_and_count(run, lambda *_: None, evaluate=True) == calm
-    assert not handed_over
-    again = [(None, True)] if are_behind else []
-    assert link_of(run).joins == [(None, True), (3, False), *again]
-    assert link_of(run).losses[2:] == [BEGINS_AGAIN] * are_behind
-    said = [each["generation"] for each in link_of(run).said if each["event"] == "begins_again"]
-    assert said == [2] * are_behind, "the others wait for it to come to that, and lost nobody"
+    assert link_of(run).joins == [(None, True), (3, False)]
+    assert link_of(run).are_resumable == [True, False], "the rest of the block is to be done here"
 
 
 @pytest.mark.parametrize("text", ["timed out waiting for the tokenizer", LOST_PEER, "NCCL_SOCKET_IFNAME is not set"])

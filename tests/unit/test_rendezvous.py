@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from elastic_ddp.elastic import membership as membership_module
 from elastic_ddp.elastic.members import RESIZE
-from elastic_ddp.elastic.membership import BEGINS_AGAIN, LEFT, SUPERSEDED
+from elastic_ddp.elastic.membership import LEFT, SUPERSEDED
 from elastic_ddp.elastic.messages import NOTHING, Ended, Prospect, RendezvousOptions, Signals
 from elastic_ddp.elastic.pulse import Pulse
 from elastic_ddp.elastic.rendezvous import Rendezvous
@@ -153,41 +153,6 @@ def test_a_loss_is_recorded_once_with_its_generation(play: Play) -> None:
         assert [(each["generation"], each["reported_by"], each["error"]) for each in lost] == [
             (1, "a1", "rank 1 saw it")
         ]
-
-    play(scenario)
-
-
-@pytest.mark.parametrize("others_know_first", [True, False])
-def test_a_worker_that_begins_again_is_no_loss_and_keeps_nobody_waiting(
-    play: Play, long_polls: None, others_know_first: bool
-) -> None:
-    """It was lost in an evaluation amid a step that others had not made."""
-    said = {"event": "begins_again", "time": 0.0, "generation": 2, "rank": 0}
-
-    async def scenario(rendezvous: Rendezvous) -> None:
-        await started(rendezvous)
-        ahead, behind = await asyncio.gather(
-            join(rendezvous, member("a", 0), after=1, step=6, between_steps=False, lost=BROKEN),
-            join(rendezvous, member("a", 1), after=1, step=5, lost=BROKEN),
-        )
-        assert (ahead.generation, behind.generation, ahead.receivers) == (2, 2, (1,))
-        if others_know_first:
-            forming = asyncio.create_task(heard(rendezvous, member("a", 1), 2, lambda signals: signals.broken))
-            await until_held(forming)
-            await rendezvous.take([said], None, "a0", 1)
-            assert (await forming).broken == 2
-        # Otherwise a rendezvous that died has forgotten it.
-        newest, oldest = await asyncio.gather(
-            join(rendezvous, member("a", 0), after=2, lost=BEGINS_AGAIN),
-            join(rendezvous, member("a", 1), after=2, step=5, lost=BROKEN),
-        )
-        assert (newest.generation, newest.receivers, newest.reason) == (3, (0,), "worker began again")
-        assert oldest.reason == newest.reason
-        assert [lost["generation"] for lost in await events_of(rendezvous, "worker_lost")] == [1]
-        training = asyncio.create_task(rendezvous.listen(member("a", 1), 3, None))
-        await rendezvous.take([said], None, "a0", 2)
-        await until_held(training)  # that was another generation
-        training.cancel()
 
     play(scenario)
 

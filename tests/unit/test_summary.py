@@ -266,30 +266,6 @@ def test_a_word_on_a_generation_that_comes_after_the_next_was_formed_is_not_abou
     ]
 
 
-def test_a_worker_that_begins_again_is_no_worker_lost() -> None:
-    events = session(
-        "s1",
-        0.0,
-        STARTED,
-        rendezvous(1, None, "start"),
-        generation(1, 2, 0, "start"),
-        ("worker_lost", {"generation": 1, "member": "c", "error": "killed"}),
-        ("generation_ended", {"generation": 1, "last_step": 5, "reason": "a peer was lost"}),
-        rendezvous(2, 6, "worker lost"),
-        ("begins_again", {"generation": 2, "rank": 0}),
-        rendezvous(3, 5, "worker began again"),
-        generation(3, 2, 5, "worker began again"),
-    )
-    summary = summarize(events)
-    assert [(row["first_step"], row["last_step"], row["ended_by"]) for row in summary["generations"]] == [
-        (0, 5, "a peer was lost"),
-        (6, 6, "a worker began again"),
-        (5, 5, None),
-    ]
-    assert (summary["restarts"], summary["workers_lost"]) == (1, 1)
-    assert "worker began again" in shown(summary)
-
-
 def test_a_loss_that_is_older_than_the_run_says_of_which_step_it_is() -> None:
     evaluation = {"name": "validation", "loss": 5.5}
     events = session(
