@@ -15,7 +15,7 @@ from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention, Save, Sav
 from elastic_ddp.checkpoint.interval import MeasuredInterval
 from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.retention import METRICS, Measurement, measurements
-from elastic_ddp.checkpoint.saving import RankLostError
+from elastic_ddp.checkpoint.saving import RankLostError, is_of_storage
 from elastic_ddp.checkpoint.stalls import STALLED_S
 from elastic_ddp.elastic.hang import STORING
 from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError, described
@@ -244,7 +244,8 @@ class Commits:
                     interval_s=round(self._interval.seconds, 3) if self._interval is not None else None,
                 )
                 return
-            if isinstance(outcome, RankLostError):  # the others can do it, at once
+            for_want_of_a_rank = isinstance(outcome, RankLostError) and self._current != generation
+            if for_want_of_a_rank:  # the others can do it, at once
                 self.step, self._at = self._known_step, float("-inf")
             self._link.say(
                 "commit_failed",
@@ -252,7 +253,8 @@ class Commits:
                 step=step,
                 seconds=seconds,
                 error=described(outcome),
-                counts=not isinstance(outcome, RankLostError | PeerLostError | DriverReplacedError),
+                counts=not (for_want_of_a_rank or isinstance(outcome, PeerLostError | DriverReplacedError)),
+                of_storage=is_of_storage(outcome),
             )
 
         mailbox = None

@@ -22,7 +22,7 @@ from elastic_ddp.checkpoint.commits import Commit, attempt_prefix
 from elastic_ddp.checkpoint.stalls import WatchedStorage
 from elastic_ddp.checkpoint.store import CheckpointStore
 from elastic_ddp.checkpoint.writing import Part, StateWriter, flattened
-from elastic_ddp.errors import ElasticDDPError, StorageError, described
+from elastic_ddp.errors import CheckpointError, ElasticDDPError, StorageError, described
 from elastic_ddp.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -38,10 +38,15 @@ BEAT_S = 0.5
 """How often a rank says that it is still writing."""
 SILENCE_S, SILENCE_OF_THE_LOST_S = 15.0, 2.0
 """Silence after which a rank is given up, and the same once it is known that some rank is lost."""
+LETTER_CHARACTERS = 1 << 20
+"""Of what a rank says at once. Torch's stores refuse values of more than 8 MiB, which is what is said of 47,000 blocks,
+and a character takes up to four bytes."""
+ERROR_CHARACTERS = 2000
+"""Of an error that is told in place of what could not be."""
 
 
 class Mailbox(Protocol):
-    """Where ranks leave word for each other, outside of collectives."""
+    """Where ranks leave word for each other, outside of collectives; at most `LETTER_CHARACTERS` and a few at a key."""
 
     def put(self, key: str, text: str) -> None: ...
     def get(self, key: str) -> str | None: ...
@@ -49,7 +54,8 @@ class Mailbox(Protocol):
 
 
 class RankLostError(ElasticDDPError):
-    """A rank was lost before it had written its share: there is no commit, and nothing is wrong with the storage."""
+    """A rank was lost, or fell silent, before it had written its share: there is no commit, and nothing is wrong with
+    the storage."""
 
 
 class _Word(BaseModel):
@@ -57,6 +63,8 @@ class _Word(BaseModel):
 
     part: Part | None = None
     error: str = ""
+    is_of_storage: bool = False
+    """Whether the storage is to blame for the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +162,14 @@ class Saver:
         try:
             word = _Word(part=self._write(save, storage))
         except Exception as error:
-            word = _Word(error=described(error))
-        assert save.mailbox is not None
+            word = _Word(error=described(error), is_of_storage=is_of_storage(error))
         try:
-            save.mailbox.put(_place(save, save.rank), word.model_dump_json())
+            _tell(save, word)
         except Exception as error:
             _log.warning("what this rank wrote of step %d cannot be told: %s", save.step, described(error))
+            # Or rank 0 would take this one for lost. If that cannot be told either, it is.
+            with suppress(Exception):
+                _tell(save, _Word(error=f"what it wrote cannot be told: {described(error)}"[:ERROR_CHARACTERS]))
 
     def _write(self, save: Save, storage: WatchedStorage) -> Part:
         """Writes this rank's share, and says meanwhile that it is at it."""
@@ -217,15 +227,22 @@ class Saver:
         while (text := mailbox.get(key)) is None:
             if (beat := mailbox.get(f"{key}/beat")) != last:
                 last, heard_at = beat, time.monotonic()
-            silence_s = SILENCE_OF_THE_LOST_S if self._broke.is_set() else SILENCE_S
+            is_lost = self._broke.is_set()
+            silence_s = SILENCE_OF_THE_LOST_S if is_lost else SILENCE_S
             if time.monotonic() - heard_at > silence_s:
-                raise RankLostError(f"rank {rank} was lost before it had written its share of step {save.step}")
+                what = "was lost" if is_lost else f"fell silent for {silence_s:g} s"
+                raise RankLostError(f"rank {rank} {what} before it had written its share of step {save.step}")
             time.sleep(POLL_S)
-        mailbox.remove(key)
-        mailbox.remove(f"{key}/beat")
-        word = _Word.model_validate_json(text)
+        count, _, last = text.partition(" ")
+        letters = [mailbox.get(f"{key}/{number}") for number in range(int(count))]
+        for each in (key, f"{key}/beat", *(f"{key}/{number}" for number in range(int(count)))):
+            mailbox.remove(each)
+        if None in letters:  # the store was replaced by an empty one meanwhile
+            raise RankLostError(f"what rank {rank} said of its share of step {save.step} was lost")
+        word = _Word.model_validate_json("".join([*filter(None, letters), last]))
         if word.part is None:
-            raise StorageError(f"rank {rank} could not write its share of step {save.step}: {word.error}")
+            kind = StorageError if word.is_of_storage else CheckpointError
+            raise kind(f"rank {rank} could not write its share of step {save.step}: {word.error}")
         return word.part
 
 
@@ -241,6 +258,22 @@ class _First:
             return False
         self._tell(outcome)
         return True
+
+
+def is_of_storage(error: Exception) -> bool:
+    """Whether a save failed for want of the storage, rather than for what was to be saved."""
+    return isinstance(error, StorageError) and not isinstance(error, CheckpointError)
+
+
+def _tell(save: Save, word: _Word) -> None:
+    """In as many letters as it takes. The last one, at the rank's place, says how many came before it."""
+    assert save.mailbox is not None
+    place, text = _place(save, save.rank), word.model_dump_json()
+    *before, last = [text[at : at + LETTER_CHARACTERS] for at in range(0, len(text), LETTER_CHARACTERS)]
+    for number, letter in enumerate(before):
+        save.mailbox.put(f"{place}/{number}", letter)
+        save.mailbox.put(f"{place}/beat", f"letter {number}")
+    save.mailbox.put(place, f"{len(before)} {last}")
 
 
 def _beat(save: Save, done: threading.Event) -> None:

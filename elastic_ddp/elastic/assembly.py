@@ -444,10 +444,10 @@ class Assembly:
             elif each["event"] == "commit_failed":
                 self._saver = ""
                 if each["counts"] and not is_lost:
-                    self._count_failed_save(each["error"])
+                    self._count_failed_save(each["error"], "the storage" if each["of_storage"] else "what that names")
         self.has_news = self.has_news or bool(messages)
 
-    def _count_failed_save(self, error: str) -> None:
+    def _count_failed_save(self, error: str, to_mend: str) -> None:
         """Ends the run when there are too many."""
         self.state.failed_saves += 1
         if self.state.failed_saves > self._options.max_failed_saves:
@@ -457,7 +457,7 @@ class Assembly:
                     "status": "failed",
                     "kind": StorageError.__name__,
                     "error": f"{self.state.failed_saves} saves in a row failed (checkpoint.max_failed_saves="
-                    f"{self._options.max_failed_saves}), the last one: {error}. There is {newest}; mend the storage, "
+                    f"{self._options.max_failed_saves}), the last one: {error}. There is {newest}; mend {to_mend}, "
                     "and run the same command again",
                 }
             )

@@ -12,12 +12,14 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, stalls
+from elastic_ddp.checkpoint.saving import RankLostError
 from elastic_ddp.errors import DriverReplacedError, StorageError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import DriverLease
@@ -304,7 +306,49 @@ def test_training_goes_on_after_saves_that_failed(
     assert link_of(run).steps_of("commit_failed") == [2, 3]
     assert link_of(run).steps_of("commit") == [1, 4, 5, 6]
     [failed, *_] = [said for said in link_of(run).said if said["event"] == "commit_failed"]
-    assert "no space left" in failed["error"] and failed["counts"]
+    assert "no space left" in failed["error"] and failed["counts"] and failed["of_storage"]
+
+
+def test_a_rank_that_falls_silent_though_none_is_lost_is_a_failure_and_none_of_the_storage(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not get better by being tried again at once, and for ever."""
+    run = new_run(checkpoint={"every_steps": 2})
+    writer = run._commits._saver._writer
+    silence = RankLostError("rank 1 fell silent for 15 s")
+    monkeypatch.setattr(writer, "write", mock.Mock(side_effect=[silence, *[mock.DEFAULT] * 2], wraps=writer.write))
+    train(run, closes_first(run))
+    assert link_of(run).steps_of("commit_failed") == [2] and link_of(run).steps_of("commit") == [4, 6]
+    [failed] = [said for said in link_of(run).said if said["event"] == "commit_failed"]
+    assert failed["counts"] and not failed["of_storage"]
+
+
+def test_a_save_whose_generation_lost_a_rank_comes_again_at_once_and_is_not_counted(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(checkpoint={"every_steps": 3, "max_failed_saves": 0})
+    write, go, lost = run._commits._saver._writer.write, threading.Event(), list[int]()
+
+    def write_or_lose(*arguments: Any) -> Any:
+        if lost:
+            return write(*arguments)
+        assert go.wait(60)
+        raise RankLostError("rank 1 was lost")
+
+    monkeypatch.setattr(run._commits._saver._writer, "write", write_or_lose)
+
+    def in_step(step: Step) -> None:
+        if step.index == 3 and not lost:
+            run._commits.generation_ended(intact=False)
+            go.set()
+            run._commits.close(60)
+            lost.append(3)
+            raise dist.DistNetworkError(LOST_PEER)
+        run._commits.close(60)
+
+    train(run, in_step)
+    assert link_of(run).steps_of("commit_failed") == [3] and link_of(run).steps_of("commit") == [4, 6]
+    assert not any(said["counts"] for said in link_of(run).said if said["event"] == "commit_failed")
 
 
 def test_a_save_in_which_the_storage_hangs_counts_as_failed_and_others_follow(

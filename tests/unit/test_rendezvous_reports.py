@@ -266,11 +266,15 @@ def test_what_was_written_before_others_began_from_a_commit_is_not_committed_any
     play(check, options)
 
 
-def failed_save(step: int, counts: bool = True) -> dict[str, Any]:
-    return {"event": "commit_failed", "step": step, "time": 0.0, "error": f"step {step} is full", "counts": counts}
+def failed_save(step: int, counts: bool = True, of_storage: bool = True) -> dict[str, Any]:
+    said = {"event": "commit_failed", "step": step, "time": 0.0, "error": f"step {step} is full"}
+    return {**said, "counts": counts, "of_storage": of_storage}
 
 
-def test_saves_that_fail_are_counted_whoever_makes_them(play: Play, tmp_path: Path, long_polls: None) -> None:
+@pytest.mark.parametrize("to_mend", ["the storage", "what that names"])
+def test_saves_that_fail_are_counted_whoever_makes_them(
+    play: Play, tmp_path: Path, long_polls: None, to_mend: str
+) -> None:
     """Also by one that was restarted meanwhile. A commit ends the count, and not all failures are a storage's."""
     options = RendezvousOptions(
         min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, max_failed_saves=2, memory=str(tmp_path)
@@ -289,12 +293,12 @@ def test_saves_that_fail_are_counted_whoever_makes_them(play: Play, tmp_path: Pa
         assert (await rendezvous.follow(0)).outcome is None
 
     async def second_life(rendezvous: Rendezvous) -> None:
-        await rendezvous.take([failed_save(7)], None, "b0", 1)
+        await rendezvous.take([failed_save(7, of_storage=to_mend == "the storage")], None, "b0", 1)
         assert (await rendezvous.follow(0)).outcome == {
             "status": "failed",
             "kind": "StorageError",
             "error": "3 saves in a row failed (checkpoint.max_failed_saves=2), the last one: step 7 is full. There is "
-            "a commit of step 3; mend the storage, and run the same command again",
+            f"a commit of step 3; mend {to_mend}, and run the same command again",
         }
 
     play(first_life, options)

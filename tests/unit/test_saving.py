@@ -8,21 +8,22 @@ import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint import CheckpointStore, Commit, saving
 from elastic_ddp.checkpoint.patience import PatientStorage
-from elastic_ddp.checkpoint.saving import RankLostError, Save, Saver
+from elastic_ddp.checkpoint.saving import RankLostError, Save, Saver, is_of_storage
 from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.parallel.sockets import shut_down
 from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
 from elastic_ddp.storage import Storage
 from tests.ranks import PROCESSES, empty_store, run_ranks
-from tests.saving import Ranks
+from tests.saving import LocalMailbox, Ranks
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step, step_of
 
 
@@ -98,6 +99,80 @@ def test_a_rank_that_cannot_write_fails_the_save_and_nothing_is_left(tmp_path: P
     ranks.begin(3)
     assert isinstance(ranks.wait(), Commit) and restored_step(storage) == 3
     assert set(before) < set(storage.list()) and not storage.list("step=2")
+
+
+@pytest.mark.parametrize("of_state", [True, False], ids=["what it was to save", "the storage"])
+def test_what_another_rank_failed_of_is_told_apart(tmp_path: Path, of_state: bool) -> None:
+    ranks = Ranks(lambda rank: Failing(tmp_path) if rank == 1 else Storage(tmp_path), 2)
+    if of_state:
+        ranks.savers[1]._writer.write = mock.Mock(side_effect=ValueError("no such dtype"))  # type: ignore[method-assign]
+    ranks.begin(2)
+    error = ranks.wait()
+    assert is_of_storage(error) is not of_state
+    assert ("ValueError: no such dtype" if of_state else "no space left") in str(error)
+
+
+class Speechless(LocalMailbox):
+    """Takes nothing but short words."""
+
+    def put(self, key: str, text: str) -> None:
+        if len(text) > 200:
+            raise ConnectionResetError("the store " * 1000)
+        super().put(key, text)
+
+
+def test_a_rank_that_cannot_tell_what_it_wrote_fails_the_save_and_is_not_taken_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "ERROR_CHARACTERS", 100)
+    ranks = Ranks(lambda rank: Storage(tmp_path), 2)
+    ranks.mailbox = Speechless()
+    ranks.begin(2)
+    error = ranks.wait()
+    assert isinstance(error, CheckpointError) and not is_of_storage(error)
+    assert "rank 1 could not write its share of step 2: what it wrote cannot be told: ConnectionReset" in str(error)
+    assert Storage(tmp_path).list() == []
+
+
+def test_a_rank_that_falls_silent_though_none_is_lost_is_given_up_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "SILENCE_S", 0.1)
+    ranks = Ranks(lambda rank: Storage(tmp_path), 2)
+    ranks.begin(2, of=[0])
+    error = ranks.wait()
+    assert isinstance(error, RankLostError) and "rank 1 fell silent for 0.1 s before it had written" in str(error)
+
+
+def test_what_a_rank_says_may_be_as_long_as_it_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "LETTER_CHARACTERS", 100)
+    ranks = Ranks(lambda rank: Storage(tmp_path), 3)
+    ranks.begin(2)
+    assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 2
+    assert not ranks.mailbox.letters
+
+
+def test_a_torch_store_carries_more_than_it_takes_at_once(tmp_path: Path) -> None:
+    address = ("127.0.0.1", empty_store().port)
+    storage, ended = Storage(tmp_path), list[Commit | Exception]()
+    long_names = {character * (3 << 20): torch.ones(3) for character in "abcd"}  # and all of it is rank 1's to write
+    state = {"model": {"large": torch.ones(1000), **long_names}}
+    savers = [Saver(storage, CheckpointStore(storage, keep=1)) for _ in range(2)]
+    for rank, saver in enumerate(savers):
+        save = Save(
+            step=1,
+            attempt="0" * 32,
+            world_size=2,
+            rank=rank,
+            mailbox=StoreMailbox(StoreConnection(), address, lambda: address, "saves1"),
+            record={},
+            fence=lambda: None,
+            on_end=ended.append,
+        )
+        saver.begin(state, save)
+    for saver in savers:
+        saver.wait()
+    assert isinstance(ended[0], Commit) and len(ended[0].tensors) == 5
 
 
 def test_a_rank_that_is_lost_fails_the_save(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_worker_that_does_not_leave_is_not_waited_for(drive: Drive) -> None:
     go = threading.Event()
 
     def hang(rendezvous: RendezvousHere) -> None:
-        said = {"event": "commit_failed", "time": 0.0, "step": 2, "error": "full", "counts": True}
+        said = {"event": "commit_failed", "time": 0.0, "step": 2, "error": "full", "counts": True, "of_storage": True}
         rendezvous.ask("take", [said], None, WORKER.id, 2)
         assert go.wait(LIMIT_S)
 
