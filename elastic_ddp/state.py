@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ddp.errors import CheckpointError, described
 
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _NUMPY_SCALARS = "biufcmM"
 _NUMPY_ARRAYS = "biufcmMSU"
 _FACTORIES: dict[str, Callable[[], Any]] = {
@@ -39,9 +40,8 @@ def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
     Returns:
         The skeleton, made only of what `json.dumps` takes, and the tensors by their place in the tree, such as
-        `layers.0.weight`. Tensors are detached and contiguous, on the device where they were; those that were
-        contiguous share memory with the state. A tensor that is in the tree twice is returned once, and a DTensor
-        stays one.
+        `layers.0.weight`. Tensors are detached, and share memory with the state: they are on the device where they
+        were, and need not be contiguous. A tensor that is in the tree twice is returned once, and a DTensor stays one.
 
     Raises:
         CheckpointError: names the place of a value that cannot be kept without pickle.
@@ -91,7 +91,8 @@ def weights_sha256(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 class _Flattener:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._names: dict[tuple[Any, ...], str] = {}
+        self._at: dict[int, list[tuple[torch.Tensor, str]]] = {}
+        """Tensors by where they start, with their names."""
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -131,7 +132,10 @@ class _Flattener:
                 return {"kind": "tuple", "value": self._items(value, path)}
             if kind is deque:
                 return {"kind": "deque", "value": self._items(value, path), "maxlen": value.maxlen}
-            pairs = [[self._key(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
+            pairs = [
+                [key if type(key) is str else self._key(key, path), self.encode(item, (*path, key))]
+                for key, item in value.items()
+            ]
             if kind is dict:
                 return {"kind": "dict", "value": pairs}
             if kind is Counter:
@@ -179,32 +183,40 @@ class _Flattener:
         return {"kind": "ndarray", "value": self._keep(raw, path), "dtype": value.dtype.str, "shape": list(value.shape)}
 
     def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
-        plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or isinstance(value, DTensor)
-        if not plain or value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
-            what = "has no data yet" if value.device.type == "meta" else "is not a plain dense tensor"
+        is_plain = type(value) in _PLAIN_TENSORS or isinstance(value, DTensor)
+        if not is_plain or value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            what = "has no data yet" if value.is_meta else "is not a plain dense tensor"
             raise CheckpointError(
                 f"{_place(path)}: this {type(value).__name__} ({value.layout}, {value.dtype}, on {value.device}) "
                 f"{what}; give its values as a dense tensor"
             )
-        # Aliases (tied weights) are stored once; where a tensor starts and ends says whether it is one.
-        bits = (value.dtype, value.is_conj(), value.is_neg())
+        # Aliases (tied weights) are stored once. Few tensors start where another does: all but that is compared there.
         held = value.to_local() if isinstance(value, DTensor) else value
-        alias = (value.device, held.data_ptr(), value.shape, value.stride(), *bits)
-        name = self._names.get(alias) if held.numel() else None
+        here = self._at.setdefault(held.data_ptr(), []) if held.numel() else []
+        name = next((name for other, name in here if _are_same(other, value)), None)
         if name is None:
             is_bare = type(value) is torch.Tensor and not value.requires_grad
             detached = value if is_bare else value.detach()
-            name = self._keep(detached.resolve_conj().resolve_neg().contiguous(), path)
-            self._names[alias] = name
+            is_as_stored = not (value.is_conj() or value.is_neg())
+            name = self._keep(detached if is_as_stored else detached.resolve_conj().resolve_neg(), path)
+            here.append((value, name))
         return {"kind": "tensor", "value": name, "dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
 
     def _keep(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
-        name = ".".join(key if type(key) is str and key.isprintable() else ascii(key) for key in path) or "value"
+        name = ".".join([key if type(key) is str and key.isprintable() else ascii(key) for key in path]) or "value"
         # `__metadata__` belongs to the safetensors format.
         while name in self.tensors or name == "__metadata__":
             name += "~"
         self.tensors[name] = tensor
         return name
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors that start at the same place are one."""
+    first, second = (
+        (each.device, each.dtype, each.shape, each.stride(), each.is_conj(), each.is_neg()) for each in (one, other)
+    )
+    return first == second
 
 
 def _decode(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from elastic_ddp.checkpoint.commits import Commit, attempt_prefix
 from elastic_ddp.checkpoint.stalls import WatchedStorage
 from elastic_ddp.checkpoint.store import CheckpointStore
-from elastic_ddp.checkpoint.writing import Part, StateWriter, flattened
+from elastic_ddp.checkpoint.writing import Part, StateWriter
 from elastic_ddp.errors import CheckpointError, ElasticDDPError, StorageError, described
 from elastic_ddp.storage import Storage
 
@@ -120,8 +120,9 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def warm_up(self, state: dict[str, Any]) -> None:
-        """Refuses now what `begin` would refuse, and has what it needs in memory."""
-        flattened(state)
+        """Refuses now what `begin` would refuse, and has what it needs in memory, and planned as far as that depends
+        neither on the rank nor on the number of ranks."""
+        self._writer.prepare(state)
 
     def begin(self, state: dict[str, Any], save: Save) -> None:
         """Copies this rank's share; the rest happens in a thread. Every rank calls it, at the same step. It waits for

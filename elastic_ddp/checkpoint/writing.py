@@ -4,14 +4,14 @@ later."""
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
 from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint.commits import (
@@ -25,7 +25,7 @@ from elastic_ddp.checkpoint.commits import (
     num_values,
     padded,
 )
-from elastic_ddp.checkpoint.planning import BlockPlanner, share_of
+from elastic_ddp.checkpoint.planning import BlockPlanner, Box, num_bytes, share_of
 from elastic_ddp.checkpoint.stalls import Crew
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.state import flatten
@@ -72,11 +72,24 @@ class StateWriter:
     def __init__(self, *, of_rank_0: frozenset[str] = frozenset()) -> None:
         self._of_rank_0 = of_rank_0
         self._blocks = BlockWriter()
+        self._planner = BlockPlanner()
         self._skeleton = b""
         self._share: tuple[Any, SavePlan] | None = None
         self._rank = 0
         self.names: frozenset[str] = frozenset()
         """Of all tensors in the state that was staged last."""
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Plans what can be planned for a state while the number of ranks is not known; `stage` then takes less time.
+
+        Raises:
+            CheckpointError: the state holds something that cannot be kept.
+        """
+        skeletons, tensors = flattened(state)
+        _encoded(skeletons)
+        self._planner.set_up_planner(tensors)
+        self._planner.create_local_plan()
+        self._planner.set_up_planner({})
 
     def stage(self, state: dict[str, Any], *, rank: int, world_size: int) -> None:
         """Copies this rank's share. When this returns the state may change.
@@ -89,25 +102,19 @@ class StateWriter:
         """
         skeletons, tensors = flattened(state)
         self._rank, self.names = rank, frozenset(tensors)
-        self._skeleton = json.dumps(skeletons, separators=(",", ":")).encode() if rank == 0 else b""
-        count = num_values(self._skeleton)
-        if len(self._skeleton) > MAX_SKELETON_BYTES or count > MAX_SKELETON_VALUES:
-            raise CheckpointError(
-                f"without its tensors the state has {len(self._skeleton)} bytes and {count} values as JSON, and may "
-                f"have at most {MAX_SKELETON_BYTES} and {MAX_SKELETON_VALUES}; keep large things as tensors or arrays"
-            )
-        planner = BlockPlanner()
-        planner.set_up_planner(tensors)
-        kind = (rank, world_size, *((name, each.dtype, each.shape) for name, each in tensors.items()))
+        self._skeleton = _encoded(skeletons) if rank == 0 else b""
+        self._planner.set_up_planner(tensors)
+        kind = rank, world_size, *_kinds_of(tensors)
         if self._share is None or self._share[0] != kind:  # else it is the one of the commit before
             share = share_of(
-                planner,
+                self._planner,
                 rank=rank,
                 world_size=world_size,
                 is_for_rank_0=lambda name: name.partition(".")[0] in self._of_rank_0,
             )
             self._share = kind, share
-        self._blocks.stage(self._share[1], planner)
+        self._blocks.stage(self._share[1], self._planner)
+        self._planner.set_up_planner({})  # tensors that go before the next commit are not kept for it
 
     def write(self, storage: Storage, prefix: str) -> Part:
         """Writes what was staged, under keys that begin with the rank.
@@ -135,23 +142,23 @@ class BlockWriter:
         self._plan: SavePlan | None = None
         self._items: list[list[tuple[WriteItem, int]]] = []
         self._buffers: list[torch.Tensor] = []
+        self._boxes: list[Box] = []
+        """Of the plan's blocks."""
         self._places: list[torch.Tensor] = []
-        """In the buffers, those of the plan's blocks."""
+        """The same blocks, in the buffers."""
 
     @torch.no_grad()
     def stage(self, plan: SavePlan, planner: BlockPlanner) -> None:
         """Copies what is to be written. When this returns the state may change."""
         if plan is not self._plan:
-            self._lay_out(plan)
-        on_cuda = False
-        for item, place in zip(plan.items, self._places, strict=True):
-            block = planner.resolve_data(item)
-            place.copy_(block, non_blocking=True)
-            on_cuda = on_cuda or block.is_cuda
-        if on_cuda:
+            self._lay_out(plan, planner)
+        blocks = planner.blocks(self._boxes)
+        if blocks:
+            torch._foreach_copy_(self._places, blocks, non_blocking=True)
+        if any(block.is_cuda for block in blocks):
             torch.cuda.current_stream().synchronize()
 
-    def _lay_out(self, plan: SavePlan) -> None:
+    def _lay_out(self, plan: SavePlan, planner: BlockPlanner) -> None:
         self._plan = None
         self._items = _packed(plan.items, self._object_bytes)
         sizes = [_end(blocks) for blocks in self._items]
@@ -165,6 +172,7 @@ class BlockWriter:
             for buffer, blocks in zip(self._buffers, self._items, strict=True)
             for item, start in blocks
         ]
+        self._boxes = planner.boxes(plan.items)
         self._plan = plan
 
     def write(self, storage: Storage, prefix: str, writer: str) -> Part:
@@ -187,8 +195,8 @@ class BlockWriter:
         """Those of an object, with their checksums."""
         for item, start in self._items[number]:
             assert item.tensor_data is not None
-            chunk, num_bytes = item.tensor_data.chunk, _num_bytes(item)
-            crc32 = zlib_ng.crc32(data[start : start + padded(num_bytes)])
+            chunk = item.tensor_data.chunk
+            crc32 = zlib_ng.crc32(data[start : start + padded(num_bytes(item))])
             stored = StoredBlock(
                 offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), object=number, start=start, crc32=crc32
             )
@@ -245,6 +253,28 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Te
     return skeletons, tensors
 
 
+def _encoded(skeletons: dict[str, Any]) -> bytes:
+    """Raises a CheckpointError where it is too large to be read again."""
+    encoded = json.dumps(skeletons, separators=(",", ":"), check_circular=False).encode()  # `flatten` saw to that
+    count = num_values(encoded)
+    if len(encoded) > MAX_SKELETON_BYTES or count > MAX_SKELETON_VALUES:
+        raise CheckpointError(
+            f"without its tensors the state has {len(encoded)} bytes and {count} values as JSON, and may "
+            f"have at most {MAX_SKELETON_BYTES} and {MAX_SKELETON_VALUES}; keep large things as tensors or arrays"
+        )
+    return encoded
+
+
+def _kinds_of(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """What a share depends on. Nothing of where tensors are: that may be another place in every commit."""
+    return (
+        [*tensors],
+        [each.dtype for each in tensors.values()],
+        [each.shape for each in tensors.values()],
+        [each.placements for each in tensors.values() if isinstance(each, DTensor)],
+    )
+
+
 def _packed(items: Iterable[WriteItem], object_bytes: int) -> list[list[tuple[WriteItem, int]]]:
     """Blocks in objects, each with where it begins."""
     packed: list[list[tuple[WriteItem, int]]] = []
@@ -254,21 +284,16 @@ def _packed(items: Iterable[WriteItem], object_bytes: int) -> list[list[tuple[Wr
             packed.append([])
             end = 0
         packed[-1].append((item, end))
-        end += padded(_num_bytes(item))
+        end += padded(num_bytes(item))
     return packed
 
 
 def _end(blocks: list[tuple[WriteItem, int]]) -> int:
     item, start = blocks[-1]
-    return start + padded(_num_bytes(item))
+    return start + padded(num_bytes(item))
 
 
 def _place_in(buffer: torch.Tensor, item: WriteItem, start: int) -> torch.Tensor:
     assert item.tensor_data is not None
-    place = buffer[start : start + _num_bytes(item)].view(item.tensor_data.properties.dtype)
+    place = buffer[start : start + num_bytes(item)].view(item.tensor_data.properties.dtype)
     return place.view(item.tensor_data.chunk.sizes)
-
-
-def _num_bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -10,16 +10,20 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.checkpoint.commits import Skeleton, StoredTensor
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, BlockPlanner, blocks_of, share_of
 from elastic_ddp.checkpoint.reading import Targets, pieces_of, read_pieces
-from elastic_ddp.checkpoint.writing import BlockWriter, Part, put_together
+from elastic_ddp.checkpoint.writing import BlockWriter, Part, StateWriter, put_together
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage import Storage
 
@@ -131,7 +135,8 @@ def test_what_any_number_of_ranks_wrote_comes_back_to_the_bit(tmp_path: Path, wo
 def test_ranks_share_what_they_all_hold(tmp_path: Path) -> None:
     tensors = {"large": torch.zeros(4000, 4), "small": torch.zeros(10)}
     wide = {"wide": torch.zeros(2, 8000)}
-    for each in (tensors, wide):
+    mixed = {"cut": torch.zeros(3 * 256), **{str(number): torch.zeros(64) for number in range(10)}}
+    for each in (tensors, wide, mixed):
         parts = write(Storage(tmp_path), each, 4, block_bytes=1024)
         written = [sum(item.size for item in part.objects) for part in parts]
         assert max(written) - min(written) <= 1024 + 64
@@ -158,6 +163,120 @@ def test_host_memory_is_used_again_and_the_state_may_change_after_the_copy(tmp_p
         weight.copy_(expected)
         memory |= {buffer.data_ptr() for buffer in writer._buffers}
     assert len(memory) == 1
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of memory that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes, self._before = 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and (memory := each.untyped_storage()).data_ptr() not in known:
+                self.num_bytes += memory.nbytes()
+        return result
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_save_copies_no_more_than_the_share_of_its_rank_however_tensors_lie_in_memory(
+    tmp_path: Path, layout: torch.memory_format
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        f"{number}": torch.randn(16, 8, 4, 4, generator=generator).contiguous(memory_format=layout)
+        for number in range(8)
+    }
+    storage, parts = Storage(tmp_path), []
+    for rank in range(4):
+        writer = StateWriter()
+        with Allocated() as first:
+            writer.stage({"model": weights}, rank=rank, world_size=4)
+        with Allocated() as second:
+            writer.stage({"model": weights}, rank=rank, world_size=4)
+        assert (first.num_bytes, second.num_bytes) == (2 * 16 * 8 * 4 * 4 * 4, 0)
+        parts.append(writer.write(storage, PREFIX))
+    names = [f"model.{name}" for name in weights]
+    found = read(storage, commit_of(parts, names))
+    assert all(torch.equal(found[f"model.{name}"], weight) for name, weight in weights.items())
+    on_disk = np.concatenate([np.fromfile(tmp_path / key, np.float32) for part in parts for key in keys_in(part)])
+    expected = np.concatenate([weights[str(k)].numpy().reshape(-1) for rank in range(4) for k in (rank, rank + 4)])
+    assert np.array_equal(on_disk, expected), "row-major"
+
+
+def keys_in(part: Part) -> list[str]:
+    return [item.key for item in part.objects]
+
+
+def test_what_changed_since_the_commit_before_is_noticed(tmp_path: Path) -> None:
+    """As where tensors lie, what they are and which there are."""
+    generator, writer = torch.Generator().manual_seed(1), StateWriter()
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    kept, memory = some(4, 6), some(40, 5)
+    states = [
+        {"kept": kept, "other": some(5)},
+        {"kept": kept, "other": some(5)},  # at another place
+        {"kept": kept.add_(1), "other": some(5)},
+        {"kept": kept, "other": some(5).double()},
+        {"kept": kept, "other": some(5, 1).double()},
+        {"kept": kept.t(), "other": some(5, 1).double()},
+        {"kept": some(4, 6).t(), "other": some(5, 1).double()},  # as large, and laid out in another way
+        {"kept": memory[:6, :4], "other": memory[6:11, :1]},
+        {"kept": memory[6:12, 1:], "other": memory[:5, 4:]},
+        {"other": some(5), "kept": some(6, 4)},
+        {"kept": some(6, 4), "other": some(5), "new": some(1)},
+        {"kept": some(6, 4)},
+        {"kept": some(6, 4).requires_grad_()},
+    ]
+    for number, state in enumerate(states):
+        expected = {f"model.{name}": tensor.clone() for name, tensor in state.items()}
+        writer.prepare({"model": state})
+        writer.stage({"model": state}, rank=0, world_size=1)
+        with torch.no_grad():
+            for tensor in state.values():
+                tensor.zero_()  # the next step
+        part = writer.write(Storage(tmp_path / str(number)), PREFIX)
+        found = read(Storage(tmp_path / str(number)), commit_of([part], expected))
+        assert all(same(found[name], tensor) for name, tensor in expected.items()), number
+        with torch.no_grad():
+            for name, tensor in state.items():
+                tensor.copy_(expected[f"model.{name}"])
+
+
+def test_a_writer_keeps_nothing_of_a_state() -> None:
+    """It may be one that is replaced before the next commit, and there is no memory for two."""
+    weight, writer = torch.nn.Parameter(torch.ones(5)), StateWriter()
+    memory = StorageWeakRef(weight.untyped_storage())
+    for world_size in (1, 2, 2):
+        writer.prepare({"model": {"weight": weight}})
+        writer.stage({"model": {"weight": weight}}, rank=0, world_size=world_size)
+    del weight
+    assert memory.expired()
+
+
+def test_planning_is_done_before_the_first_commit_as_far_as_ranks_have_no_part_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[str] = []
+    items = BlockPlanner._items
+
+    def counted(planner: BlockPlanner, name: str, tensor: torch.Tensor) -> Any:
+        planned.append(name)
+        return items(planner, name, tensor)
+
+    monkeypatch.setattr(BlockPlanner, "_items", counted)
+    writer, model = StateWriter(), {"a": torch.ones(3), "b": torch.ones(4)}
+    writer.prepare({"model": model})
+    assert planned == ["model.a", "model.b"]
+    for rank, world_size in [(0, 1), (1, 2), (2, 3)]:  # in one generation after the other
+        writer.stage({"model": model, "optimizer": {"a": torch.ones(3)}}, rank=rank, world_size=world_size)
+    assert planned == ["model.a", "model.b", "optimizer.a"]
 
 
 @settings(max_examples=30, deadline=None)

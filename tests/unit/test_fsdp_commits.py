@@ -81,7 +81,9 @@ def _prepared(strategy: str, optimizer: str) -> tuple[RunConfig, TrainState]:
 
 def _everything(state: TrainState) -> Everything:
     skeleton, tensors = flatten(_in_full(state.state_dict()))
-    return json.dumps(skeleton), {name: each.view(-1).view(torch.uint8).numpy() for name, each in tensors.items()}
+    return json.dumps(skeleton), {
+        name: each.contiguous().view(-1).view(torch.uint8).numpy() for name, each in tensors.items()
+    }
 
 
 def _in_full(tree: Any) -> Any:

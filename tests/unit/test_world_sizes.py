@@ -108,7 +108,7 @@ def whole(tree: Any) -> tuple[Any, dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def _bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return str(tensor.dtype), tuple(tensor.shape), raw
 
 
