@@ -193,7 +193,7 @@ class _Flattener:
         # Aliases (tied weights) are stored once. Few tensors start where another does: all but that is compared there.
         held = value.to_local() if isinstance(value, DTensor) else value
         here = self._at.setdefault(held.data_ptr(), []) if held.numel() else []
-        name = next((name for other, name in here if _are_same(other, value)), None)
+        name = next((name for other, name in here if _are_same(other, value)), None) if here else None
         if name is None:
             is_bare = type(value) is torch.Tensor and not value.requires_grad
             detached = value if is_bare else value.detach()

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 BLOCK_BYTES = 16 << 20
 """No block is larger, but for a single element."""
@@ -41,18 +41,24 @@ class BlockPlanner(DefaultSavePlanner):
         self._block_bytes = block_bytes
         self._planned: dict[str, tuple[torch.dtype, torch.Size, list[WriteItem]]] = {}
         """Of plain tensors, which are cut alike on every rank, at every world size."""
+        self.num_blocks: dict[str, int] = {}
+        """Of each tensor in the plan that was made last, on all ranks together."""
 
     def create_local_plan(self) -> SavePlan:
         """What was planned for a plain tensor like one that is there now is used again."""
         items: list[WriteItem] = []
-        before, self._planned = self._planned, {}
+        before, self._planned, self.num_blocks = self._planned, {}, {}
         for name, tensor in self.state_dict.items():
             if isinstance(tensor, DTensor):
                 items += self._items(name, tensor)
+                self.num_blocks[name] = sum(
+                    sum(1 for _ in blocks_of(shard, tensor.element_size(), self._block_bytes))
+                    for shard in shards_of(tensor)
+                )
                 continue
             kind, known = (tensor.dtype, tensor.shape), before.get(name)
             known = known if known is not None and known[:2] == kind else (*kind, list(self._items(name, tensor)))
-            self._planned[name] = known
+            self._planned[name], self.num_blocks[name] = known, len(known[2])
             items += known[2]
         self.plan = SavePlan(items)
         return self.plan
@@ -109,6 +115,18 @@ def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Siz
     [item] = tensor.__create_write_items__(name, tensor)  # DCP's protocol
     assert item.tensor_data is not None
     return tensor.to_local(), item.tensor_data.chunk.offsets
+
+
+def shards_of(tensor: DTensor) -> list[torch.Size]:
+    """The shapes of what ranks have of a tensor, but for those that have no element; of one that is not cut in a single
+    dimension only what this rank has."""
+    match tensor.placements:
+        case (Shard(dim=dim),):
+            rows = -(-tensor.shape[dim] // tensor.device_mesh.size()) or 1  # as torch.chunk does it
+            lengths = [min(rows, tensor.shape[dim] - first) for first in range(0, tensor.shape[dim], rows)]
+            return [torch.Size([*tensor.shape[:dim], each, *tensor.shape[dim + 1 :]]) for each in lengths]
+        case _:
+            return [tensor.to_local().shape]
 
 
 def laid_out(held: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint.commits import (
+    MAX_MANIFEST_BYTES,
+    MAX_MANIFEST_VALUES,
     MAX_SKELETON_BYTES,
     MAX_SKELETON_VALUES,
     SKELETON,
@@ -89,6 +92,7 @@ class StateWriter:
         _encoded(skeletons)
         self._planner.set_up_planner(tensors)
         self._planner.create_local_plan()
+        _check_manifest(tensors, self._planner.num_blocks)
         self._planner.set_up_planner({})
 
     def stage(self, state: dict[str, Any], *, rank: int, world_size: int) -> None:
@@ -112,6 +116,7 @@ class StateWriter:
                 world_size=world_size,
                 is_for_rank_0=lambda name: name.partition(".")[0] in self._of_rank_0,
             )
+            _check_manifest(tensors, self._planner.num_blocks)
             self._share = kind, share
         self._blocks.stage(self._share[1], self._planner)
         self._planner.set_up_planner({})  # tensors that go before the next commit are not kept for it
@@ -263,6 +268,33 @@ def _encoded(skeletons: dict[str, Any]) -> bytes:
             f"have at most {MAX_SKELETON_BYTES} and {MAX_SKELETON_VALUES}; keep large things as tensors or arrays"
         )
     return encoded
+
+
+def _check_manifest(tensors: Mapping[str, torch.Tensor], num_blocks: Mapping[str, int]) -> None:
+    """CheckpointError where the manifest would be too large to be read again, whatever else is in it: before anything
+    is written."""
+    num_bytes = count = 0
+    for name, each in tensors.items():
+        whole, further = _in_manifest(each.dim())
+        text, num_further = json.dumps(name).encode(), num_blocks[name] - 1
+        num_bytes += len(text) + len(whole) + num_further * len(further)
+        count += num_values(text) - 1 + num_values(whole) + num_further * num_values(further)
+    if num_bytes > MAX_MANIFEST_BYTES or count > MAX_MANIFEST_VALUES:
+        raise CheckpointError(
+            f"the state has {len(tensors)} tensors in {sum(num_blocks.values())} blocks on all ranks, and a manifest "
+            f"that names them has {num_bytes} bytes and {count} values or more; it may have at most "
+            f"{MAX_MANIFEST_BYTES} and {MAX_MANIFEST_VALUES}, which is enough for about 400,000 blocks. Keep fewer and "
+            "larger tensors, such as the weights of a layer's experts in one parameter"
+        )
+
+
+@cache
+def _in_manifest(num_dimensions: int) -> tuple[bytes, bytes]:
+    """What a manifest says at the least of a tensor of one block, but for its name, and of every further block."""
+    zeros = (0,) * num_dimensions
+    block = StoredBlock(offsets=zeros, sizes=zeros, object=0, start=0, crc32=0)
+    tensor = StoredTensor(dtype="bool", shape=zeros, blocks=(block,))
+    return tensor.model_dump_json().encode(), block.model_dump_json().encode()
 
 
 def _kinds_of(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:

@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit
-from elastic_ddp.checkpoint.commits import Skeleton, StoredTensor
+from elastic_ddp.checkpoint import CheckpointStore, Commit, writing
+from elastic_ddp.checkpoint.commits import Skeleton, StoredTensor, num_values
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, BlockPlanner, blocks_of, share_of
 from elastic_ddp.checkpoint.reading import Targets, pieces_of, read_pieces
 from elastic_ddp.checkpoint.writing import BlockWriter, Part, StateWriter, put_together
@@ -277,6 +277,35 @@ def test_planning_is_done_before_the_first_commit_as_far_as_ranks_have_no_part_i
     for rank, world_size in [(0, 1), (1, 2), (2, 3)]:  # in one generation after the other
         writer.stage({"model": model, "optimizer": {"a": torch.ones(3)}}, rank=rank, world_size=world_size)
     assert planned == ["model.a", "model.b", "optimizer.a"]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_state_whose_manifest_would_be_too_large_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    state = {"model": {**some_tensors(), "a,[{name": torch.ones(3), "large": torch.zeros(5 << 20)}}
+    commit = CheckpointStore(Storage(tmp_path / "one"), keep=1).save(state, step=7, record={})
+    empty = CheckpointStore(Storage(tmp_path / "none"), keep=1).save({"model": {}}, step=7, record={})
+    count, nothing = (num_values(each.to_bytes()) for each in (commit, empty))
+    of_objects = len(commit.objects) * 3
+    blocks = sum(len(each.blocks) for each in commit.tensors.values())
+    assert blocks == len(commit.tensors) + 1
+    monkeypatch.setattr(writing, "MAX_MANIFEST_VALUES", count - nothing)
+    StateWriter().stage(state, rank=0, world_size=world_size)
+    monkeypatch.setattr(writing, "MAX_MANIFEST_VALUES", count - nothing - of_objects)  # these are not known beforehand
+    for refuse in (
+        lambda: StateWriter().prepare(state),
+        lambda: StateWriter().stage(state, rank=world_size - 1, world_size=world_size),
+    ):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"14 tensors in {blocks} blocks .*have at most \d+ and {count - nothing - of_objects}",
+        ):
+            refuse()
+    monkeypatch.undo()
+    monkeypatch.setattr(writing, "MAX_MANIFEST_BYTES", 1000)
+    with pytest.raises(CheckpointError, match="it may have at most 1000 and 4194304"):
+        StateWriter().prepare(state)
 
 
 @settings(max_examples=30, deadline=None)

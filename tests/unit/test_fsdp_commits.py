@@ -186,6 +186,22 @@ def _written(group: ProcessGroup, folder: Path) -> int:
     return sum(item.size for item in writer.write(Storage(folder), "x").objects)
 
 
+def test_the_blocks_of_all_ranks_are_counted_on_each(tmp_path: Path) -> None:
+    counted, written = zip(*run_ranks(3, _counted, tmp_path), strict=True)
+    assert set(counted) == {sum(written)}
+
+
+def _counted(group: ProcessGroup, folder: Path) -> tuple[int, int]:
+    """Blocks of all ranks, and of this one."""
+    config, state = prepared("fsdp")
+    trained(group, config, state, ROWS, range(1))
+    with mock.patch("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(32)):
+        writer = StateWriter()
+    writer.stage(state.state_dict(), rank=group.rank, world_size=group.world_size)
+    written = writer.write(Storage(folder), "x").blocks
+    return sum(writer._planner.num_blocks.values()), len(written)
+
+
 def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path) -> None:
     """And every byte leaves the storage once."""
     saved = run_ranks(2, _save_large, tmp_path)[0]
