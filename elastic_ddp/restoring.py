@@ -5,6 +5,7 @@ no byte leaves the storage twice.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -21,21 +22,22 @@ from elastic_ddp.checkpoint.reading import (
     Targets,
     check,
     pieces_of,
-    read_pieces,
     state_of,
     state_to_fill,
 )
-from elastic_ddp.errors import CheckpointError, ConfigError, ElasticDDPError, StorageError
+from elastic_ddp.checkpoint.verdicts import confirmed_pieces
+from elastic_ddp.errors import CheckpointError, ConfigError, PeerLostError, StorageError
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.parallel.strategy import Layout
 from elastic_ddp.storage import Storage
 
 IN_FLIGHT = 8
 """Pieces that are on their way between ranks."""
-_ERRORS: dict[str, type[ElasticDDPError]] = {
-    each.__name__: each for each in (CheckpointError, ConfigError, StorageError)
+_COUNT: dict[str, type[Exception]] = {
+    each.__name__: each for each in (ConfigError, StorageError, CheckpointError, PeerLostError)
 }
-"""What one rank tells the others of, by name."""
+"""What a rank tells the others that it met, by name. The first of these that any has met counts for all: what says
+nothing of the commit comes first, and what its reader did not find in it last."""
 
 
 def restore(
@@ -85,19 +87,30 @@ def first_usable(
 
     Args:
         read: from a commit and its skeleton to the state, or why there is none, on all ranks.
+
+    Raises:
+        PeerLostError: on a rank that does not get what rank 0 sent. The others lose it.
     """
     while True:
-        offer = json.loads(group.broadcast_bytes(_next(store, candidates) if group.rank == 0 else None))
+        offer = json.loads(_as_sent(_next(store, candidates) if group.rank == 0 else None, group))
         if offer is None:
             return None
         if "error" in offer:
-            raise _ERRORS[offer["kind"]](offer["error"])
+            raise _COUNT[offer["kind"]](offer["error"])
         commit = Commit.from_bytes(offer["key"], offer["manifest"].encode())
         state, reason = read(commit, offer["skeleton"].encode())
         if state is not None:
             return commit, state
         if group.rank == 0:
             store.reject(commit.key, reason)
+
+
+def _as_sent(data: bytes | None, group: ProcessGroup) -> bytes:
+    """What rank 0 has, on every rank, as it was there: nothing else tells whether a number in it is another one."""
+    sent = group.broadcast_bytes(hashlib.sha256(data).digest() + data if data is not None else None)
+    if hashlib.sha256(sent[32:]).digest() != sent[:32]:
+        raise PeerLostError("what rank 0 sent of a commit came as something else")
+    return sent[32:]
 
 
 def _next(store: CheckpointStore, candidates: Iterator[Commit]) -> bytes:
@@ -166,7 +179,13 @@ def read_together(
     *,
     tick: Callable[[], None],
 ) -> tuple[dict[str, Any] | None, str]:
-    """The state of a commit, or some components of it, or why there is none: the same on all ranks."""
+    """The state of a commit, or some components of it, or why there is none: the same on all ranks.
+
+    Raises:
+        ConfigError, StorageError: as `what_is_wrong`.
+        PeerLostError: what was good where it was read came to another rank as something else. That is a fault of the
+            connection between them, and says nothing of the commit.
+    """
     no_room: CheckpointError | ConfigError | None = None
     try:
         tensors, targets = state_to_fill(commit, components, layout or (lambda name: None))
@@ -177,7 +196,7 @@ def read_together(
     pieces = _Piece.all_of(pieces_of(commit, tensors), targets, group)
     going: deque[tuple[_Piece, memoryview, list[dist.Work]]] = deque()
     unread: CheckpointError | StorageError | None = None
-    garbled: CheckpointError | None = None
+    garbled: PeerLostError | None = None
 
     def take() -> None:
         nonlocal garbled
@@ -189,12 +208,14 @@ def read_together(
             try:
                 check(each.piece, data)
             except CheckpointError as error:
-                garbled = garbled or error
+                garbled = garbled or PeerLostError(
+                    f"what rank {each.reader} sent of a commit came as something else: {error}"
+                )
             else:
                 targets.fill(each.piece, data)
 
     own = [each.piece for each in pieces if each.reader == group.rank]
-    with closing(read_pieces(storage, own, targets)) as mine:
+    with closing(confirmed_pieces(storage, own, targets)) as mine:
         for each in pieces:
             data = None
             if each.reader == group.rank and unread is None:
@@ -208,34 +229,33 @@ def read_together(
                 take()
         while going:
             take()
-    bad, state = unread or garbled, None
+    bad: Exception | None = unread or garbled
+    state = None
     if bad is None:
         try:
             state = state_of(commit, skeleton, tensors, components)
         except CheckpointError as error:
             bad = error
-    reason = what_is_wrong(bad, group, knows=unread is not None)
+    reason = what_is_wrong(bad, group)
     return (None, reason) if reason else (state, "")
 
 
-def what_is_wrong(
-    error: CheckpointError | ConfigError | StorageError | None, group: ProcessGroup, *, knows: bool = False
-) -> str:
+def what_is_wrong(error: Exception | None, group: ProcessGroup) -> str:
     """With a commit, as one of the ranks found it; nothing if none did. The same on all ranks.
 
-    Args:
-        knows: this rank's word counts more than that of ranks which know it from others.
-
     Raises:
-        ConfigError, StorageError: some rank met one, which says nothing of the commit.
+        ConfigError, StorageError, PeerLostError: some rank met one, which says nothing of the commit.
     """
-    word = "" if error is None else f"{_kind(error)}\n{'known' if knows else ''}\n{error}"
-    words = [each.decode().split("\n", 2) for each in group.all_gather_bytes(word.encode()) if each]
-    for kind, _, text in words:
-        if kind != CheckpointError.__name__:
-            raise _ERRORS[kind](text)
-    return max(words, key=lambda each: each[1])[2] if words else ""
+    word = "" if error is None else f"{_kind(error)}\n{error}"
+    met = [each.decode().split("\n", 1) for each in group.all_gather_bytes(word.encode()) if each]
+    for name, kind in _COUNT.items():
+        for text in (text for each, text in met if each == name):
+            if kind is CheckpointError:
+                return text
+            raise kind(text)
+    return ""
 
 
-def _kind(error: ElasticDDPError) -> str:
-    return next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
+def _kind(error: Exception) -> str:
+    """The name that it goes by in `_COUNT`."""
+    return next(name for name, kind in reversed(_COUNT.items()) if isinstance(error, kind))

@@ -18,8 +18,9 @@ from elastic_ddp.checkpoint.commits import (
     set_aside_key,
 )
 from elastic_ddp.checkpoint.housekeeping import Housekeeping
-from elastic_ddp.checkpoint.reading import pieces_of, read_manifest, read_pieces, state_of, state_to_fill
+from elastic_ddp.checkpoint.reading import pieces_of, read_manifest, state_of, state_to_fill
 from elastic_ddp.checkpoint.retention import Retention
+from elastic_ddp.checkpoint.verdicts import confirmed, confirmed_pieces
 from elastic_ddp.checkpoint.writing import Part, StateWriter, put_together
 from elastic_ddp.errors import CheckpointError, StorageError, described
 from elastic_ddp.storage import Storage
@@ -44,12 +45,13 @@ class CheckpointStore:
         self._housekeeping = Housekeeping(keep if isinstance(keep, Retention) else Retention(last=keep))
         self._writer = StateWriter()
         self.rejected: list[tuple[str, str]] = []
-        """Key of the manifest and the reason for every commit that this store has passed over."""
+        """Key of the manifest and the reason for every commit that this store has passed over since it was last asked
+        for candidates."""
 
     def through(self, storage: Storage) -> CheckpointStore:
-        """This one, with the same folder asked in another way."""
+        """This one, with the same folder asked in another way. Each passes over commits for itself."""
         other = copy(self)
-        other._storage = storage
+        other._storage, other.rejected = storage, []
         return other
 
     def save(
@@ -175,7 +177,7 @@ class CheckpointStore:
         with self._unless_removed(commit):
             skeleton = self.skeleton(commit)
             tensors, targets = state_to_fill(commit, components)
-            for _ in read_pieces(self._storage, pieces_of(commit, tensors), targets):
+            for _ in confirmed_pieces(self._storage, pieces_of(commit, tensors), targets):
                 pass
             return state_of(commit, skeleton, tensors, components)
 
@@ -188,7 +190,7 @@ class CheckpointStore:
         """
         with self._unless_removed(commit):
             self.skeleton(commit)
-            for _ in read_pieces(self._storage, pieces_of(commit, commit.tensors)):
+            for _ in confirmed_pieces(self._storage, pieces_of(commit, commit.tensors)):
                 pass
 
     @contextmanager
@@ -207,12 +209,16 @@ class CheckpointStore:
         Raises:
             CheckpointError: it is missing, or is not what was committed.
         """
-        try:
-            data = self._storage.read(commit.state.key)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{commit.state.key} is missing") from error
-        commit.state.check(data)
-        return data
+
+        def read() -> bytes:
+            try:
+                data = self._storage.read(commit.state.key)
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{commit.state.key} is missing") from error
+            commit.state.check(data)
+            return data
+
+        return confirmed(read)
 
     def load_latest(self) -> tuple[Commit, dict[str, Any]] | None:
         """The newest commit whose contents verify, with its state; None if there is none.
@@ -237,7 +243,11 @@ class CheckpointStore:
 
     def candidates(self, only: int | None = None) -> Iterator[Commit]:
         """Complete commits, newest first, or the one at a step; looked at one by one, as the first is nearly always the
-        one wanted."""
+        one wanted. None counts as rejected when it is called: what could not be read before may be read now."""
+        self.rejected = []
+        return self._candidates(only)
+
+    def _candidates(self, only: int | None) -> Iterator[Commit]:
         seen: set[int] = set()
         # Listed again when none was good: a saver may have committed and cleaned up behind the first listing.
         while steps := [
@@ -254,9 +264,9 @@ class CheckpointStore:
     def _complete(self, step: int) -> Commit | CheckpointError | None:
         """The commit of a step, or why it is not complete; None if it was removed since it was listed."""
         try:
-            commit = read_manifest(self._storage, manifest_key(step))
+            commit = confirmed(lambda: read_manifest(self._storage, manifest_key(step)))
             with self._unless_removed(commit):
-                commit.check_present(self._storage.sizes(commit.prefix))
+                confirmed(lambda: commit.check_present(self._storage.sizes(commit.prefix)))
         except FileNotFoundError:
             return None
         except CheckpointError as error:
@@ -267,7 +277,7 @@ class CheckpointStore:
         """The commit of this step if its contents verify; a bad one is set aside, so that it can be made again."""
         key = manifest_key(step)
         try:
-            commit = read_manifest(self._storage, key)
+            commit = confirmed(lambda: read_manifest(self._storage, key))
             self.verify(commit)
         except FileNotFoundError:
             return None

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from elastic_ddp import restoring
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.errors import StorageError
-from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.errors import PeerLostError, StorageError
+from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
 from tests.ranks import alone, run_ranks
@@ -73,6 +74,141 @@ def test_what_one_rank_finds_bad_no_rank_uses_and_it_is_set_aside(tmp_path: Path
     assert aside.startswith(f"set-aside/2-{name}") and storage.list("commits") == [before.key]
     save(storage, 2, 3, keep=1)
     assert restored_step(storage) == 3 and set(kept) <= set(storage.list("step=2")), "it is there to be looked at"
+
+
+class Flaky(Storage):
+    """Of objects that begin so, as many readings as are told have a bit of theirs flipped on the way."""
+
+    def __init__(self, uri: str, prefix: str, times: int) -> None:
+        super().__init__(uri)
+        self.prefix, self.times = prefix, times
+
+    def flip(self, key: str, data: memoryview) -> None:
+        if key.startswith(self.prefix) and self.times:
+            self.times -= 1
+            data[len(data) // 2] ^= 0x10
+
+    def read(self, key: str) -> bytes:
+        data = bytearray(super().read(key))
+        self.flip(key, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        count = super().read_into(key, start, buffer)
+        self.flip(key, buffer)
+        return count
+
+
+class LateToList(Storage):
+    """Once, an attempt's objects are not listed yet."""
+
+    was_asked = False
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        if prefix.startswith("step=2/") and not self.was_asked:
+            self.was_asked = True
+            return {}
+        return super().sizes(prefix)
+
+
+def test_what_is_damaged_on_the_way_alone_is_read_again(tmp_path: Path) -> None:
+    [_, newest] = save(Storage(tmp_path), 1, 2)
+    objects = [newest.objects[0].key, newest.state.key, newest.key]
+    for storage in [*(Flaky(str(tmp_path), key, times=1) for key in objects), LateToList(str(tmp_path))]:
+        store = CheckpointStore(storage, keep=2)
+        found = restore(store, storage, alone())
+        assert found is not None and step_of(found[1]) == 2 and not store.rejected
+        store.verify(newest)
+    assert Storage(tmp_path).list("set-aside") == []
+
+
+class BadAtFirst(Storage):
+    """Whatever is read of objects is bad the first time."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri)
+        self.known: set[tuple[str, int]] = set()
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        count = super().read_into(key, start, buffer)
+        if (key, start) not in self.known:
+            self.known.add((key, start))
+            buffer[0] ^= 1
+        return count
+
+
+def restore_where_one_rank_reads_badly(group: ProcessGroup, uri: str) -> int | None:
+    storage = BadAtFirst(uri) if group.rank == 1 else Storage(uri)
+    found = restore(CheckpointStore(storage, keep=2), storage, group)
+    return None if found is None else step_of(found[1])
+
+
+def test_all_ranks_wait_for_one_that_reads_again(tmp_path: Path) -> None:
+    store = CheckpointStore(Storage(tmp_path), keep=2)
+    store._writer._blocks._object_bytes = 64  # several objects, and so pieces
+    assert len(store.save(make_state(1), step=1, record={}).objects) > 2
+    assert run_ranks(2, restore_where_one_rank_reads_badly, str(tmp_path)) == [1, 1]
+
+
+def test_a_commit_that_one_restore_passed_over_stays_if_the_next_one_uses_it(tmp_path: Path) -> None:
+    [_, newest] = save(Storage(tmp_path), 1, 2)
+
+    class Broken(Flaky):
+        """A peer is lost while the commit before is read."""
+
+        def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+            if key.startswith("step=1/"):
+                raise PeerLostError("a peer was lost")
+            return super().read_into(key, start, buffer)
+
+    storage = Broken(str(tmp_path), newest.objects[0].key, times=2)
+    store = CheckpointStore(storage, keep=2)
+    with pytest.raises(PeerLostError):
+        restore(store, storage, alone())
+    assert [key for key, _ in store.rejected] == [newest.key]
+    found = restore(store, storage, alone())
+    assert found is not None and found[0] == newest and store.rejected == []
+    assert storage.list("commits") == ["commits/1.json", newest.key] and not storage.list("set-aside")
+
+
+def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> str:
+    """What becomes of it on a rank where bytes come as others than were sent, and on another one."""
+    if group.rank == 1 and what == "pieces":
+        sends = restoring._Piece.send
+
+        def send(self: Any, data: memoryview, group: ProcessGroup) -> Any:
+            works = sends(self, data, group)
+            if self.reader != group.rank:
+                for work in works:
+                    work.wait()
+                data[0] ^= 1
+            return works
+
+        restoring._Piece.send = send  # type: ignore[method-assign]
+    broadcast = group.broadcast_bytes
+    if group.rank == 1 and what == "skeleton":
+        group.broadcast_bytes = lambda data: broadcast(data).replace(b"0.1", b"0.2")  # type: ignore[assignment]
+    store = CheckpointStore(Storage(uri), keep=2)
+    try:
+        restore(store, Storage(uri), group)
+    except PeerLostError as error:
+        group.close(intact=False)
+        return f"{error}; rejected: {store.rejected}"
+    except RuntimeError as error:
+        assert is_lost_peer(error)
+        group.close(intact=False)
+        return "lost the other"
+    return "restored"
+
+
+@pytest.mark.parametrize("what", ["pieces", "skeleton"])
+def test_what_is_garbled_between_ranks_is_a_lost_peer_and_no_word_on_the_commit(tmp_path: Path, what: str) -> None:
+    save(Storage(tmp_path), 1, 2)
+    before = Storage(tmp_path).list()
+    first, second = run_ranks(2, restore_over_a_bad_connection, str(tmp_path), what)
+    assert "came as something else" in second and "rejected: []" in second
+    assert first == second if what == "pieces" else first == "lost the other"
+    assert Storage(tmp_path).list() == before
 
 
 class Busy(Storage):
