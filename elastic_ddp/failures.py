@@ -37,6 +37,17 @@ def is_missing_bucket(error: BaseException) -> bool:
     return _s3_answer(error)[0] == "NoSuchBucket"
 
 
+def is_refused_as_changed(error: BaseException) -> bool:
+    """Whether S3 refused what was asked under the condition that an object is as it was."""
+    return _s3_answer(error)[1] == 412
+
+
+def is_unable(error: BaseException) -> bool:
+    """Whether a server, or the client's library, says that it does not know what was asked."""
+    lacks = _names(error) & {"ParamValidationError"} or (isinstance(error, OSError) and error.errno in _UNABLE)
+    return bool(lacks) or _s3_answer(error)[1] == 501
+
+
 def is_lasting(error: BaseException | None) -> bool:
     """Whether a failure of a storage is one that time does not mend: no rights, no room, no such bucket."""
     code, status, _ = _s3_answer(error)

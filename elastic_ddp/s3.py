@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ddp.failures import is_lasting
+from elastic_ddp.failures import is_lasting, is_refused_as_changed, is_unable
 
 _CREATE_TRIES, _CREATE_PAUSE_S = 6, 0.2
 
@@ -82,3 +82,22 @@ def create_on_s3(fs: Any, path: str, data: bytes, before_again: Callable[[], Non
             if winner == mark:
                 return
             raise FileExistsError(errno.EEXIST, "the object exists already", path) from error
+
+
+def delete_on_s3_if(fs: Any, path: str, data: bytes) -> bool:
+    """Removes an object if these are its bytes, and returns whether they were: what is stored under its name meanwhile
+    has another ETag, and stays. Servers that do not heed that remove whatever is there, and those that refuse it are
+    asked for no more than a removal."""
+    etag = fs.info(path)["ETag"]
+    if fs.cat_file(path) != data:
+        return False
+    bucket, key, _ = fs.split_path(path)
+    try:
+        fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=etag)
+    except Exception as error:
+        if is_refused_as_changed(error):
+            return False
+        if not is_unable(error):
+            raise
+        fs.rm_file(path)
+    return True

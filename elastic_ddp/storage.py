@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerLostError, StorageError
 from elastic_ddp.failures import is_lasting, is_missing_bucket, remedy, told
-from elastic_ddp.s3 import Upload, abort_on_s3, create_on_s3, uploads_on_s3
+from elastic_ddp.s3 import Upload, abort_on_s3, create_on_s3, delete_on_s3_if, uploads_on_s3
 
 _PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
 _TEMPORARY = ".tmp-"
@@ -126,6 +126,15 @@ class Storage:
         with self._errors("delete", key):
             self._folder.delete(_checked(key))
 
+    def delete_if(self, key: str, data: bytes) -> bool:
+        """Remove a small object if these are its bytes. Returns whether they were; not if it is missing.
+
+        Where S3 heeds `If-Match` for that, as AWS does, nothing comes between the look and the removal. Elsewhere what
+        another process stores in that moment, one round trip long, is removed: no file system has such an operation.
+        """
+        with self._errors("delete", key):
+            return self._folder.delete_if(_checked(key), data)
+
     def delete_tree(self, prefix: str) -> None:
         """Remove everything below the folder `prefix`; it may be missing."""
         with self._errors("delete", prefix):
@@ -224,6 +233,7 @@ class _Folder(Protocol):
     def sizes(self, prefix: str) -> dict[str, int]: ...
     def modified(self, prefix: str) -> list[float]: ...
     def delete(self, key: str) -> None: ...
+    def delete_if(self, key: str, data: bytes) -> bool: ...
     def delete_tree(self, prefix: str) -> None: ...
     def uploads(self, prefix: str) -> list[Upload]: ...
     def abort(self, upload: Upload) -> None: ...
@@ -295,6 +305,15 @@ class _LocalFolder:
 
     def delete(self, key: str) -> None:
         (self._path / key).unlink(missing_ok=True)
+
+    def delete_if(self, key: str, data: bytes) -> bool:
+        try:
+            is_same = self.read(key) == data
+        except FileNotFoundError:
+            return False
+        if is_same:
+            self.delete(key)
+        return is_same
 
     def delete_tree(self, prefix: str) -> None:
         import shutil
@@ -395,6 +414,20 @@ class _RemoteFolder:
         fs, base = self._open()
         with suppress(FileNotFoundError):
             fs.rm_file(f"{base}/{key}")
+
+    def delete_if(self, key: str, data: bytes) -> bool:
+        fs, base = self._open()
+        try:
+            if self._is_s3:
+                return delete_on_s3_if(fs, f"{base}/{key}", data)
+            is_same = self.read(key) == data
+        except FileNotFoundError as error:
+            if is_missing_bucket(error):
+                raise
+            return False
+        if is_same:
+            self.delete(key)
+        return is_same
 
     def delete_tree(self, prefix: str) -> None:
         fs, base = self._open()

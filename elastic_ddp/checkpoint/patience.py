@@ -58,6 +58,9 @@ class Wrapped(Storage):
     def delete(self, key: str) -> None:
         self._do(lambda: self._storage.delete(key))
 
+    def delete_if(self, key: str, data: bytes) -> bool:
+        return self._do(lambda: self._storage.delete_if(key, data))
+
     def delete_tree(self, prefix: str) -> None:
         self._do(lambda: self._storage.delete_tree(prefix))
 
@@ -111,6 +114,10 @@ class PatientStorage(Wrapped):
     def delete(self, key: str) -> None:
         with self.at_work():
             self._storage.delete(key)
+
+    def delete_if(self, key: str, data: bytes) -> bool:
+        with self.at_work():
+            return self._storage.delete_if(key, data)
 
     def delete_tree(self, prefix: str) -> None:
         with self.at_work():

@@ -207,6 +207,21 @@ def test_whatever_happens_on_the_way_nothing_is_lost(bucket: Bucket, proxy: Prox
     is_whole(bucket.storage(), 5, 6)
 
 
+@pytest.mark.parametrize(
+    ("what", "is_removed"),
+    [(Refusal(412, "PreconditionFailed"), False), (Refusal(501, "NotImplemented"), True)],
+    ids=str,
+)
+def test_a_server_says_that_an_object_changed_or_that_it_cannot_tell(
+    bucket: Bucket, proxy: Proxy, what: Refusal, is_removed: bool
+) -> None:
+    storage = bucket.storage(endpoint=proxy.endpoint)
+    storage.write("a", b"one")
+    proxy.plan = first(1, what, lambda request: request.method == "DELETE")
+    assert storage.delete_if("a", b"one") == is_removed
+    assert len(proxy.met) == 1 and bucket.storage().list() == ([] if is_removed else ["a"])
+
+
 # The real server alone tells one user from another.
 
 

@@ -98,6 +98,9 @@ class FaultyStorage(Storage):
     def delete(self, key: str) -> None:
         self._run(lambda: super(FaultyStorage, self).delete(key))
 
+    def delete_if(self, key: str, data: bytes) -> bool:
+        return self._run(lambda: super(FaultyStorage, self).delete_if(key, data))  # type: ignore[return-value]
+
     def delete_tree(self, prefix: str) -> None:
         # Object by object, as object stores do it: a death can leave some.
         for key in super().list(prefix):

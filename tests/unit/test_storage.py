@@ -45,6 +45,13 @@ def test_what_is_written_is_read_listed_and_deleted(storage: Storage) -> None:
     assert storage.list() == ["a"]
 
 
+def test_what_is_not_there_as_it_was_is_not_removed(storage: Storage) -> None:
+    storage.write("a", b"one")
+    assert not storage.delete_if("a", b"another") and storage.read("a") == b"one"
+    assert storage.delete_if("a", b"one") and storage.list() == []
+    assert not storage.delete_if("a", b"one")
+
+
 def test_what_was_written_last_dates_a_folder_by_the_clock_of_the_storage(storage: Storage) -> None:
     before = time.time()  # the clock of this machine, which is the storage's here
     storage.write("a/deep/one", b"")
