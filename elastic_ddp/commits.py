@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention, Save, Saver
@@ -167,7 +168,14 @@ class Commits:
             ConfigError: some rank has not the memory for it.
             StorageError: the storage could not be read.
         """
-        newest = restore(self._store, self._storage, group, spread, tick=self._link.activity.tick)
+        newest = restore(
+            self._store,
+            self._storage,
+            group,
+            spread,
+            fence=partial(self._check_may_commit, group.assignment.generation),
+            tick=self._link.activity.tick,
+        )
         for key, reason in self._store.rejected:
             self._link.say("commit_rejected", key=key, reason=reason)
         if newest is None:
@@ -215,17 +223,6 @@ class Commits:
         self._begun, self._current = (generation, number), generation
         request = self._link.commit_requested
 
-        def fence() -> None:
-            if (reason := self._link.why_not_commit(generation)) is not None:
-                raise PeerLostError(reason)
-            with self._storage.at_work():
-                driver = holder(self._job.storage)
-            if driver is not None and driver.session != self._job.session:
-                raise DriverReplacedError(
-                    f"run {self._job.config.name!r} was taken over by another driver: {driver}. Nothing of this one is "
-                    "committed any more"
-                )
-
         def end(outcome: Commit | Exception) -> None:
             seconds, self._outcome = time.monotonic() - begun_at, outcome
             if isinstance(outcome, Commit):
@@ -269,7 +266,7 @@ class Commits:
             rank=group.rank,
             mailbox=mailbox,
             record=self._record(state, generation),
-            fence=fence,
+            fence=partial(self._check_may_commit, generation),
             on_end=end,
             is_current=lambda: self._current == generation,
         )
@@ -284,6 +281,23 @@ class Commits:
         if self._interval is not None:
             self._interval.stalled(time.monotonic() - copied_at)
         self._note(step)
+
+    def _check_may_commit(self, generation: int) -> None:
+        """Raises if what this worker does in the storage in a generation is not what the run does any more.
+
+        Raises:
+            PeerLostError: this worker was presumed dead, or others have begun from a commit since.
+            DriverReplacedError: its driver is not the run's.
+        """
+        if (reason := self._link.why_not_commit(generation)) is not None:
+            raise PeerLostError(reason)
+        with self._storage.at_work():
+            driver = holder(self._job.storage)
+        if driver is not None and driver.session != self._job.session:
+            raise DriverReplacedError(
+                f"run {self._job.config.name!r} was taken over by another driver: {driver}. Nothing of this one is "
+                "committed any more"
+            )
 
     def _warn_unmeasured(self, record: Mapping[str, Any]) -> None:
         metric = self._job.config.checkpoint.best_metric

@@ -46,6 +46,7 @@ def restore(
     group: ProcessGroup,
     spread: Callable[[], Layout | None] = lambda: None,
     *,
+    fence: Callable[[], None] = lambda: None,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Commit, dict[str, Any]] | None:
     """The newest commit whose contents verify and its state, on the CPU; None if there is none. Every rank calls it.
@@ -57,6 +58,7 @@ def restore(
         store: the commits, of which rank 0's word counts.
         storage: the folder that they are in.
         spread: called once there is a commit to read; tells of which tensors this rank is to have only a shard.
+        fence: called on rank 0 before anything is set aside; raises if this rank may not do that any more.
         tick: called whenever this rank has one more piece.
 
     Raises:
@@ -72,7 +74,7 @@ def restore(
         lambda commit, skeleton: read_together(commit, skeleton, storage, group, layout=layout(), tick=tick),
     )
     if found is not None and group.rank == 0:
-        store.set_aside_rejected()
+        store.set_aside_rejected(fence)
     return found
 
 
@@ -102,7 +104,7 @@ def first_usable(
         if state is not None:
             return commit, state
         if group.rank == 0:
-            store.reject(commit.key, reason)
+            store.reject(commit.key, commit.attempt, reason)
 
 
 def _as_sent(data: bytes | None, group: ProcessGroup) -> bytes:
@@ -121,9 +123,9 @@ def _next(store: CheckpointStore, candidates: Iterator[Commit]) -> bytes:
             try:
                 skeleton = store.skeleton(commit).decode()
             except CheckpointError as error:
-                store.reject(commit.key, str(error))
+                store.reject(commit.key, commit.attempt, str(error))
             except UnicodeDecodeError as error:
-                store.reject(commit.key, f"{commit.state.key} is no text: {error}")
+                store.reject(commit.key, commit.attempt, f"{commit.state.key} is no text: {error}")
             else:
                 offer = {"key": commit.key, "manifest": commit.to_bytes().decode(), "skeleton": skeleton}
                 break

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 from elastic_ddp.checkpoint.commits import (
@@ -29,6 +30,15 @@ _log = logging.getLogger(__name__)
 _PUBLISH_TRIES = 3
 
 
+@dataclass(frozen=True)
+class _Bad:
+    """A commit that does not verify."""
+
+    attempt: str | None
+    """None if the manifest does not say which one it is of."""
+    error: CheckpointError
+
+
 class CheckpointStore:
     """The commits of one run.
 
@@ -47,11 +57,13 @@ class CheckpointStore:
         self.rejected: list[tuple[str, str]] = []
         """Key of the manifest and the reason for every commit that this store has passed over since it was last asked
         for candidates."""
+        self._attempts: dict[str, str | None] = {}
+        """Of those, by key."""
 
     def through(self, storage: Storage) -> CheckpointStore:
         """This one, with the same folder asked in another way. Each passes over commits for itself."""
         other = copy(self)
-        other._storage, other.rejected = storage, []
+        other._storage, other.rejected, other._attempts = storage, [], {}
         return other
 
     def save(
@@ -80,7 +92,7 @@ class CheckpointStore:
         # Refused before anything is written: a state or a record that cannot be kept.
         check_record(record, step=step)
         self._writer.stage(state, rank=0, world_size=1)
-        if (existing := self._existing(step)) is not None:
+        if (existing := self._existing(step, fence)) is not None:
             return existing
         attempt = uuid.uuid4().hex
         prefix = attempt_prefix(step, attempt)
@@ -118,8 +130,8 @@ class CheckpointStore:
             names: Of all tensors that should have been.
             record: Facts to keep in the manifest; JSON values.
             fence: Called when all is there but the manifest, right before that is stored and whenever that is tried
-                again, and before anything is removed; raises if this saver may not commit any more, and then it does
-                neither.
+                again, and before anything is removed or set aside; raises if this saver may not commit any more, and
+                then it does none of that.
             is_current: Whether the generation that has written it goes on. If not, what is not kept is left to those
                 that came after it.
             on_commit: Told of the commit as soon as it is durable, before anything is removed.
@@ -233,18 +245,18 @@ class CheckpointStore:
             except FileNotFoundError:
                 continue
             except CheckpointError as error:
-                self.reject(commit.key, str(error))
+                self.reject(commit.key, commit.attempt, str(error))
         return None
 
     def all_commits(self) -> list[tuple[int, Commit | CheckpointError]]:
         """The steps that have a commit, newest first, each with the commit or with why it is not complete."""
         found = ((step, self._complete(step)) for step in committed_steps(self._storage.list("commits")))
-        return [(step, commit) for step, commit in found if commit is not None]
+        return [(step, each.error if isinstance(each, _Bad) else each) for step, each in found if each is not None]
 
     def candidates(self, only: int | None = None) -> Iterator[Commit]:
         """Complete commits, newest first, or the one at a step; looked at one by one, as the first is nearly always the
         one wanted. None counts as rejected when it is called: what could not be read before may be read now."""
-        self.rejected = []
+        self.rejected, self._attempts = [], {}
         return self._candidates(only)
 
     def _candidates(self, only: int | None) -> Iterator[Commit]:
@@ -255,59 +267,74 @@ class CheckpointStore:
         ]:
             for step in steps:
                 seen.add(step)
-                commit = self._complete(step)
-                if isinstance(commit, CheckpointError):
-                    self.reject(manifest_key(step), str(commit))
-                elif commit is not None:
-                    yield commit
+                found = self._complete(step)
+                if isinstance(found, _Bad):
+                    self.reject(manifest_key(step), found.attempt, str(found.error))
+                elif found is not None:
+                    yield found
 
-    def _complete(self, step: int) -> Commit | CheckpointError | None:
+    def _complete(self, step: int) -> Commit | _Bad | None:
         """The commit of a step, or why it is not complete; None if it was removed since it was listed."""
+        attempt = None
         try:
             commit = confirmed(lambda: read_manifest(self._storage, manifest_key(step)))
+            attempt = commit.attempt
             with self._unless_removed(commit):
                 confirmed(lambda: commit.check_present(self._storage.sizes(commit.prefix)))
         except FileNotFoundError:
             return None
         except CheckpointError as error:
-            return error
+            return _Bad(attempt, error)
         return commit
 
-    def _existing(self, step: int) -> Commit | None:
+    def _existing(self, step: int, fence: Callable[[], None]) -> Commit | None:
         """The commit of this step if its contents verify; a bad one is set aside, so that it can be made again."""
-        key = manifest_key(step)
-        try:
-            commit = confirmed(lambda: read_manifest(self._storage, key))
-            self.verify(commit)
-        except FileNotFoundError:
+        found = self._complete(step)
+        if isinstance(found, Commit):
+            try:
+                self.verify(found)
+            except FileNotFoundError:
+                return None
+            except CheckpointError as error:
+                found = _Bad(found.attempt, error)
+        if isinstance(found, _Bad):
+            key = manifest_key(step)
+            self.reject(key, found.attempt, str(found.error))
+            self.set_aside(key, found.attempt, fence)
             return None
-        except CheckpointError as error:
-            self.reject(key, str(error))
-            self.set_aside(key)
-            return None
-        return commit
+        return found
 
-    def set_aside(self, key: str) -> None:
+    def set_aside(self, key: str, attempt: str | None, fence: Callable[[], None] = lambda: None) -> None:
         """Has a commit that does not verify out of the way, so that its step can be committed again. It is kept, with
-        its objects, and found under `set-aside/`."""
+        its objects, and found under `set-aside/`.
+
+        What was committed there meanwhile stays: the manifest goes only if it is still the one that was found bad. On
+        AWS nothing gets between the last look at it and the removal, which may fail then; elsewhere, a process that
+        stood still in just that moment, with the fence behind it, until others had set the same commit aside and made
+        it again, would remove theirs. See `Storage.delete_if`.
+
+        Args:
+            key: of the manifest.
+            attempt: that was found bad; None if the manifest does not say which one it is of.
+            fence: called right before it is removed; raises if this process may not do that any more.
+        """
         try:
             data = self._storage.read(key)
         except FileNotFoundError:
             return  # it was already
-        try:
-            attempt = Commit.from_bytes(key, data).attempt
-        except CheckpointError:
-            attempt = None
+        if _attempt_in(key, data) != attempt:
+            return
         [step] = committed_steps([key])
         self._storage.write(set_aside_key(step, attempt, data), data)
-        self._storage.delete(key)
+        fence()
+        self._storage.delete_if(key, data)
 
-    def set_aside_rejected(self) -> None:
+    def set_aside_rejected(self, fence: Callable[[], None]) -> None:
         """The same for all that were passed over. What the storage fails at stays, and that is added to the reason:
         the next restore finds it again."""
         for place, (key, reason) in enumerate(self.rejected):
             try:
-                self.set_aside(key)
+                self.set_aside(key, self._attempts[key], fence)
             except StorageError as error:
                 _log.warning("%s stays where it is: %s", key, error)
                 self.rejected[place] = (key, f"{reason}; it stays where it is: {error}")
@@ -322,7 +349,7 @@ class CheckpointStore:
                 self._storage.create(commit.key, manifest, before_again=fence)
                 return commit
             except FileExistsError:
-                existing = self._existing(commit.step)
+                existing = self._existing(commit.step, fence)
                 if existing is None:
                     continue  # it was bad and is gone now
                 if existing.attempt != commit.attempt:
@@ -337,8 +364,16 @@ class CheckpointStore:
         except Exception as error:  # whatever it is, the commit stands
             _log.warning("what is not kept is left until the next commit: %s", described(error))
 
-    def reject(self, key: str, reason: str) -> None:
-        """A commit is passed over."""
+    def reject(self, key: str, attempt: str | None, reason: str) -> None:
+        """A commit is passed over; of which attempt, if its manifest says so."""
+        self._attempts[key] = attempt
         if (key, reason) not in self.rejected:
             _log.warning("the commit %s is passed over: %s", key, reason)
             self.rejected.append((key, reason))
+
+
+def _attempt_in(key: str, manifest: bytes) -> str | None:
+    try:
+        return Commit.from_bytes(key, manifest).attempt
+    except CheckpointError:
+        return None

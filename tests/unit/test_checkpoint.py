@@ -139,7 +139,7 @@ def test_every_manifest_that_cannot_be_read_is_kept(storage: Storage) -> None:
     store = CheckpointStore(storage, keep=3)
     for text in (b"torn", b"torn", b"also torn"):
         storage.write("commits/4.json", text)
-        store.set_aside("commits/4.json")
+        store.set_aside("commits/4.json", None)
     kept = storage.list("set-aside")
     assert sorted(map(storage.read, kept)) == [b"also torn", b"torn"] and not storage.list("commits")
     assert {set_aside(key) for key in (*kept, "set-aside/4-unknown.json")} == {(4, None)}
@@ -343,3 +343,13 @@ def test_only_names_of_manifests_count_as_commits() -> None:
         "x/commits/3.json",
     ]
     assert committed_steps(keys) == [10, 2]
+
+
+def test_a_commit_with_an_object_that_is_too_long_is_made_again(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    [bad] = save(storage, 4)
+    corrupt(storage, bad.objects[0].key, "long")
+    store = CheckpointStore(storage, keep=3)
+    store.verify(bad)  # all that is read of it
+    assert store.save(make_state(4), step=4, record={"step": 4}).attempt != bad.attempt
+    assert restored_step(storage) == 4

@@ -284,8 +284,8 @@ def test_what_was_set_aside_stays_until_it_is_asked_for(tmp_path: Path, commits:
     storage = Storage(tmp_path / "lm").at(COMMITS)
     store = CheckpointStore(storage, keep=1)
     corrupt(storage, commits[0].key, "flip")
-    store.set_aside(commits[0].key)
-    store.set_aside(commits[1].key)
+    store.set_aside(commits[0].key, None)
+    store.set_aside(commits[1].key, commits[1].attempt)
     options = ["--keep", "1", "--orphans-older-than-s", "0"]
     assert prune(tmp_path, *options) == [], "which attempt 10 was is not known"
     assert storage.list(commits[0].prefix) and storage.list(commits[1].prefix)

@@ -20,12 +20,13 @@ import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, stalls
 from elastic_ddp.checkpoint.saving import RankLostError
-from elastic_ddp.errors import DriverReplacedError, StorageError
+from elastic_ddp.errors import DriverReplacedError, PeerLostError, StorageError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import DriverLease
 from elastic_ddp.run import Run
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
+from tests.ranks import alone
 from tests.unit.alone import LOST_PEER, NewRun, link_of, prepared, train
 
 GROUP: Any = SimpleNamespace(is_cut=False)
@@ -85,6 +86,20 @@ def test_workers_of_a_driver_that_was_replaced_commit_nothing(new_run: NewRun, t
             train(run)
         assert not storage.list(COMMITS), "nothing is left of what it wrote"
     assert link_of(run).steps_of("commit") == []
+
+
+def test_a_worker_that_was_presumed_dead_restores_and_sets_nothing_aside(new_run: NewRun, tmp_path: Path) -> None:
+    run, storage = new_run(), Storage(tmp_path / "run").at(COMMITS)
+    commit(tmp_path, 1)
+    commit(tmp_path, 2)
+    storage.write("commits/2.json", b"torn")
+    link_of(run).presumed_dead = True
+    with pytest.raises(PeerLostError):
+        run._commits.restore(alone(), lambda: None)
+    assert storage.list("commits") == ["commits/1.json", "commits/2.json"]
+    link_of(run).presumed_dead = False
+    assert run._commits.restore(alone(), lambda: None) == {"user": {}}
+    assert storage.list("commits") == ["commits/1.json"]
 
 
 def test_a_commit_says_with_which_versions_it_was_made(new_run: NewRun, tmp_path: Path) -> None:

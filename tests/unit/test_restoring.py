@@ -212,7 +212,7 @@ def test_what_is_garbled_between_ranks_is_a_lost_peer_and_no_word_on_the_commit(
 
 
 class Busy(Storage):
-    def delete(self, key: str) -> None:
+    def delete_if(self, key: str, data: bytes) -> bool:
         raise StorageError("503 SlowDown")
 
 

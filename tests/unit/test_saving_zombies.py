@@ -9,7 +9,9 @@ import pytest
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.errors import PeerLostError
+from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
+from tests.ranks import alone
 from tests.unit.faulty import FaultyStorage, new_folder, ranks_of_many_blocks
 from tests.unit.test_checkpoint import keys_of, make_state, save, step_of
 
@@ -147,3 +149,73 @@ def test_one_that_was_suspended_in_the_moment_of_its_commit_does_no_harm(zombie_
                     check_next(storage, commit.step)
                 at += 1
             assert at > (8 if rank == 0 else 2)
+
+
+# A commit that is bad: both find that, and set it aside to make it again.
+
+
+def make_again(uri: str) -> Commit:
+    """What the newer generation does with a bad commit."""
+    return CheckpointStore(Storage(uri), keep=9).save(make_state(STEP), step=STEP, record={"by": "newer"})
+
+
+class StoodStill(CheckpointStore):
+    """Of a generation that is over, which stood still when it had found a commit bad, or when it had been let."""
+
+    def __init__(self, uri: str, when: str) -> None:
+        super().__init__(Storage(uri), keep=9)
+        self.uri, self.when, self.made = uri, when, list[Commit]()
+
+    def reject(self, *found: Any) -> None:
+        super().reject(*found)
+        if self.when == "judged" and not self.made:
+            self.made.append(make_again(self.uri))
+
+    def fence(self) -> None:
+        if self.made:
+            raise PeerLostError("generation 1 is over")
+        if self.when == "let" and Storage(self.uri).list("set-aside"):
+            self.made.append(make_again(self.uri))
+
+
+@pytest.mark.parametrize("what", ["an object", "the manifest"])
+@pytest.mark.parametrize("when", ["judged", "let"])
+@pytest.mark.parametrize("does", ["saves", "restores"])
+def test_one_that_stood_still_leaves_what_was_made_in_place_of_a_bad_commit(does: str, when: str, what: str) -> None:
+    uri = new_folder()
+    save(Storage(uri), 1, keep=9)
+    [bad] = save(Storage(uri), STEP, keep=9)
+    if what == "an object":
+        Storage(uri).delete(bad.objects[0].key)
+    else:
+        Storage(uri).write(bad.key, b"torn")
+    zombie = StoodStill(uri, when)
+    if does == "saves":
+        with pytest.raises(PeerLostError):
+            zombie.save(make_state(STEP + OTHER), step=STEP, record={}, fence=zombie.fence)
+    else:
+        found = restore(zombie, Storage(uri), alone(), fence=zombie.fence)
+        assert found is not None and found[0].step == 1
+    [made] = zombie.made
+    assert restored(Storage(uri)) == (made, STEP)
+    [aside] = Storage(uri).list("set-aside")
+    assert made.attempt not in aside
+
+
+@pytest.mark.parametrize("does", ["saves", "restores"])
+def test_one_that_is_over_sets_nothing_aside(does: str) -> None:
+    uri = new_folder()
+    save(Storage(uri), 1, keep=9)
+    [bad] = save(Storage(uri), STEP, keep=9)
+    Storage(uri).delete(bad.objects[0].key)
+
+    def fence() -> None:
+        raise PeerLostError("generation 1 is over")
+
+    store = CheckpointStore(Storage(uri), keep=9)
+    with pytest.raises(PeerLostError):
+        if does == "saves":
+            store.save(make_state(STEP), step=STEP, record={}, fence=fence)
+        else:
+            restore(store, Storage(uri), alone(), fence=fence)
+    assert Storage(uri).list("commits") == ["commits/1.json", bad.key]
