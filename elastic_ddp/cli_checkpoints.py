@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, described
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, UnreadableError, described
 from elastic_ddp.lease import DriverLease, holder
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import new_session
@@ -65,12 +65,12 @@ def verify(
     for number, commit in _chosen(store, run, step):
         found = "every byte is as it was committed"
         try:
-            if isinstance(commit, CheckpointError):
+            if isinstance(commit, StorageError):
                 raise commit
             store.verify(commit)
         except FileNotFoundError:
             found = "it was removed meanwhile, as a live run does with what it does not keep"
-        except CheckpointError as error:
+        except (CheckpointError, UnreadableError) as error:
             found, bad = f"bad: {error}", True
         _console.print(f"step {number}: {found}")
     if bad:
@@ -144,7 +144,7 @@ def export(
         raise ConfigError(f"{file}: end the file's name in .safetensors or, for torch.load, in .pt or .pth")
     store = _store_of(run)
     _, commit = _chosen(store, run, step)[0]
-    if isinstance(commit, CheckpointError):
+    if isinstance(commit, StorageError):
         raise commit
     try:
         weights: dict[str, Any] = store.load(commit, {"model"})["model"]
@@ -242,7 +242,7 @@ def _store_of(run: str) -> CheckpointStore:
     return CheckpointStore(Storage(run).at(COMMITS), keep=1)
 
 
-def _chosen(store: CheckpointStore, run: str, step: int | None) -> list[tuple[int, Commit | CheckpointError]]:
+def _chosen(store: CheckpointStore, run: str, step: int | None) -> list[tuple[int, Commit | StorageError]]:
     """Those that a command is about; ConfigError if there are none."""
     every = store.all_commits()
     chosen = [each for each in every if step in (None, each[0])]
@@ -258,10 +258,10 @@ def _nothing_in(run: str) -> ConfigError:
     return ConfigError(f"{run}: there are no commits of a run here; give <storage>/<name>")
 
 
-def _row(step: int, commit: Commit | CheckpointError) -> dict[str, Any]:
+def _row(step: int, commit: Commit | StorageError) -> dict[str, Any]:
     from elastic_ddp.checkpoint.retention import measurements
 
-    if isinstance(commit, CheckpointError):
+    if isinstance(commit, StorageError):
         empty = dict.fromkeys(("time", "epoch", "samples", "bytes", "objects", "metrics", "measured_at"))
         return {"step": step, **empty, "error": str(commit)}
     measured = measurements(commit.record)

@@ -181,8 +181,8 @@ class Commits:
         if newest is None:
             if self._store.rejected:
                 raise CheckpointError(
-                    f"no commit of run {self._job.config.name!r} can be used: {dict(self._store.rejected)}. Repair or "
-                    "delete them, or use another name; the run does not silently start over"
+                    f"no commit of run {self._job.config.name!r} can be used: {dict(self._store.rejected)}. Repair "
+                    "them, make them readable or delete them, or use another name; the run does not silently start over"
                 )
             return None
         commit, state = newest

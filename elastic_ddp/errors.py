@@ -21,6 +21,10 @@ class CheckpointError(StorageError):
     """State that cannot be written to, or read from, a checkpoint."""
 
 
+class UnreadableError(StorageError):
+    """An object of a commit cannot be read, and others of the same storage can. It may be as good as they are."""
+
+
 class TrainFunctionError(ElasticDDPError):
     """The user's training function raised. Carries the worker's traceback; never retried."""
 

@@ -26,7 +26,7 @@ from elastic_ddp.checkpoint.reading import (
     state_to_fill,
 )
 from elastic_ddp.checkpoint.verdicts import confirmed_pieces
-from elastic_ddp.errors import CheckpointError, ConfigError, PeerLostError, StorageError
+from elastic_ddp.errors import CheckpointError, ConfigError, PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.parallel.strategy import Layout
 from elastic_ddp.storage import Storage
@@ -34,10 +34,13 @@ from elastic_ddp.storage import Storage
 IN_FLIGHT = 8
 """Pieces that are on their way between ranks."""
 _COUNT: dict[str, type[Exception]] = {
-    each.__name__: each for each in (ConfigError, StorageError, CheckpointError, PeerLostError)
+    each.__name__: each for each in (ConfigError, StorageError, CheckpointError, UnreadableError, PeerLostError)
 }
 """What a rank tells the others that it met, by name. The first of these that any has met counts for all: what says
 nothing of the commit comes first, and what its reader did not find in it last."""
+
+Wrong = CheckpointError | UnreadableError
+"""With a commit, so that the one before it is used."""
 
 
 def restore(
@@ -51,8 +54,9 @@ def restore(
 ) -> tuple[Commit, dict[str, Any]] | None:
     """The newest commit whose contents verify and its state, on the CPU; None if there is none. Every rank calls it.
 
-    Newer ones, which do not verify, are set aside, and named in `store.rejected` on rank 0. They stay where they are if
-    none does, or if the storage fails at that.
+    Newer ones, which do not verify or cannot be read, are named in `store.rejected` on rank 0. Those that do not verify
+    are set aside; they stay where they are if none does, or if the storage fails at that. What could not be read stays,
+    as it may be readable the next time; its step cannot be committed again meanwhile, and later ones can.
 
     Args:
         store: the commits, of which rank 0's word counts.
@@ -63,8 +67,8 @@ def restore(
 
     Raises:
         ConfigError: some rank has not the memory for the newest commit. That says nothing of the commit, like the next.
-        StorageError: the storage could not be read. That is no reason to fall back: an outage would throw away good
-            commits.
+        StorageError: the storage could not be read, or nothing told that from one object that cannot be. That is no
+            reason to fall back: an outage would throw away good commits.
     """
     layout = functools.cache(spread)
     found = first_usable(
@@ -82,7 +86,7 @@ def first_usable(
     store: CheckpointStore,
     candidates: Iterator[Commit],
     group: ProcessGroup,
-    read: Callable[[Commit, bytes], tuple[dict[str, Any] | None, str]],
+    read: Callable[[Commit, bytes], tuple[dict[str, Any] | None, Wrong | None]],
 ) -> tuple[Commit, dict[str, Any]] | None:
     """The first of rank 0's candidates that all ranks can use, and its state; None if there is none. Those before it
     are rejected. What looking for them fails at is raised on every rank.
@@ -100,11 +104,12 @@ def first_usable(
         if "error" in offer:
             raise _COUNT[offer["kind"]](offer["error"])
         commit = Commit.from_bytes(offer["key"], offer["manifest"].encode())
-        state, reason = read(commit, offer["skeleton"].encode())
+        state, wrong = read(commit, offer["skeleton"].encode())
         if state is not None:
             return commit, state
+        assert wrong is not None
         if group.rank == 0:
-            store.reject(commit.key, commit.attempt, reason)
+            store.reject(commit.key, commit.attempt, wrong)
 
 
 def _as_sent(data: bytes | None, group: ProcessGroup) -> bytes:
@@ -122,10 +127,10 @@ def _next(store: CheckpointStore, candidates: Iterator[Commit]) -> bytes:
         for commit in candidates:
             try:
                 skeleton = store.skeleton(commit).decode()
-            except CheckpointError as error:
-                store.reject(commit.key, commit.attempt, str(error))
+            except (CheckpointError, UnreadableError) as error:
+                store.reject(commit.key, commit.attempt, error)
             except UnicodeDecodeError as error:
-                store.reject(commit.key, commit.attempt, f"{commit.state.key} is no text: {error}")
+                store.reject(commit.key, commit.attempt, CheckpointError(f"{commit.state.key} is no text: {error}"))
             else:
                 offer = {"key": commit.key, "manifest": commit.to_bytes().decode(), "skeleton": skeleton}
                 break
@@ -180,7 +185,7 @@ def read_together(
     layout: Layout | None = None,
     *,
     tick: Callable[[], None],
-) -> tuple[dict[str, Any] | None, str]:
+) -> tuple[dict[str, Any] | None, Wrong | None]:
     """The state of a commit, or some components of it, or why there is none: the same on all ranks.
 
     Raises:
@@ -193,8 +198,8 @@ def read_together(
         tensors, targets = state_to_fill(commit, components, layout or (lambda name: None))
     except (CheckpointError, ConfigError) as error:
         no_room = error
-    if reason := what_is_wrong(no_room, group):
-        return None, reason
+    if wrong := what_is_wrong(no_room, group):
+        return None, wrong
     pieces = _Piece.all_of(pieces_of(commit, tensors), targets, group)
     going: deque[tuple[_Piece, memoryview, list[dist.Work]]] = deque()
     unread: CheckpointError | StorageError | None = None
@@ -238,12 +243,12 @@ def read_together(
             state = state_of(commit, skeleton, tensors, components)
         except CheckpointError as error:
             bad = error
-    reason = what_is_wrong(bad, group)
-    return (None, reason) if reason else (state, "")
+    wrong = what_is_wrong(bad, group)
+    return (None, wrong) if wrong else (state, None)
 
 
-def what_is_wrong(error: Exception | None, group: ProcessGroup) -> str:
-    """With a commit, as one of the ranks found it; nothing if none did. The same on all ranks.
+def what_is_wrong(error: Exception | None, group: ProcessGroup) -> Wrong | None:
+    """With a commit, as one of the ranks found it; None if none did. The same on all ranks.
 
     Raises:
         ConfigError, StorageError, PeerLostError: some rank met one, which says nothing of the commit.
@@ -252,10 +257,11 @@ def what_is_wrong(error: Exception | None, group: ProcessGroup) -> str:
     met = [each.decode().split("\n", 1) for each in group.all_gather_bytes(word.encode()) if each]
     for name, kind in _COUNT.items():
         for text in (text for each, text in met if each == name):
-            if kind is CheckpointError:
-                return text
-            raise kind(text)
-    return ""
+            found = kind(text)
+            if isinstance(found, CheckpointError | UnreadableError):
+                return found
+            raise found
+    return None
 
 
 def _kind(error: Exception) -> str:

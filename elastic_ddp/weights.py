@@ -15,7 +15,7 @@ from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.reading import empty_tensors, state_of
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.job import COMMITS
-from elastic_ddp.restoring import first_usable, read_together, what_is_wrong
+from elastic_ddp.restoring import Wrong, first_usable, read_together, what_is_wrong
 from elastic_ddp.storage import Storage
 
 if TYPE_CHECKING:
@@ -68,15 +68,15 @@ class Weights:
         store = CheckpointStore(storage, keep=1)
         fits: dict[int, Fit] = {}
 
-        def read(commit: Commit, skeleton: bytes) -> tuple[dict[str, Any] | None, str]:
-            wrong: CheckpointError | ConfigError | None = None
+        def read(commit: Commit, skeleton: bytes) -> tuple[dict[str, Any] | None, Wrong | None]:
+            unfit: CheckpointError | ConfigError | None = None
             try:
                 fits[commit.step] = Fit.of(module, commit, skeleton)
                 fits[commit.step].check(f"step {commit.step} in {self.uri}", strict=self.strict)
             except (CheckpointError, ConfigError) as error:
-                wrong = error
-            if reason := what_is_wrong(wrong, group):
-                return None, reason
+                unfit = error
+            if wrong := what_is_wrong(unfit, group):
+                return None, wrong
             return read_together(commit, skeleton, storage, group, {MODEL}, tick=activity.tick)
 
         with activity.within("hand-over", storage.worked_s):

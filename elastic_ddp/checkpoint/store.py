@@ -23,7 +23,7 @@ from elastic_ddp.checkpoint.reading import pieces_of, read_manifest, state_of, s
 from elastic_ddp.checkpoint.retention import Retention
 from elastic_ddp.checkpoint.verdicts import confirmed, confirmed_pieces
 from elastic_ddp.checkpoint.writing import Part, StateWriter, put_together
-from elastic_ddp.errors import CheckpointError, StorageError, described
+from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError, described
 from elastic_ddp.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -32,11 +32,11 @@ _PUBLISH_TRIES = 3
 
 @dataclass(frozen=True)
 class _Bad:
-    """A commit that does not verify."""
+    """A commit that does not verify, or cannot be read."""
 
     attempt: str | None
     """None if the manifest does not say which one it is of."""
-    error: CheckpointError
+    error: CheckpointError | UnreadableError
 
 
 class CheckpointStore:
@@ -58,7 +58,7 @@ class CheckpointStore:
         """Key of the manifest and the reason for every commit that this store has passed over since it was last asked
         for candidates."""
         self._attempts: dict[str, str | None] = {}
-        """Of those, by key."""
+        """Of those that do not verify, by key."""
 
     def through(self, storage: Storage) -> CheckpointStore:
         """This one, with the same folder asked in another way. Each passes over commits for itself."""
@@ -198,6 +198,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: names the object that is missing or is not what was committed.
+            UnreadableError: names the object that cannot be read, while others can.
             FileNotFoundError: the commit was removed meanwhile.
         """
         with self._unless_removed(commit):
@@ -220,17 +221,18 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: it is missing, or is not what was committed.
+            UnreadableError: it cannot be read, and others can.
         """
 
-        def read() -> bytes:
+        def read(storage: Storage) -> bytes:
             try:
-                data = self._storage.read(commit.state.key)
+                data = storage.read(commit.state.key)
             except FileNotFoundError as error:
                 raise CheckpointError(f"{commit.state.key} is missing") from error
             commit.state.check(data)
             return data
 
-        return confirmed(read)
+        return confirmed(self._storage, commit.state.key, read)
 
     def load_latest(self) -> tuple[Commit, dict[str, Any]] | None:
         """The newest commit whose contents verify, with its state; None if there is none.
@@ -245,11 +247,12 @@ class CheckpointStore:
             except FileNotFoundError:
                 continue
             except CheckpointError as error:
-                self.reject(commit.key, commit.attempt, str(error))
+                self.reject(commit.key, commit.attempt, error)
         return None
 
-    def all_commits(self) -> list[tuple[int, Commit | CheckpointError]]:
-        """The steps that have a commit, newest first, each with the commit or with why it is not complete."""
+    def all_commits(self) -> list[tuple[int, Commit | StorageError]]:
+        """The steps that have a commit, newest first, each with the commit or with why it is not complete, for all that
+        can be read."""
         found = ((step, self._complete(step)) for step in committed_steps(self._storage.list("commits")))
         return [(step, each.error if isinstance(each, _Bad) else each) for step, each in found if each is not None]
 
@@ -269,26 +272,31 @@ class CheckpointStore:
                 seen.add(step)
                 found = self._complete(step)
                 if isinstance(found, _Bad):
-                    self.reject(manifest_key(step), found.attempt, str(found.error))
+                    self.reject(manifest_key(step), found.attempt, found.error)
                 elif found is not None:
                     yield found
 
     def _complete(self, step: int) -> Commit | _Bad | None:
         """The commit of a step, or why it is not complete; None if it was removed since it was listed."""
-        attempt = None
+        attempt, key = None, manifest_key(step)
         try:
-            commit = confirmed(lambda: read_manifest(self._storage, manifest_key(step)))
+            commit = confirmed(self._storage, key, lambda storage: read_manifest(storage, key))
             attempt = commit.attempt
             with self._unless_removed(commit):
-                confirmed(lambda: commit.check_present(self._storage.sizes(commit.prefix)))
+                prefix = commit.prefix
+                confirmed(self._storage, prefix, lambda storage: commit.check_present(storage.sizes(prefix)))
         except FileNotFoundError:
             return None
-        except CheckpointError as error:
+        except (CheckpointError, UnreadableError) as error:
             return _Bad(attempt, error)
         return commit
 
     def _existing(self, step: int, fence: Callable[[], None]) -> Commit | None:
-        """The commit of this step if its contents verify; a bad one is set aside, so that it can be made again."""
+        """The commit of this step if its contents verify; a bad one is set aside, so that it can be made again.
+
+        Raises:
+            UnreadableError: it may be good, and stays.
+        """
         found = self._complete(step)
         if isinstance(found, Commit):
             try:
@@ -298,8 +306,10 @@ class CheckpointStore:
             except CheckpointError as error:
                 found = _Bad(found.attempt, error)
         if isinstance(found, _Bad):
+            if isinstance(found.error, UnreadableError):
+                raise found.error
             key = manifest_key(step)
-            self.reject(key, found.attempt, str(found.error))
+            self.reject(key, found.attempt, found.error)
             self.set_aside(key, found.attempt, fence)
             return None
         return found
@@ -330,9 +340,11 @@ class CheckpointStore:
         self._storage.delete_if(key, data)
 
     def set_aside_rejected(self, fence: Callable[[], None]) -> None:
-        """The same for all that were passed over. What the storage fails at stays, and that is added to the reason:
-        the next restore finds it again."""
+        """The same for all that were passed over, but for what cannot be read and may be good. What the storage fails
+        at stays, and that is added to the reason: the next restore finds it again."""
         for place, (key, reason) in enumerate(self.rejected):
+            if key not in self._attempts:
+                continue
             try:
                 self.set_aside(key, self._attempts[key], fence)
             except StorageError as error:
@@ -364,9 +376,11 @@ class CheckpointStore:
         except Exception as error:  # whatever it is, the commit stands
             _log.warning("what is not kept is left until the next commit: %s", described(error))
 
-    def reject(self, key: str, attempt: str | None, reason: str) -> None:
+    def reject(self, key: str, attempt: str | None, error: CheckpointError | UnreadableError) -> None:
         """A commit is passed over; of which attempt, if its manifest says so."""
-        self._attempts[key] = attempt
+        reason = str(error)
+        if isinstance(error, CheckpointError):
+            self._attempts[key] = attempt
         if (key, reason) not in self.rejected:
             _log.warning("the commit %s is passed over: %s", key, reason)
             self.rejected.append((key, reason))

@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TypeVar
 
+from elastic_ddp.checkpoint.commits import committed_steps, manifest_key
+from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.reading import Piece, Targets, read_pieces
-from elastic_ddp.errors import CheckpointError
+from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
 from elastic_ddp.storage import Storage
+
+AGAIN_S = 10.0
+"""For how long a storage that is not patient itself is asked a second time."""
+WITNESSES = 3
+"""Manifests that are tried before the storage is taken to be away."""
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-def confirmed(read: Callable[[], Result]) -> Result:
-    """What `read` returns, which is called once more if that is not what was committed: bits flip on the way, and
-    network mounts show what was there some time ago.
+def confirmed(storage: Storage, key: str, read: Callable[[Storage], Result]) -> Result:
+    """What `read` gives of an object or a folder in a storage. What it fails at is believed the second time: bits flip
+    on the way, network mounts show what was there some time ago, and storages are away for a while.
 
     Raises:
-        CheckpointError: it was not the second time, either.
+        CheckpointError: neither time it was what was committed.
+        UnreadableError: it could not be read, and the storage answered before it was tried again, and afterwards.
+        StorageError: the storage is away.
     """
     try:
-        return read()
-    except CheckpointError as error:
-        _log.warning("it is read once more: %s", error)
-    return read()
+        return read(storage)
+    except StorageError as error:
+        first = error.with_traceback(None)  # which would keep what was read in memory
+    return _second(storage, key, first, read)
 
 
 def confirmed_pieces(
     storage: Storage, pieces: Sequence[Piece], targets: Targets | None = None
 ) -> Generator[tuple[Piece, memoryview]]:
-    """As `read_pieces`, where a piece that is not what was committed is read once more before that is believed."""
+    """As `read_pieces`, each piece as `confirmed`."""
     done = 0
     while done < len(pieces):
         try:
@@ -40,10 +49,37 @@ def confirmed_pieces(
                 for each in reading:
                     done += 1
                     yield each
-        except CheckpointError as error:
-            _log.warning("it is read once more: %s", error)
+        except StorageError as error:
+            first = error.with_traceback(None)
         else:
             return
-        [again] = read_pieces(storage, [pieces[done]], targets)
-        done += 1
+        piece, done = pieces[done], done + 1
+        [again] = _second(storage, piece.key, first, lambda again: [*read_pieces(again, [piece], targets)])  # noqa: B023
         yield again
+
+
+def _second(storage: Storage, key: str, first: StorageError, read: Callable[[Storage], Result]) -> Result:
+    """What another reading gives, and what it means if it fails like the first."""
+    if not isinstance(first, CheckpointError) and not _answers(storage, key):
+        raise first
+    _log.warning("it is read once more: %s", first)
+    try:
+        return read(PatientStorage(storage, within_s=AGAIN_S))
+    except StorageError as error:
+        away = next((each for each in (error, first) if not isinstance(each, CheckpointError)), None)
+        if away is None:
+            raise
+        if not _answers(storage, key):
+            raise away from away.__cause__
+        raise UnreadableError(f"{away}; others in the same folder can be read") from away
+
+
+def _answers(storage: Storage, key: str) -> bool:
+    """Whether a manifest can be read now, other than the object that cannot."""
+    with suppress(StorageError):
+        others = [each for each in map(manifest_key, committed_steps(storage.list("commits"))) if each != key]
+        for each in others[:WITNESSES]:
+            with suppress(StorageError, FileNotFoundError):
+                storage.read_into(each, 0, memoryview(bytearray(1)))
+                return True
+    return False

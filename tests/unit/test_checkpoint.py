@@ -232,7 +232,8 @@ class _Outage(Storage):
         return super().read_into(key, start, buffer)
 
 
-def test_an_outage_is_raised_and_never_taken_for_a_bad_commit(tmp_path: Path) -> None:
+def test_an_outage_is_raised_and_never_taken_for_a_bad_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.checkpoint.verdicts.AGAIN_S", 0.0)
     save(Storage(tmp_path), 1, 2)
     store = CheckpointStore(_Outage(tmp_path), keep=2)
     with pytest.raises(StorageError, match="connection reset"):

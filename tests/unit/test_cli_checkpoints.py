@@ -67,6 +67,24 @@ def test_commits_are_listed_with_what_is_wrong_with_them(tmp_path: Path, commits
         invoke("ls", str(tmp_path / "other"))
 
 
+def test_a_commit_that_cannot_be_read_is_named_and_the_others_are_looked_at(
+    tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Storage.read
+
+    def refuse(storage: Storage, key: str) -> bytes:
+        if key in (commits[2].key, commits[1].state.key):
+            raise StorageError("no rights") from PermissionError("no rights")
+        return read(storage, key)
+
+    monkeypatch.setattr(Storage, "read", refuse)
+    rows = json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)
+    assert {row["step"]: row["error"] is None for row in rows} == {10: True, 20: True, 30: False}
+    result = CliRunner().invoke(cli.app, ["checkpoints", "verify", str(tmp_path / "lm")])
+    bad = ["no rights" in line for line in result.stdout.splitlines() if line.startswith("step ")]
+    assert result.exit_code == 1 and bad == [True, True, False]
+
+
 def test_a_value_that_is_older_than_its_commit_is_listed_with_its_step(tmp_path: Path) -> None:
     store, of_before = CheckpointStore(Storage(tmp_path / "lm").at(COMMITS), keep=9), {"value": 5.5, "step": 0}
     store.save(make_state(200), step=200, record={"metrics": {"validation": of_before}})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from elastic_ddp import restoring
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.errors import PeerLostError, StorageError
+from elastic_ddp.errors import PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
@@ -242,6 +244,111 @@ def test_where_none_verifies_all_stay_where_they_are(tmp_path: Path) -> None:
 
 def test_a_run_without_commits_has_none(tmp_path: Path) -> None:
     assert [each["step"] for each in run_ranks(2, restore_on, str(tmp_path), 128)] == [None, None]
+
+
+class BadSector(Storage):
+    """Whatever asks for one object fails, as with a medium that is worn or with rights that are missing."""
+
+    def __init__(self, uri: str, key: str) -> None:
+        super().__init__(uri)
+        self.key = key
+
+    def read(self, key: str) -> bytes:
+        self.meet(key)
+        return super().read(key)
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        self.meet(key)
+        return super().read_into(key, start, buffer)
+
+    def meet(self, key: str) -> None:
+        if key == self.key:
+            raise StorageError(f"cannot read {key!r}: Permission denied") from PermissionError("Permission denied")
+
+
+def restore_beside_a_bad_sector(group: ProcessGroup, uri: str, key: str, rank: int) -> dict[str, Any]:
+    storage = BadSector(uri, key) if group.rank == rank else Storage(uri)
+    found = restore(store := CheckpointStore(storage, keep=2), storage, group)
+    return {"step": None if found is None else step_of(found[1]), "rejected": store.rejected}
+
+
+@pytest.mark.parametrize(("which", "rank"), [("manifest", 0), ("skeleton", 0), ("blocks", 0), ("blocks", 1)])
+def test_where_one_object_cannot_be_read_all_ranks_use_the_commit_before_and_that_one_stays(
+    tmp_path: Path, which: str, rank: int
+) -> None:
+    """On whichever rank that is."""
+    store = CheckpointStore(Storage(tmp_path), keep=2)
+    store._writer._blocks._object_bytes = 64  # several objects, and so pieces
+    newest = [store.save(make_state(step), step=step, record={}) for step in (1, 2)][-1]
+    before = Storage(tmp_path).list()
+    key = {"manifest": newest.key, "skeleton": newest.state.key, "blocks": newest.objects[rank].key}[which]
+    results = run_ranks(2, restore_beside_a_bad_sector, str(tmp_path), key, rank)
+    assert [each["step"] for each in results] == [1, 1]
+    [(rejected, reason)] = results[0]["rejected"]
+    assert rejected == newest.key and f"cannot read {key!r}" in reason and "others in the same folder can be" in reason
+    assert Storage(tmp_path).list() == before
+    assert [each["step"] for each in run_ranks(2, restore_beside_a_bad_sector, str(tmp_path), "none", 0)] == [2, 2]
+
+
+def test_a_step_whose_commit_cannot_be_read_is_not_committed_again_and_the_next_one_is(tmp_path: Path) -> None:
+    [_, newest] = save(Storage(tmp_path), 1, 2)
+    storage = BadSector(str(tmp_path), newest.objects[0].key)
+    store = CheckpointStore(storage, keep=2)
+    with pytest.raises(UnreadableError, match="cannot read"):
+        store.save(make_state(2), step=2, record={})
+    assert Storage(tmp_path).list("commits") == ["commits/1.json", newest.key]
+    assert store.save(make_state(3), step=3, record={}).step == 3
+    assert store.latest() is not None and store.all_commits()[-1][1] == newest
+
+
+class Away(Storage):
+    """At some operations, which are counted from the first reading of an object on."""
+
+    def __init__(self, uri: str, is_away: Callable[[int], bool]) -> None:
+        super().__init__(uri)
+        self.is_away = is_away
+        self.numbers: Iterator[int] | None = None
+
+    def meet(self, key: str = "") -> None:
+        if self.numbers is None and key.startswith("step="):
+            self.numbers = itertools.count()
+        if self.numbers is not None and self.is_away(next(self.numbers)):
+            raise StorageError("connection reset")
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        self.meet()
+        return super().sizes(prefix)
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        self.meet(key)
+        return super().read_into(key, start, buffer)
+
+
+@pytest.mark.parametrize(
+    ("is_away", "step"),
+    [
+        (lambda number: number == 0, 2),
+        (lambda number: number in (0, 3), 2),  # it has answered, and then it is away again for a moment
+        (lambda number: number in (0, 1), None),
+        (lambda number: number == 0 or number > 2, None),
+        (lambda number: True, None),
+    ],
+)
+def test_a_storage_that_is_away_makes_no_object_an_unreadable_one_whenever_it_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_away: Callable[[int], bool], step: int | None
+) -> None:
+    monkeypatch.setattr("elastic_ddp.checkpoint.patience.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("elastic_ddp.checkpoint.verdicts.AGAIN_S", 0.01)
+    save(Storage(tmp_path), 1, 2)
+    storage = Away(str(tmp_path), is_away)
+    store = CheckpointStore(storage, keep=2)
+    if step is None:
+        with pytest.raises(StorageError, match=r"^connection reset$"):
+            restore(store, storage, alone())
+    else:
+        found = restore(store, storage, alone())
+        assert found is not None and found[0].step == step
+    assert store.rejected == []
 
 
 class Down(Storage):
