@@ -128,15 +128,18 @@ class Commits:
             outcome, self._outcome = self._outcome, None
             raise outcome
 
-    def look(self) -> None:
-        """What the one before committed is for the storage to say: for a worker that has just become rank 0. It is
-        asked in the background, by a store of its own: all the others would wait for the answer."""
-        self._look = threading.Thread(target=self._ask_storage, args=[self.step], name="newest-commit", daemon=True)
+    def look(self, steps_done: int) -> None:
+        """What the one before committed is for the storage to say: for a worker that has just become rank 0, and has a
+        state of so many steps. It is asked in the background, by a store of its own: all the others would wait for the
+        answer."""
+        self._look = threading.Thread(
+            target=self._ask_storage, args=[self.step, steps_done], name="newest-commit", daemon=True
+        )
         self._look.start()
 
-    def _ask_storage(self, noted: int | None) -> None:
+    def _ask_storage(self, noted: int | None, steps_done: int) -> None:
         try:
-            newest = CheckpointStore(self._storage, keep=1).latest()
+            newest = _newest(CheckpointStore(self._storage, keep=1), steps_done)
         except StorageError as error:
             _log.warning("what was committed last cannot be read: %s", error)
             return
@@ -373,6 +376,28 @@ class Commits:
             METRICS: metrics,
             **(self._interval.record() if self._interval is not None else {}),
         }
+
+
+def _newest(store: CheckpointStore, steps_done: int) -> Commit | None:
+    """The newest commit on the way to a state of so many steps. Later ones were passed over when the run resumed, and
+    may not have been set aside. The one of this very state is read: nobody commits it again if it is there.
+
+    Raises:
+        StorageError: the storage could not be read.
+    """
+    for commit in store.candidates():
+        if commit.step < steps_done:
+            return commit
+        if commit.step == steps_done:
+            try:
+                store.verify(commit)
+            except FileNotFoundError:
+                continue
+            except CheckpointError as error:
+                store.reject(commit.key, commit.attempt, error)
+            else:
+                return commit
+    return None
 
 
 def retention_of(settings: CheckpointConfig) -> Retention:

@@ -205,7 +205,7 @@ class Participation:
                 reason="resume" if assignment.reason == "start" and self._state.position.step else assignment.reason,
             )
             if not was_first and assignment.source is not None:
-                self._commits.look()
+                self._commits.look(self._state.position.step)
         return generation
 
     def _compare_tasks(self, generation: Generation, amid: str | None) -> None:

@@ -28,6 +28,7 @@ from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from tests.ranks import alone
 from tests.unit.alone import LOST_PEER, NewRun, link_of, prepared, train
+from tests.unit.test_checkpoint import corrupt
 
 GROUP: Any = SimpleNamespace(is_cut=False)
 
@@ -40,7 +41,7 @@ def test_a_commit_that_did_not_come_to_be_is_made_up_for_by_the_next_rank_0(new_
     commits = new_run(checkpoint={"every_steps": 10, "every_seconds": 1000})._commits
     commit(tmp_path, 10)
     commits._note(20)
-    commits.look()
+    commits.look(20)
     assert not commits.have(20, GROUP) and commits.step == 10
     assert commits.are_due(21)
 
@@ -50,9 +51,25 @@ def test_a_commit_that_was_made_sets_the_clock_for_the_next_rank_0_too(new_run: 
     commit(tmp_path, 20)
     commits._note(20)
     noted_at = commits._at
-    commits.look()
+    commits.look(20)
     assert commits.have(20, GROUP) and commits._at == noted_at
     assert not commits.are_due(21) and commits.are_due(30)
+
+
+@pytest.mark.parametrize("steps_done", [15, 20])
+def test_a_bad_commit_that_was_passed_over_and_stays_is_not_the_newest_of_a_new_rank_0(
+    new_run: NewRun, tmp_path: Path, steps_done: int
+) -> None:
+    """Whether the run has come back to its step, or not yet."""
+    commits = new_run(checkpoint={"every_steps": 10})._commits
+    commit(tmp_path, 10)
+    commit(tmp_path, 20)
+    storage = Storage(tmp_path / "run").at(COMMITS)
+    [skeleton] = storage.list("step=20")
+    corrupt(storage, skeleton, "flip")
+    commits.look(steps_done)
+    assert not commits.have(20, GROUP)
+    assert commits.step == 10 and commits.are_due(20)
 
 
 def test_what_is_committed_while_the_storage_is_asked_counts(new_run: NewRun, tmp_path: Path) -> None:
@@ -60,7 +77,7 @@ def test_what_is_committed_while_the_storage_is_asked_counts(new_run: NewRun, tm
     commit(tmp_path, 10)
     commits._note(20)
     commits._known_step = 20  # by this worker
-    commits._ask_storage(10)
+    commits._ask_storage(10, 20)
     assert commits.have(20, GROUP)
 
 
@@ -68,10 +85,10 @@ def test_a_storage_that_does_not_answer_ends_nothing(new_run: NewRun, monkeypatc
     def fails(*_: Any) -> None:
         raise StorageError("down")
 
-    monkeypatch.setattr(CheckpointStore, "latest", fails)
+    monkeypatch.setattr(CheckpointStore, "candidates", fails)
     commits = new_run(checkpoint={"every_steps": 10})._commits
     commits._note(20)
-    commits.look()
+    commits.look(20)
     assert not commits.have(20, GROUP), "nobody can say so"
     assert not commits.are_due(21)
     assert commits.step == 20
