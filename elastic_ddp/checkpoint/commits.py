@@ -31,6 +31,9 @@ MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**27, 2**22
 MAX_SKELETON_BYTES, MAX_SKELETON_VALUES = 2**25, 2**21
 """The same, of all that is no tensor in a state: enough for 50,000 parameters under AdamW, at 0.2 KB a value."""
 MAX_OBJECT_BYTES = 2**48
+MAX_BLOCK_BYTES = 2**24
+"""What is read at once: a block has one checksum, and nothing of it counts before that was looked at. Writers cut
+tensors into blocks of at most so many."""
 MAX_STEP = 10**15
 ALIGNMENT = 16
 """Blocks begin at multiples of so many bytes, so that their memory can be used as any dtype."""
@@ -102,13 +105,15 @@ class StoredTensor(BaseModel):
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
-        """They make up the tensor, each element once."""
-        dtype_of(self.dtype)
+        """They make up the tensor, each element once, and are small enough to be read whole."""
+        itemsize = dtype_of(self.dtype).itemsize
         for block in self.blocks:
             if len(block.offsets) != len(self.shape) or len(block.sizes) != len(self.shape):
                 raise ValueError(f"a block of a tensor of shape {self.shape} has another number of dimensions")
             if any(a + n > length for a, n, length in zip(block.offsets, block.sizes, self.shape, strict=True)):
                 raise ValueError(f"a block lies outside of a tensor of shape {self.shape}")
+            if (num_bytes := math.prod(block.sizes) * itemsize) > MAX_BLOCK_BYTES:
+                raise ValueError(f"a block has {num_bytes} bytes, and may have at most {MAX_BLOCK_BYTES}")
         if not _make_up(self.shape, self.blocks):
             raise ValueError(f"the blocks of a tensor of shape {self.shape} do not make it up")
         return self

@@ -18,13 +18,20 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from zlib_ng import zlib_ng
 
-from elastic_ddp.checkpoint.commits import MAX_MANIFEST_BYTES, Commit, StoredBlock, StoredTensor, padded
+from elastic_ddp.checkpoint.commits import (
+    MAX_BLOCK_BYTES,
+    MAX_MANIFEST_BYTES,
+    Commit,
+    StoredBlock,
+    StoredTensor,
+    padded,
+)
 from elastic_ddp.checkpoint.planning import laid_out, local_part, narrowed
 from elastic_ddp.errors import CheckpointError, ConfigError, described
 from elastic_ddp.state import unflatten
 from elastic_ddp.storage import Storage
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = MAX_BLOCK_BYTES
 """Neighbouring blocks are read together up to so many bytes."""
 LARGE_BYTES = 8 << 20
 """A block of so many bytes is read alone: into its tensor, if that takes it as it is."""
@@ -203,9 +210,10 @@ def state_to_fill(
     whole = empty_tensors(commit, components, "meta")
     likes = {name: like for name in whole if (like := layout(name)) is not None and like.shape == whole[name].shape}
     parts = {name: local_part(name, likes.get(name, tensor)) for name, tensor in whole.items()}
-    sizes = [padded(commit.tensors[name].num_bytes(block)) for name in whole for block in commit.tensors[name].blocks]
-    # Blocks are read whole, and wait for others: those that were read, and those that came from other ranks.
-    waiting = min(sum(sizes), 2 * PARALLEL_PIECES * max(PIECE_BYTES, *sizes, 0))
+    wanted = [commit.tensors[name] for name in whole]
+    stored = sum(padded(tensor.num_bytes(block)) for tensor in wanted for block in tensor.blocks)
+    # Pieces are read whole, and wait for others: those that were read, and those that came from other ranks.
+    waiting = min(stored, 2 * PARALLEL_PIECES * PIECE_BYTES)
     held = sum(part.numel() * whole[name].element_size() for name, (part, _) in parts.items())
     _check_room(commit, held + waiting)
     targets = {

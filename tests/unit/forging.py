@@ -37,7 +37,8 @@ def plant(storage: Storage, step: int, skeleton: bytes, tensors: dict[str, torch
 
 
 def plant_sparse(folder: Path, step: int, tensors: dict[str, tuple[int, int]]) -> Commit:
-    """A commit of zeros that take no room on the disk: bytes, in so many blocks of so many."""
+    """A commit of zeros that take no room on the disk: bytes, in so many blocks of so many, even if that is more than
+    a block may have."""
     prefix = attempt_prefix(step, f"{step:032x}")
     objects, stored = [], {}
     for place, (name, (count, size)) in enumerate(tensors.items()):
@@ -51,7 +52,7 @@ def plant_sparse(folder: Path, step: int, tensors: dict[str, tuple[int, int]]) -
             StoredBlock(offsets=(n * size,), sizes=(size,), object=place, start=n * size, crc32=crc32)
             for n in range(count)
         )
-        stored[name] = StoredTensor(dtype="uint8", shape=(count * size,), blocks=blocks)
+        stored[name] = StoredTensor.model_construct(dtype="uint8", shape=(count * size,), blocks=blocks)
     return _put(Storage(folder), step, NAMES_NOTHING, tuple(objects), stored)
 
 
@@ -62,7 +63,9 @@ def _put(
     key = f"{attempt_prefix(step, attempt)}/state.json"
     storage.write(key, skeleton)
     state = Skeleton(key=key, size=len(skeleton), crc32=zlib.crc32(skeleton))
-    commit = Commit(step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record={})
+    commit = Commit.model_construct(
+        step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record={}
+    )
     storage.write(commit.key, commit.to_bytes())
     return commit
 
