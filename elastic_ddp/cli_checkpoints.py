@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
 
 app = typer.Typer(help="Look at, check and take out what a run has committed.", no_args_is_help=True)
-_console = Console(width=None if sys.stdout.isatty() else 200)
+# What it shows is the run's: a metric may be called [/loss].
+_console = Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False)
 
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, <storage>/<name>.")]
 

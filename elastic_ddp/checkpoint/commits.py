@@ -23,6 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from zlib_ng import zlib_ng
 
+from elastic_ddp.checkpoint.record import check_facts
 from elastic_ddp.errors import CheckpointError
 
 FORMAT: Final = 2
@@ -141,7 +142,13 @@ class Commit(BaseModel):
     tensors: dict[str, StoredTensor]
     """By component and place in the state."""
     record: dict[str, Any]
-    """Free facts of the caller, such as the epoch, the generation and hashes; JSON."""
+    """Facts of the caller, such as the epoch, the generation and hashes; JSON. Free, but for the form of those that
+    `record.Facts` has."""
+
+    @model_validator(mode="after")
+    def _check_record(self) -> Self:
+        check_facts(_canonical(self.record))
+        return self
 
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
@@ -265,14 +272,18 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check_record(record: dict[str, Any], *, step: int) -> None:
-    """CheckpointError unless the record is a dict of values that JSON has."""
+    """CheckpointError unless the record is a dict of values that JSON has, and can be read again."""
     try:
-        _canonical(record)
+        text = _canonical(record)
     except (RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the record of step {step} cannot be kept as JSON: {error}; give str, int, finite float, bool, None, "
             "lists and dicts"
         ) from error
+    try:
+        check_facts(text)
+    except ValueError as error:
+        raise CheckpointError(f"the record of step {step} cannot be kept: {error}") from error
 
 
 def manifest_key(step: int) -> str:

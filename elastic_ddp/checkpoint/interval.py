@@ -99,8 +99,6 @@ class MeasuredInterval:
         return {"losses": self._losses, "watched_s": round(self._watched_s, 3)}
 
     def go_on_from(self, record: Mapping[str, Any]) -> None:
-        """Counts in what was seen before a commit."""
-        losses, watched_s = record.get("losses"), record.get("watched_s")
-        if isinstance(losses, int) and isinstance(watched_s, int | float) and losses >= 0 and watched_s >= 0:
-            self._losses += losses
-            self._began_at -= watched_s
+        """Counts in what was seen before a commit, if its record says."""
+        self._losses += record.get("losses", 0)
+        self._began_at -= record.get("watched_s", 0.0)

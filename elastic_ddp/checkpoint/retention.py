@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -45,14 +44,8 @@ class Measurement:
 
 
 def measurements(record: Mapping[str, Any]) -> dict[str, Measurement]:
-    """All metrics of a commit's record. What has another form is passed over: a record is free."""
-    metrics = record.get(METRICS)
-    found = {}
-    for name, each in metrics.items() if isinstance(metrics, dict) else ():
-        value, step = (each.get("value"), each.get("step")) if isinstance(each, dict) else (None, None)
-        if isinstance(value, float | int) and math.isfinite(value) and isinstance(step, int):
-            found[name] = Measurement(float(value), step)
-    return found
+    """All metrics of a commit's record."""
+    return {name: Measurement(float(each["value"]), each["step"]) for name, each in record.get(METRICS, {}).items()}
 
 
 def kept(steps: Collection[int], complete: Mapping[int, Measurement | None], retention: Retention) -> set[int]:

@@ -98,8 +98,7 @@ def test_what_a_commit_keeps_of_it_counts_in_the_next_life() -> None:
     assert after.record() == {"losses": 2, "watched_s": 7300.0}
 
 
-@pytest.mark.parametrize("record", [{}, {"losses": -1, "watched_s": 3.0}, {"losses": 1, "watched_s": "x"}], ids=str)
-def test_a_commit_that_keeps_nothing_of_it_changes_nothing(record: dict[str, object]) -> None:
+def test_a_commit_that_keeps_nothing_of_it_changes_nothing() -> None:
     measured = MeasuredInterval("auto", None, Clock())
-    measured.go_on_from(record)
+    measured.go_on_from({})
     assert measured.record() == {"losses": 0, "watched_s": 0.0}

@@ -1,0 +1,51 @@
+"""What is read again of the record of a commit, and the form that it has there."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+_STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Seconds = Annotated[float, Field(ge=0, le=2**37)]
+"""As many as a date can have since 1970, and some."""
+
+
+class RecordedMetric(BaseModel):
+    """A value of a metric, and the steps that the state had behind it of which it is."""
+
+    model_config = _STRICT
+
+    value: float
+    step: Count
+
+
+class Facts(BaseModel):
+    """The facts of a record that somebody goes by. Each may be missing: a record is its writer's, and so is whatever
+    else it holds."""
+
+    model_config = _STRICT
+
+    time: Seconds = 0.0
+    """When it was made, in seconds since 1970."""
+    epoch: Count = 0
+    samples: Count = 0
+    samples_sha256: str = ""
+    metrics: dict[str, RecordedMetric] = {}
+    """The newest of each that was known."""
+    losses: Count = 0
+    """Of workers, in all of the run."""
+    watched_s: Seconds = 0.0
+    """For which they were counted."""
+
+
+def check_facts(record: str) -> None:
+    """ValueError unless a record, as JSON, has those that it has in their form."""
+    try:
+        Facts.model_validate_json(record)
+    except ValidationError as error:
+        mistakes = error.errors(include_url=False, include_input=False, include_context=False)[:5]
+        what = "; ".join(f"{'.'.join(map(str, each['loc']))!r:.80}: {each['msg']}" for each in mistakes)
+        raise ValueError(f"its record cannot be one of a run: {what}") from error

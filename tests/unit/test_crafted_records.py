@@ -1,0 +1,129 @@
+"""Commits that are whole, by their checksums, with a record that no run would make."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from elastic_ddp import cli, cli_checkpoints
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.checkpoint.interval import MeasuredInterval
+from elastic_ddp.checkpoint.record import Facts
+from elastic_ddp.checkpoint.retention import Retention, measurements
+from elastic_ddp.errors import CheckpointError
+from elastic_ddp.job import COMMITS
+from elastic_ddp.storage import Storage
+from tests.unit.forging import signed
+from tests.unit.test_checkpoint import make_state, restored_step, save
+
+WRONG: list[dict[str, Any]] = [
+    {"metrics": {"loss": {"value": 10**400, "step": 1}}},
+    {"metrics": {"loss": {"value": "0.1", "step": 1}}},
+    {"metrics": {"loss": {"value": 0.1}}},
+    {"metrics": {"loss": {"value": 0.1, "step": 1.5}}},
+    {"metrics": {"loss": {"value": 0.1, "step": 10**400}}},
+    {"metrics": {"loss": 0.1}},
+    {"metrics": []},
+    {"metrics": None},
+    {"watched_s": 10**400, "losses": 0},
+    {"watched_s": -1.0, "losses": 0},
+    {"watched_s": 3.0, "losses": -1},
+    {"watched_s": 3.0, "losses": True},
+    {"time": "yesterday"},
+    {"time": 1e300},
+    {"epoch": {"a": 1}},
+    {"samples": "many"},
+    {"samples_sha256": 7},
+]
+
+
+def plant(storage: Storage, record: Any) -> None:
+    """Two commits, the newer one with this record."""
+    [_, newest] = save(storage, 1, 2)
+    body = json.loads(storage.read(newest.key))
+    storage.write(newest.key, signed({**body, "record": record}))
+
+
+def names(record: Any) -> str:
+    return json.dumps(record)[:40]
+
+
+@pytest.mark.parametrize("record", WRONG, ids=names)
+def test_a_commit_with_a_crafted_record_is_a_bad_one(tmp_path: Path, record: dict[str, Any]) -> None:
+    storage = Storage(tmp_path / "lm").at(COMMITS)
+    plant(storage, record)
+    assert restored_step(storage) == 1
+    result = CliRunner().invoke(cli.app, ["checkpoints", "ls", str(tmp_path / "lm")])
+    assert result.exit_code == 0 and "its record cannot be one of a run" in " ".join(result.stdout.split())
+    result = CliRunner().invoke(cli.app, ["checkpoints", "verify", str(tmp_path / "lm")])
+    assert result.exit_code == 1 and "step 1: every byte is as it was committed" in result.stdout
+
+
+@pytest.mark.parametrize("record", WRONG, ids=names)
+def test_a_record_that_could_not_be_read_again_is_refused_before_anything_is_written(record: dict[str, Any]) -> None:
+    storage = Storage(f"memory://{uuid.uuid4().hex}")
+    with pytest.raises(
+        CheckpointError, match=r"the record of step 1 cannot be kept: its record cannot be one of a run: '"
+    ):
+        CheckpointStore(storage, keep=1).save(make_state(1), step=1, record=record)
+    assert storage.list() == []
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.sampled_from([10**400, -(10**400), 1e300, -0.0, 5e-324]),
+    st.floats(allow_nan=False, allow_infinity=False), st.text("ab[]0\n\x00\ud800", max_size=4),
+)  # fmt: skip
+ANYTHING = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2),
+        st.dictionaries(st.text("ab[]0\n", max_size=4), inner, max_size=2),
+        st.fixed_dictionaries({"value": inner, "step": inner}),
+    ),
+    max_leaves=6,
+)
+METRICS = st.dictionaries(st.sampled_from(["loss", "[/red]", ""]), ANYTHING)
+RECORDS = st.fixed_dictionaries(
+    {}, optional={name: METRICS if name == "metrics" else ANYTHING for name in Facts.model_fields}
+)
+
+
+@pytest.fixture(scope="module")
+def run() -> str:
+    uri = f"memory://{uuid.uuid4().hex}"
+    save(Storage(uri).at(COMMITS), 1, 2)
+    return uri
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.one_of(RECORDS, ANYTHING))
+def test_whatever_a_record_holds_its_commit_is_used_or_the_one_before(run: str, record: Any) -> None:
+    storage = Storage(run).at(COMMITS)
+    body = json.loads(storage.read("commits/2.json"))
+    storage.write("commits/2.json", signed({**body, "record": record}))
+    commit = CheckpointStore(storage, keep=2).latest()
+    assert commit is not None
+    assert all(math.isfinite(each.value) for each in measurements(commit.record).values())
+    measured = MeasuredInterval("auto", None)
+    measured.go_on_from(commit.record)
+    measured.stalled(1.0)
+    assert 0 < measured.seconds < math.inf
+    for as_json in (False, True):
+        cli_checkpoints.ls(run, as_json)
+    cli_checkpoints.prune(run, keep=1, keep_best=1, best_metric="loss", dry_run=True)
+
+
+def test_what_a_run_keeps_of_the_best_does_not_stumble_over_a_crafted_record() -> None:
+    storage = Storage(f"memory://{uuid.uuid4().hex}")
+    plant(storage, WRONG[0])
+    store = CheckpointStore(storage, keep=Retention(last=1, best=1, metric="loss"))
+    store.save(make_state(3), step=3, record={"metrics": {"loss": {"value": 1.0, "step": 3}}})
+    assert [commit.step for commit in store.candidates()] == [3]
