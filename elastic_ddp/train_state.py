@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_ddp.parallel.process_group import ProcessGroup
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MOST = 2**62
 
 
 @runtime_checkable
@@ -39,6 +43,22 @@ class Position:
     """Rows consumed by those steps."""
     samples_sha256: str = EMPTY_CHAIN
     """The chain over the row ids of every micro-batch consumed so far, in order."""
+
+    @classmethod
+    def of(cls, saved: Any) -> Position:
+        """What `asdict` made of one; a CheckpointError for anything else."""
+        kinds = {"step": int, "samples": int, "samples_sha256": str}
+        if (
+            not isinstance(saved, dict)
+            or {name: type(value) for name, value in saved.items()} != kinds
+            or not all(0 <= saved[name] <= _MOST for name in ("step", "samples"))
+            or not _SHA256.fullmatch(saved["samples_sha256"])
+        ):
+            raise CheckpointError(
+                f"the commit holds no position of a run: {saved!r:.200}; that is a step and a number of samples, "
+                f"from 0 to {_MOST}, and a SHA-256. Remove the commit, and the one before is used"
+            )
+        return cls(**saved)
 
     def after(self, samples: int, row_digests: Any) -> Position:
         return replace(
@@ -133,7 +153,8 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises a CheckpointError where the state is of another model, optimizer or set of registered objects."""
+        """Raises a CheckpointError where the state is of another model, optimizer or set of registered objects, or of
+        no run at all."""
         expected: dict[str, Mapping[str, Any]] = {
             "optimizer": {str(k): optimizer for k, optimizer in enumerate(self.optimizers)},
             "scheduler": {str(k): scheduler for k, scheduler in enumerate(self.schedulers)},
@@ -141,22 +162,20 @@ class TrainState:
         }
         if missing := {"model", "buffers", "position", *expected} - state.keys():
             raise CheckpointError(f"the commit holds no {', '.join(sorted(missing))}; it is not one of a run's")
-        for kind, things in expected.items():
-            if set(state[kind]) != set(things):
-                raise CheckpointError(
-                    f"the commit holds {kind} state for {sorted(state[kind])}, the training function has "
-                    f"{sorted(things)}; prepare and register the same things in the same order, or use another name"
-                )
-        for place, optimizer in enumerate(self.optimizers):
-            for saved, group in zip(
-                state["optimizer"][str(place)]["param_groups"], optimizer.param_groups, strict=False
-            ):
-                if unknown := sorted(set(saved) - set(group)):  # torch would take them, and fail in the first step
-                    raise CheckpointError(
-                        f"the commit holds the state of another kind of optimizer: {type(optimizer).__name__} knows no "
-                        f"{', '.join(unknown)}; prepare the optimizer that the run began with, or use another name"
-                    )
+        position = Position.of(state["position"])
         try:
+            for kind, things in expected.items():
+                if set(state[kind]) != set(things):
+                    raise CheckpointError(
+                        f"the commit holds {kind} state for {sorted(state[kind])}, the training function has "
+                        f"{sorted(things)}; prepare and register the same things in the same order, or use another name"
+                    )
+            for place, optimizer in enumerate(self.optimizers):
+                saved = state["optimizer"][str(place)]["param_groups"]
+                for group, own in zip(saved, optimizer.param_groups, strict=False):
+                    _check_keys("optimizer", optimizer, group, own)
+            for place, scheduler in enumerate(self.schedulers):
+                _check_scheduler(scheduler, state["scheduler"][str(place)])
             self.module.load_state_dict(state["model"])
             buffers = dict(self.module.named_buffers())
             for name, value in state["buffers"].items():
@@ -164,18 +183,34 @@ class TrainState:
             for kind, things in expected.items():
                 for key, thing in things.items():
                     thing.load_state_dict(state[kind][key])
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the commit does not fit the model or optimizer that the training function built: {error}; a changed "
                 "model is another run: use another name"
             ) from error
-        self.position = Position(**state["position"])
+        self.position = position
 
     def weights_sha256(self) -> str:
         """Over names, dtypes, shapes and bytes of parameters, then buffers, in the model's order. Every rank calls it:
         parameters that are sharded are put together, one after the other."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         return weights_sha256((name, whole(each)) for name, each in tensors)
+
+
+def _check_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler, saved: Mapping[str, Any]) -> None:
+    """CheckpointError where loading would set what is no state: torch's schedulers take whatever there is as their
+    attributes, in the place of their methods, too."""
+    _check_keys("scheduler", scheduler, saved, scheduler.state_dict())
+    for inner, each in zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False):
+        _check_scheduler(inner, each)
+
+
+def _check_keys(kind: str, thing: Any, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    if unknown := sorted(map(str, set(saved) - set(own))):  # torch would take them, and fail in the first step
+        raise CheckpointError(
+            f"the commit holds the state of another kind of {kind}: {type(thing).__name__} knows no "
+            f"{', '.join(unknown)}; prepare the {kind} that the run began with, or use another name"
+        )
 
 
 def check_model(module: torch.nn.Module) -> None:

@@ -33,6 +33,8 @@ from elastic_ddp.storage import Storage
 
 PIECE_BYTES = MAX_BLOCK_BYTES
 """Neighbouring blocks are read together up to so many bytes."""
+POSITION = "position"
+"""The component of a run's state that has the steps behind it."""
 LARGE_BYTES = 8 << 20
 """A block of so many bytes is read alone: into its tensor, if that takes it as it is."""
 PARALLEL_PIECES = 8
@@ -270,9 +272,16 @@ def state_of(
         by_component.setdefault(component, {})[place] = tensor
     try:
         skeletons = json.loads(skeleton)
-        return {
+        state = {
             name: unflatten(skeletons[name], by_component.get(name, {}))
             for name in (skeletons if components is None else components)
         }
     except (AttributeError, KeyError, MemoryError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{commit.prefix} is not a state: {described(error)}") from error
+    position = state.get(POSITION, {"step": commit.step})
+    step = position.get("step") if isinstance(position, dict) else None
+    if type(step) is not int or step != commit.step:
+        raise CheckpointError(
+            f"{commit.prefix} is not a state of step {commit.step}: its position is {position!r:.200}"
+        )
+    return state

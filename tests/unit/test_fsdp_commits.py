@@ -40,14 +40,14 @@ Everything = tuple[str, Tensors]
 
 def save(group: ProcessGroup, folder: Path, state: dict[str, Any]) -> None:
     """As `Saver` does, without its threads."""
-    storage, attempt = Storage(folder), "a" * 32
+    storage, attempt, step = Storage(folder), "a" * 32, state["position"]["step"]
     writer = StateWriter()
     writer.stage(state, rank=group.rank, world_size=group.world_size)
-    part = writer.write(storage, attempt_prefix(2, attempt))
+    part = writer.write(storage, attempt_prefix(step, attempt))
     parts = [Part.model_validate_json(each) for each in group.all_gather_bytes(part.model_dump_json().encode())]
     if group.rank == 0:
         store = CheckpointStore(storage, keep=1)
-        store.complete(step=2, attempt=attempt, parts=parts, names=writer.names, record={}, fence=lambda: None)
+        store.complete(step=step, attempt=attempt, parts=parts, names=writer.names, record={}, fence=lambda: None)
     group.meet()
 
 

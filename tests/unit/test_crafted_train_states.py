@@ -1,0 +1,172 @@
+"""States that can be read, and are those of no run."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR, StepLR
+
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.errors import CheckpointError
+from elastic_ddp.parallel.prepared import PreparedModel
+from elastic_ddp.storage import Storage
+from elastic_ddp.train_state import Position, TrainState
+from tests.unit.test_crafted_states import places
+
+
+class Model(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+
+
+class Registered:
+    def __init__(self) -> None:
+        self.values: Any = {"best": 1.0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
+def prepared() -> TrainState:
+    state = TrainState(model=PreparedModel(Model(), device=torch.device("cpu"), bf16=False))
+    adamw = torch.optim.AdamW(state.module.parameters(), lr=0.1)
+    sgd = torch.optim.SGD(state.module.parameters(), lr=0.1, momentum=0.9)
+    for optimizer in (adamw, sgd):
+        state.add_optimizer(optimizer)
+    state.add_scheduler(SequentialLR(adamw, [ConstantLR(adamw), StepLR(adamw, 2)], [3]))
+    state.add_scheduler(MultiStepLR(sgd, [1]))
+    state.registered["counter"] = Registered()
+    return state
+
+
+def train(state: TrainState) -> None:
+    assert state.model is not None
+    state.model(torch.randn(4, 2)).sum().backward()
+    for optimizer, scheduler in zip(state.optimizers, state.schedulers, strict=True):
+        optimizer.step()
+        scheduler.step()
+    state.position = state.position.after(4, [b"digest"])
+
+
+def trained() -> dict[str, Any]:
+    state = prepared()
+    train(state)
+    return state.state_dict()
+
+
+def put(*way: Any) -> Callable[[dict[str, Any]], None]:
+    """Puts the last of these where the others lead."""
+    *before, last, value = way
+
+    def change(state: dict[str, Any]) -> None:
+        inner: Any = state
+        for key in before:
+            inner = inner[key]
+        inner[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda state: state["optimizer"]["0"].pop("param_groups"),
+            "does not fit the model or optimizer.*param_groups",
+        ),
+        (put("optimizer", [1]), "holds optimizer state for"),
+        (put("optimizer", 3), "does not fit the model or optimizer"),
+        (put("optimizer", "0", "param_groups", 3), "does not fit the model or optimizer"),
+        (put("optimizer", "0", "param_groups", 0, "speed", 3), "another kind of optimizer: AdamW knows no speed"),
+        (put("optimizer", "0", "state", 0, "step", 10**400), "does not fit the model or optimizer.*int too large"),
+        (put("scheduler", "0", [3]), "another kind of scheduler"),
+        (put("scheduler", "0", "optimizer", 3), "another kind of scheduler: SequentialLR knows no optimizer"),
+        (put("scheduler", "0", "_schedulers", 1, "get_lr", 3), "another kind of scheduler: StepLR knows no get_lr"),
+        (put("scheduler", "1", "step", 3), "another kind of scheduler: MultiStepLR knows no step; prepare the sched"),
+        (put("buffers", "other", torch.zeros(2)), "does not fit the model or optimizer"),
+        (put("position", [1, 2]), r"holds no position of a run: \[1, 2\]"),
+        (put("position", "steps", 1), "holds no position of a run.*'steps': 1"),
+        (put("position", "step", "x"), "holds no position of a run.*'step': 'x'"),
+        (put("position", "step", True), "holds no position of a run"),
+        (put("position", "step", -1), "holds no position of a run"),
+        (put("position", "samples", 1.5), "holds no position of a run"),
+        (put("position", "samples", 10**400), "holds no position of a run"),
+        (put("position", "samples_sha256", "a" * 63 + "\n"), "holds no position of a run"),
+        (lambda state: state["position"].pop("samples"), "holds no position of a run"),
+    ],
+)
+def test_a_state_of_no_run_is_refused(change: Callable[[dict[str, Any]], None], message: str) -> None:
+    saved = trained()
+    change(saved)
+    state = prepared()
+    with pytest.raises(CheckpointError, match=message):
+        state.load_state_dict(saved)
+    assert state.position == Position()
+    assert all(isinstance(each.step, types.MethodType) for each in state.schedulers)
+
+
+def test_a_state_that_says_another_step_than_its_commit_has_the_one_before_used(tmp_path: Path) -> None:
+    for step, position in ((1, {"step": 1}), (2, {"step": 3}), (3, {"step": 3.0}), (4, {}), (5, "5"), (6, [6])):
+        store = CheckpointStore(Storage(tmp_path), keep=9)
+        store.save({"position": position, "model": {"w": torch.ones(2)}}, step=step, record={})
+    found = store.load_latest()
+    assert found is not None and found[0].step == 1
+    assert [reason.partition(": its")[0] for _, reason in store.rejected][-1].endswith("is not a state of step 2")
+    assert "its position is {'step': 3}" in store.rejected[-1][1]
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.just(10**400), st.floats(),
+    st.sampled_from(["", "a", "step", "optimizer", "_schedulers", "params"]),
+    st.sampled_from([torch.zeros(3), torch.zeros(0), torch.tensor(1), torch.zeros(2, 3, dtype=torch.complex64)]),
+    st.sampled_from([b"x", torch.float32, torch.device("cpu"), torch.Size([1])]),
+)  # fmt: skip
+ANYTHING = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.lists(inner, max_size=3).map(deque),
+        st.dictionaries(st.sampled_from([0, 1, "0", "a", "step", "params", "state"]), inner, max_size=3),
+        st.dictionaries(st.sampled_from("ab"), inner).map(OrderedDict),
+    ),
+    max_leaves=6,
+)
+SAVED = trained()
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([way for way in places(SAVED) if way]), ANYTHING, st.sampled_from(["replace", "remove", "add"]))
+def test_whatever_a_state_holds_is_taken_or_an_error(way: tuple[Any, ...], other: Any, how: str) -> None:
+    saved = copy.deepcopy(SAVED)
+    inner: Any = saved
+    for key in way[:-1]:
+        inner = inner[key]
+    if how == "replace":
+        inner[way[-1]] = copy.deepcopy(other)
+    elif how == "remove":
+        del inner[way[-1]]
+    elif isinstance(inner, dict):
+        inner[other if isinstance(other, str | int) else "step"] = copy.deepcopy(other)
+    state = prepared()
+    try:
+        state.load_state_dict(saved)
+    except CheckpointError:
+        return
+    assert type(state.position.step) is int and type(state.position.samples) is int
+    state.position.after(4, [b"digest"])
+    assert all(isinstance(each.step, types.MethodType) for each in state.schedulers)
