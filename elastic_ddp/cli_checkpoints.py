@@ -23,6 +23,8 @@ from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import new_session
 
 if TYPE_CHECKING:
+    import torch
+
     from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
 
 app = typer.Typer(help="Look at, check and take out what a run has committed.", no_args_is_help=True)
@@ -161,14 +163,33 @@ def export(
 
 
 def _write_safetensors(weights: dict[str, Any], file: Path) -> list[str]:
-    """Returns the names of what was left out."""
+    """Returns the names of what was left out; ConfigError, before it writes, where the format has not a dtype."""
     import torch
     from safetensors.torch import save_file
 
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    lacking = {dtype for dtype in {each.dtype for each in tensors.values()} if not _safetensors_has(dtype)}
+    if refused := [f"{name} ({each.dtype})" for name, each in tensors.items() if each.dtype in lacking]:
+        raise ConfigError(
+            f"the format .safetensors has not the dtype of {', '.join(refused[:5])}{', …' if refused[5:] else ''}; "
+            "export to a file that ends in .pt, which has all of them"
+        )
     # Tied weights are one tensor under two names, which the format does not have.
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, file)
     return [name for name in weights if name not in tensors]
+
+
+def _safetensors_has(dtype: torch.dtype) -> bool:
+    """Which ones it has is written nowhere that one may look, and more come with its versions."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import save
+
+    try:
+        save({"none": torch.empty(0, dtype=dtype)})
+    except (KeyError, SafetensorError):
+        return False
+    return True
 
 
 def _write_for_torch(weights: dict[str, Any], file: Path) -> list[str]:

@@ -179,6 +179,28 @@ def test_what_is_no_tensor_in_the_weights_is_kept_for_torch_and_otherwise_left_o
     assert torch.load(tmp_path / "w.pt", weights_only=True)["layer._extra_state"] == {"scale": 2.0}
 
 
+def test_a_dtype_that_safetensors_has_not_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    store = CheckpointStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    weights = {
+        "w": torch.ones(2),
+        "phases": torch.ones(2, dtype=torch.complex128),
+        "none": torch.ones(2, dtype=torch.bfloat16),
+    }
+    store.save({"model": weights}, step=1, record={})
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "w.safetensors").write_text("good")
+    message = (
+        r"the format .safetensors has not the dtype of phases \(torch.complex128\); export to a file that ends in .pt"
+    )
+    with pytest.raises(ConfigError, match=message):
+        invoke("export", str(tmp_path / "lm"), str(folder / "w.safetensors"))
+    assert {file.name: file.read_text() for file in folder.iterdir()} == {"w.safetensors": "good"}
+    invoke("export", str(tmp_path / "lm"), str(folder / "w.pt"))
+    found = torch.load(folder / "w.pt", weights_only=True)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
 @contextmanager
 def limited(what: int, most: int) -> Iterator[None]:
     """This process may have no more of something."""
