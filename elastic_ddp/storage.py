@@ -27,6 +27,9 @@ PART_BYTES = 8 << 20
 PARALLEL_PARTS = 2
 """Parts of an object that are on their way."""
 
+_CANNOT_SYNC = frozenset({errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM})
+"""How file systems say that a directory cannot be opened to be synced, or be synced. Anything else says that it failed:
+what was written may be gone after a crash."""
 # Folders need not be made there, and a PUT replaces an object as a whole.
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})
 _IN_MEMORY = threading.Lock()
@@ -571,9 +574,12 @@ def _make_folder(path: Path) -> None:
 
 def _sync_directory(path: Path) -> None:
     """Make names durable; file systems that cannot sync a directory (some network mounts) are left to their ways."""
-    with suppress(OSError):
+    try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise

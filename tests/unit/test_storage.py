@@ -329,6 +329,61 @@ def test_new_folders_are_on_the_disk_with_what_is_in_them(tmp_path: Path, monkey
     assert synced == ["runs/one", "a file", "runs/one/commits"]
 
 
+def failing_to_sync(monkeypatch: pytest.MonkeyPatch, directory: Path, code: int) -> None:
+    """Files are synced as ever; this directory is not."""
+    fsync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), directory.stat()):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_name_that_did_not_get_to_the_disk_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    storage = Storage(tmp_path)
+    storage.write("commits/1.json", b"1")
+    failing_to_sync(monkeypatch, tmp_path / "commits", code)
+    for store in (storage.write, storage.create):
+        with pytest.raises(StorageError, match=f"cannot {store.__name__} 'commits/2.json' .*{os.strerror(code)}"):
+            store("commits/2.json", b"2")
+        storage.delete("commits/2.json")
+    failing_to_sync(monkeypatch, tmp_path, code)
+    with pytest.raises(StorageError, match=os.strerror(code)):
+        storage.write("step=2/x", b"2")  # a new folder's name, too
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS], ids=errno.errorcode.get)
+def test_where_directories_cannot_be_synced_names_are_left_to_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    storage = Storage(tmp_path)
+    storage.write("commits/1.json", b"1")
+    failing_to_sync(monkeypatch, tmp_path / "commits", code)
+    storage.write("commits/2.json", b"2")
+    storage.create("commits/3.json", b"3")
+    assert storage.list() == [f"commits/{n}.json" for n in (1, 2, 3)]
+
+
+def test_a_directory_that_may_be_written_and_not_read_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *mode: Any, **options: Any) -> int:
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    Storage(tmp_path).write("a", b"1")
+    assert Storage(tmp_path).read("a") == b"1"
+
+
 def test_a_temporary_file_of_a_killed_writer_is_not_an_object(tmp_path: Path) -> None:
     (tmp_path / ".tmp-0123").write_bytes(b"half")
     assert Storage(tmp_path).list() == []
