@@ -248,6 +248,69 @@ def test_bf16_is_for_what_is_computed_and_not_for_what_is_kept() -> None:
         assert kept == {"torch.float32", "torch.int64"}
 
 
+STEPS_IN_BF16 = 3
+NO_CLIPPING = 1e9
+"""It would hide a wrong scale, as AdamW does, so these steps are SGD's."""
+
+
+def _by_hand(dtype: torch.dtype) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The norms of the gradients, and the state, of steps in which all but the normalization is computed in `dtype`;
+    gradients are added up, and weights kept, in fp32."""
+    _, state = prepared("ddp", "SGD")
+    module, norms = state.module, []
+    for step in range(STEPS_IN_BF16):
+        module.zero_grad(set_to_none=True)
+        before = {name: each.clone() for name, each in module.named_buffers()}
+        after = {name: torch.zeros_like(each) for name, each in before.items()}
+        for m in range(M):
+            cast = {
+                name: each.detach().to(torch.float32 if name.startswith("norm.") else dtype).requires_grad_()
+                for name, each in module.named_parameters()
+            }
+            buffers = {name: each.clone() for name, each in before.items()}
+            output = torch.func.functional_call(module, {**cast, **buffers}, (data(step, m).to(dtype),))
+            loss = output.float().square().mean() / M
+            for (name, parameter), gradient in zip(
+                module.named_parameters(), torch.autograd.grad(loss, [*cast.values()]), strict=True
+            ):
+                assert gradient.dtype == cast[name].dtype
+                if parameter.requires_grad:
+                    so_far = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    parameter.grad = so_far + gradient.float()
+            for name, each in buffers.items():
+                after[name] = after[name] + each / M if each.is_floating_point() else each
+        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), NO_CLIPPING)))
+        for name, each in module.named_buffers():
+            each.copy_(after[name])
+        for each in [*state.optimizers, *state.schedulers]:
+            each.step()
+    return norms, {name: each.numpy() for name, each in whole_state(state).items()}
+
+
+def _train_in_bf16(group: ProcessGroup) -> tuple[list[float], dict[str, np.ndarray]]:
+    config, state = prepared("fsdp", "SGD", precision="bf16")
+    norms = trained(group, config, state, np.full(M, SIZE), range(STEPS_IN_BF16), NO_CLIPPING)
+    return norms, {name: each.numpy() for name, each in whole_state(state).items()}
+
+
+def _distances(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> dict[str, float]:
+    assert one.keys() == other.keys()
+    return {name: float(np.abs(one[name] - other[name]).max()) for name in one}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bf16_has_the_numbers_of_a_loop_with_its_casts_written_out(world_size: int) -> None:
+    """To 1e-6, which is far less than what a loop in fp32 differs by, not to speak of one of another scale."""
+    norms, expected = _by_hand(torch.bfloat16)
+    norms_in_fp32, in_fp32 = _by_hand(torch.float32)
+    for found_norms, found in run_ranks(world_size, _train_in_bf16):
+        assert found_norms == pytest.approx(norms, rel=1e-6) != norms_in_fp32
+        assert max(_distances(found, expected).values()) < 1e-6
+        further = _distances(found, in_fp32)
+        assert further.pop("blocks.0.up.bias") == further.pop("norm.num_batches_tracked") == 0
+        assert min(further.values()) > 1e-5
+
+
 @pytest.mark.parametrize(
     ("settings", "shard", "message"),
     [
