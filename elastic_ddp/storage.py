@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import re
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from datetime import UTC, datetime
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerLostError, StorageError
 from elastic_ddp.failures import is_lasting, is_missing_bucket, remedy, told
-from elastic_ddp.s3 import Upload, abort_on_s3, create_on_s3, delete_on_s3_if, uploads_on_s3
+from elastic_ddp.local_folder import TEMPORARY, LocalFolder
+from elastic_ddp.remote_folder import RemoteFolder
+from elastic_ddp.s3 import Upload
 
 _PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
-_TEMPORARY = ".tmp-"
 CLOCK = "clock-"
 """Begins the folder of an object that `Storage.now` has written, and not removed if its process was killed."""
-PART_BYTES = 8 << 20
-"""Of a large object on S3, sent at once."""
-PARALLEL_PARTS = 2
-"""Parts of an object that are on their way."""
-
-_CANNOT_SYNC = frozenset({errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM})
-"""How file systems say that a directory cannot be opened to be synced, or be synced. Anything else says that it failed:
-what was written may be gone after a crash."""
-# Folders need not be made there, and a PUT replaces an object as a whole.
-_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})
-_IN_MEMORY = threading.Lock()
-"""The memory file system looks whether an object exists, and then stores it."""
-_MODIFIED = ("LastModified", "last_modified", "updated", "mtime")
-"""What listings call the time of the last write: S3, Azure, Google, SFTP and others."""
 
 
 class Storage:
@@ -244,289 +228,13 @@ class _Folder(Protocol):
     def filesystem_and_path(self) -> tuple[Any, str]: ...
 
 
-class _LocalFolder:
-    """A directory, without fsspec: it neither syncs nor creates exclusively."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.uri = str(path)
-
-    def read(self, key: str) -> bytes:
-        return (self._path / key).read_bytes()
-
-    def size(self, key: str) -> int:
-        return (self._path / key).stat().st_size
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        with (self._path / key).open("rb", buffering=0) as file:
-            file.seek(start)
-            done = 0
-            while done < len(buffer) and (count := file.readinto(buffer[done:])):
-                done += count
-        return done
-
-    def write(self, key: str, data: bytes | memoryview) -> None:
-        target = self._path / key
-        with self._temporary(target, data) as temporary:
-            os.replace(temporary, target)
-        _sync_directory(target.parent)
-
-    def create(self, key: str, data: bytes, before_again: Callable[[], None]) -> None:
-        target = self._path / key
-        with self._temporary(target, data) as temporary:
-            try:
-                os.link(temporary, target)
-            except FileExistsError:
-                # NFS may lose the answer to a link that was made.
-                if not os.path.samefile(temporary, target):
-                    raise
-            except OSError as error:
-                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-                    raise
-                # No hard links here: still exclusive, but a crash can leave a part, which checksums tell.
-                with target.open("xb") as file:
-                    _write_through(file, data)
-        _sync_directory(target.parent)
-
-    def sizes(self, prefix: str) -> dict[str, int]:
-        found = {}
-        for folder, _, names in os.walk(self._path / prefix):
-            for name in names:
-                path = Path(folder, name)
-                if not name.startswith(_TEMPORARY):
-                    with suppress(FileNotFoundError):  # deleted since it was listed
-                        found[path.relative_to(self._path).as_posix()] = path.stat().st_size
-        return found
-
-    def modified(self, prefix: str) -> list[float]:
-        found = []
-        for folder, _, names in os.walk(self._path / prefix):
-            for name in names:
-                with suppress(FileNotFoundError):  # deleted since it was listed
-                    found.append(Path(folder, name).stat().st_mtime)
-        return found
-
-    def delete(self, key: str) -> None:
-        (self._path / key).unlink(missing_ok=True)
-
-    def delete_if(self, key: str, data: bytes) -> bool:
-        try:
-            is_same = self.read(key) == data
-        except FileNotFoundError:
-            return False
-        if is_same:
-            self.delete(key)
-        return is_same
-
-    def delete_tree(self, prefix: str) -> None:
-        import shutil
-
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self._path / prefix)
-        if "/" in prefix:
-            with suppress(OSError):  # the last folder in another takes that along
-                (self._path / prefix).parent.rmdir()
-
-    def uploads(self, prefix: str) -> list[Upload]:
-        return []
-
-    def abort(self, upload: Upload) -> None: ...
-
-    def at(self, name: str) -> _LocalFolder:
-        return _LocalFolder(self._path / name)
-
-    def filesystem_and_path(self) -> tuple[Any, str]:
-        import pyarrow.fs
-
-        return pyarrow.fs.LocalFileSystem(), self.uri
-
-    @contextmanager
-    def _temporary(self, target: Path, data: bytes | memoryview) -> Iterator[Path]:
-        """A synced file with the data beside the target; removed afterwards if it is still there."""
-        _make_folder(target.parent)
-        temporary = target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        try:
-            with temporary.open("xb") as file:
-                _write_through(file, data)
-            yield temporary
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-class _RemoteFolder:
-    """A folder in a file system of fsspec, which is opened when first needed, once in each process."""
-
-    def __init__(self, uri: str) -> None:
-        self.uri = uri.rstrip("/")
-        self._protocol = uri.partition("://")[0]
-        self._is_s3 = self._protocol in ("s3", "s3a")
-        self._opened: tuple[int, Any, str] | None = None
-
-    def read(self, key: str) -> bytes:
-        fs, base = self._open()
-        data: bytes = fs.cat_file(f"{base}/{key}")
-        return data
-
-    def size(self, key: str) -> int:
-        fs, base = self._open()
-        return int(fs.info(f"{base}/{key}")["size"])
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        fs, base = self._open()
-        data = fs.cat_file(f"{base}/{key}", start=start, end=start + len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def write(self, key: str, data: bytes | memoryview) -> None:
-        fs, base = self._open()
-        self._make_parent(fs, f"{base}/{key}")
-        if self._is_s3 and len(data) >= 2 * PART_BYTES:
-            fs.pipe_file(f"{base}/{key}", _InParts(data), chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
-        else:
-            fs.pipe_file(f"{base}/{key}", bytes(data))
-
-    def create(self, key: str, data: bytes, before_again: Callable[[], None]) -> None:
-        fs, base = self._open()
-        path = f"{base}/{key}"
-        if self._is_s3:
-            create_on_s3(fs, path, data, before_again)
-            return
-        _check_creates(fs)
-        self._make_parent(fs, path)
-        with _IN_MEMORY if self._protocol == "memory" else nullcontext():
-            try:
-                fs.pipe_file(path, data, mode="create")
-            except (TypeError, ValueError) as error:  # how fsspec packages say that they know no modes
-                raise NotImplementedError(f"{type(fs).__name__} has no mode='create': {error}") from error
-
-    def sizes(self, prefix: str) -> dict[str, int]:
-        fs, base = self._open()
-        found = self._find(fs, f"{base}/{prefix}")
-        return {name[len(base) + 1 :]: int(info["size"]) for name, info in found.items()}
-
-    def modified(self, prefix: str) -> list[float]:
-        fs, base = self._open()
-        times = []
-        for name, info in self._find(fs, f"{base}/{prefix}").items():
-            listed = next((info[field] for field in _MODIFIED if info.get(field)), None)
-            with suppress(FileNotFoundError):  # deleted since it was listed
-                times.append(_timestamp(fs.modified(name) if listed is None else listed))
-        return times
-
-    def delete(self, key: str) -> None:
-        fs, base = self._open()
-        with suppress(FileNotFoundError):
-            fs.rm_file(f"{base}/{key}")
-
-    def delete_if(self, key: str, data: bytes) -> bool:
-        fs, base = self._open()
-        try:
-            if self._is_s3:
-                return delete_on_s3_if(fs, f"{base}/{key}", data)
-            is_same = self.read(key) == data
-        except FileNotFoundError as error:
-            if is_missing_bucket(error):
-                raise
-            return False
-        if is_same:
-            self.delete(key)
-        return is_same
-
-    def delete_tree(self, prefix: str) -> None:
-        fs, base = self._open()
-        # One by one: bulk deletion in s3fs does not report the objects it could not delete.
-        for name in self._find(fs, f"{base}/{prefix}"):
-            with suppress(FileNotFoundError):
-                fs.rm_file(name)
-
-    def uploads(self, prefix: str) -> list[Upload]:
-        if not self._is_s3:
-            return []
-        fs, base = self._open()
-        return uploads_on_s3(fs, base, prefix)
-
-    def abort(self, upload: Upload) -> None:
-        fs, base = self._open()
-        abort_on_s3(fs, base, upload)
-
-    def at(self, name: str) -> _RemoteFolder:
-        inner = _RemoteFolder(f"{self.uri}/{name}")
-        fs, base = self._open()
-        inner._opened = (os.getpid(), fs, f"{base}/{name}")  # one client, so one pool of connections
-        return inner
-
-    def filesystem_and_path(self) -> tuple[Any, str]:
-        import pyarrow.fs
-
-        fs, base = self._open()
-        return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fs)), base
-
-    def _open(self) -> tuple[Any, str]:
-        # An async file system belongs to the event loop of the process that made it: a fork makes its own.
-        if self._opened is None or self._opened[0] != os.getpid():
-            from fsspec.core import url_to_fs
-
-            fs, base = url_to_fs(self.uri, use_listings_cache=False)
-            self._opened = (os.getpid(), fs, str(base).rstrip("/"))
-        return self._opened[1:]
-
-    def _make_parent(self, fs: Any, path: str) -> None:
-        if self._protocol not in _OBJECT_STORES:
-            fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-
-    def _find(self, fs: Any, folder: str) -> dict[str, Any]:
-        """What is known of each object below a folder, by its path in the file system."""
-        inside = folder.rstrip("/") + "/"
-        fs.invalidate_cache()
-        try:
-            found = fs.find(inside, detail=True)
-        except FileNotFoundError:
-            if self._is_s3:  # the bucket is missing: that is not an empty folder
-                raise
-            return {}
-        return {
-            name: info
-            for name, info in found.items()
-            if info["type"] == "file" and name.startswith(inside) and name != inside
-        }
-
-
-class _InParts:
-    """What s3fs cuts a large object from: only the parts on their way are copied."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, part: slice) -> bytes:
-        return bytes(self._data[part])
-
-
-def _check_creates(fs: Any) -> None:
-    """NotImplementedError where fsspec's own stand-in would do it, which looks first and then writes."""
-    from fsspec import AbstractFileSystem
-
-    if getattr(fs.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:
-        raise NotImplementedError(f"{type(fs).__name__} has no mode='create' of its own")
-
-
-def _timestamp(modified: Any) -> float:
-    """Of a modification time as fsspec's packages give it: seconds, text or a datetime, in UTC if it does not say."""
-    if isinstance(modified, int | float):
-        return float(modified)
-    at = datetime.fromisoformat(modified) if isinstance(modified, str) else modified
-    return float((at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp())
-
-
 def _open(uri: str) -> _Folder:
     if not uri.strip():
         raise ConfigError("storage is empty; give a local path or a URI such as s3://bucket/runs")
     protocol, separator, rest = uri.partition("://")
     if not separator or protocol in ("file", "local"):
         path = Path(rest if separator else uri).expanduser()
-        return _LocalFolder(Path(os.path.abspath(path)))
+        return LocalFolder(Path(os.path.abspath(path)))
     import fsspec
 
     try:
@@ -538,7 +246,7 @@ def _open(uri: str) -> _Folder:
         ) from error
     if protocol != "memory" and not rest.strip("/"):
         raise ConfigError(f"storage={uri!r} names no bucket or host; use {protocol}://bucket/folder")
-    return _RemoteFolder(uri)
+    return RemoteFolder(uri)
 
 
 def _is_key(key: str) -> bool:
@@ -546,40 +254,9 @@ def _is_key(key: str) -> bool:
 
 
 def _checked(key: str) -> str:
-    if not _is_key(key) or key.rpartition("/")[2].startswith(_TEMPORARY):
+    if not _is_key(key) or key.rpartition("/")[2].startswith(TEMPORARY):
         raise StorageError(
             f"{key!r} is not a key: keys are relative, made of letters, digits and ._=@+,~:- between slashes, "
-            f"without . or .. parts, and do not start with {_TEMPORARY}"
+            f"without . or .. parts, and do not start with {TEMPORARY}"
         )
     return key
-
-
-def _write_through(file: Any, data: bytes | memoryview) -> None:
-    file.write(data)
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _make_folder(path: Path) -> None:
-    """With those above it that are missing; the names of all that were are durable."""
-    missing = list(itertools.takewhile(lambda folder: not folder.exists(), (path, *path.parents)))
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        # Not to be taken for an object that exists already.
-        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of this folder", str(path)) from None
-    for folder in reversed(missing):
-        _sync_directory(folder.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    """Make names durable; file systems that cannot sync a directory (some network mounts) are left to their ways."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC:
-            raise

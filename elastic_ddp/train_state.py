@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -198,15 +198,18 @@ class TrainState:
 
 
 def _check_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler, saved: Mapping[str, Any]) -> None:
-    """CheckpointError where loading would set what is no state: torch's schedulers take whatever there is as their
-    attributes, in the place of their methods, too."""
-    _check_keys("scheduler", scheduler, saved, scheduler.state_dict())
+    """CheckpointError where loading would set what is no state: schedulers take whatever there is as their attributes,
+    in the place of their methods, too."""
+    own = set(scheduler.state_dict())
+    if not type(scheduler).__module__.startswith("torch."):  # a user's may get attributes when it steps
+        own |= {name for name in saved if not hasattr(scheduler, name)}
+    _check_keys("scheduler", scheduler, saved, own)
     for inner, each in zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False):
         _check_scheduler(inner, each)
 
 
-def _check_keys(kind: str, thing: Any, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    if unknown := sorted(map(str, set(saved) - set(own))):  # torch would take them, and fail in the first step
+def _check_keys(kind: str, thing: Any, saved: Mapping[str, Any], own: Collection[str]) -> None:
+    if unknown := sorted(map(str, set(saved).difference(own))):  # torch would take them, and fail in the first step
         raise CheckpointError(
             f"the commit holds the state of another kind of {kind}: {type(thing).__name__} knows no "
             f"{', '.join(unknown)}; prepare the {kind} that the run began with, or use another name"

@@ -139,7 +139,7 @@ def test_a_commit_stands_whose_answer_was_lost_and_was_not_to_be_had(bucket: Buc
 def test_a_large_object_goes_through_what_passes(
     bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, which: str, what: Fault | Refusal
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.storage.PART_BYTES", PART_BYTES)
+    monkeypatch.setattr("elastic_ddp.remote_folder.PART_BYTES", PART_BYTES)
 
     def is_meant(request: Request) -> bool:
         if which == "POST complete":

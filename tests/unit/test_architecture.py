@@ -32,6 +32,7 @@ LAYERS = (
     ("parallel", "checkpoint", "data"),
     ("telemetry", "ray_internals", "lease"),
     ("state", "storage", "seeding", "signals"),
+    ("local_folder", "remote_folder"),
     ("s3",),
     ("batching", "config", "failures"),
     ("errors",),

@@ -118,6 +118,34 @@ def test_a_state_of_no_run_is_refused(change: Callable[[dict[str, Any]], None], 
     assert all(isinstance(each.step, types.MethodType) for each in state.schedulers)
 
 
+class Warmup(StepLR):
+    """A user's, with an attribute from its first step on."""
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        if self.last_epoch > 0:
+            self.warmed_up = True
+
+
+def test_what_a_users_scheduler_has_since_its_first_step_comes_back_and_nothing_in_a_methods_place() -> None:
+    def prepared_with() -> TrainState:
+        state = TrainState(model=PreparedModel(Model(), device=torch.device("cpu"), bf16=False))
+        sgd = torch.optim.SGD(state.module.parameters(), lr=0.1)
+        state.add_optimizer(sgd)
+        state.add_scheduler(Warmup(sgd, 2))
+        return state
+
+    trains, state = prepared_with(), prepared_with()
+    train(trains)
+    saved = trains.state_dict()
+    assert "warmed_up" in saved["scheduler"]["0"]
+    state.load_state_dict(saved)
+    assert state.state_dict()["scheduler"] == saved["scheduler"]
+    for name in ("step", "optimizer"):
+        with pytest.raises(CheckpointError, match=f"Warmup knows no {name}"):
+            prepared_with().load_state_dict({**saved, "scheduler": {"0": {**saved["scheduler"]["0"], name: 3}}})
+
+
 def test_a_state_that_says_another_step_than_its_commit_has_the_one_before_used(tmp_path: Path) -> None:
     for step, position in ((1, {"step": 1}), (2, {"step": 3}), (3, {"step": 3.0}), (4, {}), (5, "5"), (6, [6])):
         store = CheckpointStore(Storage(tmp_path), keep=9)

@@ -1,0 +1,161 @@
+"""Objects on a local disk, or on what is mounted like one."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from elastic_ddp.s3 import Upload
+
+TEMPORARY = ".tmp-"
+"""Begins the name of a file that is no object yet."""
+
+_CANNOT_SYNC = frozenset({errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM})
+"""How file systems say that a directory cannot be opened to be synced, or be synced. Anything else says that it failed:
+what was written may be gone after a crash."""
+
+
+class LocalFolder:
+    """A directory, without fsspec: it neither syncs nor creates exclusively."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.uri = str(path)
+
+    def read(self, key: str) -> bytes:
+        return (self._path / key).read_bytes()
+
+    def size(self, key: str) -> int:
+        return (self._path / key).stat().st_size
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        with (self._path / key).open("rb", buffering=0) as file:
+            file.seek(start)
+            done = 0
+            while done < len(buffer) and (count := file.readinto(buffer[done:])):
+                done += count
+        return done
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        target = self._path / key
+        with self._temporary(target, data) as temporary:
+            os.replace(temporary, target)
+        _sync_directory(target.parent)
+
+    def create(self, key: str, data: bytes, before_again: Callable[[], None]) -> None:
+        target = self._path / key
+        with self._temporary(target, data) as temporary:
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                # NFS may lose the answer to a link that was made.
+                if not os.path.samefile(temporary, target):
+                    raise
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                # No hard links here: still exclusive, but a crash can leave a part, which checksums tell.
+                with target.open("xb") as file:
+                    _write_through(file, data)
+        _sync_directory(target.parent)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        found = {}
+        for folder, _, names in os.walk(self._path / prefix):
+            for name in names:
+                path = Path(folder, name)
+                if not name.startswith(TEMPORARY):
+                    with suppress(FileNotFoundError):  # deleted since it was listed
+                        found[path.relative_to(self._path).as_posix()] = path.stat().st_size
+        return found
+
+    def modified(self, prefix: str) -> list[float]:
+        found = []
+        for folder, _, names in os.walk(self._path / prefix):
+            for name in names:
+                with suppress(FileNotFoundError):  # deleted since it was listed
+                    found.append(Path(folder, name).stat().st_mtime)
+        return found
+
+    def delete(self, key: str) -> None:
+        (self._path / key).unlink(missing_ok=True)
+
+    def delete_if(self, key: str, data: bytes) -> bool:
+        try:
+            is_same = self.read(key) == data
+        except FileNotFoundError:
+            return False
+        if is_same:
+            self.delete(key)
+        return is_same
+
+    def delete_tree(self, prefix: str) -> None:
+        import shutil
+
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self._path / prefix)
+        if "/" in prefix:
+            with suppress(OSError):  # the last folder in another takes that along
+                (self._path / prefix).parent.rmdir()
+
+    def uploads(self, prefix: str) -> list[Upload]:
+        return []
+
+    def abort(self, upload: Upload) -> None: ...
+
+    def at(self, name: str) -> LocalFolder:
+        return LocalFolder(self._path / name)
+
+    def filesystem_and_path(self) -> tuple[Any, str]:
+        import pyarrow.fs
+
+        return pyarrow.fs.LocalFileSystem(), self.uri
+
+    @contextmanager
+    def _temporary(self, target: Path, data: bytes | memoryview) -> Iterator[Path]:
+        """A synced file with the data beside the target; removed afterwards if it is still there."""
+        _make_folder(target.parent)
+        temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with temporary.open("xb") as file:
+                _write_through(file, data)
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _write_through(file: Any, data: bytes | memoryview) -> None:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _make_folder(path: Path) -> None:
+    """With those above it that are missing; the names of all that were are durable."""
+    missing = list(itertools.takewhile(lambda folder: not folder.exists(), (path, *path.parents)))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        # Not to be taken for an object that exists already.
+        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of this folder", str(path)) from None
+    for folder in reversed(missing):
+        _sync_directory(folder.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    """Make names durable; file systems that cannot sync a directory (some network mounts) are left to their ways."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
