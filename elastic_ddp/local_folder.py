@@ -66,22 +66,19 @@ class LocalFolder:
         _sync_directory(target.parent)
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        found = {}
-        for folder, _, names in os.walk(self._path / prefix):
-            for name in names:
-                path = Path(folder, name)
-                if not name.startswith(TEMPORARY):
-                    with suppress(FileNotFoundError):  # deleted since it was listed
-                        found[path.relative_to(self._path).as_posix()] = path.stat().st_size
-        return found
+        files = (each for each in self._files(prefix) if not each[0].name.startswith(TEMPORARY))
+        return {path.relative_to(self._path).as_posix(): status.st_size for path, status in files}
 
     def modified(self, prefix: str) -> list[float]:
-        found = []
-        for folder, _, names in os.walk(self._path / prefix):
+        return [status.st_mtime for _, status in self._files(prefix)]
+
+    def _files(self, prefix: str) -> Iterator[tuple[Path, os.stat_result]]:
+        """Those below a folder. What was deleted since it was listed is passed over; what cannot be listed is not."""
+        for folder, _, names in os.walk(self._path / prefix, onerror=_raise_unless_missing):
             for name in names:
-                with suppress(FileNotFoundError):  # deleted since it was listed
-                    found.append(Path(folder, name).stat().st_mtime)
-        return found
+                path = Path(folder, name)
+                with suppress(FileNotFoundError):
+                    yield path, path.stat()
 
     def delete(self, key: str) -> None:
         (self._path / key).unlink(missing_ok=True)
@@ -128,6 +125,11 @@ class LocalFolder:
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def _write_through(file: Any, data: bytes | memoryview) -> None:

@@ -452,6 +452,23 @@ def test_missing_credentials_are_a_config_error(s3: str, monkeypatch: pytest.Mon
         s3fs.S3FileSystem.clear_instance_cache()
 
 
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+    storage.write("open/a", b"1")
+    storage.write("shut/b", b"2")
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("shut"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert storage.list("open") == ["open/a"] and storage.list("missing") == []
+    with pytest.raises(StorageError, match="shut"):
+        storage.list("shut")
+
+
 def test_a_listing_shows_what_another_client_has_just_done(s3: str) -> None:
     import boto3
 
