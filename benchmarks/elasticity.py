@@ -103,9 +103,11 @@ def cause(event: str, system: System, rank: int, *, patience_s: float) -> dict[s
 
 def run_system(
     make: type[System], scratch: Path, *, events: list[str], repeats: int, seed: int, patience_s: float
-) -> dict[str, list[dict[str, Any]]]:
-    """All events, one after the other, in one run for as long as it survives them and otherwise in a new one."""
+) -> dict[str, Any]:
+    """All events, one after the other, in one run for as long as it survives them and otherwise in a new one. What they
+    cost, and how long every such run took to its first step, on machines that were there."""
     found: dict[str, list[dict[str, Any]]] = {event: [] for event in events}
+    starts: list[float] = []
     ranks = random.Random(seed)
     system: System | None = None
     workers, begun = 0, False
@@ -120,8 +122,9 @@ def run_system(
                         system.stop()
                     system = make(Path(tempfile.mkdtemp(dir=scratch)))
                     system.start(WORKERS[event][0])
-                    condition = partial(has_begun, workers=WORKERS[event][0])
-                    begun, _ = wait_until(system, condition, patience_s)
+                    at, condition = time.time(), partial(has_begun, workers=WORKERS[event][0])
+                    begun, ends = wait_until(system, condition, patience_s)
+                    starts += [ends[0].time - at] if begun else []
                 if begun:
                     figures = cause(event, system, rank, patience_s=patience_s)
                 else:
@@ -135,7 +138,7 @@ def run_system(
     finally:
         if system is not None:
             system.stop()
-    return found
+    return {"events": found, "start_s": starts}
 
 
 def _in_words(figures: dict[str, Any]) -> str:
@@ -160,7 +163,8 @@ def describe_machine() -> dict[str, Any]:
 def print_ours(results: dict[str, Any]) -> None:
     """Every change on its own: that a worker is killed is one, that another replaces it the next."""
     changes: dict[str, list[float]] = {}
-    events = results["systems"][ElasticDDP.about.name]["events"]
+    ours = results["systems"][ElasticDDP.about.name]
+    events = ours["events"]
     for event, each in events.items():
         for figures in each:
             for change in figures.get("changes", []):
@@ -172,6 +176,9 @@ def print_ours(results: dict[str, Any]) -> None:
     console.print(table)
     if added := [figures["all_at_work_after_s"] for figures in events.get("add", []) if figures["recovered"]]:
         console.print(f"from a node that is started to a step on it: {report.spread(added, 1)} s")
+        console.print(
+            f"from a run that is started on nodes that are there to its first: {report.spread(ours['start_s'], 1)} s"
+        )
     twice = sum(figures.get("steps_done_twice", 0) for each in events.values() for figures in each)
     console.print(f"{twice} steps done twice")
 
@@ -219,7 +226,7 @@ def main() -> None:
                 seed=options.seed,
                 patience_s=options.patience_s,
             )
-            results["systems"][name] = {**asdict(system.about), "events": found}
+            results["systems"][name] = {**asdict(system.about), **found}
             (options.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     (options.out / "table.md").write_text(report.markdown(results))
     if chosen:
