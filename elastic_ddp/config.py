@@ -247,7 +247,8 @@ class RunConfig(_Settings):
     not ready to train so long after its start, or after two minutes if that is longer, is replaced too."""
     drain_deadline_s: Seconds = 30.0
     """How long a worker that gets SIGTERM may stay. It leaves at a step boundary: the next one if the others are enough
-    without it, otherwise once others have joined, or half of the time is over."""
+    without it, otherwise once others have joined, or half of the time is over. Also how long a worker that leaves, or
+    whose run has ended, may take to end its save."""
     collective_timeout_s: Seconds = 1800.0
     """How long a collective may wait for a slow worker."""
     num_threads_per_worker: PositiveInt | None = None
