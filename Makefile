@@ -16,8 +16,8 @@ train: $(VENV)/.installed ## run the main job; its arguments go into ARGS="..."
 	$(VENV)/bin/python examples/train.py $(ARGS)
 
 test: lint ## lint, then run the tests (the GPU's where there is one), but for those of `make chaos`
-	$(VENV)/bin/python -m pytest tests/unit $(SIDE_BY_SIDE) $(ARGS)
-	$(VENV)/bin/python -m pytest tests/s3 tests/integration tests/chaos tests/gpu $(ARGS)
+	$(VENV)/bin/python -m pytest tests/unit tests/s3 $(SIDE_BY_SIDE) $(ARGS)
+	$(VENV)/bin/python -m pytest tests/integration tests/chaos tests/gpu $(ARGS)
 
 unit: $(VENV)/.installed-dev ## the tests that need no Ray, in minutes
 	$(VENV)/bin/python -m pytest tests/unit $(SIDE_BY_SIDE) $(ARGS)

@@ -450,6 +450,7 @@ def test_workers_that_are_lost_too_often_end_the_run(folder: Path, cluster: None
         fit(folder, "lost", 1, train=jobs.make_train(fault), max_restarts=1)
 
 
+@pytest.mark.chaos
 def test_models_that_differ_between_ranks_are_refused_by_name(folder: Path, cluster: None) -> None:
     def train(run: ed.Run) -> None:
         model = jobs.Model()
@@ -479,6 +480,7 @@ def test_a_run_cannot_change_its_settings_or_its_data(folder: Path, calm: ed.Run
         ed.ElasticTrainer(jobs.make_train(), str(other), config).fit()
 
 
+@pytest.mark.chaos
 def test_a_transform_that_drops_rows_ends_the_run_with_its_numbers(folder: Path, cluster: None) -> None:
     config = jobs.settings(str(folder / "runs"), "drops", 2)
 
