@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel import handover
-from elastic_ddp.parallel.handover import hand_over
+from elastic_ddp.parallel.handover import check_same_model, hand_over
 from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
 from elastic_ddp.state import flatten
 from tests.ranks import run_ranks
@@ -96,3 +97,28 @@ def leave_in_the_midst(group: ProcessGroup) -> str:
 
 def test_a_loss_in_the_midst_is_one_to_all_who_take_part() -> None:
     assert run_ranks(3, leave_in_the_midst) == ["a peer was lost", "left", "a peer was lost"]
+
+
+def build_on_its_own(group: ProcessGroup, change: str) -> str:
+    """What a rank is told whose model the second rank has built otherwise."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    check_same_model(model, group)
+    if group.rank == 1 and change == "frozen":
+        model[1].bias.requires_grad_(False)
+    elif group.rank == 1:
+        model.append(torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigError) as caught:
+        check_same_model(model, group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("frozen", "parameter 3 is '1.bias (1,) float32 requires_grad=False' on rank 1 and '1.bias (1,) float32 requ"),
+        ("longer", "parameter 4 is '2.weight (1, 1) float32 requires_grad=True' on rank 1 and 'no such parameter' on"),
+    ],
+)
+def test_models_that_differ_are_refused_by_parameter_and_rank(change: str, message: str) -> None:
+    one, other = run_ranks(2, build_on_its_own, change)
+    assert message in one and one == other
