@@ -176,9 +176,8 @@ def print_ours(results: dict[str, Any]) -> None:
     console.print(table)
     if added := [figures["all_at_work_after_s"] for figures in events.get("add", []) if figures["recovered"]]:
         console.print(f"from a node that is started to a step on it: {report.spread(added, 1)} s")
-        console.print(
-            f"from a run that is started on nodes that are there to its first: {report.spread(ours['start_s'], 1)} s"
-        )
+        started = report.spread(ours["start_s"], 1)
+        console.print(f"from a run's start on nodes that are there to its first step: {started} s")
     twice = sum(figures.get("steps_done_twice", 0) for each in events.values() for figures in each)
     console.print(f"{twice} steps done twice")
 
