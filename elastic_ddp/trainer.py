@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "summary.json"
 _IDENTITY = "run.json"
+_DATA_SET = "data_set"
+"""In it, for people to read."""
 
 
 @dataclass(frozen=True)
@@ -226,18 +228,23 @@ class ElasticTrainer:
     def _claim(self, index: DatasetIndex) -> None:
         """Writes down what defines the run, or compares it with what is written once something was trained."""
         mine = {**self.config.identity(), "data": index.fingerprint}
+        written = json.dumps({**mine, _DATA_SET: str(index)}, indent=1).encode()
         try:
-            self._storage.create(_IDENTITY, json.dumps(mine, indent=1).encode())
+            self._storage.create(_IDENTITY, written)
         except FileExistsError:
             if self._may_replace():
-                self._storage.write(_IDENTITY, json.dumps(mine, indent=1).encode())
+                self._storage.write(_IDENTITY, written)
                 return
             theirs = json.loads(self._storage.read(_IDENTITY))
+            before = theirs.pop(_DATA_SET, "another data set")
             changed = [
                 f"{key} was {theirs.get(key)!r} and is {mine.get(key)!r}"
                 for key in {**theirs, **mine}
-                if theirs.get(key) != mine.get(key)
+                if key != "data" and theirs.get(key) != mine.get(key)
             ]
+            if theirs.get("data") != index.fingerprint:
+                now = "is the same, with other contents" if before == str(index) else f"is {index}"
+                changed.append(f"data was {before} and {now}")
             if changed:
                 raise ConfigError(
                     f"run {self.config.name!r} in {self.config.storage} began with other settings: "

@@ -126,7 +126,7 @@ class Fit:
     @classmethod
     def of(cls, module: torch.nn.Module, commit: Commit, skeleton: bytes) -> Fit:
         """CheckpointError if the commit does not hold the weights of a model."""
-        shapes = empty_tensors(commit, {MODEL}, "meta")
+        shapes = empty_tensors(commit, {MODEL})
         theirs: Any = state_of(commit, skeleton, shapes, {MODEL})[MODEL]
         if not isinstance(theirs, dict) or not all(isinstance(name, str) for name in theirs):
             raise CheckpointError(f"{commit.key} does not hold the weights of a model")

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from zlib_ng import zlib_ng
 
+from elastic_ddp import host_memory
 from elastic_ddp.checkpoint.commits import (
     MAX_BLOCK_BYTES,
     MAX_MANIFEST_BYTES,
@@ -67,7 +68,7 @@ class Piece:
 
     def empty(self) -> memoryview:
         """As many bytes as it has."""
-        return memoryview(bytearray(self.end - self.start))
+        return host_memory.empty_bytes(self.end - self.start)
 
 
 def pieces_of(commit: Commit, names: Iterable[str]) -> list[Piece]:
@@ -209,7 +210,7 @@ def state_to_fill(
         CheckpointError: there can be no such tensors.
         ConfigError: this machine has not the memory for them.
     """
-    whole = empty_tensors(commit, components, "meta")
+    whole = empty_tensors(commit, components)
     likes = {name: like for name in whole if (like := layout(name)) is not None and like.shape == whole[name].shape}
     parts = {name: local_part(name, likes.get(name, tensor)) for name, tensor in whole.items()}
     wanted = [commit.tensors[name] for name in whole]
@@ -219,24 +220,22 @@ def state_to_fill(
     held = sum(part.numel() * whole[name].element_size() for name, (part, _) in parts.items())
     _check_room(commit, held + waiting)
     targets = {
-        name: (commit.tensors[name], torch.empty(part.shape, dtype=whole[name].dtype), origin)
+        name: (commit.tensors[name], host_memory.empty(part.shape, whole[name].dtype), origin)
         for name, (part, origin) in parts.items()
     }
     tensors = {name: laid_out(target, likes.get(name, target)) for name, (_, target, _) in targets.items()}
     return tensors, Targets(targets)
 
 
-def empty_tensors(
-    commit: Commit, components: Collection[str] | None = None, device: str = "cpu"
-) -> dict[str, torch.Tensor]:
-    """The tensors of a commit, or of some components, without values.
+def empty_tensors(commit: Commit, components: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a commit, or of some components, on the meta device.
 
     Raises:
         CheckpointError: there can be no such tensors.
     """
     try:
         return {
-            name: torch.empty(each.shape, dtype=each.torch_dtype, device=device)
+            name: torch.empty(each.shape, dtype=each.torch_dtype, device="meta")
             for name, each in commit.tensors.items()
             if components is None or name.partition(".")[0] in components
         }

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 from zlib_ng import zlib_ng
 
+from elastic_ddp import host_memory
 from elastic_ddp.checkpoint.commits import (
     MAX_MANIFEST_BYTES,
     MAX_MANIFEST_VALUES,
@@ -169,9 +170,7 @@ class BlockWriter:
         sizes = [_end(blocks) for blocks in self._items]
         if [len(buffer) for buffer in self._buffers] != sizes:
             self._buffers, self._places = [], []  # before there are others
-            self._buffers = [
-                torch.zeros(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for size in sizes
-            ]
+            self._buffers = [_buffer(size) for size in sizes]
         self._places = [
             _place_in(buffer, item, start)
             for buffer, blocks in zip(self._buffers, self._items, strict=True)
@@ -323,6 +322,12 @@ def _packed(items: Iterable[WriteItem], object_bytes: int) -> list[list[tuple[Wr
 def _end(blocks: list[tuple[WriteItem, int]]) -> int:
     item, start = blocks[-1]
     return start + padded(num_bytes(item))
+
+
+def _buffer(size: int) -> torch.Tensor:
+    if torch.cuda.is_available():
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    return host_memory.empty([size], torch.uint8).zero_()
 
 
 def _place_in(buffer: torch.Tensor, item: WriteItem, start: int) -> torch.Tensor:

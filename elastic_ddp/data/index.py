@@ -73,6 +73,11 @@ class DatasetIndex:
         lines = [json.dumps([file.path, file.size, file.version]) for file in self.files]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
+    def __str__(self) -> str:
+        first, last = self.files[0], self.files[-1]
+        span = first.path if len(self.files) == 1 else f"{len(self.files):,} files from {first.path} to {last.path}"
+        return f"{self.num_rows:,} rows in {span} ({sum(file.size for file in self.files):,} bytes)"
+
     def to_bytes(self) -> bytes:
         """An Arrow stream of the row groups; files and schema are JSON in its metadata."""
         header = {

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic_ddp import host_memory
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.state import flatten, unflatten
@@ -55,7 +56,7 @@ def hand_over(
     received = json.loads(header.numpy().tobytes())
     if group.rank != source:
         tensors = {
-            key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (dtype, shape) in received["layout"].items()
+            key: host_memory.empty(shape, getattr(torch, dtype)) for key, (dtype, shape) in received["layout"].items()
         }
     chain.pass_all(_pieces(tensors))
     return None if group.rank == source else unflatten(received["skeleton"], tensors)

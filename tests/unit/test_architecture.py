@@ -34,7 +34,7 @@ LAYERS = (
     ("state", "storage", "seeding", "signals"),
     ("local_folder", "remote_folder"),
     ("s3",),
-    ("batching", "config", "failures"),
+    ("batching", "config", "failures", "host_memory"),
     ("errors",),
 )
 """Top to bottom. A module imports from its own part and from the layers below; parts of one layer do not know each

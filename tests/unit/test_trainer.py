@@ -11,7 +11,7 @@ import pytest
 
 from elastic_ddp import ElasticTrainer
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.errors import ConfigError
+from elastic_ddp.errors import ConfigError, DataError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.storage import Storage
 
@@ -34,6 +34,28 @@ def takes_a_run(run: Any, often: int = 3) -> None: ...
 def test_what_cannot_be_called_is_refused_at_once(train: Any, transform: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ElasticTrainer(train, "data", {}, transform=transform)
+
+
+def test_a_run_with_other_data_is_refused_with_what_both_are(tmp_path: Path) -> None:
+    settings = {"name": "run", "storage": str(tmp_path / "runs"), "global_batch_size": 8, "micro_batch_size": 8}
+    for name, rows in [("a", 64), ("b", 64), ("c", 1280)]:
+        pq.write_table(pa.table({"x": range(rows)}), tmp_path / f"{name}.parquet")
+
+    def fit(*names: str) -> None:
+        data = [str(tmp_path / f"{name}.parquet") for name in names]
+        ElasticTrainer(takes_a_run, data, {**settings, "steps": 20}).fit()
+
+    store = CheckpointStore(Storage(tmp_path / "runs").at("run").at(COMMITS), keep=1)
+    store.save({"user": {"step": 30}}, step=30, record={})
+    with pytest.raises(ConfigError, match="does not go back"):
+        fit("a", "b")
+    with pytest.raises(ConfigError, match=r"data was 128 rows in 2 files .*a.parquet.*b.parquet.* and is 1,280 rows"):
+        fit("c")
+    pq.write_table(pa.table({"x": range(64)}), tmp_path / "b.parquet")  # another time of its last change
+    with pytest.raises(DataError, match=r"b\.parquet"):
+        fit("a", "b")
+    with pytest.raises(ConfigError, match=r"data was 128 rows in .* is the same, with other contents"):
+        fit("a", "*b")
 
 
 def test_a_run_does_not_go_back(tmp_path: Path) -> None:
