@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples")]
 sys.path[:0] = FOLDERS
 
+from saves.state import TENSOR_KIB  # noqa: E402
+
 from elastic_ddp.checkpoint.reading import PARALLEL_PIECES, PIECE_BYTES  # noqa: E402
 from elastic_ddp.restoring import IN_FLIGHT  # noqa: E402
 
@@ -61,19 +63,19 @@ def ray_here() -> Iterator[None]:
 
 
 def measure(part: str, uri: str, options: argparse.Namespace) -> dict[str, Any]:
-    size_mib, rounds = options.size_mib, options.rounds
+    size_mib, tensor_kib, rounds = options.size_mib, options.tensor_kib, options.rounds
     if part == "held":
         from saves import held
 
         with ray_here():
-            results = held.measure(f"{uri}/held", size_mib=size_mib, rounds=rounds)
+            results = held.measure(f"{uri}/held", size_mib=size_mib, tensor_kib=tensor_kib, rounds=rounds)
         seconds = results["held_s"]
         results["ours_to"] = {name: ratios(seconds["ours"], seconds[name]) for name in seconds if name != "ours"}
         return results
     if part == "throughput":
         from saves import throughput
 
-        results = throughput.measure(f"{uri}/throughput", size_mib=size_mib, rounds=rounds)
+        results = throughput.measure(f"{uri}/throughput", size_mib=size_mib, tensor_kib=tensor_kib, rounds=rounds)
         for each in [*results["save"].values(), *results["restore"].values()]:
             each["ours_to"] = {name: ratios(each["ours"], each[name]) for name in ("bare", "whole") if name in each}
         return results
@@ -163,6 +165,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/checkpoint.json"))
     parser.add_argument("--parts", default=",".join(PARTS), help="which of them, with commas between")
     parser.add_argument("--size-mib", type=int, default=512, help="of the state")
+    parser.add_argument("--tensor-kib", type=int, default=TENSOR_KIB, help="of each tensor in it (held and throughput)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each side; medians are reported")
     parser.add_argument("--folder", help="where commits go that go to a disk; a temporary one by default")
     parser.add_argument("--s3", help="`ceph`, `moto`, or s3://bucket/folder: measure there, too")
@@ -176,6 +179,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "machine": {"cpus": os.cpu_count(), **{name: version(name) for name in ("torch", "ray", "s3fs")}},
         "size_mib": options.size_mib,
+        "tensor_kib": options.tensor_kib,
         "rounds": options.rounds,
         "stores": {},
     }

@@ -177,7 +177,7 @@ def sides(state: dict[str, Any], uri: str) -> dict[str, Side]:
 def take_turns(settings: dict[str, Any]) -> None:
     """On each rank; rank 0 writes down how long a step was held up, by side and round."""
     torch.set_num_threads(1)
-    state = make_state(settings["size_mib"])
+    state = make_state(settings["size_mib"], settings["tensor_kib"])
     all_sides = sides(state, settings["uri"])
     held: dict[str, list[float]] = {name: [] for name in all_sides}
     for step, name in turns([*all_sides], settings["rounds"] + 1):
@@ -193,14 +193,20 @@ def take_turns(settings: dict[str, Any]) -> None:
         Path(settings["output"]).write_text(json.dumps({"held_s": kept, "state_bytes": num_bytes(state)}))
 
 
-def measure(uri: str, *, size_mib: int, rounds: int) -> dict[str, Any]:
+def measure(uri: str, *, size_mib: int, tensor_kib: int, rounds: int) -> dict[str, Any]:
     """Seconds by side and round, and how large the state is."""
     filesystem, path = Storage(uri).at("ray").filesystem_and_path()
     with tempfile.TemporaryDirectory() as folder:
         output = f"{folder}/held.json"
         TorchTrainer(
             take_turns,
-            train_loop_config={"uri": uri, "size_mib": size_mib, "rounds": rounds, "output": output},
+            train_loop_config={
+                "uri": uri,
+                "size_mib": size_mib,
+                "tensor_kib": tensor_kib,
+                "rounds": rounds,
+                "output": output,
+            },
             torch_config=TorchConfig(backend="gloo"),
             scaling_config=ScalingConfig(num_workers=WORLD_SIZE, resources_per_worker={"CPU": 1}),
             run_config=RunConfig(

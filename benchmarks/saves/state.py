@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-TENSOR_MIB = 4
+TENSOR_KIB = 4096
 MIB = 1 << 20
 
 
-def make_state(size_mib: int) -> dict[str, Any]:
-    """Of some such size."""
+def make_state(size_mib: int, tensor_kib: int = TENSOR_KIB) -> dict[str, Any]:
+    """Of some such size, in tensors of this one."""
     generator = torch.Generator().manual_seed(0)
     weights = {
-        f"blocks.{number}.weight": torch.randn(1024, TENSOR_MIB * 256, generator=generator)
-        for number in range(max(1, size_mib // (3 * TENSOR_MIB)))
+        f"blocks.{number}.weight": torch.randn(256, tensor_kib, generator=generator)
+        for number in range(max(1, size_mib * 1024 // (3 * tensor_kib)))
     }
     return {
         "model": weights,

@@ -13,6 +13,7 @@ from typing import Any
 
 from elastic_ddp.checkpoint.saving import Save, Saver
 from elastic_ddp.checkpoint.store import CheckpointStore
+from elastic_ddp.host_memory import empty_bytes
 from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
 from elastic_ddp.storage import Storage
 
@@ -141,15 +142,15 @@ class Bare:
             file.write(data)
             os.fsync(file.fileno())
 
-    def get(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | bytearray]:
+    def get(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | memoryview]:
         """All of it, in memory."""
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             return list(pool.map(lambda each: self._get(*each), ranges))
 
-    def _get(self, key: str, start: int, end: int) -> bytes | bytearray:
+    def _get(self, key: str, start: int, end: int) -> bytes | memoryview:
         if self._is_s3:
             return self._fs.cat_file(f"{self._base}/{key}", start=start, end=end)
-        data = bytearray(end - start)
+        data = empty_bytes(end - start)  # as a restore has it
         with open(f"{self._base}/{key}", "rb", buffering=0) as file:
             file.seek(start)
             assert file.readinto(data) == len(data)

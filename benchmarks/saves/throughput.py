@@ -53,9 +53,9 @@ def timed(action: Any) -> float:
     return time.perf_counter() - begin
 
 
-def save_in_turns(group: ProcessGroup, uri: str, size_mib: int, rounds: int) -> dict[str, Any]:
+def save_in_turns(group: ProcessGroup, uri: str, size_mib: int, tensor_kib: int, rounds: int) -> dict[str, Any]:
     """MiB/s of saves and of bare puts by round; the first one of each is not counted."""
-    state = make_state(size_mib)
+    state = make_state(size_mib, tensor_kib)
     share = bytearray(num_bytes(state) // group.world_size)
     for place in range(0, len(share), 4096):  # no zeros, which a disk may not write
         share[place : place + 8] = place.to_bytes(8, "little")
@@ -118,9 +118,9 @@ def restore_in_turns(group: ProcessGroup, folder: str, rounds: int) -> dict[str,
     }
 
 
-def measure(uri: str, *, size_mib: int, rounds: int) -> dict[str, Any]:
+def measure(uri: str, *, size_mib: int, tensor_kib: int, rounds: int) -> dict[str, Any]:
     """By world size."""
-    saves = {size: run_ranks(size, save_in_turns, uri, size_mib, rounds)[0] for size in SAVES_ON}
+    saves = {size: run_ranks(size, save_in_turns, uri, size_mib, tensor_kib, rounds)[0] for size in SAVES_ON}
     restores = {}
     for size in RESTORES_ON:
         results = run_ranks(size, restore_in_turns, f"{uri}/saved-by-{SAVES_ON[-1]}", rounds)
