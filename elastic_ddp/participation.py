@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from elastic_ddp.elastic.assembly import PREPARE_S
 from elastic_ddp.elastic.hang import STORING
 from elastic_ddp.elastic.messages import Prospect
-from elastic_ddp.errors import PeerLostError, WorkersLostError, described
+from elastic_ddp.errors import PeerLostError, StorageError, WorkersLostError, described
 from elastic_ddp.generation import Generation, feeds_of, micro_batches_of, strategy_of
 from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
 from elastic_ddp.parallel.store import StoreConnection
@@ -72,6 +72,8 @@ class Participation:
         self._preparing_since: float | None = None
         """Since when this worker gets ready for another generation."""
         self._was_first = False
+        self._broken = 0
+        """Times that a generation of the same workers has broken while it formed."""
 
     def join(self, lost: str | None = None, *, amid: str | None = None) -> Generation:
         """Gets into the next generation in which steps are made, formed again if a peer is lost while it forms.
@@ -88,10 +90,10 @@ class Participation:
         if not self.holds_state:
             # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that
             # has been imported and built, and next to nothing among what is new since now.
+            gc.unfreeze()  # where the user's function has begun again: what it had built is garbage now, and large
             gc.collect()
             gc.freeze()
-        attempt = 0
-        while attempt < FORMED_AGAIN:
+        while self._broken < FORMED_AGAIN:
             if self._state.is_half_changed:
                 text = "a peer was lost while step %d changed the state (%s): the training function begins again"
                 _log.warning(text, self._state.position.step, lost)
@@ -110,12 +112,13 @@ class Participation:
                 while_waiting=self._read_ahead,
             )
             lost = None
-            attempt = attempt + 1 if assignment.again else 0
+            self._broken = self._broken + 1 if assignment.again else 0
             try:
-                self.generation = generation = self._open(assignment, attempt)
+                self.generation = generation = self._open(assignment, self._broken)
                 if assignment.amid:
                     self._compare_tasks(generation, amid)
                 if not assignment.brief:
+                    self._broken = 0
                     return generation
                 self._hand_on(generation)
             except BaseException as error:
@@ -134,6 +137,7 @@ class Participation:
     def follow(self, before: Participation) -> None:
         """This one begins where that of the same worker before it ended."""
         self.account, self._lost, self._was_first = before.account, before._lost, before._was_first
+        self._broken = before._broken
 
     def warm_up(self) -> Rehearsal | None:
         """What nobody is to wait for when this worker joins for the first time: all that is slow the first time in a
@@ -216,9 +220,13 @@ class Participation:
         self.tasks.compare(wanted, everyone)
 
     def _hand_on(self, generation: Generation) -> None:
-        """In a brief generation, whoever was to get the state has it now. If that was nobody, it is committed."""
+        """In a brief generation, whoever was to get the state has it now. If that was nobody, it is committed; what
+        the storage fails of is counted, and no end of a run that has the state in memory."""
         if not generation.group.assignment.receivers:
-            self.commit()
+            try:
+                self.commit()
+            except StorageError as error:
+                _log.warning("the state of those who go is not durable: %s", described(error))
         lost = self.leave(intact=True, reason=HANDED_ON)
         if lost is not None:
             raise PeerLostError(lost)

@@ -18,11 +18,11 @@ from elastic_ddp.generation import Generation
 from elastic_ddp.job import Job, has_commits
 from elastic_ddp.parallel.prepared import PreparedModel, ShardBy, units_of
 from elastic_ddp.parallel.process_group import is_lost_peer
-from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation
+from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation, TrainAgain
 from elastic_ddp.rehearsal import Rehearsal
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
-from elastic_ddp.telemetry.account import CHANGED
+from elastic_ddp.telemetry.account import CHANGED, UNMADE
 from elastic_ddp.together import NotTogetherError
 from elastic_ddp.train_state import Position, Stateful, TrainState, check_model
 from elastic_ddp.weights import Weights
@@ -177,7 +177,7 @@ class Run:
                         yield self._rehearsal
                         self._rehearsal = None
                 generation = part.join(lost)
-                self._losses = self._losses if generation.group.assignment.again else 0
+                self._forget_losses(generation)
             if self.position.step >= self._job.total_steps:
                 return
             self._step = self._next_step(generation)
@@ -190,17 +190,30 @@ class Run:
                 # Steps before it may be made once more, from a commit.
                 self._losses = self._losses if step.index < self._lost_step else 0
                 continue
-            self._losses = self._losses + 1 if step.index >= self._lost_step else 1
-            self._lost_step = step.index
+            self._count_loss(step.index)
             if part.generation is generation or self._state.is_half_changed:
                 part.account.lost(in_step=True)
                 part.leave(intact=False)
-            if self._losses == LOSSES_IN_A_ROW:
-                raise WorkersLostError(
-                    f"step {step.index} was lost {LOSSES_IN_A_ROW} times in a row by the same workers, none of which "
-                    f"died, so it is not tried again. The last time: {lost}. If a rank needs longer than others in it, "
-                    "raise collective_timeout_s"
-                )
+            elif part.generation is not None:  # an evaluation after the step has got into another
+                self._forget_losses(part.generation)
+            self._check_losses(step.index, lost)
+
+    def _count_loss(self, index: int) -> None:
+        """A step lost a peer."""
+        self._losses = self._losses + 1 if index >= self._lost_step else 1
+        self._lost_step = index
+
+    def _forget_losses(self, generation: Generation) -> None:
+        """Unless a generation is formed by the workers of the one before, none of which has died."""
+        self._losses = self._losses if generation.group.assignment.again else 0
+
+    def _check_losses(self, index: int, lost: str | None) -> None:
+        if self._losses >= LOSSES_IN_A_ROW:
+            raise WorkersLostError(
+                f"step {index} was lost {LOSSES_IN_A_ROW} times in a row by the same workers, none of which died, so "
+                f"it is not tried again. The last time: {lost}. If a rank needs longer than others in it, raise "
+                "collective_timeout_s"
+            )
 
     def evaluate(
         self,
@@ -374,15 +387,21 @@ class Run:
     # The end.
 
     def finish(self) -> dict[str, Any]:
-        """After the user's function: the last commit, and what the summary says of the run. Every rank calls it."""
+        """After the user's function: the last commit, and what the summary says of the run. Every rank calls it.
+
+        Raises:
+            TrainAgain: the loop ended with a step that lost a peer, and that nobody has made: it is still to be made.
+        """
         part = self._participation
         if part.generation is None:
             raise ConfigError("the training function returned without looping over run.steps(); nothing was trained")
-        lost = None
+        lost = unmade = None
         step, self._step = self._step, None  # a loop that ended early left it open
         if step is not None and (step.generation is part.generation or self._state.is_half_changed):
             if step.lost is not None:
-                lost = step.lost
+                lost, unmade = step.lost, step.index
+                self._count_loss(step.index)
+                self._check_losses(step.index, lost)
             elif step.agreed is not None:
                 lost = self._end_step(step, goes_on=False)
         part.tasks.end_steps()
@@ -393,6 +412,9 @@ class Run:
                 "depends on the rank, the host or the time, or uses a nondeterministic operation"
             )
         part.together("the last commit", self._commit_the_end)
+        if self.position.step == unmade:
+            part.leave(intact=True, reason=UNMADE)
+            raise TrainAgain
         return {"weights_sha256": everyone[0], **self.progress()}
 
     def _compare(self, generation: Generation) -> list[str]:

@@ -300,13 +300,19 @@ class Assembly:
             how = f"it hung in '{places[member]}' for {silent_s:g} s (hang_timeout_s) while others waited for it"
             self.membership.lose(member, how)
             self.record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
-        if not culprits and all(place in WAITING for place in places.values()):
+        are_waiting = all(place in WAITING for place in places.values())
+        are_storing = not are_waiting and all(place in (*WAITING, STORING) for place in places.values())
+        # Some of them may wait for others where nobody can tell: within a forward that gathers parameters, or that has
+        # a collective of the user's own. Cut off, they come to the rendezvous, and those who hang do not.
+        may_be_waiting = len(places) > 1 and self.membership.loss is None and not are_storing
+        if not culprits and (are_waiting or may_be_waiting):
+            where = ", ".join(sorted(set(places.values())))
             self.membership.loss = (
-                f"no collective was completed for {silent_s:g} s (hang_timeout_s), and nobody is to blame; the "
+                f"nobody got anywhere for {silent_s:g} s (hang_timeout_s), in '{where}', and nobody is to blame; the "
                 "ledger's 'stacks' events say where everybody was. Raise hang_timeout_s if a step may take longer"
             )
             self.record("worker_lost", generation=generation, reported_by=None, error=self.membership.loss)
-        elif not culprits and all(place in (*WAITING, STORING) for place in places.values()):
+        elif not culprits and are_storing:
             self.end(
                 {
                     "status": "failed",

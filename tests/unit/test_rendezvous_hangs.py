@@ -60,7 +60,10 @@ def test_a_collective_that_nobody_completes_is_tried_again(play: Play, monkeypat
     play(scenario, hang_options(0.3))
 
 
-def test_a_function_in_which_all_workers_are_stuck_ends_the_run(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_workers_that_seem_to_be_stuck_in_a_forward_those_who_are_cut_off_go_on(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With FSDP a forward waits for the others, to gather parameters."""
     monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.1)
 
     async def scenario(rendezvous: Rendezvous) -> None:
@@ -68,9 +71,39 @@ def test_a_function_in_which_all_workers_are_stuck_ends_the_run(play: Play, monk
         await started(rendezvous)
         for rank in (0, 1):
             await rendezvous.listen(member("a", rank), 1, None, where(7, "forward"))
+        while not (await rendezvous.listen(member("a", 0), 1, None, where(7, "forward"))).broken:
+            await asyncio.sleep(0)
+        at = where(8, "rendezvous")
+        await rendezvous.listen(member("a", 0), 1, None, at)
+        assert isinstance(await joined(rendezvous, member("a", 0), 1, 5), Assignment)
+        first, second = await events_of(rendezvous, "hang")
+        assert (first["culprits"], second["culprits"]) == ([], ["a1"])
+        assert list((await rendezvous.supervise(["a0", "a1"], 0, {})).lost) == ["a1"]  # type: ignore[union-attr]
+
+    play(scenario, hang_options(0.3))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_function_in_which_all_workers_are_stuck_ends_the_run(
+    play: Play, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.1)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.pulse_address()
+        await started(rendezvous, size=num_workers)
+
+        async def stays(rank: int) -> None:
+            while True:
+                await rendezvous.listen(member("a", rank), 1, None, where(7, "forward"))
+                await asyncio.sleep(0)
+
+        workers = [asyncio.create_task(stays(rank)) for rank in range(num_workers)]
         news = await rendezvous.follow(10_000)
         while news.outcome is None:
             news = await rendezvous.follow(10_000)
+        for each in workers:
+            each.cancel()
         assert news.outcome["status"] == "failed"
         assert "all workers have been in 'forward' for 0.3 s (hang_timeout_s)" in news.outcome["error"]
 
