@@ -295,7 +295,7 @@ class Commits:
         if (reason := self._link.why_not_commit(generation)) is not None:
             raise PeerLostError(reason)
         with self._storage.at_work():
-            driver = holder(self._job.storage)
+            driver = holder(PatientStorage(self._job.storage))
         if driver is not None and driver.session != self._job.session:
             raise DriverReplacedError(
                 f"run {self._job.config.name!r} was taken over by another driver: {driver}. Nothing of this one is "

@@ -21,6 +21,11 @@ _CANNOT_SYNC = frozenset({errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOSYS,
 what was written may be gone after a crash."""
 
 
+def is_temporary(key: str) -> bool:
+    """Whether a file is no object yet."""
+    return key.rpartition("/")[2].startswith(TEMPORARY)
+
+
 class LocalFolder:
     """A directory, without fsspec: it neither syncs nor creates exclusively."""
 
@@ -102,9 +107,15 @@ class LocalFolder:
                 (self._path / prefix).parent.rmdir()
 
     def uploads(self, prefix: str) -> list[Upload]:
-        return []
+        """Files that are no objects yet."""
+        files = (each for each in self._files(prefix) if each[0].name.startswith(TEMPORARY))
+        return [
+            Upload(path.relative_to(self._path).as_posix(), path.name, status.st_mtime, status.st_size)
+            for path, status in files
+        ]
 
-    def abort(self, upload: Upload) -> None: ...
+    def abort(self, upload: Upload) -> None:
+        self.delete(upload.key)
 
     def at(self, name: str) -> LocalFolder:
         return LocalFolder(self._path / name)

@@ -23,6 +23,8 @@ class Upload:
     id: str
     begun: float
     """In seconds since 1970, by the server's clock."""
+    num_bytes: int = 0
+    """That are there of it; S3 does not say."""
 
 
 def uploads_on_s3(fs: Any, base: str, folder: str) -> list[Upload]:

@@ -251,6 +251,8 @@ def _decode(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
         case "deque":
             return deque(_items(body, tensors, depth), node["maxlen"])
         case "ndarray":  # not copied: a skeleton may name a tensor again and again
+            if tensors[body].is_meta:  # nor is there anything, where only names and shapes are looked at
+                return np.broadcast_to(np.zeros((), _numpy_dtype(node["dtype"])), node["shape"])
             raw = tensors[body].detach().cpu().reshape(-1).view(torch.uint8).numpy()
             return raw.view(_numpy_dtype(node["dtype"])).reshape(node["shape"])
         case "numpy_scalar":

@@ -129,7 +129,8 @@ class Storage:
 
     def uploads(self, prefix: str = "") -> Sequence[Upload]:
         """Uploads of objects below the folder `prefix` whose writers have not finished them, and may have died: on S3
-        what was sent of them stays until they are aborted, and is paid for. Other storages have none to see to."""
+        what was sent of them stays until they are aborted, and is paid for, and so does a file of a local folder that
+        is no object yet. Other storages have none to see to."""
         folder = prefix.rstrip("/")
         with self._errors("list the uploads to", prefix):
             return self._folder.uploads(f"{_checked(folder)}/" if folder else "")

@@ -171,15 +171,13 @@ class TrainState:
                         f"{sorted(things)}; prepare and register the same things in the same order, or use another name"
                     )
             for place, optimizer in enumerate(self.optimizers):
-                saved = state["optimizer"][str(place)]["param_groups"]
-                for group, own in zip(saved, optimizer.param_groups, strict=False):
-                    _check_keys("optimizer", optimizer, group, own)
+                _check_optimizer(optimizer, state["optimizer"][str(place)])
             for place, scheduler in enumerate(self.schedulers):
                 _check_scheduler(scheduler, state["scheduler"][str(place)])
             self.module.load_state_dict(state["model"])
             buffers = dict(self.module.named_buffers())
             for name, value in state["buffers"].items():
-                buffers[name].copy_(value)
+                _load_buffer(name, buffers[name], value)
             for kind, things in expected.items():
                 for key, thing in things.items():
                     thing.load_state_dict(state[kind][key])
@@ -197,15 +195,34 @@ class TrainState:
         return weights_sha256((name, whole(each)) for name, each in tensors)
 
 
+def _load_buffer(name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
+    if buffer.shape != value.shape:
+        raise ValueError(f"the buffer {name} has the shape {tuple(value.shape)} there and {tuple(buffer.shape)} here")
+    if not torch.equal(buffer, value.to(buffer.device)):  # one that is expanded cannot be written, and need not be
+        buffer.copy_(value)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """CheckpointError where the state is of another of torch's kinds of optimizer. One of somebody else's may get
+    settings when it steps."""
+    if _is_torchs(optimizer):
+        for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+            _check_keys("optimizer", optimizer, group, own)
+
+
 def _check_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler, saved: Mapping[str, Any]) -> None:
     """CheckpointError where loading would set what is no state: schedulers take whatever there is as their attributes,
     in the place of their methods, too."""
     own = set(scheduler.state_dict())
-    if not type(scheduler).__module__.startswith("torch."):  # a user's may get attributes when it steps
+    if not _is_torchs(scheduler):  # a user's may get attributes when it steps
         own |= {name for name in saved if not hasattr(scheduler, name)}
     _check_keys("scheduler", scheduler, saved, own)
     for inner, each in zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False):
         _check_scheduler(inner, each)
+
+
+def _is_torchs(thing: object) -> bool:
+    return type(thing).__module__.startswith("torch.")
 
 
 def _check_keys(kind: str, thing: Any, saved: Mapping[str, Any], own: Collection[str]) -> None:

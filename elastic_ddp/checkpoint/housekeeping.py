@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from elastic_ddp.checkpoint.commits import Commit, attempt_of, committed_steps, manifest_key
 from elastic_ddp.checkpoint.reading import read_manifest
 from elastic_ddp.checkpoint.retention import Measurement, Retention, kept, measurements, removable
 from elastic_ddp.errors import CheckpointError, StorageError
+from elastic_ddp.local_folder import is_temporary
+from elastic_ddp.s3 import Upload
 from elastic_ddp.storage import CLOCK, Storage
 
 _log = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ class Housekeeping:
             StorageError: the storage failed; what is left goes with the next commit.
             Exception: what the fence raises.
         """
+        uploads = unfinished(storage)
         sizes = storage.sizes()
         # Asked after the listing: if nobody has replaced this saver, and its generation goes on, nothing in that is of
         # a generation that came after it. So of attempts that no manifest stands for, those of earlier steps are dead:
@@ -49,10 +52,11 @@ class Housekeeping:
             storage, steps, read, sizes
         )
         staying = kept(steps, self._known, self._retention)
-        going = removable(sizes, staying, read, newest=newest.step, dead_before=newest.step)
+        keys = [*sizes, *(each.key for each in uploads)]
+        going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
         remove(storage, going.manifests, [*going.dead, *clocks(sizes)])
         remove(storage, [], older_than(ORPHAN_AGE_S, storage, going.orphans))
-        abort_uploads(ORPHAN_AGE_S, storage)
+        abort_uploads(ORPHAN_AGE_S, storage, uploads, going.dead)
 
     def _read_last(
         self, storage: Storage, newest: Commit, steps: Iterable[int], sizes: Mapping[str, int]
@@ -120,14 +124,26 @@ def clocks(keys: Iterable[str]) -> list[str]:
     return sorted({key.partition("/")[0] for key in keys if key.startswith(CLOCK)})
 
 
-def abort_uploads(age_s: float, storage: Storage) -> None:
-    """Has what was sent removed of objects of attempts whose writers died so long ago. A storage may not let this user
-    do that, and nothing depends on it."""
+def unfinished(storage: Storage) -> Sequence[Upload]:
+    """Objects that nobody has finished writing. A storage may not let this user ask for them, and nothing depends on
+    it."""
     try:
-        uploads = [each for each in storage.uploads() if attempt_of(each.key) is not None]
+        return storage.uploads()
+    except StorageError as error:
+        _log.debug("uploads that nobody finished are not known: %s", error)
+        return []
+
+
+def abort_uploads(age_s: float, storage: Storage, uploads: Sequence[Upload], dead: Collection[str] = ()) -> None:
+    """Has what was written removed of objects of dead attempts, and of others whose writers died so long ago, but for
+    what is none of a run's. A storage may not let this user do that, either."""
+    try:
         now = storage.now() if uploads else 0.0
         for each in uploads:
-            if now - each.begun > age_s:
+            attempt = attempt_of(each.key)
+            if attempt is None and not is_temporary(each.key):
+                continue
+            if now - each.begun > age_s or (attempt is not None and attempt[1] in dead):
                 storage.abort(each)
     except StorageError as error:
         _log.debug("uploads that nobody finished are left: %s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -73,7 +74,8 @@ class Wrapped(Storage):
 
 class PatientStorage(Wrapped):
     """The same folder, where what fails is tried again for some time, after pauses that grow, unless time does not mend
-    it. What is to be created or removed is not: `Storage.create` sees to itself, and what is left can be removed later.
+    it. What is to be removed is not: it can be later. What is to be created and is there may be our own, of a try whose
+    answer was lost: that the caller has to see.
 
     Args:
         storage: the folder.
@@ -108,8 +110,14 @@ class PatientStorage(Wrapped):
                 self._worked_s += min(time.monotonic() - self._begun_at.pop(operation), OPERATION_S)
 
     def create(self, key: str, data: bytes, *, before_again: Callable[[], None] = lambda: None) -> None:
-        with self.at_work():
+        tries = itertools.count()
+
+        def attempt() -> None:
+            if next(tries):
+                before_again()
             self._storage.create(key, data, before_again=before_again)
+
+        self._do(attempt)
 
     def delete(self, key: str) -> None:
         with self.at_work():

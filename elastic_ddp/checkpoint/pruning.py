@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ddp.checkpoint.commits import attempt_of, attempt_prefix, committed_steps, set_aside, step_of_attempt
-from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S, abort_uploads, clocks, complete_commit, older_than, remove
+from elastic_ddp.checkpoint.housekeeping import (
+    ORPHAN_AGE_S,
+    abort_uploads,
+    clocks,
+    complete_commit,
+    older_than,
+    remove,
+    unfinished,
+)
 from elastic_ddp.checkpoint.retention import Retention, kept, measurements, removable
 from elastic_ddp.storage import Storage
 
@@ -40,6 +48,7 @@ def removals(
     Raises:
         StorageError: the storage failed.
     """
+    uploads = unfinished(storage)
     sizes = storage.sizes()
     steps = committed_steps(sizes)
     complete = {step: commit for step in steps if (commit := complete_commit(storage, step, sizes)) is not None}
@@ -49,9 +58,10 @@ def removals(
         measured = {step: measurements(commit.record).get(metric) for step, commit in complete.items()}
         staying = kept(steps, measured, retention)
     aside = {key: each for key in sizes if (each := set_aside(key)) is not None} if with_set_aside else {}
-    going = removable(sizes.keys() - aside.keys(), staying, complete.values(), newest=max(steps, default=0))
+    keys = [*(sizes.keys() - aside.keys()), *(each.key for each in uploads)]
+    going = removable(keys, staying, complete.values(), newest=max(steps, default=0))
     num_bytes = Counter[str]()
-    for key, size in sizes.items():
+    for key, size in [*sizes.items(), *((each.key, each.num_bytes) for each in uploads)]:
         belongs = attempt_of(key)
         num_bytes[belongs[1] if belongs is not None else key] += size
 
@@ -82,4 +92,4 @@ def prune(storage: Storage, chosen: list[Removal], *, orphan_age_s: float = ORPH
     manifests = [each.manifest for each in chosen if each.manifest is not None]
     folders = [folder for each in chosen for folder in each.folders]
     remove(storage, manifests, [*folders, *clocks(storage.list())])
-    abort_uploads(orphan_age_s, storage)
+    abort_uploads(orphan_age_s, storage, unfinished(storage))

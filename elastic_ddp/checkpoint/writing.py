@@ -64,6 +64,8 @@ class Part(BaseModel):
     """Their `object` is a place among this part's."""
     state: Skeleton | None = None
     """From rank 0."""
+    bytes_of_rank_0: int = 0
+    """Of tensors that rank 0 writes for all, as this rank has them: shares depend on that."""
 
 
 class StateWriter:
@@ -79,7 +81,7 @@ class StateWriter:
         self._planner = BlockPlanner()
         self._skeleton = b""
         self._share: tuple[Any, SavePlan] | None = None
-        self._rank = 0
+        self._rank = self._bytes_of_rank_0 = 0
         self.names: frozenset[str] = frozenset()
         """Of all tensors in the state that was staged last."""
 
@@ -107,6 +109,7 @@ class StateWriter:
         """
         skeletons, tensors = flattened(state)
         self._rank, self.names = rank, frozenset(tensors)
+        self._bytes_of_rank_0 = sum(each.nbytes for name, each in tensors.items() if self._is_for_rank_0(name))
         self._skeleton = _encoded(skeletons) if rank == 0 else b""
         self._planner.set_up_planner(tensors)
         kind = rank, world_size, *_kinds_of(tensors)
@@ -115,7 +118,7 @@ class StateWriter:
                 self._planner,
                 rank=rank,
                 world_size=world_size,
-                is_for_rank_0=lambda name: name.partition(".")[0] in self._of_rank_0,
+                is_for_rank_0=self._is_for_rank_0,
             )
             _check_manifest(tensors, self._planner.num_blocks)
             self._share = kind, share
@@ -129,12 +132,16 @@ class StateWriter:
             StorageError: the storage failed.
         """
         part = self._blocks.write(storage, prefix, str(self._rank))
+        part = part.model_copy(update={"bytes_of_rank_0": self._bytes_of_rank_0})
         if self._rank != 0:
             return part
         key = f"{prefix}/{SKELETON}"
         storage.write(key, self._skeleton)
         state = Skeleton(key=key, size=len(self._skeleton), crc32=zlib_ng.crc32(self._skeleton))
         return part.model_copy(update={"state": state})
+
+    def _is_for_rank_0(self, name: str) -> bool:
+        return name.partition(".")[0] in self._of_rank_0
 
 
 class BlockWriter:
@@ -217,6 +224,13 @@ def put_together(
     Raises:
         CheckpointError: something is missing, or was written twice.
     """
+    parts = list(parts)
+    sizes = [part.bytes_of_rank_0 for part in parts]
+    if other := next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None):
+        raise CheckpointError(
+            f"state that rank 0 writes for all has {sizes[0]} bytes of tensors there and {sizes[other]} on rank "
+            f"{other}; keep what is given to run.register the same on every rank, or out of tensors and arrays"
+        )
     objects: list[StoredObject] = []
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     blocks: dict[str, list[StoredBlock]] = {}

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit, stalls
+from elastic_ddp.checkpoint import CheckpointStore, Commit, patience, stalls
 from elastic_ddp.checkpoint.saving import RankLostError
 from elastic_ddp.errors import DriverReplacedError, PeerLostError, StorageError
 from elastic_ddp.job import COMMITS
@@ -103,6 +103,24 @@ def test_workers_of_a_driver_that_was_replaced_commit_nothing(new_run: NewRun, t
             train(run)
         assert not storage.list(COMMITS), "nothing is left of what it wrote"
     assert link_of(run).steps_of("commit") == []
+
+
+def test_a_driver_that_cannot_be_read_once_costs_no_commit(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.01)
+    run, whole, failed = new_run(), Storage.sizes, []
+
+    def fails_once(self: Storage, prefix: str = "") -> dict[str, int]:
+        if prefix.startswith("driver") and not failed:
+            failed.append(prefix)
+            raise StorageError("503 SlowDown")
+        return whole(self, prefix)
+
+    monkeypatch.setattr(Storage, "sizes", fails_once)
+    train(run)
+    assert failed and link_of(run).steps_of("commit") and not link_of(run).steps_of("commit_failed")
+    assert "tried again in 0.01 s: 503 SlowDown" in caplog.text
 
 
 def test_a_worker_that_was_presumed_dead_restores_and_sets_nothing_aside(new_run: NewRun, tmp_path: Path) -> None:

@@ -118,6 +118,51 @@ def test_a_state_of_no_run_is_refused(change: Callable[[dict[str, Any]], None], 
     assert all(isinstance(each.step, types.MethodType) for each in state.schedulers)
 
 
+class Counting(torch.optim.SGD):
+    """Gets a setting when it steps, as several optimizers outside of torch do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        return super().step(closure)
+
+
+def test_what_anothers_optimizer_has_since_its_first_step_comes_back() -> None:
+    def counting() -> TrainState:
+        state = TrainState(model=PreparedModel(Model(), device=torch.device("cpu"), bf16=False))
+        state.add_optimizer(Counting(state.module.parameters(), lr=0.1, momentum=0.9))
+        return state
+
+    before, after = counting(), counting()
+    for _ in range(2):
+        assert before.model is not None
+        before.model(torch.randn(4, 2)).sum().backward()
+        before.optimizers[0].step()
+    after.load_state_dict(before.state_dict())
+    assert after.optimizers[0].param_groups[0]["step"] == 2
+
+
+class Masked(Model):
+    """Has a buffer of which elements share their memory."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((1, 4), value).expand(4, 4), persistent=False)
+
+
+def test_a_buffer_that_cannot_be_written_is_as_it_was_or_does_not_fit() -> None:
+    def masked(value: float = 1.0) -> TrainState:
+        return TrainState(model=PreparedModel(Masked(value), device=torch.device("cpu"), bf16=False))
+
+    saved = masked().state_dict()
+    masked().load_state_dict(saved)
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        masked(2.0).load_state_dict(saved)
+    saved["buffers"]["passing"] = torch.ones(1)  # torch would spread it
+    with pytest.raises(CheckpointError, match=r"the buffer passing has the shape \(1,\) there and \(2,\) here"):
+        masked().load_state_dict(saved)
+
+
 class Warmup(StepLR):
     """A user's, with an attribute from its first step on."""
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +17,10 @@ import pytest
 from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
 from elastic_ddp.checkpoint.commits import attempt_prefix, manifest_key
 from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S
+from elastic_ddp.checkpoint.pruning import prune, removals
 from elastic_ddp.checkpoint.writing import StateWriter
 from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError
+from elastic_ddp.local_folder import TEMPORARY
 from elastic_ddp.storage import Storage
 from tests.unit.test_checkpoint import corrupt, keys_of
 
@@ -111,6 +116,58 @@ def test_a_bad_commit_is_not_kept_for_its_place(tmp_path: Path) -> None:
     for step in range(13, 19):
         save(CheckpointStore(storage, keep=keep), step, 0.5)
     assert steps_in(storage) == [10, 12, 16, 17, 18], "12 is the first that can be used, and the best"
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from elastic_ddp import local_folder
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.storage import Storage
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(local_folder.os, sys.argv[2], die)
+CheckpointStore(Storage(sys.argv[1]), keep=2).save({"model": {"w": torch.ones(1 << 16)}}, step=5, record={})
+"""
+
+
+def left_by_a_kill_before(function: str, folder: Path) -> list[Path]:
+    subprocess.run([sys.executable, "-c", KILLED, folder, function], check=False)
+    left = [path for path in folder.rglob("*") if path.name.startswith(TEMPORARY)]
+    assert left, "it was killed before an object was there"
+    return left
+
+
+def test_what_a_saver_on_a_disk_left_that_was_killed_before_any_object_was_there_goes(tmp_path: Path) -> None:
+    left_by_a_kill_before("replace", tmp_path)
+    storage = Storage(tmp_path)
+    assert storage.list() == [] and sum(each.num_bytes for each in storage.uploads()) >= 1 << 18
+    save(CheckpointStore(storage, keep=1), 6)
+    assert storage.uploads() == [] and storage.list("step=5") == []
+    assert not (tmp_path / "step=5").exists()
+
+
+def test_a_manifest_that_a_saver_did_not_finish_goes_when_it_is_old(tmp_path: Path) -> None:
+    [manifest] = left_by_a_kill_before("link", tmp_path)
+    assert manifest.parent.name == "commits"
+    store = CheckpointStore(Storage(tmp_path), keep=1)
+    save(store, 6)
+    assert manifest.exists(), "somebody may be writing it"
+    at = time.time() - ORPHAN_AGE_S - 60
+    os.utime(manifest, (at, at))
+    save(store, 7)
+    assert not manifest.exists()
+
+
+def test_prune_finds_what_a_saver_left_before_any_object_was_there(tmp_path: Path) -> None:
+    left_by_a_kill_before("replace", tmp_path)
+    storage = Storage(tmp_path)
+    [found] = removals(storage, None, orphan_age_s=0, with_set_aside=False)
+    assert (found.what, found.step) == ("orphan", 5) and found.num_bytes >= 1 << 18
+    prune(storage, [found], orphan_age_s=0)
+    assert storage.uploads() == [] and not (tmp_path / "step=5").exists()
 
 
 def test_an_orphan_of_a_later_step_goes_when_it_is_old_by_the_clock_of_the_storage(storage: Elsewhere) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,6 +120,33 @@ def test_a_run_that_has_commits_does_not_need_the_other_any_more(new_run: NewRun
     prepared(again)
     again.load_weights(str(tmp_path / "removed"))
     assert next(iter(again.steps())).index == 6
+
+
+class Binned(Model):
+    """Keeps an array with its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bins = np.zeros(0)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"bins": self.bins}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.bins = state["bins"]
+
+
+def test_an_array_beside_the_weights_comes_with_them(new_run: NewRun, tmp_path: Path) -> None:
+    before, after = Binned(), Binned()
+    before.bins = np.linspace(0, 1, 5)
+    store = CheckpointStore(Storage(tmp_path / "other").at(COMMITS), keep=1)
+    store.save({"model": before.state_dict()}, step=1, record={})
+    run = new_run()
+    model = run.prepare(after)
+    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    run.load_weights(str(tmp_path / "other"))
+    next(iter(run.steps()))
+    assert after.bins.tolist() == before.bins.tolist()
 
 
 def damage(uri: str) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import threading
+import uuid
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -219,6 +220,59 @@ def test_a_commit_whose_answer_was_lost_stands(tmp_path: Path) -> None:
     ranks.begin(2)
     assert isinstance(ranks.wait(), StorageError)
     assert restored_step(Storage(tmp_path)) == 2, "what its manifest lists is there"
+
+
+class AnswerLostOnce(Storage):
+    """Of the first object that is created."""
+
+    creates = 0
+
+    def create(self, key: str, data: bytes, **options: Any) -> None:
+        self.creates += 1
+        super().create(key, data, **options)
+        if self.creates == 1:
+            raise StorageError("connection reset")
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_a_commit_whose_answer_was_lost_once_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Also where the storage does not see to that itself, as it does on S3."""
+    monkeypatch.setattr("elastic_ddp.checkpoint.patience.FIRST_PAUSE_S", 0.01)
+    storage = AnswerLostOnce(tmp_path if kind == "disk" else f"memory://{uuid.uuid4().hex}")
+    fenced = []
+    ranks = Ranks(lambda rank: storage, 2, retry_s=60.0)
+    attempt = ranks.begin(2, fence=lambda: fenced.append(storage.creates))
+    outcome = ranks.wait()
+    assert isinstance(outcome, Commit) and outcome.attempt == attempt and restored_step(storage) == 2
+    assert fenced[:2] == [0, 1], "asked again before it is tried again"
+
+
+def test_whoever_may_not_commit_any_more_does_not_try_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.checkpoint.patience.FIRST_PAUSE_S", 0.01)
+
+    class Down(AnswerLostOnce):
+        def create(self, key: str, data: bytes, **options: Any) -> None:
+            self.creates += 1
+            raise StorageError("connection reset")
+
+    storage = Down(tmp_path)
+
+    def fence() -> None:
+        if storage.creates:
+            raise PeerLostError("generation 3 is over")
+
+    ranks = Ranks(lambda rank: storage, 1, retry_s=60.0)
+    ranks.begin(2, fence=fence)
+    assert isinstance(ranks.wait(), PeerLostError) and storage.creates == 1
+
+
+def test_registered_tensors_of_another_size_on_a_rank_are_refused_with_that(tmp_path: Path) -> None:
+    ranks = Ranks(lambda rank: Storage(tmp_path), 2)
+    attempt = ranks.begin(2, of=[0], state={"model": {"w": torch.ones(8)}, "user": {"log": torch.zeros(9)}})
+    ranks.begin(2, of=[1], attempt=attempt, state={"model": {"w": torch.ones(8)}, "user": {"log": torch.zeros(3)}})
+    outcome = ranks.wait()
+    assert isinstance(outcome, CheckpointError)
+    assert "has 36 bytes of tensors there and 12 on rank 1; keep what is given to run.register the same" in str(outcome)
 
 
 def test_a_state_that_cannot_be_kept_is_refused_at_once(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def check_next(uri: str, world_size: int, keep: int) -> None:
         left = [key for key in left if not key.startswith(("set-aside/", "step=3/"))]
         expected = [key for key in expected if not key.startswith("step=3/")]
     assert left == expected
+    assert [each for each in Storage(uri).uploads() if not each.key.startswith("set-aside/")] == []
 
 
 FAULTS = ["error before", "error after", "dies before", "dies after", "dies within", "lies", "twice", "calls before"]
