@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,29 @@ def test_a_sharded_run_goes_on_from_its_newest_commit_when_membership_changes(fo
         for member in each["members"]
     }
     assert len({pids[number, 0] for number in (1, 2, 3)}) == 1, "the process lives on"
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.chaos
+def test_a_worker_of_a_sharded_run_that_hangs_is_replaced(folder: Path) -> None:
+    """The other one waits for its part of the parameters in a forward, and seems to hang there, too."""
+    marker = folder / "hung"
+
+    def fault(run: ed.Run, step: int) -> None:
+        if run.rank == 1 and step == 17 and not marker.exists():
+            marker.touch()
+            threading.Event().wait()
+
+    calm, expected = fit(folder, "undisturbed", strategy="fsdp")
+    timeouts = {"hang_timeout_s": 8.0, "heartbeat_timeout_s": 8.0}
+    found, weights = fit(folder, "hangs", fault, strategy="fsdp", **timeouts)
+    assert marker.exists()
+    for key in ("status", "steps", "samples", "samples_sha256"):
+        assert found[key] == calm[key], key
+    assert_alike(weights, expected)
+    hangs = [each for each in read_ledger(Storage(str(folder / "runs")).at("hangs")) if each["event"] == "hang"]
+    assert [len(each["culprits"]) for each in hangs] in ([0, 1], [1]), "whom the other waited for, once that was known"
+    assert found["workers_lost"] == 1
 
 
 @pytest.mark.usefixtures("local_ray")
