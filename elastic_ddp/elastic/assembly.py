@@ -8,7 +8,7 @@ import os
 import time
 from typing import Any
 
-from elastic_ddp.elastic.hang import STORING, WAITING, HangWatch, Whereabouts
+from elastic_ddp.elastic.hang import MAY_BE_WAITING, STORING, WAITING, HangWatch, Whereabouts
 from elastic_ddp.elastic.journal import Journal
 from elastic_ddp.elastic.members import DRAIN, Arrival, Member, Notice
 from elastic_ddp.elastic.membership import LEFT, Membership
@@ -302,9 +302,12 @@ class Assembly:
             self.record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
         are_waiting = all(place in WAITING for place in places.values())
         are_storing = not are_waiting and all(place in (*WAITING, STORING) for place in places.values())
-        # Some of them may wait for others where nobody can tell: within a forward that gathers parameters, or that has
-        # a collective of the user's own. Cut off, they come to the rendezvous, and those who hang do not.
-        may_be_waiting = len(places) > 1 and self.membership.loss is None and not are_storing
+        # Cut off, those who wait come to the rendezvous, and those who hang do not.
+        may_be_waiting = (
+            len(places) > 1
+            and self.membership.loss is None
+            and any(place in MAY_BE_WAITING for place in places.values())
+        )
         if not culprits and (are_waiting or may_be_waiting):
             where = ", ".join(sorted(set(places.values())))
             self.membership.loss = (

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 WAITING = ("reduction", "rendezvous", "hand-over", "collective", "leaving", "shares")
 """Where a worker waits for its peers."""
+MAY_BE_WAITING = ("forward", "backward", "optimizer", "evaluation", "between steps")
+"""Where it may do so too, and nobody can tell: a forward gathers parameters, or the user has a collective there."""
 STORING = "commit"
 """Where it waits for its storage."""
 

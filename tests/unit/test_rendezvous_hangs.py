@@ -83,9 +83,9 @@ def test_of_workers_that_seem_to_be_stuck_in_a_forward_those_who_are_cut_off_go_
     play(scenario, hang_options(0.3))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(("num_workers", "place", "times"), [(1, "forward", 1), (2, "data", 1), (2, "forward", 2)])
 def test_a_function_in_which_all_workers_are_stuck_ends_the_run(
-    play: Play, monkeypatch: pytest.MonkeyPatch, num_workers: int
+    play: Play, monkeypatch: pytest.MonkeyPatch, num_workers: int, place: str, times: int
 ) -> None:
     monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.1)
 
@@ -95,17 +95,17 @@ def test_a_function_in_which_all_workers_are_stuck_ends_the_run(
 
         async def stays(rank: int) -> None:
             while True:
-                await rendezvous.listen(member("a", rank), 1, None, where(7, "forward"))
+                await rendezvous.listen(member("a", rank), 1, None, where(7, place))
                 await asyncio.sleep(0)
 
         workers = [asyncio.create_task(stays(rank)) for rank in range(num_workers)]
-        news = await rendezvous.follow(10_000)
-        while news.outcome is None:
-            news = await rendezvous.follow(10_000)
+        while (news := await rendezvous.follow(0)).outcome is None:
+            await asyncio.sleep(0.01)
         for each in workers:
             each.cancel()
         assert news.outcome["status"] == "failed"
-        assert "all workers have been in 'forward' for 0.3 s (hang_timeout_s)" in news.outcome["error"]
+        assert f"all workers have been in '{place}' for 0.3 s (hang_timeout_s)" in news.outcome["error"]
+        assert len([each for each in news.events if each["event"] == "hang"]) == times
 
     play(scenario, hang_options(0.3))
 
