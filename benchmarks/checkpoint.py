@@ -75,7 +75,9 @@ def measure(part: str, uri: str, options: argparse.Namespace) -> dict[str, Any]:
     if part == "throughput":
         from saves import throughput
 
-        results = throughput.measure(f"{uri}/throughput", size_mib=size_mib, tensor_kib=tensor_kib, rounds=rounds)
+        results = throughput.measure(
+            f"{uri}/throughput", size_mib=size_mib, tensor_kib=tensor_kib, rounds=rounds, limit_mibs=options.limit_mibs
+        )
         for each in [*results["save"].values(), *results["restore"].values()]:
             each["ours_to"] = {name: ratios(each["ours"], each[name]) for name in ("bare", "whole") if name in each}
         return results
@@ -166,6 +168,9 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="which of them, with commas between")
     parser.add_argument("--size-mib", type=int, default=512, help="of the state")
     parser.add_argument("--tensor-kib", type=int, default=TENSOR_KIB, help="of each tensor in it (held and throughput)")
+    parser.add_argument(
+        "--limit-mibs", type=float, help="MiB/s that a rank carries to or from the store at most (throughput)"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="turns of each side; medians are reported")
     parser.add_argument("--folder", help="where commits go that go to a disk; a temporary one by default")
     parser.add_argument("--s3", help="`ceph`, `moto`, or s3://bucket/folder: measure there, too")
@@ -181,6 +186,7 @@ def main() -> None:
         "size_mib": options.size_mib,
         "tensor_kib": options.tensor_kib,
         "rounds": options.rounds,
+        "limit_mibs": options.limit_mibs,
         "stores": {},
     }
     with ExitStack() as stack:

@@ -70,7 +70,7 @@ class Ours:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             address = [("127.0.0.1", self._store.port)]
         dist.broadcast_object_list(address)
-        self._saves = OurSaves(f"{uri}/ours", dist.get_rank(), WORLD_SIZE, address[0])
+        self._saves = OurSaves(Storage(f"{uri}/ours"), dist.get_rank(), WORLD_SIZE, address[0])
 
     def save(self, step: int) -> None:
         self._saves.begin(self._state, step)

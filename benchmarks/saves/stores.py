@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,12 +74,55 @@ def _moto() -> Iterator[str]:
         server.stop()
 
 
+class Limit:
+    """What a rank may carry to and from a store, as its network or the store would have it, at no cost of a processor.
+
+    Args:
+        mib_per_s: None for no limit.
+    """
+
+    def __init__(self, mib_per_s: float | None) -> None:
+        self._bytes_per_s = math.inf if mib_per_s is None else mib_per_s * (1 << 20)
+        self._lock, self._free_at = threading.Lock(), 0.0
+
+    def take(self, num_bytes: int) -> None:
+        """Returns when so many bytes would have been carried, behind those of other threads."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_s
+            wait_s = self._free_at - time.monotonic()
+        if wait_s > 0:
+            time.sleep(wait_s)
+
+
+class LimitedStorage(Storage):
+    """Counts what is read, within a limit."""
+
+    def __init__(self, uri: str, limit: Limit) -> None:
+        super().__init__(uri)
+        self._limit, self.num_bytes = limit, 0
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        self._limit.take(len(data))
+        super().write(key, data)
+
+    def read(self, key: str) -> bytes:
+        data = super().read(key)
+        self._limit.take(len(data))
+        self.num_bytes += len(data)
+        return data
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        self._limit.take(len(buffer))
+        count = super().read_into(key, start, buffer)
+        self.num_bytes += count  # from several threads: what one of them loses is noticed as less than the state
+        return count
+
+
 class OurSaves:
     """Saves of a run's rank, as the run makes them, to a folder of a storage."""
 
-    def __init__(self, uri: str, rank: int, world_size: int, store_address: tuple[str, int]) -> None:
+    def __init__(self, storage: Storage, rank: int, world_size: int, store_address: tuple[str, int]) -> None:
         self._rank, self._world_size = rank, world_size
-        storage = Storage(uri)
         self._saver = Saver(storage, CheckpointStore(storage, keep=1))
         self._mailbox = StoreMailbox(StoreConnection(), store_address, lambda: store_address, "saves")
         self._ended: list[Any] = []
@@ -118,8 +163,8 @@ class OurSaves:
 class Bare:
     """Puts and gets of whole buffers in parallel, and nothing else."""
 
-    def __init__(self, uri: str) -> None:
-        self._is_s3, self._uri = uri.startswith("s3://"), uri
+    def __init__(self, uri: str, limit: Limit) -> None:
+        self._is_s3, self._uri, self._limit = uri.startswith("s3://"), uri, limit
         if self._is_s3:
             from fsspec.core import url_to_fs
 
@@ -135,6 +180,7 @@ class Bare:
             list(pool.map(self._put, pieces.keys(), pieces.values()))
 
     def _put(self, key: str, data: memoryview) -> None:
+        self._limit.take(len(data))
         if self._is_s3:
             self._fs.pipe_file(f"{self._base}/{key}", bytes(data))
             return
@@ -148,6 +194,7 @@ class Bare:
             return list(pool.map(lambda each: self._get(*each), ranges))
 
     def _get(self, key: str, start: int, end: int) -> bytes | memoryview:
+        self._limit.take(end - start)
         if self._is_s3:
             return self._fs.cat_file(f"{self._base}/{key}", start=start, end=end)
         data = empty_bytes(end - start)  # as a restore has it

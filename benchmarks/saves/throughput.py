@@ -17,31 +17,14 @@ from elastic_ddp.checkpoint.commits import Commit
 from elastic_ddp.checkpoint.store import CheckpointStore
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import restore
-from elastic_ddp.storage import Storage
 from saves.state import MIB, make_state, num_bytes
-from saves.stores import PIECE_BYTES, Bare, OurSaves, forget
+from saves.stores import PIECE_BYTES, Bare, Limit, LimitedStorage, OurSaves, forget
 from saves.turns import turns
 from tests.ranks import run_ranks
 
 SAVES_ON = (1, 2)
 RESTORES_ON = (1, 2, 3)
 """World sizes."""
-
-
-class Counting(Storage):
-    """Counts what is read."""
-
-    num_bytes = 0
-
-    def read(self, key: str) -> bytes:
-        data = super().read(key)
-        self.num_bytes += len(data)
-        return data
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        count = super().read_into(key, start, buffer)
-        self.num_bytes += count  # from several threads: what one of them loses is noticed as less than the state
-        return count
 
 
 def timed(action: Any) -> float:
@@ -53,15 +36,19 @@ def timed(action: Any) -> float:
     return time.perf_counter() - begin
 
 
-def save_in_turns(group: ProcessGroup, uri: str, size_mib: int, tensor_kib: int, rounds: int) -> dict[str, Any]:
+def save_in_turns(
+    group: ProcessGroup, uri: str, size_mib: int, tensor_kib: int, rounds: int, limit_mibs: float | None
+) -> dict[str, Any]:
     """MiB/s of saves and of bare puts by round; the first one of each is not counted."""
     state = make_state(size_mib, tensor_kib)
     share = bytearray(num_bytes(state) // group.world_size)
     for place in range(0, len(share), 4096):  # no zeros, which a disk may not write
         share[place : place + 8] = place.to_bytes(8, "little")
     address = group.assignment.store_host, group.assignment.store_port
-    ours = OurSaves(f"{uri}/saved-by-{group.world_size}", group.rank, group.world_size, address)
-    bare = Bare(f"{uri}/bare")
+    limit = Limit(limit_mibs)
+    storage = LimitedStorage(f"{uri}/saved-by-{group.world_size}", limit)
+    ours = OurSaves(storage, group.rank, group.world_size, address)
+    bare = Bare(f"{uri}/bare", limit)
 
     def save(step: int) -> None:
         ours.begin(state, step)
@@ -81,10 +68,10 @@ def save_in_turns(group: ProcessGroup, uri: str, size_mib: int, tensor_kib: int,
     return {name: rate[1:] for name, rate in rates.items()}
 
 
-def restore_in_turns(group: ProcessGroup, folder: str, rounds: int) -> dict[str, Any]:
+def restore_in_turns(group: ProcessGroup, folder: str, rounds: int, limit_mibs: float | None) -> dict[str, Any]:
     """MiB/s of the state, for restores and bare gets by round, and what a restore reads of the store on this rank."""
-    storage = Counting(folder)
-    bare = Bare(folder)
+    limit = Limit(limit_mibs)
+    storage, bare = LimitedStorage(folder, limit), Bare(folder, limit)
     commit = CheckpointStore(storage, keep=1).latest()
     assert isinstance(commit, Commit)
     pieces = [
@@ -118,11 +105,15 @@ def restore_in_turns(group: ProcessGroup, folder: str, rounds: int) -> dict[str,
     }
 
 
-def measure(uri: str, *, size_mib: int, tensor_kib: int, rounds: int) -> dict[str, Any]:
-    """By world size."""
-    saves = {size: run_ranks(size, save_in_turns, uri, size_mib, tensor_kib, rounds)[0] for size in SAVES_ON}
+def measure(
+    uri: str, *, size_mib: int, tensor_kib: int, rounds: int, limit_mibs: float | None = None
+) -> dict[str, Any]:
+    """By world size. With a limit a rank carries no more MiB/s to and from the store, whichever side it is."""
+    saves = {
+        size: run_ranks(size, save_in_turns, uri, size_mib, tensor_kib, rounds, limit_mibs)[0] for size in SAVES_ON
+    }
     restores = {}
     for size in RESTORES_ON:
-        results = run_ranks(size, restore_in_turns, f"{uri}/saved-by-{SAVES_ON[-1]}", rounds)
+        results = run_ranks(size, restore_in_turns, f"{uri}/saved-by-{SAVES_ON[-1]}", rounds, limit_mibs)
         restores[size] = {**results[0], "read_bytes": sum(each["read_bytes"] for each in results)}
     return {"save": saves, "restore": restores}
