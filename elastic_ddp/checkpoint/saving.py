@@ -7,12 +7,13 @@ is given up, and the save with it. So is one that a storage keeps waiting for ev
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -135,7 +136,8 @@ class Saver:
         # It was perhaps given up, and a thread of it still hangs in a write of what is replaced here. That does no
         # harm, as nothing of that attempt is ever committed; memory of its own for every such save might run out.
         begin = time.monotonic()
-        self._writer.stage(state, rank=save.rank, world_size=save.world_size)
+        with _uncollected():
+            self._writer.stage(state, rank=save.rank, world_size=save.world_size)
         copying_s = time.monotonic() - begin
         self._broke.clear()
         self._thread = threading.Thread(target=self._run, args=[save, copying_s], name=f"save-{save.step}", daemon=True)
@@ -245,6 +247,19 @@ class Saver:
             kind = StorageError if word.is_of_storage else CheckpointError
             raise kind(f"rank {rank} could not write its share of step {save.step}: {word.error}")
         return word.part
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is looked for meanwhile: in a process with many objects that takes longer than to stage a state of ten
+    thousand tensors, which makes so many that it would be due."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _First:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from elastic_ddp.checkpoint import CheckpointStore, Commit, saving
 from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.saving import RankLostError, Save, Saver, is_of_storage
+from elastic_ddp.checkpoint.writing import StateWriter
 from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.parallel.sockets import shut_down
@@ -279,7 +281,21 @@ def test_a_state_that_cannot_be_kept_is_refused_at_once(tmp_path: Path) -> None:
     ranks = Ranks(lambda rank: Storage(tmp_path), 1)
     with pytest.raises(CheckpointError, match=r"user\.rng: a Generator cannot be saved"):
         ranks.begin(1, state={"user": {"rng": torch.Generator()}})
-    assert not ranks.savers[0].is_busy
+    assert not ranks.savers[0].is_busy and gc.isenabled()
+
+
+def test_no_garbage_is_looked_for_while_training_waits_for_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, enabled, stage = Ranks(lambda rank: Storage(tmp_path), 1), [], StateWriter.stage
+
+    def watched(writer: StateWriter, *arguments: Any, **options: Any) -> None:
+        enabled.append(gc.isenabled())
+        stage(writer, *arguments, **options)
+
+    monkeypatch.setattr(StateWriter, "stage", watched)
+    ranks.begin(1)
+    assert isinstance(ranks.wait(), Commit) and enabled == [False] and gc.isenabled()
 
 
 def test_what_was_saved_by_three_is_what_one_would_have_saved(tmp_path: Path) -> None:
