@@ -198,8 +198,10 @@ class TrainState:
 def _load_buffer(name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
     if buffer.shape != value.shape:
         raise ValueError(f"the buffer {name} has the shape {tuple(value.shape)} there and {tuple(buffer.shape)} here")
-    if not torch.equal(buffer, value.to(buffer.device)):  # one that is expanded cannot be written, and need not be
-        buffer.copy_(value)
+    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    if is_expanded and torch.equal(buffer, value.to(buffer.device)):
+        return  # it cannot be written, and need not be
+    buffer.copy_(value)  # also where it is equal: 0 and -0 are, and have other bits
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

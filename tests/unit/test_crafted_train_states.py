@@ -163,6 +163,14 @@ def test_a_buffer_that_cannot_be_written_is_as_it_was_or_does_not_fit() -> None:
         masked().load_state_dict(saved)
 
 
+def test_a_buffer_has_the_same_bits_where_it_is_equal_to_what_was_there() -> None:
+    before, after = prepared(), prepared()
+    buffer = dict(before.module.named_buffers())["passing"]
+    buffer.fill_(-0.0)
+    after.load_state_dict(before.state_dict())
+    assert torch.signbit(dict(after.module.named_buffers())["passing"]).all()
+
+
 class Warmup(StepLR):
     """A user's, with an attribute from its first step on."""
 
