@@ -1,0 +1,186 @@
+"""Training functions that begin again, and what a worker keeps of what it was before."""
+
+from __future__ import annotations
+
+import errno
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_ddp.errors import StorageError, WorkersLostError
+from elastic_ddp.generation import Generation
+from elastic_ddp.parallel.process_group import Assignment
+from elastic_ddp.participation import TrainAgain
+from elastic_ddp.run import Run
+from elastic_ddp.seeding import seed_all
+from elastic_ddp.step import Step
+from elastic_ddp.storage import Storage
+from elastic_ddp.train_state import TrainState
+from tests.unit.alone import LOST_PEER, FakeLink, Model, NewRun, link_of, prepared, train
+
+
+def test_a_loop_that_ends_with_a_half_made_step_begins_again(new_run: NewRun) -> None:
+    run = new_run()
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+            raise dist.DistNetworkError(LOST_PEER)
+        break
+    with pytest.raises(TrainAgain):
+        run.finish()
+
+
+def train_until(run: Run, last: int, lose: Callable[[int], None], seed: int = 0) -> dict[str, Any]:
+    """A loop that ends itself after a step. Begins again like a worker."""
+    while True:
+        seed_all(seed, 0, "init")
+        model = prepared(run)
+        for step in run.steps():
+            with step:
+                for batch in step.micro_batches():
+                    lose(step.index)
+                    step.backward(model(batch["x"]).square().mean())
+                step.optimize()
+            if step.index == last:
+                break
+        try:
+            ended = run.finish()
+        except TrainAgain:
+            run = run.again()
+        else:
+            return ended
+        finally:
+            run.close(intact=False)
+
+
+def test_a_loop_that_ends_with_a_step_that_was_lost_makes_it_after_all(new_run: NewRun) -> None:
+    lost: list[int] = []
+
+    def lose_once(index: int) -> None:
+        if index == 3 and not lost:
+            lost.append(index)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    run = new_run()
+    link = link_of(run)
+    ended = train_until(run, 3, lose_once)
+    assert ended == train_until(new_run(folder="calm"), 3, lambda _: None) and ended["steps"] == 4
+    assert lost == [3] and link.steps_of("resumed") == [3], "it went on from a commit of what it had"
+
+
+def test_a_loop_that_ends_with_a_step_that_is_lost_every_time_ends_the_run(new_run: NewRun) -> None:
+    lost: list[int] = []
+
+    def lose(index: int) -> None:
+        if index == 3:
+            lost.append(index)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    with pytest.raises(WorkersLostError, match="step 3 was lost 3 times in a row"):
+        train_until(new_run(), 3, lose)
+    assert lost == [3] * 3
+
+
+def test_deaths_one_after_the_other_in_a_step_do_not_end_a_run_that_evaluates_after_it(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.run.evaluate", lambda *_: 0.1)
+    run, lost = new_run(), []
+    link_of(run).is_again = False  # it is another worker that dies each time
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                if step.index == 3 and len(lost) < 4:
+                    lost.append(step.index)
+                    raise dist.DistNetworkError(LOST_PEER)
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+        run.evaluate(lambda *_: torch.zeros(()), "held-out")
+    assert run.finish()["steps"] == 6 and len(lost) == 4
+
+
+def test_what_was_built_before_a_worker_began_again_is_freed(new_run: NewRun) -> None:
+    class Knotted(Model):
+        """Refers to itself, as FSDP's modules do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.itself = [self]
+
+    run, built = new_run(), []
+    link_of(run).is_again = False
+    for _ in range(3):
+        model: Any = run.prepare(Knotted())
+        run.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+        built.append(weakref.ref(model.module))
+        with pytest.raises(TrainAgain):
+            for step in run.steps():
+                with step:
+                    for batch in step.micro_batches():
+                        step.backward(model(batch["x"]).square().mean())
+                    step.optimize()
+                    raise dist.DistNetworkError(LOST_PEER)
+        run = run.again()
+        del model, step, batch
+    for _ in run.steps() if prepared(run) else ():
+        break
+    run.close(intact=True)
+    assert [each() is None for each in built[1:]] == [True] * 2, "the fixture has the first run"
+
+
+@pytest.mark.parametrize("is_spread", [False, True], ids=["whole", "sharded"])
+def test_a_generation_that_breaks_whenever_it_forms_ends_the_run(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, is_spread: bool
+) -> None:
+    """Also where the training function begins again each time."""
+
+    def breaks(*_: Any, state: TrainState, **options: Any) -> None:
+        state.is_spread = is_spread
+        raise dist.DistNetworkError(LOST_PEER)
+
+    monkeypatch.setattr(Generation, "open", breaks)
+    run = new_run()
+    link = link_of(run)
+    with pytest.raises(WorkersLostError, match="broke 10 times while it formed"):
+        while True:
+            try:
+                train(run)
+            except TrainAgain:
+                run = run.again()
+    assert len(link.joins) == 11
+
+
+def test_a_save_that_fails_where_the_state_is_handed_on_is_no_end(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a brief generation, of a run below min_workers for example."""
+    lost: list[int] = []
+
+    def join_briefly(link: FakeLink, **options: Any) -> Assignment:
+        return replace(joins(link, **options), brief=len(link.joins) == 2)
+
+    def fail(storage: Storage, key: str, data: Any) -> None:
+        if key.startswith("step=") and link_of(run).joins[-1:] != [] and len(link_of(run).joins) == 2:
+            raise StorageError("no space left") from OSError(errno.ENOSPC, "no space left")
+        write(storage, key, data)
+
+    def lose_once(step: Step) -> None:
+        if step.index == 3 and not lost:
+            lost.append(step.index)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    joins, write = FakeLink.join, Storage.write
+    monkeypatch.setattr(FakeLink, "join", join_briefly)
+    monkeypatch.setattr(Storage, "write", fail)
+    run = new_run(checkpoint={"every_steps": 100})
+    assert train(run, lose_once)["steps"] == 6
+    assert link_of(run).steps_of("commit_failed") == [3] and len(link_of(run).joins) == 3
