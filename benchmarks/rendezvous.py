@@ -19,7 +19,7 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from elastic_ddp.elastic.members import Member
+from elastic_ddp.elastic.members import Arrival, Member
 from elastic_ddp.elastic.messages import RendezvousOptions
 from elastic_ddp.elastic.rendezvous import start_rendezvous
 from elastic_ddp.parallel.process_group import Assignment
@@ -42,9 +42,10 @@ def meet(rendezvous: Any, members: list[Member], after: int, lost: str | None) -
     """Seconds until every member has its place in a generation, and its number."""
     begun = time.monotonic()
     waiting, generation = list(members), 0
+    step = None if after == 0 else 10
     while waiting:
-        step = None if after == 0 else 10
-        answers = ray.get([rendezvous.join.remote(each, after, step, True, lost) for each in waiting])
+        arrivals = [Arrival(member=each, step=step, between_steps=True) for each in waiting]
+        answers = ray.get([rendezvous.join.remote(each, after, lost) for each in arrivals])
         placed = [answer for answer in answers if isinstance(answer, Assignment)]
         assert all(answer.world_size == len(members) for answer in placed)
         generation = max([generation, *(answer.generation for answer in placed)])

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, UnreadableError, described
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, UnreadableError, described, some
 from elastic_ddp.lease import DriverLease, holder
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import new_session
@@ -25,7 +25,7 @@ from elastic_ddp.telemetry import new_session
 if TYPE_CHECKING:
     import torch
 
-    from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
+    from elastic_ddp.checkpoint import Commit, CommitCatalog, Retention
 
 app = typer.Typer(help="Look at, check and take out what a run has committed.", no_args_is_help=True)
 # What it shows is the run's: a metric may be called [/loss].
@@ -104,7 +104,7 @@ def prune(
 
     The newest commit that is complete always stays.
     """
-    from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S
+    from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S, unfinished
     from elastic_ddp.checkpoint.pruning import prune as remove
     from elastic_ddp.checkpoint.pruning import removals
     from elastic_ddp.job import COMMITS
@@ -112,7 +112,7 @@ def prune(
     age_s = ORPHAN_AGE_S if orphans_older_than_s is None else orphans_older_than_s
     keep_what = _retention(keep, keep_every_steps, keep_best, best_metric, best_mode)
     commits = Storage(run).at(COMMITS)
-    if not commits.list():
+    if not commits.list() and not unfinished(commits):
         raise ConfigError(f"{run}: there is nothing to prune here; give <storage>/<name>")
     with nullcontext() if dry_run else _alone_with(run):
         going = removals(commits, keep_what, orphan_age_s=age_s, with_set_aside=set_aside)
@@ -171,7 +171,7 @@ def _write_safetensors(weights: dict[str, Any], file: Path) -> list[str]:
     lacking = {dtype for dtype in {each.dtype for each in tensors.values()} if not _safetensors_has(dtype)}
     if refused := [f"{name} ({each.dtype})" for name, each in tensors.items() if each.dtype in lacking]:
         raise ConfigError(
-            f"the format .safetensors has not the dtype of {', '.join(refused[:5])}{', …' if refused[5:] else ''}; "
+            f"the format .safetensors has not the dtype of {some(refused, 5)}; "
             "export to a file that ends in .pt, which has all of them"
         )
     # Tied weights are one tensor under two names, which the format does not have.
@@ -257,14 +257,14 @@ def _alone_with(run: str) -> Iterator[None]:
         yield
 
 
-def _store_of(run: str) -> CheckpointStore:
-    from elastic_ddp.checkpoint import CheckpointStore
+def _store_of(run: str) -> CommitCatalog:
+    from elastic_ddp.checkpoint import CommitCatalog
     from elastic_ddp.job import COMMITS
 
-    return CheckpointStore(Storage(run).at(COMMITS), keep=1)
+    return CommitCatalog(Storage(run).at(COMMITS))
 
 
-def _chosen(store: CheckpointStore, run: str, step: int | None) -> list[tuple[int, Commit | StorageError]]:
+def _chosen(store: CommitCatalog, run: str, step: int | None) -> list[tuple[int, Commit | StorageError]]:
     """Those that a command is about; ConfigError if there are none."""
     every = store.all_commits()
     chosen = [each for each in every if step in (None, each[0])]

@@ -12,13 +12,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention, Save, Saver
+from elastic_ddp.checkpoint import CheckpointStore, Commit, CommitCatalog, Retention, Save, Saver
 from elastic_ddp.checkpoint.interval import MeasuredInterval
 from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.retention import METRICS, Measurement, measurements
 from elastic_ddp.checkpoint.saving import RankLostError, is_of_storage
 from elastic_ddp.checkpoint.stalls import STALLED_S
-from elastic_ddp.elastic.hang import STORING
+from elastic_ddp.elastic.hang import STORING, Place
 from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError, described
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import holder
@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 OF_RANK_0 = frozenset({"user"})
 """Components of the state that may differ between ranks, for all that is known: the first one's count."""
+REST_S, LONGEST_REST_S = 5.0, 60.0
+"""After a save that failed, before another that no interval asks for: twice as long after each in a row."""
 LOOK_S = 0.05
 """How often whoever waits for a save looks whether its generation broke."""
 
@@ -54,7 +56,7 @@ class Commits:
             time and one copy of the state, however often that happens.
 
     Attributes:
-        step: steps done in the newest one that was begun, as far as this worker knows.
+        step: steps done when the interval to the next one began to count, as far as this worker knows.
         durable_step: the same, of the newest that this worker made complete itself.
     """
 
@@ -68,7 +70,7 @@ class Commits:
             self._connection = StoreConnection()
         else:
             self._storage, self._saver, self._connection = before._storage, before._saver, before._connection
-        self._store = CheckpointStore(self._storage, keep=retention_of(settings))
+        self._store = CommitCatalog(self._storage)
         """To restore from. What it has passed over is news."""
         self.step: int | None = None
         self.durable_step: int | None = None
@@ -86,6 +88,9 @@ class Commits:
         self._metrics: dict[str, Measurement] = {}
         """The newest of each, as far as this worker knows. One that has just come knows none yet."""
         self._has_said_unmeasured = False
+        self._failed: int = before._failed if before is not None else 0
+        """How many in a row, where this worker was rank 0 in them."""
+        self._rests_until: float = before._rests_until if before is not None else -math.inf
         self._outcome: Commit | Exception | None = None
         """Of the save before, where this worker was rank 0 in it."""
 
@@ -99,8 +104,19 @@ class Commits:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether somebody waits for one."""
-        return self._link.commit_requested > self._answered
+        """Whether somebody waits for one, and it is not too soon after one that failed."""
+        return self._link.commit_requested > self._answered and not self.is_resting
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether one has just failed: the storage gets some time to recover, unless the next is due."""
+        return time.monotonic() < self._rests_until
+
+    def rest(self, group: ProcessGroup) -> None:
+        """Waits until that is over, or the generation breaks."""
+        while self.is_resting and not group.is_cut:
+            self._link.activity.tick()
+            time.sleep(LOOK_S)
 
     @property
     def is_saving(self) -> bool:
@@ -118,7 +134,7 @@ class Commits:
             self._link.say("commit_left_out", step=steps_done)
 
     def check(self) -> None:
-        """Whether training may go on with the newest commit that there is. Rank 0 calls it.
+        """What the last save found out, if this worker may not go on. Rank 0 calls it.
 
         Raises:
             PeerLostError: this worker was presumed dead.
@@ -139,7 +155,7 @@ class Commits:
 
     def _ask_storage(self, noted: int | None, steps_done: int) -> None:
         try:
-            newest = _newest(CheckpointStore(self._storage, keep=1), steps_done)
+            newest = _newest(CommitCatalog(self._storage), steps_done)
         except StorageError as error:
             _log.warning("what was committed last cannot be read: %s", error)
             return
@@ -230,6 +246,7 @@ class Commits:
             seconds, self._outcome = time.monotonic() - begun_at, outcome
             if isinstance(outcome, Commit):
                 self.durable_step = self._known_step = step
+                self._failed, self._rests_until = 0, -math.inf
                 self._answered = max(self._answered, request)
                 if self._interval is not None:
                     self._interval.saved(seconds)
@@ -247,13 +264,17 @@ class Commits:
             for_want_of_a_rank = isinstance(outcome, RankLostError) and self._current != generation
             if for_want_of_a_rank:  # the others can do it, at once
                 self.step, self._at = self._known_step, float("-inf")
+            counts = not (for_want_of_a_rank or isinstance(outcome, PeerLostError | DriverReplacedError))
+            if counts:
+                self._failed += 1
+                self._rests_until = time.monotonic() + min(REST_S * 2 ** (self._failed - 1), LONGEST_REST_S)
             self._link.say(
                 "commit_failed",
                 generation=generation,
                 step=step,
                 seconds=seconds,
                 error=described(outcome),
-                counts=not (for_want_of_a_rank or isinstance(outcome, PeerLostError | DriverReplacedError)),
+                counts=counts,
                 of_storage=is_of_storage(outcome),
             )
 
@@ -278,9 +299,11 @@ class Commits:
         self._wait_in(group)
         self._outcome = None
         copied_at = time.monotonic()
+        with self._link.activity.within("collective"):  # registered state may put its shards together
+            values = state.state_dict()
         if group.rank == 0:
             self._link.say("commit_begun", generation=generation, step=step)
-        self._saver.begin(state.state_dict(), save)
+        self._saver.begin(values, save)
         if self._interval is not None:
             self._interval.stalled(time.monotonic() - copied_at)
         self._note(step)
@@ -341,7 +364,8 @@ class Commits:
         """Whether the save at hand has ended, after a moment if it has not."""
         if self._saver.wait(within_s=LOOK_S):
             return True
-        activity, place = self._link.activity, "shares" if self._saver.awaits_others else STORING
+        activity = self._link.activity
+        place: Place = "shares" if self._saver.awaits_others else STORING
         if place != activity.now.place:
             activity.enter(place, self.worked_s)
         return False
@@ -378,7 +402,7 @@ class Commits:
         }
 
 
-def _newest(store: CheckpointStore, steps_done: int) -> Commit | None:
+def _newest(store: CommitCatalog, steps_done: int) -> Commit | None:
     """The newest commit on the way to a state of so many steps. Later ones were passed over when the run resumed, and
     may not have been set aside. The one of this very state is read: nobody commits it again if it is there.
 

@@ -24,7 +24,7 @@ from pydantic import (
 
 from elastic_ddp.errors import ConfigError
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -168,9 +168,13 @@ class DDPConfig(_Settings):
     """Options of `torch.nn.parallel.DistributedDataParallel`, under its own names."""
 
     bucket_cap_mb: PositiveFloat = 25.0
+    """MiB of gradients that are reduced together, during the backward."""
     gradient_as_bucket_view: bool = True
+    """Gradients lie in the memory that they are reduced in. Torch's own default is False, and takes them twice."""
     static_graph: bool = False
+    """The same parameters are used, and in the same way, in every step."""
     find_unused_parameters: bool = False
+    """A loss may depend on only some of the parameters; to find out which takes a walk through each graph."""
 
 
 class FSDPConfig(_Settings):
@@ -229,7 +233,7 @@ class RunConfig(_Settings):
     """The total 2-norm that gradients are clipped to."""
     max_restarts: Annotated[int, Field(ge=-1)] = 100
     """Times that workers may be lost; -1 for no limit. What does not count: workers that never trained while others do,
-    and nodes that Ray said it would take away. Errors of the training function are never retried."""
+    and those whose node was drained, by Ray or a person. Errors of the training function are never retried."""
     log_every_steps: PositiveInt = 10
     """How often logged values are written to the ledger."""
     in_place: bool = True

@@ -33,8 +33,14 @@ class RunHandle:
         self._rendezvous = rendezvous
 
     def status(self) -> Mapping[str, Any]:
-        """What the run does now: its state, generation, members (rank, node, pid), step, steps_per_s, loss, the last
-        commit and the last loss of a worker."""
+        """What the run does now. What is not known yet is None.
+
+        Returns:
+            name, state (starting, training, waiting, stopping, or how it ended), step, total_steps, steps_per_s, loss,
+            generation, world_size, members (of each rank, node, node_id, pid and id), min_workers, max_workers, wanted
+            (what `resize` asked for), draining (ids of nodes), last_commit (steps done in it), last_loss_of_a_worker
+            (its time and error), in_place, driver (its host and pid, and the run's uri), pid (of the rendezvous).
+        """
         status: Mapping[str, Any] = self._ask("status")
         return status
 

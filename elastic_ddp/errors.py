@@ -1,12 +1,17 @@
 """The errors a user can meet. Each message names the value, the rule it broke and the setting to change."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class ElasticDDPError(Exception):
     """Base of every error that this package raises on purpose."""
 
 
 class ConfigError(ElasticDDPError, ValueError):
-    """A configuration, or a call of the API, that cannot work. Raised before anything is started or lost."""
+    """A configuration, or a call of the API, that cannot work. Most are raised before any worker starts; the rest end
+    the run, and nothing that was committed is lost."""
 
 
 class DataError(ElasticDDPError):
@@ -26,11 +31,13 @@ class UnreadableError(StorageError):
 
 
 class TrainFunctionError(ElasticDDPError):
-    """The user's training function raised. Carries the worker's traceback; never retried."""
+    """The user's training function raised, whose traceback this carries, or all workers hung in it (`hang_timeout_s`).
+    Never retried."""
 
 
 class WorkersLostError(ElasticDDPError):
-    """Workers were lost more often than `max_restarts` allows, or could not be started."""
+    """The run cannot go on with the workers it has: they were lost more often than `max_restarts` allows, could not be
+    started, or lose the same step again and again though none of them dies."""
 
 
 class DriverReplacedError(ElasticDDPError):
@@ -44,3 +51,8 @@ class PeerLostError(Exception):
 def described(error: BaseException) -> str:
     """The kind and the text of `error`, as the ledger and other errors give them."""
     return f"{type(error).__name__}: {error}"
+
+
+def some(names: Sequence[str], most: int = 10, between: str = ", ") -> str:
+    """The first of some names, as an error gives them."""
+    return between.join([*names[:most], *(["…"] if len(names) > most else [])]) or "none"

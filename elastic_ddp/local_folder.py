@@ -61,6 +61,7 @@ class LocalFolder:
             except FileExistsError:
                 # NFS may lose the answer to a link that was made.
                 if not os.path.samefile(temporary, target):
+                    _sync_directory(target.parent)  # it may be our own, of a try that failed at that
                     raise
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
@@ -157,8 +158,14 @@ def _make_folder(path: Path) -> None:
     except FileExistsError:
         # Not to be taken for an object that exists already.
         raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of this folder", str(path)) from None
-    for folder in reversed(missing):
-        _sync_directory(folder.parent)
+    try:
+        for folder in reversed(missing):
+            _sync_directory(folder.parent)
+    except OSError:
+        with suppress(OSError):  # unless somebody has written into it; else who tries again would find it, not synced
+            for folder in missing:
+                folder.rmdir()
+        raise
 
 
 def _sync_directory(path: Path) -> None:

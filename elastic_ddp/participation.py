@@ -72,6 +72,8 @@ class Participation:
         self._preparing_since: float | None = None
         """Since when this worker gets ready for another generation."""
         self._was_first = False
+        self._begins_again = False
+        """Whether this process has been through the user's function before: what is slow the first time was."""
         self._broken = 0
         """Times that a generation of the same workers has broken while it formed."""
 
@@ -121,6 +123,7 @@ class Participation:
                     self._broken = 0
                     return generation
                 self._hand_on(generation)
+                self._broken = 0
             except BaseException as error:
                 if not is_lost_peer(error):
                     raise
@@ -138,6 +141,7 @@ class Participation:
         """This one begins where that of the same worker before it ended."""
         self.account, self._lost, self._was_first = before.account, before._lost, before._was_first
         self._broken = before._broken
+        self._begins_again = True
 
     def warm_up(self) -> Rehearsal | None:
         """What nobody is to wait for when this worker joins for the first time: all that is slow the first time in a
@@ -150,8 +154,8 @@ class Participation:
         batch = self._feeds.peek()
         if place is None or batch is None or not batch.num_rows or not strategy_of(self._job.config).keeps_state:
             return None  # or all begin again together, and the whole model may be too large for one
-        if self._lost is not None:
-            return None  # this process has made steps, and others wait for it
+        if self._begins_again:
+            return None  # others wait for it
         self.activity.enter("warm-up")
         epoch = self._job.shape.epoch_of(place.step)
         return Rehearsal(self._state, batch, place=place, epoch=epoch, seed=self._job.config.seed)
@@ -223,10 +227,7 @@ class Participation:
         """In a brief generation, whoever was to get the state has it now. If that was nobody, it is committed; what
         the storage fails of is counted, and no end of a run that has the state in memory."""
         if not generation.group.assignment.receivers:
-            try:
-                self.commit()
-            except StorageError as error:
-                _log.warning("the state of those who go is not durable: %s", described(error))
+            self.commit(may_fail=True)
         lost = self.leave(intact=True, reason=HANDED_ON)
         if lost is not None:
             raise PeerLostError(lost)
@@ -276,12 +277,22 @@ class Participation:
         with self.account.checkpoint(), self.activity.within(STORING, self._commits.worked_s):
             self._commits.save(self._state, self.generation.group, account=self.account.seconds())
 
-    def commit(self) -> None:
-        """Makes the state durable. Every rank calls it; rank 0 returns when that is so."""
+    def commit(self, *, may_fail: bool = False) -> None:
+        """Makes the state durable. Every rank calls it; rank 0 returns when that is so.
+
+        Args:
+            may_fail: the storage may; then rank 0 returns once it has had time to recover.
+        """
         assert self.generation is not None
         self.save()
         with self.account.checkpoint(), self.activity.within(STORING, self._commits.worked_s):
-            self._commits.wait(self.generation.group)
+            try:
+                self._commits.wait(self.generation.group)
+            except StorageError as error:
+                if not may_fail:
+                    raise
+                _log.warning("the state is not durable yet: %s", described(error))
+                self._commits.rest(self.generation.group)
 
     def shut_down(self, *, save_within_s: float) -> None:
         """Nothing is read or saved any more, once the save at hand has ended, or so many seconds are over."""

@@ -36,8 +36,8 @@ _RAY_TRAIN_SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker runs and who it is."""
+class WorkerContext:
+    """Who a worker is and where it runs."""
 
     member: Member
     device: torch.device
@@ -57,7 +57,7 @@ class _NoProcessGroup(TorchConfig):
 
 
 def run_workers(
-    work: Callable[[Any, RendezvousHandle, Place], None],
+    work: Callable[[Any, RendezvousHandle, WorkerContext], None],
     job: Any,
     rendezvous: RendezvousHandle,
     *,
@@ -65,7 +65,7 @@ def run_workers(
     storage: Storage,
     on_controller: Callable[[Any], None],
 ) -> None:
-    """Runs `work(job, rendezvous, place)` on Ray Train workers until all of them return.
+    """Runs `work(job, rendezvous, context)` on Ray Train workers until all of them return.
 
     It blocks meanwhile. Where workers are not resized in place, the whole group is started again when one is lost or
     there is room for more.
@@ -135,15 +135,15 @@ def _trainer(
 
 def _run_worker(arguments: dict[str, Any]) -> None:
     """Ray Train's train function, in every worker."""
-    context = ray.train.get_context()
+    of_train = ray.train.get_context()
     runtime = ray.get_runtime_context()
     member = Member(
         id=str(runtime.get_actor_id()),
         # A group that is restarted as a whole reserves a placement group each time; one that is resized in place is
         # the same all along.
         group="in place" if arguments["in_place"] else str(runtime.get_placement_group_id()),
-        rank_in_group=context.get_world_rank(),
-        group_size=context.get_world_size(),
+        rank_in_group=of_train.get_world_rank(),
+        group_size=of_train.get_world_size(),
         node=ray.util.get_node_ip_address(),
         node_id=str(runtime.get_node_id()),
         pid=os.getpid(),
@@ -151,5 +151,5 @@ def _run_worker(arguments: dict[str, Any]) -> None:
     here = runtime.get_node_id()
     resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
     actor = None if arguments["in_place"] else runtime.current_actor
-    place = Place(member, ray.train.torch.get_device(), resources, actor)
-    arguments["work"](arguments["job"], arguments["rendezvous"], place)
+    context = WorkerContext(member, ray.train.torch.get_device(), resources, actor)
+    arguments["work"](arguments["job"], arguments["rendezvous"], context)

@@ -15,7 +15,7 @@ from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
 
 if TYPE_CHECKING:
-    from elastic_ddp.data.feed import MicroBatch
+    from elastic_ddp.data.cutting import MicroBatch
     from elastic_ddp.elastic.messages import Prospect
     from elastic_ddp.train_state import TrainState
 
@@ -78,4 +78,4 @@ class Rehearsal(Step):
 
 
 class _Over(BaseException):
-    """The rehearsal is. Not an Exception: `except Exception` lets it pass."""
+    """Ends a rehearsal where a step would need the other ranks. Not an Exception: `except Exception` lets it pass."""

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from elastic_ddp.failures import is_missing_bucket
-from elastic_ddp.s3 import Upload, abort_on_s3, create_on_s3, delete_on_s3_if, uploads_on_s3
+from elastic_ddp.s3 import Upload, abort_on_s3, create_on_s3, delete_on_s3_if, read_on_s3, uploads_on_s3
 
 PART_BYTES = 8 << 20
 """Of a large object on S3, sent at once."""
@@ -45,6 +45,8 @@ class RemoteFolder:
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         fs, base = self._open()
+        if self._is_s3:
+            return read_on_s3(fs, f"{base}/{key}", start, buffer)
         data = fs.cat_file(f"{base}/{key}", start=start, end=start + len(buffer))
         buffer[: len(data)] = data
         return len(data)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reading import (
     Piece,
     Targets,
@@ -44,7 +44,7 @@ Wrong = CheckpointError | UnreadableError
 
 
 def restore(
-    store: CheckpointStore,
+    store: CommitCatalog,
     storage: Storage,
     group: ProcessGroup,
     spread: Callable[[], Layout | None] = lambda: None,
@@ -83,7 +83,7 @@ def restore(
 
 
 def first_usable(
-    store: CheckpointStore,
+    store: CommitCatalog,
     candidates: Iterator[Commit],
     group: ProcessGroup,
     read: Callable[[Commit, bytes], tuple[dict[str, Any] | None, Wrong | None]],
@@ -120,7 +120,7 @@ def _as_sent(data: bytes | None, group: ProcessGroup) -> bytes:
     return sent[32:]
 
 
-def _next(store: CheckpointStore, candidates: Iterator[Commit]) -> bytes:
+def _next(store: CommitCatalog, candidates: Iterator[Commit]) -> bytes:
     """The next commit that seems to be complete, for all ranks, if there is one, or what looking for it failed at."""
     offer = None
     try:

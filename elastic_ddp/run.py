@@ -16,6 +16,7 @@ from elastic_ddp.errors import ConfigError, ElasticDDPError, WorkersLostError, d
 from elastic_ddp.evaluation import evaluate
 from elastic_ddp.generation import Generation
 from elastic_ddp.job import Job, has_commits
+from elastic_ddp.parallel.buffers import own_buffers
 from elastic_ddp.parallel.prepared import PreparedModel, ShardBy, units_of
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation, TrainAgain
@@ -97,8 +98,10 @@ class Run:
             )
         check_model(module)
         is_replicated = self.config.strategy == "ddp"
+        module.to(self.device)
+        own_buffers(module)
         self._state.model = PreparedModel(
-            module.to(self.device),
+            module,
             device=self.device,
             bf16=self.config.precision == "bf16" and is_replicated,  # FSDP gathers parameters in bf16
             is_unit=(lambda part: False) if is_replicated else units_of(module, self.config.fsdp.shard_classes, shard),
@@ -141,7 +144,10 @@ class Run:
 
         With FSDP parameters are `DTensor`s, and so is what is computed from them, such as a moving average. Its
         `state_dict()` has to return whole tensors, as `tensor.full_tensor()`, which every rank calls when a commit is
-        due; `load_state_dict()` gets whole ones.
+        due; `load_state_dict()` gets whole ones. Every rank calls it, before the loop over `steps()`.
+
+        Raises:
+            ConfigError: it came later, `thing` lacks one of the two methods, or the name is taken.
         """
         if self._participation.holds_state or self._rehearsal is not None:
             raise ConfigError(f"run.register got {name} inside run.steps(); register everything before the loop")
@@ -221,7 +227,7 @@ class Run:
         data: str | list[str],
         *,
         transform: Transform | None = None,
-        name: str = "validation",
+        name: str = "validation_loss",
     ) -> float:
         """The exact mean of a loss over a held-out data set: each row once, spread over the workers.
 
@@ -235,7 +241,11 @@ class Run:
             loss_fn: from the model and a batch to the mean loss over the batch's rows.
             data: Parquet, as for `ElasticTrainer`.
             transform: as for `ElasticTrainer`, whose own is not applied here.
-            name: of the result, in the record.
+            name: under which `RunResult.metrics`, the ledger and `checkpoint.best_metric` know the result.
+
+        Raises:
+            ConfigError: it came before the loop over `steps()`.
+            DataError: the data set cannot be read as asked.
         """
         part, step = self._participation, self._step
         if self._rehearsal is not None or self._state.is_half_changed:
@@ -312,6 +322,8 @@ class Run:
         """What this rank wants to happen after the step at hand. Rank 0's clock counts, and its ear; membership
         changes when all are ready for that."""
         reconfigure = self._participation.is_ready_to_change(steps_done)
+        if self._state.is_spread and self._commits.is_resting:
+            reconfigure = False  # it begins with a commit, and the last one has just failed
         if self.rank != 0:
             return {"reconfigure": reconfigure, "saving": self._commits.is_saving}
         return {
@@ -391,21 +403,28 @@ class Run:
 
         Raises:
             TrainAgain: the loop ended with a step that lost a peer, and that nobody has made: it is still to be made.
+                So it is where the loop ended with a rehearsal.
         """
         part = self._participation
+        if self._rehearsal is not None:  # of a step with which the loop ends
+            raise TrainAgain
         if part.generation is None:
             raise ConfigError("the training function returned without looping over run.steps(); nothing was trained")
         lost = unmade = None
         step, self._step = self._step, None  # a loop that ended early left it open
-        if step is not None and (step.generation is part.generation or self._state.is_half_changed):
-            if step.lost is not None:
-                lost, unmade = step.lost, step.index
+        if step is not None and step.lost is not None:
+            unmade = step.index
+            # Else an evaluation after it has got into another generation.
+            if step.generation is part.generation or self._state.is_half_changed:
+                lost = step.lost
                 self._count_loss(step.index)
                 self._check_losses(step.index, lost)
-            elif step.agreed is not None:
-                lost = self._end_step(step, goes_on=False)
+        elif step is not None and step.agreed is not None and step.generation is part.generation:
+            lost = self._end_step(step, goes_on=False)
         part.tasks.end_steps()
         everyone = part.together("weights", self._compare, lost=lost)
+        if lost is not None and part.generation is not None:
+            self._forget_losses(part.generation)
         if len(set(everyone)) > 1:
             raise ElasticDDPError(
                 f"ranks ended with different weights: {dict(enumerate(everyone))}; something in the training function "
@@ -424,9 +443,12 @@ class Run:
             return [digest.decode() for digest in generation.group.all_gather_bytes(weights.encode())]
 
     def _commit_the_end(self, generation: Generation) -> None:
-        """Makes the state durable, and every rank sure of that: none of them leaves with it before."""
-        if not self._is_durable(generation):
-            self._participation.commit()
+        """Makes the state durable, and every rank sure of that: none of them leaves with it before. What the storage
+        fails of is tried again, as often as saves may fail."""
+        for tries_left in range(self.config.checkpoint.max_failed_saves, -1, -1):
+            if self._is_durable(generation):
+                break
+            self._participation.commit(may_fail=tries_left > 0)
         with generation.activity.within("collective"):
             generation.group.meet()
 

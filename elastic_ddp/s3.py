@@ -10,14 +10,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from fsspec.asyn import sync
+
 from elastic_ddp.failures import is_lasting, is_refused_as_changed, is_unable
 
 _CREATE_TRIES, _CREATE_PAUSE_S = 6, 0.2
+CHUNK_BYTES = 256 << 10
+"""Of an answer that is read as it comes, at most."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """One in parts that was begun, and neither completed nor taken back."""
+    """A multipart upload that was neither completed nor aborted, or a file that is no object yet."""
 
     key: str
     id: str
@@ -49,6 +53,29 @@ def abort_on_s3(fs: Any, base: str, upload: Upload) -> None:
     bucket, key, _ = fs.split_path(f"{base}/{upload.key}")
     with suppress(FileNotFoundError):
         fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload.id)
+
+
+def read_on_s3(fs: Any, path: str, start: int, buffer: memoryview) -> int:
+    """Fills a buffer from an object's bytes as they come: fsspec would have them twice, in pieces and then as a whole.
+    Returns how many there were."""
+    bucket, key, _ = fs.split_path(path)
+
+    async def read() -> int:
+        end = start + len(buffer)
+        answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
+        body, at = answer["Body"], 0
+        try:
+            async for chunk in body.iter_chunks(CHUNK_BYTES):
+                if at + len(chunk) > len(buffer):
+                    raise OSError(errno.EIO, f"more came than was asked for, which are {len(buffer)} bytes", path)
+                buffer[at : at + len(chunk)] = chunk
+                at += len(chunk)
+        finally:
+            body.close()
+        return at
+
+    count: int = sync(fs.loop, read)
+    return count
 
 
 def create_on_s3(fs: Any, path: str, data: bytes, before_again: Callable[[], None]) -> None:

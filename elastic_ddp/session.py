@@ -8,13 +8,13 @@ from typing import Any
 
 import ray
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.elastic.messages import News
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
 from elastic_ddp.errors import WorkersLostError
 from elastic_ddp.job import COMMITS, Job
 from elastic_ddp.lease import DriverLease
-from elastic_ddp.parallel.control import EMPTY_CHAIN
+from elastic_ddp.parallel.agreement import EMPTY_CHAIN
 from elastic_ddp.ray_train import run_workers
 from elastic_ddp.signals import StopRequests
 from elastic_ddp.telemetry import Ledger, Progress
@@ -87,9 +87,9 @@ class Session:
             if self._stop_requests.count > 1:
                 raise KeyboardInterrupt
             if self._stop_requests.count and not stopping:
-                ray.get(self._rendezvous.stop.remote())
+                self._ask(self._rendezvous.stop)
             running = self._thread.is_alive()
-            news: News = ray.get(self._rendezvous.follow.remote(seen))
+            news: News = self._ask(self._rendezvous.follow, seen)
             if news.stopping and not stopping:
                 stopping, self._state = True, "stopping"
                 self._progress.note("stopping: committing at the next step boundary (Ctrl-C again to stop at once)")
@@ -109,6 +109,26 @@ class Session:
             if stopping and not news.num_alive:
                 return self._stopped()  # Ray Train may wait for room for workers for ever
 
+    def _ask(self, method: Any, *arguments: Any) -> Any:
+        """What the rendezvous answers, once it can: the disk of this node, where it keeps its memory, may be full for a
+        while. The run does not wait for it.
+
+        Raises:
+            KeyboardInterrupt: the second Ctrl-C came first.
+        """
+        is_said = False
+        while True:
+            try:
+                return ray.get(method.remote(*arguments))
+            except ray.exceptions.RayTaskError as error:
+                if not is_said:
+                    self._progress.note(f"the rendezvous is asked again and again, as it cannot answer: {error.cause}")
+                is_said = True
+            self._lease.check()
+            if self._stop_requests.count > 1:
+                raise KeyboardInterrupt
+            time.sleep(LOOK_S)
+
     def _see_off(self, seen: int) -> None:
         """Writes down what workers say on leaving. One that is stuck in a user's code is not waited for; a save that is
         under way is, for as long as a worker waits for it."""
@@ -116,7 +136,7 @@ class Session:
         save_by += self._job.config.drain_deadline_s
         while True:
             running = self._thread.is_alive()
-            news: News = ray.get(self._rendezvous.follow.remote(seen))
+            news: News = self._ask(self._rendezvous.follow, seen)
             for event in news.events:
                 self._record(dict(event))
                 seen += 1
@@ -135,7 +155,7 @@ class Session:
 
     def _stopped(self) -> dict[str, Any]:
         """Stopped with no worker in a generation: the run stands where its newest commit does."""
-        newest = CheckpointStore(self._job.storage.at(COMMITS), keep=1).latest()
+        newest = CommitCatalog(self._job.storage.at(COMMITS)).latest()
         record = newest.record if newest else {}
         return {
             "status": "stopped",
@@ -187,7 +207,8 @@ class Session:
                 f"a worker was lost in generation {event['generation']}: {event['error'].splitlines()[0]}"
             )
         elif name == "worker_left":
-            self._progress.note(f"a worker left ({'its node is drained' if event['kind'] == 'drain' else 'resized'})")
+            why = "it, or its node, was to go" if event["kind"] == "drain" else "the run was resized"
+            self._progress.note(f"a worker left: {why}")
         elif name == "hang":
             self._progress.note(f"nobody got anywhere for {event['seconds']:g} s; the ledger has everybody's stacks")
         elif name == "rendezvous_restarted":
@@ -198,7 +219,7 @@ class Session:
             self._state = f"evaluating ({event['name']})"
         elif name == "evaluation":
             self._state = "training"
-            self._progress.note(f"{event['name']} loss {event['loss']:.4f} at step {event['step']}")
+            self._progress.note(f"{event['name']} {event['loss']:.4f} at step {event['step']}")
 
     def _show(self, progress: dict[str, Any]) -> None:
         newest = self._newest | progress

@@ -81,7 +81,7 @@ def weights_sha256(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """
     digest = hashlib.sha256(b"elastic_ddp weights 1\n")
     for name, tensor in named_tensors:
-        for text in (name.encode(), _dtype_name(tensor.dtype).encode()):
+        for text in (name.encode(), dtype_name(tensor.dtype).encode()):
             digest.update(struct.pack("<Q", len(text)) + text)
         digest.update(struct.pack(f"<Q{tensor.dim()}Q", tensor.dim(), *tensor.shape))
         digest.update(_little_endian(tensor))
@@ -107,7 +107,7 @@ class _Flattener:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, torch.dtype):
-            return {"kind": "torch_dtype", "value": _dtype_name(value)}
+            return {"kind": "torch_dtype", "value": dtype_name(value)}
         if isinstance(value, torch.device):
             return {"kind": "torch_device", "value": str(value)}
         if isinstance(value, torch.Size):
@@ -179,7 +179,7 @@ class _Flattener:
             raise _refusal(value, path, f" of dtype {value.dtype}")
         if isinstance(value, np.generic):
             return {"kind": "numpy_scalar", "value": _base64(value.tobytes()), "dtype": value.dtype.str}
-        raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else _no_bytes()
+        raw = _bytes_of(value) if value.nbytes else _no_bytes()
         return {"kind": "ndarray", "value": self._keep(raw, path), "dtype": value.dtype.str, "shape": list(value.shape)}
 
     def _tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Any:
@@ -200,7 +200,7 @@ class _Flattener:
             is_as_stored = not (value.is_conj() or value.is_neg())
             name = self._keep(detached if is_as_stored else detached.resolve_conj().resolve_neg(), path)
             here.append((value, name))
-        return {"kind": "tensor", "value": name, "dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
+        return {"kind": "tensor", "value": name, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
 
     def _keep(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
         name = ".".join([key if type(key) is str and key.isprintable() else ascii(key) for key in path]) or "value"
@@ -233,7 +233,7 @@ def _decode(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
         case "tuple":
             return tuple(_items(body, tensors, depth))
         case "tensor":
-            return _restored(tensors[body], _dtype(node["dtype"]), node["shape"])
+            return _restored(tensors[body], dtype_of(node["dtype"]), node["shape"])
         case "float":
             return struct.unpack("<d", bytes.fromhex(body))[0]
         case "bytes":
@@ -251,14 +251,18 @@ def _decode(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
         case "deque":
             return deque(_items(body, tensors, depth), node["maxlen"])
         case "ndarray":  # not copied: a skeleton may name a tensor again and again
-            if tensors[body].is_meta:  # nor is there anything, where only names and shapes are looked at
-                return np.broadcast_to(np.zeros((), _numpy_dtype(node["dtype"])), node["shape"])
-            raw = tensors[body].detach().cpu().reshape(-1).view(torch.uint8).numpy()
-            return raw.view(_numpy_dtype(node["dtype"])).reshape(node["shape"])
+            dtype, stored = _numpy_dtype(node["dtype"]), tensors[body]
+            if dtype.itemsize * math.prod(node["shape"]) != stored.nbytes:
+                raise ValueError(
+                    f"an array of {stored.nbytes} bytes came where {dtype} {node['shape']!r:.80} was saved"
+                )
+            if stored.is_meta:  # there is nothing, where only names and shapes are looked at
+                return np.broadcast_to(np.zeros((), dtype), node["shape"])
+            return stored.detach().cpu().reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(node["shape"])
         case "numpy_scalar":
             return np.frombuffer(_bytes(body), _numpy_dtype(node["dtype"]))[0]
         case "torch_dtype":
-            return _dtype(body)
+            return dtype_of(body)
         case "torch_device":
             return torch.device(body)
         case "torch_size":
@@ -314,11 +318,13 @@ def _place(path: tuple[Any, ...]) -> str:
     return ".".join(key if type(key) is str else repr(key) for key in path) or "the state"
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the module, as in `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a name; ValueError if there is none."""
     if name not in _DTYPES:
         raise ValueError(f"{name!r:.80} is not a dtype")
     return _DTYPES[name]
@@ -339,6 +345,12 @@ def _bytes(text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
         raise ValueError(str(error)) from error
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Not copied where the array lies in one piece and may be written, as torch wants it."""
+    array = np.ascontiguousarray(array)
+    return torch.from_numpy((array if array.flags.writeable else array.copy()).reshape(-1).view(np.uint8))
 
 
 def _no_bytes() -> torch.Tensor:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from elastic_ddp.errors import ConfigError, PeerLostError, described
-from elastic_ddp.parallel.control import Agreed, ControlExchange, MicroBatchRecord, digest_rows, to_host
+from elastic_ddp.parallel.agreement import Agreed, ControlExchange, MicroBatchRecord, digest_rows, to_host
 from elastic_ddp.parallel.process_group import is_lost_peer
 from elastic_ddp.seeding import seed_all
 
 if TYPE_CHECKING:
-    from elastic_ddp.data.feed import MicroBatch
+    from elastic_ddp.data.cutting import MicroBatch
     from elastic_ddp.generation import Generation
 
 

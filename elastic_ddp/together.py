@@ -72,7 +72,7 @@ class Tasks:
         return Task(*place, self._count + 1, name)
 
     def done(self, task: Task, result: Any) -> None:
-        """It is, with a result that JSON has."""
+        """A task was done here; `result` is what JSON has."""
         self._done, self._result, self._count = task, result, task.number
 
     def result_of_others(self, task: Task) -> tuple[Any] | None:

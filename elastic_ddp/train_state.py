@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -10,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch.distributed.tensor import DTensor
 
-from elastic_ddp.errors import CheckpointError, ConfigError
-from elastic_ddp.parallel.control import EMPTY_CHAIN, chain
+from elastic_ddp.errors import CheckpointError, ConfigError, some
+from elastic_ddp.parallel.agreement import EMPTY_CHAIN, chain
 from elastic_ddp.parallel.prepared import PreparedModel
 from elastic_ddp.state import flatten, weights_sha256, whole
 
@@ -137,8 +139,8 @@ class TrainState:
             shards := [k for k, each in flatten({"user": user})[1].items() if isinstance(each, DTensor)]
         ):
             raise ConfigError(
-                f"state given to run.register holds shards of tensors: {', '.join(shards[:5])}"
-                f"{', …' if len(shards) > 5 else ''}; have its state_dict() return each whole, as "
+                f"state given to run.register holds shards of tensors: {some(shards, 5)}; have its "
+                "state_dict() return each whole, as "
                 "tensor.full_tensor(). Its load_state_dict() may shard it again, like the parameter it belongs to: "
                 "torch.distributed.tensor.distribute_tensor(value, parameter.device_mesh, parameter.placements)"
             )
@@ -178,8 +180,10 @@ class TrainState:
             buffers = dict(self.module.named_buffers())
             for name, value in state["buffers"].items():
                 _load_buffer(name, buffers[name], value)
-            for kind, things in expected.items():
-                for key, thing in things.items():
+            for place, optimizer in enumerate(self.optimizers):
+                _load_optimizer(optimizer, state["optimizer"][str(place)])
+            for kind in ("scheduler", "user"):
+                for key, thing in expected[kind].items():
                     thing.load_state_dict(state[kind][key])
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -198,10 +202,39 @@ class TrainState:
 def _load_buffer(name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
     if buffer.shape != value.shape:
         raise ValueError(f"the buffer {name} has the shape {tuple(value.shape)} there and {tuple(buffer.shape)} here")
-    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
-    if is_expanded and torch.equal(buffer, value.to(buffer.device)):
-        return  # it cannot be written, and need not be
-    buffer.copy_(value)  # also where it is equal: 0 and -0 are, and have other bits
+    buffer.copy_(value)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Torch's own loader gives floating-point state the dtype of its parameter, and makes something else of text: what
+    it changed is put back as it was saved. One that loads in its own way, or has hooks for that, knows what it does."""
+    optimizer.load_state_dict(dict(saved))
+    has_own_way = (
+        type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+        or optimizer._optimizer_load_state_dict_pre_hooks
+        or optimizer._optimizer_load_state_dict_post_hooks
+    )
+    if has_own_way:
+        return
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in saved["state"]:
+            optimizer.state[parameter] = _as_saved(saved["state"][number], optimizer.state[parameter])
+
+
+def _as_saved(saved: Any, loaded: Any) -> Any:
+    """A value of an optimizer's state, on the device that torch has loaded it to."""
+    if isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict):
+        kept = copy.copy(saved)
+        kept.update({key: _as_saved(value, loaded[key]) for key, value in saved.items()})
+        return kept
+    if isinstance(saved, list | tuple | deque):
+        items = [_as_saved(*each) for each in zip(saved, loaded, strict=True)]
+        return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
+    return saved
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -256,6 +289,6 @@ def check_model(module: torch.nn.Module) -> None:
             )
     if complex_ones := [name for name, each in module.named_parameters() if each.is_complex()]:
         raise ConfigError(
-            f"run.prepare got complex parameters, {', '.join(complex_ones[:5])}, whose gradients DDP cannot reduce; "
+            f"run.prepare got complex parameters, {some(complex_ones, 5)}, whose gradients DDP cannot reduce; "
             "keep them as real ones, and use torch.view_as_complex in forward"
         )

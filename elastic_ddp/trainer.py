@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.text import Text
 
 from elastic_ddp import errors
-from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.checkpoint import CommitCatalog
 from elastic_ddp.config import RunConfig
 from elastic_ddp.data.index import DatasetIndex, open_index
-from elastic_ddp.data.ingest import check_cpus, materialize
+from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.source import check_columns
 from elastic_ddp.elastic.messages import RendezvousOptions
 from elastic_ddp.elastic.rendezvous import start_rendezvous
@@ -33,6 +33,7 @@ from elastic_ddp.job import COMMITS, Job, has_commits
 from elastic_ddp.lease import DriverLease
 from elastic_ddp.ray_internals import WRITTEN_FOR, use_token_on_this_machine
 from elastic_ddp.ray_train import is_in_place
+from elastic_ddp.room import check_cpus, workers_that_fit
 from elastic_ddp.session import Session
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import new_session, read_ledger, summarize
@@ -128,8 +129,13 @@ class ElasticTrainer:
             ConfigError: the run exists with other settings, or has a live driver already.
             DriverReplacedError: this driver was silent for long, and another has taken the run over.
             DataError: the data set is not usable, or is not the one that the run began with.
-            TrainFunctionError: the training function raised; carries the traceback.
-            WorkersLostError: workers were lost more often than `max_restarts`.
+            TrainFunctionError: the training function raised, and this carries the traceback; or all workers hung in it.
+            WorkersLostError: workers were lost more often than `max_restarts`, or the same ones lost a step, or what
+                they do together, again and again.
+            StorageError: more saves in a row failed than `checkpoint.max_failed_saves`, or the storage does not answer.
+            CheckpointError: there are commits, and none can be used; or a worker could not keep what it is to commit.
+            ElasticDDPError: ranks ended with different weights.
+            KeyboardInterrupt: the second Ctrl-C.
         """
         with (
             DriverLease(self._storage, self.config.name, new_session(), _note) as lease,
@@ -154,7 +160,7 @@ class ElasticTrainer:
             _note(f"run {self.config.name!r} is finished already, after {done.steps} steps; more steps resume it")
             return done
         lease.acquire()
-        resumed = CheckpointStore(self._storage.at(COMMITS), keep=self.config.checkpoint.keep).latest()
+        resumed = CommitCatalog(self._storage.at(COMMITS)).latest()
         if resumed is not None and resumed.step > job.total_steps:
             raise ConfigError(
                 f"run {self.config.name!r} has {resumed.step:,} steps behind it, and is to have {job.total_steps:,}: a "
@@ -261,7 +267,7 @@ class ElasticTrainer:
             has_transform=self._transform is not None,
         )
         needs = {name: amount for name, amount in self.config.resources_per_worker.items() if amount}
-        room = sum(min(int(node.get(name, 0) // amount) for name, amount in needs.items()) for node in nodes)
+        room = sum(workers_that_fit(node, needs) for node in nodes)
         if room < self.config.min_workers:
             _note(
                 f"the cluster has room for {room} workers of {needs}, and min_workers is {self.config.min_workers}: "

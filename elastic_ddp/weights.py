@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit
-from elastic_ddp.checkpoint.commits import committed_steps
+from elastic_ddp.checkpoint import Commit, CommitCatalog
+from elastic_ddp.checkpoint.manifest import committed_steps
 from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.reading import empty_tensors, state_of
-from elastic_ddp.errors import CheckpointError, ConfigError
+from elastic_ddp.errors import CheckpointError, ConfigError, some
 from elastic_ddp.job import COMMITS
 from elastic_ddp.restoring import Wrong, first_usable, read_together, what_is_wrong
+from elastic_ddp.state import dtype_name
 from elastic_ddp.storage import Storage
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Weights:
             StorageError: the storage could not be read.
         """
         storage = self._storage()
-        store = CheckpointStore(storage, keep=1)
+        store = CommitCatalog(storage)
         fits: dict[int, Fit] = {}
 
         def read(commit: Commit, skeleton: bytes) -> tuple[dict[str, Any] | None, Wrong | None]:
@@ -93,13 +94,13 @@ class Weights:
         differences = {"missing": fit.missing, "unexpected": fit.unexpected, "converted": fit.converted}
         say("weights_loaded", uri=self.uri, step=step, **differences)
         if any(differences.values()):
-            text = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in differences.items() if names)
+            text = "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in differences.items() if names)
             _log.warning("of the weights of step %d in %s are %s", step, self.uri, text)
 
     def _storage(self) -> PatientStorage:
         return PatientStorage(Storage(self.uri).at(COMMITS))
 
-    def _candidates(self, store: CheckpointStore) -> Iterator[Commit]:
+    def _candidates(self, store: CommitCatalog) -> Iterator[Commit]:
         """Those that may be used, and an error when there are no more."""
         yield from store.candidates(self.step)
         if not store.rejected:
@@ -140,7 +141,7 @@ class Fit:
             unexpected=sorted(theirs.keys() - ours.keys()),
             reshaped=[f"{name} is {_shape_of(theirs[name])} there and {_shape_of(ours[name])} here" for name in other],
             converted=[
-                f"{name} from {_dtype_of(theirs[name])} to {_dtype_of(ours[name])}"
+                f"{name} from {dtype_name(theirs[name].dtype)} to {dtype_name(ours[name].dtype)}"
                 for name in same
                 if theirs[name].dtype != ours[name].dtype
             ],
@@ -153,21 +154,13 @@ class Fit:
             wrong += [f"{name} is missing there" for name in self.missing]
             wrong += [f"{name} is unexpected: the model has no such tensor" for name in self.unexpected]
         if not wrong and not self.matching:
-            wrong = [f"not one name is the same: there {_some(self.unexpected)}, and here {_some(self.missing)}"]
+            wrong = [f"not one name is the same: there {some(self.unexpected)}, and here {some(self.missing)}"]
         if wrong:
             raise ConfigError(
-                f"the weights of {which} do not fit the model: {_some(wrong, '; ')}. Build the model that they are of, "
-                "or use strict=False where some of the names differ"
+                f"the weights of {which} do not fit the model: {some(wrong, between='; ')}. Build the model that they "
+                "are of, or use strict=False where some of the names differ"
             )
-
-
-def _some(names: list[str], between: str = ", ") -> str:
-    return f"{between.join(names[:10])}{f'{between}…' if len(names) > 10 else ''}" if names else "none"
 
 
 def _shape_of(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "no tensor"
-
-
-def _dtype_of(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -11,7 +11,6 @@ import torch
 
 from elastic_ddp import signals
 from elastic_ddp.config import RunConfig
-from elastic_ddp.data.ingest import check_cpus
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
 from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersLostError, described
@@ -19,7 +18,8 @@ from elastic_ddp.job import Job
 from elastic_ddp.parallel.process_group import is_lost_peer, is_without_group
 from elastic_ddp.parallel.sockets import use_interface_of
 from elastic_ddp.participation import TrainAgain
-from elastic_ddp.ray_train import Place
+from elastic_ddp.ray_train import WorkerContext
+from elastic_ddp.room import check_cpus
 from elastic_ddp.run import Run
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.account import RUN_FAILED
@@ -36,7 +36,7 @@ _NO_GROUP_YET = (
 )
 
 
-def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
+def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None:
     """What every Ray Train worker runs. It returns when the run is over for this worker, however it ended.
 
     An error of the user's function is told to the rendezvous and ends the run, rather than raised: Ray Train retries
@@ -48,17 +48,16 @@ def work(job: Job, rendezvous: RendezvousHandle, place: Place) -> None:
             lost peer through, from a collective of its own, for example; or Ray fails on this node; or this worker
             failed before it ever trained. Ray Train replaces it.
     """
-
     _make_deterministic(job.config)
-    use_interface_of(place.member.node)
-    link = RendezvousLink(rendezvous, place.member, job.config.heartbeat_timeout_s, place.actor)
+    use_interface_of(context.member.node)
+    link = RendezvousLink(rendezvous, context.member, job.config.heartbeat_timeout_s, context.actor)
     signals.on_sigterm(lambda: link.leave("SIGTERM", job.config.drain_deadline_s))
-    run = Run(job, link, place.device)
+    run = Run(job, link, context.device)
     outcome: dict[str, Any] = {}
     lost: str | None = None
     try:
         check_cpus(
-            [place.node_resources],
+            [context.node_resources],
             resources_per_worker=job.config.resources_per_worker,
             max_workers=job.config.max_workers,
             options=job.config.data,

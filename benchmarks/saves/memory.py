@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elastic_ddp.checkpoint.store import CheckpointStore
+from elastic_ddp.checkpoint import CommitCatalog
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
@@ -56,11 +56,11 @@ def save_twice(group: ProcessGroup, uri: str, size_mib: int) -> dict[str, int]:
 
 def restore_once(group: ProcessGroup, uri: str, size_mib: int) -> dict[str, int]:
     storage = Storage(f"{uri}/small")
-    assert restore(CheckpointStore(storage, keep=1), storage, group) is not None
+    assert restore(CommitCatalog(storage), storage, group) is not None
     storage = Storage(f"{uri}/commits-{size_mib}")
     dist.barrier()
     peak = Peak()
-    found = restore(CheckpointStore(storage, keep=1), storage, group)
+    found = restore(CommitCatalog(storage), storage, group)
     assert found is not None
     return {"peak": peak.so_far(), "state": num_bytes(found[1])}
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elastic_ddp.checkpoint.commits import Commit
-from elastic_ddp.checkpoint.store import CheckpointStore
+from elastic_ddp.checkpoint import CommitCatalog
+from elastic_ddp.checkpoint.manifest import Commit
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import restore
 from saves.state import MIB, make_state, num_bytes
@@ -72,7 +72,7 @@ def restore_in_turns(group: ProcessGroup, folder: str, rounds: int, limit_mibs: 
     """MiB/s of the state, for restores and bare gets by round, and what a restore reads of the store on this rank."""
     limit = Limit(limit_mibs)
     storage, bare = LimitedStorage(folder, limit), Bare(folder, limit)
-    commit = CheckpointStore(storage, keep=1).latest()
+    commit = CommitCatalog(storage).latest()
     assert isinstance(commit, Commit)
     pieces = [
         (item.key, start, min(start + PIECE_BYTES, item.size))
@@ -83,7 +83,7 @@ def restore_in_turns(group: ProcessGroup, folder: str, rounds: int, limit_mibs: 
 
     def restored() -> None:
         storage.num_bytes = 0
-        found = restore(CheckpointStore(storage, keep=1), storage, group)
+        found = restore(CommitCatalog(storage), storage, group)
         assert found is not None and found[0] == commit
         read.append(storage.num_bytes)
 

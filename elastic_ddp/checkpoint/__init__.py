@@ -1,8 +1,9 @@
 """Durable state: commits that are complete or do not exist."""
 
-from elastic_ddp.checkpoint.commits import Commit, StoredObject
+from elastic_ddp.checkpoint.catalog import CommitCatalog
+from elastic_ddp.checkpoint.manifest import Commit, StoredObject
 from elastic_ddp.checkpoint.retention import Retention
 from elastic_ddp.checkpoint.saving import Save, Saver
 from elastic_ddp.checkpoint.store import CheckpointStore
 
-__all__ = ["CheckpointStore", "Commit", "Retention", "Save", "Saver", "StoredObject"]
+__all__ = ["CheckpointStore", "Commit", "CommitCatalog", "Retention", "Save", "Saver", "StoredObject"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from elastic_ddp.checkpoint.commits import Commit, attempt_of, committed_steps, manifest_key
+from elastic_ddp.checkpoint.manifest import Commit, attempt_of, committed_steps, manifest_key, set_aside
 from elastic_ddp.checkpoint.reading import read_manifest
 from elastic_ddp.checkpoint.retention import Measurement, Retention, kept, measurements, removable
 from elastic_ddp.errors import CheckpointError, StorageError
@@ -52,7 +52,7 @@ class Housekeeping:
             storage, steps, read, sizes
         )
         staying = kept(steps, self._known, self._retention)
-        keys = [*sizes, *(each.key for each in uploads)]
+        keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
         going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
         remove(storage, going.manifests, [*going.dead, *clocks(sizes)])
         remove(storage, [], older_than(ORPHAN_AGE_S, storage, going.orphans))
@@ -141,7 +141,7 @@ def abort_uploads(age_s: float, storage: Storage, uploads: Sequence[Upload], dea
         now = storage.now() if uploads else 0.0
         for each in uploads:
             attempt = attempt_of(each.key)
-            if attempt is None and not is_temporary(each.key):
+            if attempt is None and set_aside(each.key) is None and not is_temporary(each.key):
                 continue
             if now - each.begun > age_s or (attempt is not None and attempt[1] in dead):
                 storage.abort(each)

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ddp.checkpoint.commits import attempt_of, attempt_prefix, committed_steps, set_aside, step_of_attempt
 from elastic_ddp.checkpoint.housekeeping import (
     ORPHAN_AGE_S,
     abort_uploads,
@@ -16,6 +15,7 @@ from elastic_ddp.checkpoint.housekeeping import (
     remove,
     unfinished,
 )
+from elastic_ddp.checkpoint.manifest import attempt_of, attempt_prefix, committed_steps, set_aside, step_of_attempt
 from elastic_ddp.checkpoint.retention import Retention, kept, measurements, removable
 from elastic_ddp.storage import Storage
 
@@ -58,7 +58,7 @@ def removals(
         measured = {step: measurements(commit.record).get(metric) for step, commit in complete.items()}
         staying = kept(steps, measured, retention)
     aside = {key: each for key in sizes if (each := set_aside(key)) is not None} if with_set_aside else {}
-    keys = [*(sizes.keys() - aside.keys()), *(each.key for each in uploads)]
+    keys = [*(sizes.keys() - aside.keys()), *(each.key for each in uploads if attempt_of(each.key) is not None)]
     going = removable(keys, staying, complete.values(), newest=max(steps, default=0))
     num_bytes = Counter[str]()
     for key, size in [*sizes.items(), *((each.key, each.num_bytes) for each in uploads)]:
@@ -92,4 +92,4 @@ def prune(storage: Storage, chosen: list[Removal], *, orphan_age_s: float = ORPH
     manifests = [each.manifest for each in chosen if each.manifest is not None]
     folders = [folder for each in chosen for folder in each.folders]
     remove(storage, manifests, [*folders, *clocks(storage.list())])
-    abort_uploads(orphan_age_s, storage, unfinished(storage))
+    abort_uploads(orphan_age_s, storage, unfinished(storage), folders)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from zlib_ng import zlib_ng
 
 from elastic_ddp import host_memory
-from elastic_ddp.checkpoint.commits import (
+from elastic_ddp.checkpoint.manifest import (
     MAX_BLOCK_BYTES,
     MAX_MANIFEST_BYTES,
     Commit,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from elastic_ddp.checkpoint.commits import Commit, attempt_of, attempt_prefix, committed_steps, manifest_key, set_aside
+from elastic_ddp.checkpoint.manifest import Commit, attempt_of, attempt_prefix, committed_steps, manifest_key, set_aside
 
 METRICS = "metrics"
 """Where a commit's record has the metrics that were known when it was made."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
-from elastic_ddp.checkpoint.commits import Commit, attempt_prefix
+from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix
 from elastic_ddp.checkpoint.stalls import WatchedStorage
 from elastic_ddp.checkpoint.store import CheckpointStore
 from elastic_ddp.checkpoint.writing import Part, StateWriter

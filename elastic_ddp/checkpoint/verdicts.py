@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from typing import TypeVar
 
-from elastic_ddp.checkpoint.commits import committed_steps, manifest_key
+from elastic_ddp.checkpoint.manifest import committed_steps, manifest_key
 from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.reading import Piece, Targets, read_pieces
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from zlib_ng import zlib_ng
 
 from elastic_ddp import host_memory
-from elastic_ddp.checkpoint.commits import (
+from elastic_ddp.checkpoint.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_MANIFEST_VALUES,
     MAX_SKELETON_BYTES,
@@ -32,7 +32,7 @@ from elastic_ddp.checkpoint.commits import (
 from elastic_ddp.checkpoint.planning import BlockPlanner, Box, num_bytes, share_of
 from elastic_ddp.checkpoint.stalls import Crew
 from elastic_ddp.errors import CheckpointError
-from elastic_ddp.state import flatten
+from elastic_ddp.state import dtype_name, flatten
 from elastic_ddp.storage import Storage
 
 OBJECT_BYTES = 32 << 20
@@ -211,7 +211,7 @@ class BlockWriter:
             stored = StoredBlock(
                 offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), object=number, start=start, crc32=crc32
             )
-            dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+            dtype = dtype_name(item.tensor_data.properties.dtype)
             shape = tuple(item.tensor_data.size)
             yield WrittenBlock(tensor=item.index.fqn, dtype=dtype, shape=shape, block=stored)
 

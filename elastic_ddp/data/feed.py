@@ -6,20 +6,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 import ray
 import torch
 
 from elastic_ddp.config import DataConfig
+from elastic_ddp.data.cutting import EndedEarlyError, HostBatch, MicroBatch, Placer, cut
 from elastic_ddp.data.index import DatasetIndex
-from elastic_ddp.data.order import Chunk, EpochShape, FeedPlan, Int64Array
+from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.pipeline import ChunkPipeline
-from elastic_ddp.data.source import PreparedChunk, Transform
-from elastic_ddp.errors import DataError, PeerLostError
+from elastic_ddp.data.source import Transform
+from elastic_ddp.errors import PeerLostError
 
 _CHUNKS_PER_PIPELINE = 100_000
 """A pipeline ends after about as many chunks and another goes on: Ray Data keeps 1.2 KB for each block it has seen."""
@@ -27,26 +27,6 @@ _REST_WITHIN_S = 0.5
 """How long another feed waits for one that is to rest."""
 _LOSSES_IN_A_ROW = 3
 """Pipelines that may be lost without a micro-batch in between."""
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """The rows of one micro-batch on the device."""
-
-    index: int
-    """Its number, 0 to M-1."""
-    rows: dict[str, torch.Tensor]
-    """One tensor of shape `(rows, ...)` for each column. An empty micro-batch has one row here, the padding, so that a
-    forward can still run on it."""
-    row_ids: Int64Array
-    """The rows' places in the data set's stored order, `(num_rows,)`, as they came through the pipeline."""
-    ready: torch.cuda.Event | None = field(default=None, repr=False)
-    """When the copy to the device is done."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that count: 0 in an empty micro-batch."""
-        return len(self.row_ids)
 
 
 class MicroBatchFeed:
@@ -222,7 +202,7 @@ class MicroBatchFeed:
         """The background thread."""
         try:
             self._after()
-            place = _Placer(self._device)
+            place = Placer(self._device)
             done = self._plan.first_step * len(self._plan.micro_batches)  # micro-batches, counted from step 0
             losses = 0
             while done < self._plan.last_step * len(self._plan.micro_batches):
@@ -235,7 +215,7 @@ class MicroBatchFeed:
                         for batch in batches:
                             self._put(batch, place)
                             done = batch.number + 1
-                except _EndedEarly:
+                except EndedEarlyError:
                     if not self._closed and not self._rests:
                         raise RuntimeError("the pipeline ended before its plan did") from None
                     with self._changed:  # until all that it had read is used up
@@ -258,7 +238,7 @@ class MicroBatchFeed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _run_pipeline(self, done: int) -> Generator[_HostBatch]:
+    def _run_pipeline(self, done: int) -> Generator[HostBatch]:
         """Micro-batches from the `done`-th on, until the pipeline has done its share."""
         owned = len(self._plan.micro_batches)
         first_step = done // owned
@@ -271,13 +251,13 @@ class MicroBatchFeed:
                 if self._closed:
                     raise _Closed
                 self._pipeline = pipeline
-            for batch in _cut(plan, iter(pipeline), lambda: self._skipped_to):
+            for batch in cut(plan, iter(pipeline), lambda: self._skipped_to):
                 if batch.number >= done:
                     yield batch
         finally:
             pipeline.close()
 
-    def _put(self, batch: _HostBatch, place: _Placer) -> None:
+    def _put(self, batch: HostBatch, place: Placer) -> None:
         if batch.step < self._skipped_to:
             return
         placed, room = place(batch), self._plan.options.prefetch_micro_batches
@@ -298,99 +278,5 @@ class MicroBatchFeed:
                 self._changed.notify_all()
 
 
-class _EndedEarly(Exception):
-    """A pipeline ended before the end of its plan."""
-
-
 class _Closed(Exception):
     """The feed, and with it its pipeline, was closed while its thread worked."""
-
-
-@dataclass(frozen=True, eq=False)
-class _HostBatch:
-    """A micro-batch as pieces of chunks, still in the object store's memory."""
-
-    step: int
-    number: int
-    """Of all that this worker takes, from step 0 on."""
-    index: int
-    pieces: list[dict[str, np.ndarray]]
-    row_ids: Int64Array
-
-
-def _cut(plan: FeedPlan, prepared: Iterator[PreparedChunk], skipped_to: Callable[[], int]) -> Iterator[_HostBatch]:
-    """Cut the chunks of a plan, which come in its order, into its micro-batches, but for steps that are left out."""
-    chunks = plan.chunks()
-    epoch = -1
-    lanes: dict[int, deque[tuple[Chunk, PreparedChunk]]] = {}
-    for step in range(plan.first_step, plan.last_step):
-        if step < skipped_to():
-            continue
-        if plan.shape.epoch_of(step) != epoch:
-            epoch = plan.shape.epoch_of(step)
-            lanes = {}
-        for place, micro_batch in enumerate(plan.micro_batches):
-            lane, start, stop = plan.source(step, micro_batch)
-            held = lanes.setdefault(lane, deque())
-            while held and held[0][0].stop <= start:
-                held.popleft()
-            while not held or held[-1][0].stop < stop:
-                chunk = next(chunks)  # in the order of need: after steps that were left out, perhaps another lane's
-                content = _expect(chunk, next(prepared, None))
-                if chunk.lane.epoch == epoch:
-                    lanes.setdefault(chunk.lane.number, deque()).append((chunk, content))
-            pieces, row_ids = [], []
-            for chunk, content in held:
-                inside = slice(max(start - chunk.start, 0), min(stop, chunk.stop) - chunk.start)
-                if inside.start < inside.stop:
-                    pieces.append({name: values[inside] for name, values in content.columns.items()})
-                    row_ids.append(content.row_ids[inside])
-            counted = np.concatenate(row_ids)[: plan.shape.rows_in_micro_batch(step, micro_batch)]
-            yield _HostBatch(step, step * len(plan.micro_batches) + place, micro_batch, pieces, counted)
-
-
-def _expect(chunk: Chunk, found: PreparedChunk | None) -> PreparedChunk:
-    if found is None:
-        raise _EndedEarly
-    wanted = (chunk.lane.epoch, chunk.lane.number, chunk.number, chunk.stop - chunk.start)
-    came = (found.epoch, found.lane, found.number, len(found.row_ids))
-    if came != wanted:
-        raise RuntimeError(f"the pipeline gave (epoch, lane, chunk, rows) {came} where {wanted} is due")
-    return found
-
-
-class _Placer:
-    """Puts a micro-batch together and onto the device. Used by one thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def __call__(self, batch: _HostBatch) -> MicroBatch:
-        rows = {name: self._join(name, batch.pieces) for name in batch.pieces[0]}
-        if self._stream is None:
-            return MicroBatch(batch.index, rows, batch.row_ids)
-        with torch.cuda.stream(self._stream):
-            rows = {name: tensor.to(self._device, non_blocking=True) for name, tensor in rows.items()}
-            return MicroBatch(batch.index, rows, batch.row_ids, self._stream.record_event())
-
-    def _join(self, name: str, pieces: list[dict[str, np.ndarray]]) -> torch.Tensor:
-        """One copy: out of the read-only memory of the object store, and into pinned memory where that is of use."""
-        first = pieces[0][name]
-        for piece in pieces[1:]:
-            if piece.keys() != pieces[0].keys():
-                raise DataError(
-                    f"the transform returned the columns {sorted(pieces[0])} for one chunk and {sorted(piece)} for "
-                    "another; it has to return the same columns always"
-                )
-            if (piece[name].dtype, piece[name].shape[1:]) != (first.dtype, first.shape[1:]):
-                raise DataError(
-                    f"rows of {name!r} that belong to one micro-batch are {first.dtype} of shape {first.shape[1:]} in "
-                    f"one chunk and {piece[name].dtype} of shape {piece[name].shape[1:]} in another; let the "
-                    "transform return (pad, crop) rows of one shape and type always"
-                )
-        shape = (sum(len(piece[name]) for piece in pieces), *first.shape[1:])
-        kind = torch.from_numpy(np.empty(0, first.dtype)).dtype
-        tensor = torch.empty(shape, dtype=kind, pin_memory=self._stream is not None)
-        np.concatenate([piece[name] for piece in pieces], out=tensor.numpy())
-        return tensor

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from elastic_ddp.data.feed import MicroBatch, MicroBatchFeed
+from elastic_ddp.data.cutting import MicroBatch
+from elastic_ddp.data.feed import MicroBatchFeed
 
 _FAR = 500
 """Steps that are sooner entered anew than reached by leaving out those before them."""

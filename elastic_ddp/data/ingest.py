@@ -1,14 +1,13 @@
-"""What the driver does before a run starts: a `ray.data.Dataset` becomes files, and the CPUs are counted."""
+"""A `ray.data.Dataset` becomes files in the run's storage, before the run starts."""
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from elastic_ddp.config import DataConfig
 from elastic_ddp.errors import DataError
 
 if TYPE_CHECKING:
@@ -79,41 +78,3 @@ def _in_order(dataset: ray.data.Dataset) -> Iterator[None]:
         yield
     finally:
         options.preserve_order = before
-
-
-def check_cpus(
-    nodes: Sequence[Mapping[str, float]],
-    *,
-    resources_per_worker: Mapping[str, float],
-    max_workers: int,
-    options: DataConfig,
-    has_transform: bool,
-) -> None:
-    """Refuse a configuration in which workers leave no CPU to the pipelines that feed them.
-
-    A pipeline runs on its worker's node, and needs a CPU for its read task and one for a transform; the two are one
-    task where `concurrency` is 1. Workers are taken to fill one node after the other, as Ray Train packs them.
-
-    Args:
-        nodes: the resources of every node, such as `{"CPU": 8, "GPU": 1}`.
-
-    Raises:
-        DataError: on some node the pipelines could never start.
-    """
-    cpus = options.num_cpus_per_task
-    tasks = 2 if has_transform and options.concurrency > 1 else 1
-    per_worker = resources_per_worker.get("CPU", 0.0)
-    left = max_workers
-    for node in nodes:
-        fits = [int(node.get(name, 0.0) // amount) for name, amount in resources_per_worker.items() if amount]
-        workers = min([left, *fits])
-        left -= workers
-        free = node.get("CPU", 0.0) - workers * per_worker
-        needed = workers * tasks * cpus
-        if needed > free:
-            raise DataError(
-                f"data.num_cpus_per_task={cpus:g}: {workers} worker(s) hold {workers * per_worker:g} of the "
-                f"{node.get('CPU', 0.0):g} CPUs of a node, and their pipelines need {needed:g} more to run at all, so "
-                "they would wait for ever; use data.num_cpus_per_task=0, which runs them beside the workers, or give "
-                "workers fewer CPUs in resources_per_worker"
-            )

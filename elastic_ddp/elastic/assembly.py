@@ -8,13 +8,13 @@ import os
 import time
 from typing import Any
 
-from elastic_ddp.elastic.hang import MAY_BE_WAITING, STORING, WAITING, HangWatch, Whereabouts
+from elastic_ddp.elastic.hang import HangWatch, Whereabouts
 from elastic_ddp.elastic.journal import Journal
-from elastic_ddp.elastic.members import DRAIN, Arrival, Member, Notice
+from elastic_ddp.elastic.members import Arrival, Member, Notice
 from elastic_ddp.elastic.membership import LEFT, Membership
 from elastic_ddp.elastic.memory import Memory, State
 from elastic_ddp.elastic.messages import Ended, Orders, Prospect, RendezvousOptions, Signals
-from elastic_ddp.errors import StorageError, TrainFunctionError
+from elastic_ddp.errors import StorageError
 from elastic_ddp.parallel.process_group import Assignment
 
 PREPARE_S = 5.0
@@ -26,7 +26,7 @@ STACKS_S = 2.0
 
 
 class Assembly:
-    """Every call is made under one lock, and may leave something to tell.
+    """Every call that changes anything is made under one lock, and may leave something to tell.
 
     Args:
         options: what it goes by.
@@ -72,7 +72,7 @@ class Assembly:
     def arrive(self, arrival: Arrival, *, after: int, lost: str | None, account: dict[str, float] | None) -> None:
         """A member comes from generation `after`, 0 for none."""
         healthy = self.membership.loss is None
-        counts = after == self.membership.generation and self.membership.is_gone(arrival.member.id) in (None, LEFT)
+        counts = after == self.membership.generation and self.membership.why_gone(arrival.member.id) in (None, LEFT)
         if account and counts:
             self._account = max(self._account, account, key=lambda each: sum(each.values()))
         if self.membership.arrive(arrival, lost=lost) is not None:
@@ -89,7 +89,7 @@ class Assembly:
         assignment = self._formed.get(member)
         if assignment is not None and assignment.generation > after:
             return assignment
-        gone = self.membership.is_gone(member)
+        gone = self.membership.why_gone(member)
         return Ended(gone) if gone is not None else None
 
     def prospect_of(self, member: str) -> Prospect | None:
@@ -104,12 +104,12 @@ class Assembly:
 
     @property
     def _steps_done(self) -> int:
-        """A while ago."""
+        """By the newest word of rank 0, which may be a poll old."""
         return int(self.journal.progress.get("step", 0))
 
     def lose(self, member: str, how: str) -> None:
         """A member's pulse ended."""
-        known = self.membership.is_gone(member) is not None
+        known = self.membership.why_gone(member) is not None
         generation, current = self.membership.generation, self.membership.current
         was_in_it = not known and current is not None and member in current.ids
         if self.membership.lose(member, how) or was_in_it:
@@ -123,7 +123,7 @@ class Assembly:
     def retire(self, member: str) -> None:
         """A member is through. If the run is not, and goes on with it, that is a loss."""
         current = self.membership.current
-        is_in_it = current is not None and member in current.ids and self.membership.is_gone(member) is None
+        is_in_it = current is not None and member in current.ids and self.membership.why_gone(member) is None
         if is_in_it and self.journal.ended is None:
             self.lose(member, "it left its generation, and was not asked to")
         self.membership.retire(member)
@@ -140,7 +140,7 @@ class Assembly:
         reconfigure = is_current and self._wanted_change and membership.wants_change(time.monotonic())
         return Signals(
             stop=self.state.stop,
-            ended=self.journal.ended or membership.is_gone(member.id),
+            ended=self.journal.ended or membership.why_gone(member.id),
             broken=generation if is_current and membership.loss is not None else None,
             reconfigure=reconfigure,
             prospect=self.prospect_of(member.id) if reconfigure and self._has_time() else None,
@@ -155,7 +155,7 @@ class Assembly:
     def why_not_commit(self, member: Member, generation: int) -> str | None:
         """Why what a member has written in a generation may not be committed; None if it may. It may if the member
         takes part in the run, or did until it left in peace, and no generation has begun from a commit since."""
-        gone = self.membership.is_gone(member.id)
+        gone = self.membership.why_gone(member.id)
         if not self.membership.has_seen(member.id) or gone not in (None, LEFT):
             return f"this worker was presumed dead: {gone or 'it is not known'}"
         if generation < self.state.restored:
@@ -277,7 +277,7 @@ class Assembly:
     def _look_for_a_hang(self, now_s: float) -> None:
         """First everybody says where its threads are, then those whom others wait for are given up."""
         for member in self._watch.places():
-            if self.membership.is_gone(member) is not None:
+            if self.membership.why_gone(member) is not None:
                 self._watch.forget(member)
         if self.membership.all_wait():  # for others to come, as long as that takes
             self._watch.begin(self._watch.places(), now_s)
@@ -293,47 +293,17 @@ class Assembly:
 
     def _end_hang(self, now_s: float) -> None:
         generation, places = self.membership.generation, self._watch.places()
-        culprits = self._watch.culprits(is_broken=self.membership.loss is not None)
-        silent_s = self._watch.timeout_s
+        verdict = self._watch.judge(is_broken=self.membership.loss is not None)
+        culprits, silent_s = [*verdict.culprits], self._watch.timeout_s
         self.record("hang", generation=generation, places=places, culprits=culprits, seconds=silent_s)
-        for member in culprits:
-            how = f"it hung in '{places[member]}' for {silent_s:g} s (hang_timeout_s) while others waited for it"
+        for member, how in verdict.culprits.items():
             self.membership.lose(member, how)
             self.record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
-        are_waiting = all(place in WAITING for place in places.values())
-        are_storing = not are_waiting and all(place in (*WAITING, STORING) for place in places.values())
-        # Cut off, those who wait come to the rendezvous, and those who hang do not.
-        may_be_waiting = (
-            len(places) > 1
-            and self.membership.loss is None
-            and any(place in MAY_BE_WAITING for place in places.values())
-        )
-        if not culprits and (are_waiting or may_be_waiting):
-            where = ", ".join(sorted(set(places.values())))
-            self.membership.loss = (
-                f"nobody got anywhere for {silent_s:g} s (hang_timeout_s), in '{where}', and nobody is to blame; the "
-                "ledger's 'stacks' events say where everybody was. Raise hang_timeout_s if a step may take longer"
-            )
-            self.record("worker_lost", generation=generation, reported_by=None, error=self.membership.loss)
-        elif not culprits and are_storing:
-            self.end(
-                {
-                    "status": "failed",
-                    "kind": StorageError.__name__,
-                    "error": f"no worker's save got anywhere for {silent_s:g} s (hang_timeout_s): the storage does not "
-                    "answer; where exactly is in the ledger's 'stacks' events. Mend it, and run the same command again",
-                }
-            )
-        elif not culprits:
-            where = ", ".join(sorted(set(places.values())))
-            self.end(
-                {
-                    "status": "failed",
-                    "kind": TrainFunctionError.__name__,
-                    "error": f"all workers have been in '{where}' for {silent_s:g} s (hang_timeout_s) and got nowhere; "
-                    "where exactly is in the ledger's 'stacks' events. Raise hang_timeout_s if that may take longer",
-                }
-            )
+        if verdict.loss is not None:
+            self.membership.loss = verdict.loss
+            self.record("worker_lost", generation=generation, reported_by=None, error=verdict.loss)
+        if verdict.end is not None:
+            self.end({"status": "failed", "kind": type(verdict.end).__name__, "error": str(verdict.end)})
         self._watch.begin(places, now_s)  # one more timeout for those who are left
         self.form()
         self.changed = True
@@ -349,14 +319,14 @@ class Assembly:
 
     def ask_to_leave(self, member: Member, within_s: float, why: str) -> None:
         """A member has been told to go."""
-        if self.membership.is_gone(member.id) is None:
+        if self.membership.why_gone(member.id) is None:
             self.record("notice", member=member.id, node=member.node, within_s=within_s, by=why)
-            self.membership.ask_to_leave([member.id], Notice(DRAIN, time.monotonic(), within_s))
+            self.membership.ask_to_leave([member.id], Notice(time.monotonic(), within_s))
             self.act()
 
     def drain(self, node_id: str, within_s: float, by: str) -> None:
         """A node is to go, if that was not known."""
-        if self.membership.drain(node_id, Notice(DRAIN, time.monotonic(), within_s)):
+        if self.membership.drain(node_id, Notice(time.monotonic(), within_s)):
             if any(each.node_id == node_id for each in self.membership.known()):
                 self.record("notice", node_id=node_id, within_s=within_s, by=by)
             self.act()
@@ -397,7 +367,7 @@ class Assembly:
     @property
     def is_saving(self) -> bool:
         """Whether a member that is there has begun a save that has not ended."""
-        return bool(self._saver) and self.membership.is_gone(self._saver) is None
+        return bool(self._saver) and self.membership.why_gone(self._saver) is None
 
     @property
     def last_commit(self) -> int | None:
@@ -407,7 +377,7 @@ class Assembly:
         return newest
 
     def doing(self) -> str:
-        """In a word."""
+        """The run's state, for `status`: starting, training, waiting, stopping, or how it ended."""
         if self.journal.ended or self.state.stop:
             return self.journal.ended or "stopping"
         if not self.journal.last("generation"):
@@ -423,7 +393,7 @@ class Assembly:
             "members": [
                 {"rank": rank, "node": each.node, "node_id": each.node_id, "pid": each.pid, "id": each.id}
                 for rank, each in enumerate(membership.current.members if membership.current is not None else ())
-                if membership.is_gone(each.id) is None
+                if membership.why_gone(each.id) is None
             ],
             "draining": membership.draining,
             "last_commit": self.last_commit,
@@ -436,7 +406,7 @@ class Assembly:
         self, messages: list[dict[str, Any]], progress: dict[str, Any] | None = None, sender: str = "", first: int = 0
     ) -> None:
         """Takes messages for the record, and how far training is. See `Journal.take`."""
-        is_lost = self.membership.is_gone(sender) not in (None, LEFT)
+        is_lost = self.membership.why_gone(sender) not in (None, LEFT)
         if is_lost:
             # What it counted meanwhile was no time of the run's, and how far it is nobody's word any more.
             progress = None

@@ -6,16 +6,36 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-WAITING = ("reduction", "rendezvous", "hand-over", "collective", "leaving", "shares")
-"""Where a worker waits for its peers."""
-MAY_BE_WAITING = ("forward", "backward", "optimizer", "evaluation", "between steps")
+from elastic_ddp.errors import ElasticDDPError, StorageError, TrainFunctionError
+
+Place = Literal[
+    "start",
+    "warm-up",
+    "rendezvous",
+    "hand-over",
+    "between steps",
+    "data",
+    "forward",
+    "backward",
+    "reduction",
+    "optimizer",
+    "evaluation",
+    "collective",
+    "shares",
+    "commit",
+    "leaving",
+]
+"""Where the training thread of a worker may be."""
+WAITING: tuple[Place, ...] = ("reduction", "rendezvous", "hand-over", "collective", "leaving", "shares")
+"""Where it waits for its peers."""
+MAY_BE_WAITING: tuple[Place, ...] = ("forward", "backward", "optimizer", "evaluation", "between steps")
 """Where it may do so too, and nobody can tell: a forward gathers parameters, or the user has a collective there."""
-STORING = "commit"
+STORING: Place = "commit"
 """Where it waits for its storage."""
 
 
@@ -24,7 +44,7 @@ class Whereabouts(NamedTuple):
 
     number: int
     """Grows whenever the worker goes from one place to the next, and with what it gets done in one."""
-    place: str
+    place: Place
     worked_s: float = 0.0
     """Grows while that is at work which it waits for there."""
 
@@ -56,7 +76,7 @@ class Activity:
         """Seconds since it got anywhere. For the training thread."""
         return self._clock() - self._moved_at
 
-    def enter(self, place: str, worked_s: Callable[[], float] = _nothing) -> None:
+    def enter(self, place: Place, worked_s: Callable[[], float] = _nothing) -> None:
         """Goes to a place.
 
         Args:
@@ -71,7 +91,7 @@ class Activity:
         self._moved_at = self._clock()
 
     @contextmanager
-    def within(self, place: str, worked_s: Callable[[], float] = _nothing) -> Iterator[None]:
+    def within(self, place: Place, worked_s: Callable[[], float] = _nothing) -> Iterator[None]:
         """A place for the time of a block, then the one before it."""
         before = self._at.place, self._worked_s
         self.enter(place, worked_s)
@@ -89,6 +109,18 @@ class Activity:
 class _Seen:
     whereabouts: Whereabouts
     since_s: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to become of a hang: one of these."""
+
+    culprits: Mapping[str, str] = field(default_factory=dict)
+    """Members that are given up, and how they are lost."""
+    loss: str | None = None
+    """How the generation breaks, if nobody is to blame."""
+    end: ElasticDDPError | None = None
+    """What the run ends with."""
 
 
 class HangWatch:
@@ -119,7 +151,7 @@ class HangWatch:
         """Whether none of them has got anywhere for the timeout."""
         return bool(self._seen) and all(now_s - each.since_s >= self.timeout_s for each in self._seen.values())
 
-    def places(self) -> dict[str, str]:
+    def places(self) -> dict[str, Place]:
         """Where each was last."""
         return {member: seen.whereabouts.place for member, seen in self._seen.items()}
 
@@ -132,6 +164,41 @@ class HangWatch:
         waiting = ("rendezvous",) if is_broken else WAITING
         stuck = [member for member, place in self.places().items() if place not in waiting]
         return stuck if len(stuck) < len(self._seen) else []
+
+    def judge(self, *, is_broken: bool) -> Verdict:
+        """What is to become of those that hang, and of the run.
+
+        Args:
+            is_broken: as in `culprits`.
+        """
+        places, so_long = self.places(), f"for {self.timeout_s:g} s (hang_timeout_s)"
+        where = ", ".join(sorted(set(places.values())))
+        if culprits := self.culprits(is_broken=is_broken):
+            return Verdict(
+                {each: f"it hung in '{places[each]}' {so_long} while others waited for it" for each in culprits}
+            )
+        all_wait = all(place in WAITING for place in places.values())
+        # Cut off, those who wait come to the rendezvous, and those who hang do not.
+        some_may_wait = len(places) > 1 and any(place in MAY_BE_WAITING for place in places.values())
+        nobody_came = is_broken and "rendezvous" not in places.values()  # though they were cut off
+        if (all_wait or some_may_wait) and not nobody_came:
+            return Verdict(
+                loss=f"nobody got anywhere {so_long}, in '{where}', and nobody is to blame; the ledger's 'stacks' "
+                "events say where everybody was. Raise hang_timeout_s if a step may take longer"
+            )
+        if not all_wait and all(place in (*WAITING, STORING) for place in places.values()):
+            return Verdict(
+                end=StorageError(
+                    f"no worker's save got anywhere {so_long}: the storage does not answer; where exactly is in the "
+                    "ledger's 'stacks' events. Mend it, and run the same command again"
+                )
+            )
+        return Verdict(
+            end=TrainFunctionError(
+                f"all workers have been in '{where}' {so_long} and got nowhere; where exactly is in the ledger's "
+                "'stacks' events. Raise hang_timeout_s if that may take longer"
+            )
+        )
 
 
 def stacks() -> str:

@@ -28,7 +28,7 @@ class Journal:
         self._forgotten = 0
         """Events before those."""
         self._remembered = 0
-        """Of those, how many the memory has all the same."""
+        """Of the forgotten ones, those that the memory still has."""
         self._newest: dict[str, dict[str, Any]] = {}
         self._heard: dict[str, int] = {}
         """The number of the last message of every sender."""

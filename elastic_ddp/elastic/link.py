@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from elastic_ddp.elastic.hang import Activity, stacks
-from elastic_ddp.elastic.members import Member
+from elastic_ddp.elastic.members import Arrival, Member
 from elastic_ddp.elastic.messages import NOTHING, Ended, Prospect, Signals
 from elastic_ddp.elastic.pulse import Pulse
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
@@ -45,7 +45,8 @@ class _Question:
 class RendezvousLink:
     """Everything a worker says to the rendezvous, and hears from it.
 
-    What is said is sent at once and in order. `join`, `end` and `close` wait for Ray, the others never do.
+    What is said is sent at once and in order. Within a step the training thread calls `say`, `progress`,
+    `cut_when_broken` and the properties alone, which never wait; the rest waits for Ray.
 
     Args:
         rendezvous: the run's rendezvous actor.
@@ -141,21 +142,20 @@ class RendezvousLink:
         """Waits for the next generation.
 
         Args:
-            step: steps done in the state that this worker holds; None if it holds none.
-            between_steps: whether newcomers may be in it.
-            lost: how the last one broke, if it did.
-            committed: steps done in the newest commit that this worker wrote.
-            account: where the time in its last generation went.
-            resumable: whether training can go on from that state in another worker.
+            step, between_steps, committed, resumable: what this worker comes with, as in `Arrival`.
+            lost: how its last generation broke, if it did.
+            account: where its time in that went.
             while_waiting: told now and then of the place it may get.
 
         Raises:
             RunStopped: there will be none, for this worker.
         """
+        arrival = Arrival(
+            member=self.member, step=step, between_steps=between_steps, resumable=resumable, committed=committed
+        )
         while True:
             answer: Assignment | Ended | Prospect | None
-            come = self.member, self._generation, step, between_steps, lost, committed, account, resumable
-            answer = self._insist(self._rendezvous.join, *come)
+            answer = self._insist(self._rendezvous.join, arrival, self._generation, lost, account)
             if isinstance(answer, Ended):
                 raise RunStopped(answer.reason)
             if isinstance(answer, Prospect):

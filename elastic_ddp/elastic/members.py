@@ -13,7 +13,6 @@ DRAIN, RESIZE = "drain", "resize"
 class Notice:
     """That a member is to go, at a step boundary."""
 
-    kind: str
     given_s: float = 0.0
     within_s: float = 0.0
     """How long it may stay; 0 for not at all."""
@@ -31,7 +30,7 @@ class Notice:
         return self.within_s > 0 and now_s - self.given_s >= 0.75 * self.within_s
 
 
-AT_ONCE = Notice(DRAIN)
+AT_ONCE = Notice()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,8 @@ class Arrival:
     """Whether training can go on from that state elsewhere; not in the midst of a step's block, nor after the loop."""
     committed: int | None = None
     """Steps done in the newest commit that it wrote itself."""
-    at_s: float
+    at_s: float = 0.0
+    """When it came, by the rendezvous' clock."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic_ddp.elastic.members import (
     AT_ONCE,
+    DRAIN,
     RESIZE,
     Arrival,
     FormedGeneration,
@@ -40,8 +41,8 @@ class Membership:
     """Decides when a generation is over and who is in the next one.
 
     A generation ends when a member is lost, or when its members were asked to let others in or go. The next one forms
-    once every member of the last one waits for it or is known to be dead, of those and of all newcomers that wait. Who
-    was presumed dead takes no part any more, however late it notices.
+    when every member of the last one waits or is known to be dead, of all who wait, newcomers included. Who was
+    presumed dead takes no part any more, however late it notices.
 
     Args:
         min_workers, max_workers: bounds of a generation's size.
@@ -160,14 +161,13 @@ class Membership:
     def _dismiss(self, member: str) -> None:
         """Lets a member go in peace."""
         if member not in self._gone:
-            notice = self._leaving.get(member)
-            self.dismissed[member] = notice.kind if notice is not None else RESIZE
+            self.dismissed[member] = DRAIN if member in self._leaving else RESIZE
             self._gone[member] = LEFT
             self._waiting.pop(member, None)
 
     # What follows.
 
-    def is_gone(self, member: str) -> str | None:
+    def why_gone(self, member: str) -> str | None:
         """Why a member takes no part any more, if so."""
         return self._gone.get(member)
 

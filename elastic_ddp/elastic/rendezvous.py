@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 TICK_S = 0.2
 """How often it looks at what is due by the clock."""
 POLL_S = 1.0
-"""How long a member's or the driver's call is held while there is nothing to say."""
+"""How long a member's or the driver's call is held while there is nothing to say, or a multiple of that."""
 
 SAVES_KEPT = 20
 """Generations for which the store keeps what ranks of a save told each other."""
@@ -52,7 +53,7 @@ RENDEZVOUS_PREFIX = "rendezvous-"
 
 
 class Rendezvous:
-    """Runs as an asyncio actor, one for each run, on the driver's node. All methods return at once or within a poll."""
+    """Runs as an asyncio actor, one for each run, on the driver's node. Methods return at once, or in some polls."""
 
     def __init__(self, run_name: str, total_steps: int, options: RendezvousOptions) -> None:
         import torch.distributed as dist
@@ -172,29 +173,18 @@ class Rendezvous:
             assembly.lose(member, how)
 
     async def join(
-        self,
-        member: Member,
-        after: int,
-        step: int | None,
-        between_steps: bool,
-        lost: str | None,
-        committed: int | None = None,
-        account: dict[str, float] | None = None,
-        resumable: bool = True,
+        self, arrival: Arrival, after: int, lost: str | None, account: dict[str, float] | None = None
     ) -> Assignment | Ended | Prospect | None:
         """A member's place in the next generation. When that is not formed yet, its place in prospect, or None: ask
         again.
 
         Args:
-            member: who asks.
+            arrival: who asks, and what it comes with.
             after: the generation it comes from, 0 for none.
-            step: steps done in the state it holds; None if it holds none.
-            between_steps: whether newcomers may be in the generation.
             lost: what broke, if it comes because that generation did.
-            committed: steps done in the newest commit that it wrote itself.
             account: where its time in the last generation went.
-            resumable: whether training can go on from its state elsewhere.
         """
+        member = arrival.member
         async with self._turn() as assembly:
             if assembly.journal.ended:
                 return Ended(assembly.journal.ended)
@@ -203,14 +193,7 @@ class Rendezvous:
             if assembly.state.stop and after == 0:
                 assembly.retire(member.id)  # nobody is to count on it any more
                 return Ended("stopped")
-            arrival = Arrival(
-                member=member,
-                step=step,
-                between_steps=between_steps,
-                resumable=resumable,
-                committed=committed,
-                at_s=time.monotonic(),
-            )
+            arrival = replace(arrival, at_s=time.monotonic())
             assembly.arrive(arrival, after=after, lost=lost, account=account)
             if (answer := assembly.place_of(member.id, after)) is None:
                 # Whose place is in sight reads ahead for it; others, and there may be a thousand, only wait.
@@ -233,7 +216,7 @@ class Rendezvous:
         """Tells a member of a generation what it should know, held for a poll if there is nothing; takes its progress,
         and where it is."""
         async with self._turn() as assembly:
-            if assembly.membership.is_gone(member.id) is None:
+            if assembly.membership.why_gone(member.id) is None:
                 assembly.take([], progress)
             assembly.hear(member.id, whereabouts)
             if (signals := assembly.signals(member, generation)) == NOTHING:
@@ -261,7 +244,7 @@ class Rendezvous:
     async def retire(self, member: Member) -> None:
         """A member is through."""
         async with self._turn() as assembly:
-            if assembly.membership.is_gone(member.id) is None:
+            if assembly.membership.why_gone(member.id) is None:
                 self._actors.pop(member.id, None)  # it ends by itself, and may have an error to raise
             assembly.retire(member.id)
 
@@ -270,7 +253,7 @@ class Rendezvous:
         of a member that is presumed dead: the run went on without it. Returns False if the run goes on because the
         member failed before it ever trained, and others train."""
         async with self._turn() as assembly:
-            if assembly.membership.is_gone(member.id) is None:
+            if assembly.membership.why_gone(member.id) is None:
                 if outcome["status"] == "failed" and assembly.fail(member, str(outcome["error"])):
                     self._actors.pop(member.id, None)  # it raises that
                     return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from elastic_ddp.batching import Node, insert, maximal_subtrees, root
 from elastic_ddp.errors import ConfigError
@@ -22,11 +23,29 @@ def _add(left: Changes, right: Changes) -> Changes:
     return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
 
 
+def own_buffers(module: torch.nn.Module) -> None:
+    """Gives every element of a buffer memory of its own, which one that was expanded has not: a step's end is written
+    into it, and what is restored."""
+    owned: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and _shares_memory(buffer):
+                part._buffers[name] = owned.setdefault(id(buffer), buffer.contiguous())
+
+
+def _shares_memory(buffer: torch.Tensor) -> bool:
+    if is_lazy(buffer) or buffer.layout is not torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+
+
 class StepBuffers:
     """The buffers of a model through the micro-batches of a step. Without buffers, everything here does nothing."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
+        self._known: set[tuple[int, str]] | None = None
+        """The buffers that there were, by owner and name."""
 
     def begin(self) -> None:
         """Remembers what the step starts from."""
@@ -34,6 +53,8 @@ class StepBuffers:
             (owner, name, buffer) for owner in self._module.modules() for name, buffer in owner._buffers.items()
         ]
         self._absent = [(owner, name) for owner, name, buffer in everything if buffer is None or not buffer.numel()]
+        self._check_known({(id(owner), name) for owner, name, _ in everything})
+        self._is_checked = False
         places = [(owner, name, buffer) for owner, name, buffer in everything if buffer is not None and buffer.numel()]
         # By place, not by tensor: a forward may change a buffer as well as put another tensor there.
         self._places = sorted(places, key=lambda place: not place[2].is_floating_point())
@@ -51,19 +72,25 @@ class StepBuffers:
         """Collects what a micro-batch changed and puts the buffers back; `weight` None for one to be ignored.
 
         Raises:
-            ConfigError: it filled a buffer that was None or empty, which the other micro-batches would not start from.
+            ConfigError: it filled a buffer that was None or empty, or made one, which the other micro-batches would not
+                start from; or gave one another shape.
         """
         for owner, name in self._absent:
             if (filled := owner._buffers.get(name)) is not None and filled.numel():
-                raise ConfigError(
-                    f"the buffer {name!r} of {type(owner).__name__} was None or empty before a forward filled it, and "
-                    "every micro-batch of a step starts from the same buffers; give it its size and values in __init__"
-                )
+                raise _refusal(owner, name, "was None or empty before a forward filled it")
+        if not self._is_checked:  # the first one of a step; what others make is found when the next step begins
+            self._check_known({(id(owner), name) for owner in self._module.modules() for name in owner._buffers})
+            self._is_checked = True
         starts = self._start + self._others_start
         if not starts:
             return
         found = [owner._buffers[name] for owner, name, _ in self._places]
         ends = [start if now is None else now.detach() for now, start in zip(found, starts, strict=True)]
+        for (owner, name, _), end, start in zip(self._places, ends, starts, strict=True):
+            if end.shape != start.shape:
+                raise _refusal(
+                    owner, name, f"had the shape {tuple(start.shape)} before a forward made it {tuple(end.shape)}"
+                )
         # One transfer from the device for all buffers together.
         changed = torch.stack([(end != start).any() for end, start in zip(ends, starts, strict=True)]).tolist()
         if weight is not None:
@@ -77,6 +104,16 @@ class StepBuffers:
             if micro_batch == 0:
                 self._others_end = [end.clone() for end in ends[len(self._floats) :]]
         self._put_back(changed)
+
+    def _check_known(self, places: set[tuple[int, str]]) -> None:
+        """ConfigError for a buffer that a forward has made: whoever resumes or joins has not made it when it is to be
+        given its values."""
+        if self._known is not None and (new := places - self._known):
+            for owner in self._module.modules():
+                for name in owner._buffers:
+                    if (id(owner), name) in new:
+                        raise _refusal(owner, name, "was made by a forward")
+        self._known = places
 
     def put_back(self) -> None:
         """Undoes a micro-batch that was cut short: the step will start again."""
@@ -126,3 +163,10 @@ class StepBuffers:
                 for row, node in enumerate(nodes):
                     everyone[node].append(gathered[rank, row].view_as(buffer))
         return everyone
+
+
+def _refusal(owner: torch.nn.Module, name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"the buffer {name!r} of {type(owner).__name__} {what}, and every micro-batch of a step starts from the same "
+        "buffers; give it its size and values in __init__"
+    )

@@ -36,7 +36,7 @@ class DDPStrategy(Strategy):
             )
 
     def spread(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """They stay as they are."""
+        """Every rank has all of the model: nothing to do."""
 
     def _build_replica(self) -> DistributedDataParallel:
         with warnings.catch_warnings():
@@ -110,7 +110,7 @@ class DDPStrategy(Strategy):
             raise unused(left, "set ddp.find_unused_parameters = true")
 
     def settle(self) -> None:
-        """There is nothing."""
+        """DDP gathers nothing: nothing to do."""
 
     def close(self) -> None:
         self._model.use_replica(None)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from elastic_ddp import host_memory
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.state import flatten, unflatten
+from elastic_ddp.state import dtype_name, dtype_of, flatten, unflatten
 
 CHUNK_BYTES = 16 << 20
 MOST_PIECES, MOST_BYTES = 64, 4 * CHUNK_BYTES
@@ -48,16 +48,14 @@ def hand_over(
     header = torch.empty(0, dtype=torch.uint8)
     if group.rank == source:
         skeleton, tensors = flatten(state)
-        layout = {key: [str(value.dtype).removeprefix("torch."), list(value.shape)] for key, value in tensors.items()}
+        layout = {key: [dtype_name(value.dtype), list(value.shape)] for key, value in tensors.items()}
         text = json.dumps({"skeleton": skeleton, "layout": layout}).encode()
         header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     size = chain.pass_on(torch.tensor([len(header)]))
     header = chain.pass_on(header if group.rank == source else torch.empty(int(size), dtype=torch.uint8))
     received = json.loads(header.numpy().tobytes())
     if group.rank != source:
-        tensors = {
-            key: host_memory.empty(shape, getattr(torch, dtype)) for key, (dtype, shape) in received["layout"].items()
-        }
+        tensors = {key: host_memory.empty(shape, dtype_of(dtype)) for key, (dtype, shape) in received["layout"].items()}
     chain.pass_all(_pieces(tensors))
     return None if group.rank == source else unflatten(received["skeleton"], tensors)
 
@@ -141,8 +139,7 @@ class _Chain:
 def check_same_model(module: torch.nn.Module, group: ProcessGroup) -> None:
     """Raises a ConfigError that names the parameter and the rank where models differ. Every rank calls it."""
     mine = [
-        f"{name} {tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')} "
-        f"requires_grad={parameter.requires_grad}"
+        f"{name} {tuple(parameter.shape)} {dtype_name(parameter.dtype)} requires_grad={parameter.requires_grad}"
         for name, parameter in module.named_parameters()
     ]
     everyone = [part.decode().split("\n") for part in group.all_gather_bytes("\n".join(mine).encode())]

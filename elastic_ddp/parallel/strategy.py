@@ -11,7 +11,7 @@ import torch
 
 from elastic_ddp.batching import micro_batch_ranges, processing_order
 from elastic_ddp.config import RunConfig
-from elastic_ddp.errors import ConfigError
+from elastic_ddp.errors import ConfigError, some
 from elastic_ddp.parallel.process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ Layout = Callable[[str], torch.Tensor | None]
 def unused(names: Sequence[str], advice: str) -> ConfigError:
     """What a loss is refused with that does not depend on parameters which are trained."""
     return ConfigError(
-        f"the loss does not depend on {len(names)} parameters: {', '.join(names[:5])}"
-        f"{', …' if len(names) > 5 else ''}; {advice}, or freeze them with requires_grad_(False)"
+        f"the loss does not depend on {len(names)} parameters: {some(names, 5)}; {advice}, or freeze them with "
+        "requires_grad_(False)"
     )
 
 
@@ -71,7 +71,7 @@ class Strategy(ABC):
             name for name in trained.keys() | self._trained.keys() if trained.get(name) is not self._trained.get(name)
         ):
             raise ConfigError(
-                f"parameters {', '.join(changed[:5])} were added, replaced, frozen or unfrozen inside run.steps(), and "
+                f"parameters {some(changed, 5)} were added, replaced, frozen or unfrozen inside run.steps(), and "
                 "a run trains the same ones from its first step to its last; to freeze some for a while, give them a "
                 "param_group of their own with lr=0 (a scheduler can raise it)"
             )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from elastic_ddp.telemetry.stopwatch import Stopwatch, split_lost
 
 _TYPICAL_OF = 20
-RUN_ENDED, RUN_FAILED, PEER_LOST = "the run ended", "the run failed", "a peer was lost"
+RUN_ENDED, RUN_FAILED, PEER_LOST = "the run ended", "the run failed", "a worker was lost"
 CHANGED, HANDED_ON = "workers were to join or leave", "those who go handed the state on"
 UNMADE = "the loop ended with a step that was lost, and begins again"
 """What a generation was ended by, in its own words."""

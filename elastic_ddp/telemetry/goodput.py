@@ -37,7 +37,7 @@ STALLS = ("detection_s", "rendezvous_s", "hand_over_s", "first_step_s")
 
 _LAG_S = 1.0
 """How much earlier than a loss was written down a survivor may have ended its account of it."""
-_BEGINS_ANEW = ("start", "resume", "resumed")
+_BEGINS_ANEW = ("start", "resume")
 """Reasons of generations that nobody brings a state to."""
 
 

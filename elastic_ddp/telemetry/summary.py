@@ -9,10 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from elastic_ddp.telemetry.account import PEER_LOST
 from elastic_ddp.telemetry.goodput import PARTS, STALLS, Event, goodput, stalls
 
 WORKER_LOST = "worker lost"
-"""The reason of a generation that replaces one which broke."""
+"""What a generation is formed for that replaces one which broke."""
 
 _STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red", "unfinished": "bold yellow"}
 
@@ -40,9 +41,9 @@ def summarize(
         samples, wall_seconds (from the first to the last event, summed over the sessions),
         samples_per_second (of that time), goodput (seconds of each part of that time, see `goodput`), sessions and
         commits (how many), commit_interval_s (the newest choice, where it follows from what was measured), restarts
-        (generations that followed a lost worker), workers_lost (that died or were given
-        up in a generation; several may have made one restart), preemptions (workers that left because
-        their node or process was to go), generations (each with its `stalls`, and the number of its session, from 1),
+        (generations that followed a lost worker), workers_lost (that died or were given up in a generation; several
+        may have made one restart), workers_drained (that left because their node or process was to go, preempted ones
+        among them), generations (each with its `stalls`, and the number of its session, from 1),
         weights_sha256, samples_sha256, loss (first and last of those that were logged, and the steps done by the last),
         metrics (last values), evaluated_at (steps done when a metric of an evaluation was measured), storage, versions.
     """
@@ -61,8 +62,8 @@ def summarize(
     evaluated_at: dict[str, int] = {}
     for event in events:
         if event["event"] == "evaluation":
-            metrics[f"{event['name']}_loss"] = event["loss"]
-            evaluated_at[f"{event['name']}_loss"] = event["step"]
+            metrics[event["name"]] = event["loss"]
+            evaluated_at[event["name"]] = event["step"]
         metrics.update(event.get("metrics") or {})
     metrics.update(end.get("metrics") or {})
     generations = _generations(events)
@@ -80,7 +81,7 @@ def summarize(
         "sessions": len({event["session"] for event in events}),
         "restarts": sum(row["reason"] == WORKER_LOST for row in generations),
         "workers_lost": len({event.get("member") for event in events if event["event"] == "worker_lost"} - {None}),
-        "preemptions": sum(event["event"] == "worker_left" and event.get("kind") == "drain" for event in events),
+        "workers_drained": sum(event["event"] == "worker_left" and event.get("kind") == "drain" for event in events),
         "commits": len({event["step"] for event in events if event["event"] == "commit"}),
         "commit_interval_s": _last(events, "commit").get("interval_s"),
         "generations": generations,
@@ -99,9 +100,8 @@ def summarize(
 
 
 def _metrics(summary: Mapping[str, Any]) -> Iterable[str]:
-    evaluated_at = summary.get("evaluated_at") or {}
     for name, value in summary["metrics"].items():
-        step = evaluated_at.get(name, summary["steps"])
+        step = summary["evaluated_at"].get(name, summary["steps"])
         yield f"{name} {_number(value)}" + _at(step, summary)
 
 
@@ -109,7 +109,7 @@ def _loss(summary: Mapping[str, Any]) -> str | None:
     loss = summary["loss"]
     if loss["first"] is None:
         return None
-    return f"{_number(loss['first'])} → {_number(loss['last'])}" + _at(loss.get("step"), summary)
+    return f"{_number(loss['first'])} → {_number(loss['last'])}" + _at(loss["step"], summary)
 
 
 def _at(step: int | None, summary: Mapping[str, Any]) -> str:
@@ -130,11 +130,11 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
         "epochs": None if summary["epochs"] is None else _number(summary["epochs"]),
         "samples": _samples(summary),
         "time": _duration(summary["wall_seconds"]),
-        "goodput": _goodput(summary.get("goodput") or {}),
+        "goodput": _goodput(summary["goodput"]),
         "loss": _loss(summary),
         "metrics": "  ".join(_metrics(summary)),
-        "workers lost": summary.get("workers_lost", summary["restarts"]) or None,
-        "workers drained": summary.get("preemptions") or None,
+        "workers lost": summary["workers_lost"] or None,
+        "workers drained": summary["workers_drained"] or None,
         "sessions": summary["sessions"],
         "commits": _commits(summary),
         "weights": summary["weights_sha256"],
@@ -157,7 +157,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     table.add_column("ended by", overflow="fold")
     for row in summary["generations"]:
         table.add_row(
-            *[_count(row.get("session_number")) for _ in session],
+            *[_count(row["session_number"]) for _ in session],
             str(row["generation"]),
             str(row["world_size"]),
             _count(row["first_step"]),
@@ -265,7 +265,7 @@ def _close(row: dict[str, Any], following: Mapping[str, Any]) -> None:
     """Says of a generation that could not speak for itself what the one after it tells."""
     if row["ended_by"] is None:
         row["last_step"] = max(row["last_step"], following["first_step"])
-        row["ended_by"] = "the driver was lost" if row["session"] != following["session"] else "a worker was lost"
+        row["ended_by"] = "the driver was lost" if row["session"] != following["session"] else PEER_LOST
 
 
 def _samples(summary: Mapping[str, Any]) -> str | None:
@@ -277,19 +277,19 @@ def _samples(summary: Mapping[str, Any]) -> str | None:
 
 def _goodput(seconds: Mapping[str, Any]) -> str | None:
     """The share, and the parts that are something to a tenth of a second."""
-    if seconds.get("goodput") is None:
+    if seconds["goodput"] is None:
         return None
     parts = [f"{part.replace('_', '-')} {seconds[part]:,.1f} s" for part in PARTS if round(seconds[part], 1)]
     return f"{100 * seconds['goodput']:.1f} %  {' · '.join(parts)}"
 
 
 def _commits(summary: Mapping[str, Any]) -> str:
-    every_s = summary.get("commit_interval_s")
+    every_s = summary["commit_interval_s"]
     return f"{summary['commits']:,}" + (f", one every {every_s:,.1f} s" if every_s is not None else "")
 
 
 def _stall(row: Mapping[str, Any]) -> str:
-    if row.get("rendezvous_s") is None:
+    if row["rendezvous_s"] is None:
         return ""
     return f"{(row['detection_s'] or 0.0) + row['rendezvous_s'] + row['hand_over_s']:.2f} s"
 

@@ -56,6 +56,8 @@ class Trial:
 
     write_s: float = 0.0
     """How long every write of a save takes, if the run is not to wait for saves."""
+    has_room: bool = True
+    """Whether there is room for it before it begins, and not made for it."""
 
     @property
     def markers(self) -> Path:
@@ -83,7 +85,9 @@ class Trial:
         max_workers = self.config["max_workers"]
         train = make_train(self.faults, self.markers, num_workers=max_workers, also=self.hold, write_s=self.write_s)
         end = time.monotonic() + ROOM_S
-        while ray.available_resources().get("CPU", 0) < max_workers:  # the workers of the run before are still there
+        while (
+            self.has_room and ray.available_resources().get("CPU", 0) < max_workers
+        ):  # the workers of the run before are still there
             assert time.monotonic() < end, f"no room: {placement_group_table()}"
             time.sleep(0.05)
         try:

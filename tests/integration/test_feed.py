@@ -16,7 +16,8 @@ import ray
 import torch
 
 from elastic_ddp.config import DataConfig
-from elastic_ddp.data.feed import MicroBatch, MicroBatchFeed
+from elastic_ddp.data.cutting import MicroBatch
+from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.index import DatasetIndex, build_index
 from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.order import EpochShape

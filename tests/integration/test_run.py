@@ -22,12 +22,12 @@ import torch
 
 import elastic_ddp as ed
 from elastic_ddp import ray_internals
-from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.errors import ConfigError, DataError, TrainFunctionError, WorkersLostError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 from tests.integration import jobs
+from tests.whole import WholeStore
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ def test_an_evaluation_is_the_mean_over_the_rows_each_of_them_once(folder: Path,
     table = pq.read_table(folder / "held-out")
     held_out = {"x": torch.from_numpy(np.stack(table["x"].to_numpy())), "y": torch.from_numpy(table["y"].to_numpy())}
     assert len(held_out["y"]) % 48 % 8, "the last batch is short, and not a whole number of micro-batches"
-    newest = CheckpointStore(Storage(calm.uri).at(COMMITS), keep=1).load_latest()
+    newest = WholeStore(Storage(calm.uri).at(COMMITS), keep=1).load_latest()
     assert newest is not None and newest[0].step == calm.steps
     model = jobs.Model()
     model.load_state_dict(newest[1]["model"])
@@ -277,8 +277,11 @@ def test_a_worker_that_hangs_has_its_group_restarted_where_it_is_not_resized_in_
     assert_same(result, calm)
     assert [each["first_step"] for each in result.summary["generations"]] == [0, 20]
     assert result.summary["restarts"] == 1
-    (hang,) = (event for event in read_ledger(Storage(result.uri)) if event["event"] == "hang")
-    assert len(hang["culprits"]) == 1
+    events = read_ledger(Storage(result.uri))
+    (hang,) = (event for event in events if event["event"] == "hang")
+    [culprit] = hang["culprits"]
+    stacks = {event["member"]: event["stacks"] for event in events if event["event"] == "stacks"}
+    assert stacks.keys() == hang["places"].keys() and "in fault" in stacks[culprit]
 
 
 @pytest.mark.chaos

@@ -7,13 +7,14 @@ import random
 
 import pytest
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint import Commit
 from elastic_ddp.errors import StorageError
 from tests.s3.ceph import Ceph, Keys
 from tests.s3.conftest import Bucket, made
 from tests.s3.proxy import SLOW_DOWN, Fault, Plan, Proxy, Refusal, Request
 from tests.saving import PART_BYTES, is_whole, large_state, save_on_ranks
 from tests.unit.test_checkpoint import keys_of, restored_step, step_of
+from tests.whole import WholeStore
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +104,7 @@ def test_a_bucket_that_is_missing_is_named_at_once_and_is_no_empty_folder(bucket
     for needed in (missing.uri, "NoSuchBucket, 404", "create the bucket"):
         assert needed in str(outcome)
     with pytest.raises(StorageError, match="create the bucket"):
-        CheckpointStore(missing, keep=1).latest()
+        WholeStore(missing, keep=1).latest()
     for read in (
         lambda: missing.read("a"),
         lambda: missing.size("a"),
@@ -150,7 +151,7 @@ def test_a_large_object_goes_through_what_passes(
     proxy.plan = first(1, what, is_meant)
     outcome = save_on_ranks([storage], 1, retry_s=60.0, state=state)
     assert isinstance(outcome, Commit) and len(proxy.met) == 1, outcome
-    CheckpointStore(bucket.storage(), keep=1).verify(outcome)
+    WholeStore(bucket.storage(), keep=1).verify(outcome)
     assert bucket.storage().list() == sorted(keys_of(outcome))
 
 
@@ -163,7 +164,7 @@ def test_a_restore_that_fails_at_any_request_takes_no_commit_for_a_bad_one(
     storage = bucket.storage(endpoint=proxy.endpoint)
     for number in itertools.count():
         proxy.plan = at(number, what)
-        store = CheckpointStore(storage, keep=2)
+        store = WholeStore(storage, keep=2)
         try:
             restored = store.load_latest()
         except StorageError:
@@ -192,7 +193,7 @@ def test_whatever_happens_on_the_way_nothing_is_lost(bucket: Bucket, proxy: Prox
         assert found == step if isinstance(outcome, Commit) else found in (before, step)
         before = found
 
-        reader = CheckpointStore(storage, keep=2)
+        reader = WholeStore(storage, keep=2)
         try:
             restored = reader.load_latest()
         except StorageError:
@@ -238,7 +239,7 @@ def test_a_server_that_does_not_know_the_user_is_a_clear_error(real_bucket: Buck
     assert isinstance(outcome, StorageError)
     assert f"{code}, 403" in str(outcome) and "renew or correct the credentials" in str(outcome)
     with pytest.raises(StorageError, match=code):
-        CheckpointStore(stranger, keep=1).latest()
+        WholeStore(stranger, keep=1).latest()
     is_whole(real_bucket.storage(), 1)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from elastic_ddp.data.feed import MicroBatch
+from elastic_ddp.data.cutting import MicroBatch
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.elastic.messages import Prospect

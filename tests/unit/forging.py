@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from elastic_ddp.checkpoint import Commit
-from elastic_ddp.checkpoint.commits import Skeleton, StoredBlock, StoredObject, StoredTensor, attempt_prefix
+from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor, attempt_prefix
 from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.checkpoint.writing import BlockWriter, put_together
 from elastic_ddp.storage import Storage

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_ddp.elastic.hang import Whereabouts
-from elastic_ddp.elastic.members import Member
+from elastic_ddp.elastic.members import Arrival, Member
 from elastic_ddp.elastic.messages import Ended, Prospect, RendezvousOptions, Signals
 from elastic_ddp.elastic.rendezvous import Rendezvous
 from elastic_ddp.parallel.process_group import Assignment
@@ -38,8 +38,13 @@ async def join(
     step: int | None = None,
     between_steps: bool = True,
     lost: str | None = None,
+    *,
+    committed: int | None = None,
+    resumable: bool = True,
+    account: dict[str, float] | None = None,
 ) -> Assignment | Ended | Prospect | None:
-    return await rendezvous.join(who, after, step, between_steps, lost)
+    arrival = Arrival(member=who, step=step, between_steps=between_steps, committed=committed, resumable=resumable)
+    return await rendezvous.join(arrival, after, lost, account)
 
 
 async def started(rendezvous: Rendezvous, group: str = "a", size: int = 2) -> list[Any]:

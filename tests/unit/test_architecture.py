@@ -34,6 +34,7 @@ LAYERS = (
     ("state", "storage", "seeding", "signals"),
     ("local_folder", "remote_folder"),
     ("s3",),
+    ("room", "driver"),
     ("batching", "config", "failures", "host_memory"),
     ("errors",),
 )

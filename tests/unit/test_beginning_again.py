@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import StorageError, WorkersLostError
 from elastic_ddp.generation import Generation
 from elastic_ddp.parallel.process_group import Assignment
@@ -38,17 +39,21 @@ def test_a_loop_that_ends_with_a_half_made_step_begins_again(new_run: NewRun) ->
         run.finish()
 
 
-def train_until(run: Run, last: int, lose: Callable[[int], None], seed: int = 0) -> dict[str, Any]:
+def train_until(run: Run, last: int, lose: Callable[[int], None], *, evaluates: str = "never") -> dict[str, Any]:
     """A loop that ends itself after a step. Begins again like a worker."""
     while True:
-        seed_all(seed, 0, "init")
+        seed_all(0, 0, "init")
         model = prepared(run)
         for step in run.steps():
+            if evaluates == "before the block":
+                run.evaluate(lambda *_: torch.zeros(()), "held-out")
             with step:
                 for batch in step.micro_batches():
                     lose(step.index)
                     step.backward(model(batch["x"]).square().mean())
                 step.optimize()
+            if evaluates == "after the block":
+                run.evaluate(lambda *_: torch.zeros(()), "held-out")
             if step.index == last:
                 break
         try:
@@ -74,6 +79,64 @@ def test_a_loop_that_ends_with_a_step_that_was_lost_makes_it_after_all(new_run: 
     ended = train_until(run, 3, lose_once)
     assert ended == train_until(new_run(folder="calm"), 3, lambda _: None) and ended["steps"] == 4
     assert lost == [3] and link.steps_of("resumed") == [3], "it went on from a commit of what it had"
+
+
+@pytest.mark.parametrize("when", ["before the block", "after the block"])
+def test_so_it_does_where_an_evaluation_comes_between(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    lost: list[int] = []
+
+    def lose_once(index: int) -> None:
+        if index == 3 and not lost and when == "after the block":
+            lost.append(index)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    def evaluate(*_: Any) -> float:
+        if run.position.step == 3 and not lost and when == "before the block":
+            lost.append(3)
+            raise dist.DistNetworkError(LOST_PEER)
+        return 0.1
+
+    monkeypatch.setattr("elastic_ddp.run.evaluate", evaluate)
+    run = new_run()
+    ended = train_until(run, 3, lose_once, evaluates=when)
+    assert lost == [3] and ended == train_until(new_run(folder="calm"), 3, lambda _: None)
+
+
+@pytest.mark.parametrize("whom", ["a newcomer", "one that begins again"])
+def test_a_loop_that_ends_with_a_step_that_others_are_at_is_begun_again(new_run: NewRun, whom: str) -> None:
+    """A newcomer rehearses it, and has not trained; one that begins again has nothing to rehearse."""
+    lost: list[int] = []
+
+    def lose_once(index: int) -> None:
+        if index == 3 and not lost and whom == "one that begins again":
+            lost.append(index)
+            link.others_train = others
+            raise dist.DistNetworkError(LOST_PEER)
+
+    run, others = new_run(), Prospect(rank=0, world_size=1, step=3)
+    link = link_of(run)
+    link.others_train = others if whom == "a newcomer" else None
+    assert train_until(run, 3, lose_once) == train_until(new_run(folder="calm"), 3, lambda _: None)
+
+
+def test_deaths_one_after_the_other_in_the_step_with_which_a_loop_ends_do_not_end_the_run(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[int] = []
+
+    def join_others(link: FakeLink, **options: Any) -> Assignment:
+        return replace(joins(link, **options), again=bool(link.losses[:-1]) and options["lost"] is None)
+
+    def lose(index: int) -> None:
+        if index == 3 and len(lost) < 5:
+            lost.append(index)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    joins = FakeLink.join
+    monkeypatch.setattr(FakeLink, "join", join_others)
+    assert train_until(new_run(), 3, lose)["steps"] == 4 and len(lost) == 5
 
 
 def test_a_loop_that_ends_with_a_step_that_is_lost_every_time_ends_the_run(new_run: NewRun) -> None:
@@ -159,17 +222,21 @@ def test_a_generation_that_breaks_whenever_it_forms_ends_the_run(
     assert len(link.joins) == 11
 
 
+@pytest.mark.parametrize("times", [1, 12])
 def test_a_save_that_fails_where_the_state_is_handed_on_is_no_end(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     """In a brief generation, of a run below min_workers for example."""
     lost: list[int] = []
 
+    def is_brief(link: FakeLink) -> bool:
+        return 2 <= len(link.joins) < 2 + times
+
     def join_briefly(link: FakeLink, **options: Any) -> Assignment:
-        return replace(joins(link, **options), brief=len(link.joins) == 2)
+        return replace(joins(link, **options), brief=is_brief(link))
 
     def fail(storage: Storage, key: str, data: Any) -> None:
-        if key.startswith("step=") and link_of(run).joins[-1:] != [] and len(link_of(run).joins) == 2:
+        if key.startswith("step=") and is_brief(link_of(run)):
             raise StorageError("no space left") from OSError(errno.ENOSPC, "no space left")
         write(storage, key, data)
 
@@ -179,8 +246,10 @@ def test_a_save_that_fails_where_the_state_is_handed_on_is_no_end(
             raise dist.DistNetworkError(LOST_PEER)
 
     joins, write = FakeLink.join, Storage.write
+    monkeypatch.setattr("elastic_ddp.commits.REST_S", 0.001)
+    monkeypatch.setattr("elastic_ddp.commits.LONGEST_REST_S", 0.01)
     monkeypatch.setattr(FakeLink, "join", join_briefly)
     monkeypatch.setattr(Storage, "write", fail)
     run = new_run(checkpoint={"every_steps": 100})
     assert train(run, lose_once)["steps"] == 6
-    assert link_of(run).steps_of("commit_failed") == [3] and len(link_of(run).joins) == 3
+    assert link_of(run).steps_of("commit_failed") == [3] * times and len(link_of(run).joins) == 2 + times

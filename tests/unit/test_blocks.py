@@ -19,13 +19,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit, writing
-from elastic_ddp.checkpoint.commits import Skeleton, StoredTensor, num_values
+from elastic_ddp.checkpoint import Commit, writing
+from elastic_ddp.checkpoint.manifest import Skeleton, StoredTensor, num_values
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, BlockPlanner, blocks_of, share_of
 from elastic_ddp.checkpoint.reading import Targets, pieces_of, read_pieces
 from elastic_ddp.checkpoint.writing import BlockWriter, Part, StateWriter, put_together
 from elastic_ddp.errors import CheckpointError
+from elastic_ddp.state import flatten, unflatten
 from elastic_ddp.storage import Storage
+from tests.whole import WholeStore
 
 ATTEMPT = "0" * 32
 PREFIX = f"step=7/attempt={ATTEMPT}"
@@ -207,6 +209,17 @@ def test_a_save_copies_no_more_than_the_share_of_its_rank_however_tensors_lie_in
     assert np.array_equal(on_disk, expected), "row-major"
 
 
+def test_arrays_are_copied_once_as_tensors_are() -> None:
+    array = np.arange(1 << 20, dtype=np.float32)
+    frozen = np.arange(3)
+    frozen.flags.writeable = False
+    tree = {"array": array, "turned": array.reshape(4, -1).T, "frozen": frozen, "at": np.array("2026-01-01", "M8[D]")}
+    skeleton, tensors = flatten(tree)
+    assert tensors["array"].data_ptr() == array.ctypes.data and tensors["array"].dtype == torch.uint8
+    found = unflatten(skeleton, tensors)
+    assert all(np.array_equal(found[name], tree[name]) and found[name].dtype == tree[name].dtype for name in tree)
+
+
 def keys_in(part: Part) -> list[str]:
     return [item.key for item in part.objects]
 
@@ -284,8 +297,8 @@ def test_a_state_whose_manifest_would_be_too_large_is_refused_before_anything_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     state = {"model": {**some_tensors(), "a,[{name": torch.ones(3), "large": torch.zeros(5 << 20)}}
-    commit = CheckpointStore(Storage(tmp_path / "one"), keep=1).save(state, step=7, record={})
-    empty = CheckpointStore(Storage(tmp_path / "none"), keep=1).save({"model": {}}, step=7, record={})
+    commit = WholeStore(Storage(tmp_path / "one"), keep=1).save(state, step=7, record={})
+    empty = WholeStore(Storage(tmp_path / "none"), keep=1).save({"model": {}}, step=7, record={})
     count, nothing = (num_values(each.to_bytes()) for each in (commit, empty))
     of_objects = len(commit.objects) * 3
     blocks = sum(len(each.blocks) for each in commit.tensors.values())
@@ -488,7 +501,7 @@ def test_a_deep_manifest_is_refused() -> None:
 
 def test_an_object_swapped_with_that_of_another_step_is_noticed(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    store = CheckpointStore(storage, keep=2)
+    store = WholeStore(storage, keep=2)
     commits = [store.save({"model": {"w": torch.full((4, 4), float(n))}}, step=n, record={}) for n in (1, 2)]
     one, two = (each.objects[0].key for each in commits)
     first, second = storage.read(one), storage.read(two)

@@ -10,7 +10,7 @@ import torch
 
 from elastic_ddp.batching import micro_batch_ranges, processing_order
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.parallel.buffers import StepBuffers
+from elastic_ddp.parallel.buffers import StepBuffers, own_buffers
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
 from elastic_ddp.parallel.store import StoreConnection
 from tests.ranks import run_ranks
@@ -195,7 +195,56 @@ class FilledLater(torch.nn.Module):
         self.cache = torch.full((2,), float(micro_batch))
 
 
+class Registering(Model):
+    """A cache that a forward registers, or makes longer."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+        if where == "longer":
+            self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def compute(self, micro_batch: int) -> None:
+        super().compute(micro_batch)
+        if self._where in ("first", "longer") or (self._where == "later" and micro_batch == 1):
+            self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+
+@pytest.mark.parametrize("where", ["first", "later", "longer", "between steps"])
+def test_a_buffer_that_is_registered_in_training_is_refused_by_name(where: str) -> None:
+    """Nobody who resumes has it, and so nobody could."""
+    model = Registering(where)
+    buffers = StepBuffers(model)
+    what = r"had the shape \(2,\) before a forward made it \(3,\)" if where == "longer" else "was made by a forward"
+    with pytest.raises(ConfigError, match=f"the buffer 'cache' of Registering {what}.*in __init__"):
+        for _ in range(2):
+            buffers.begin()
+            for micro_batch in range(2):
+                model.compute(micro_batch)
+                buffers.end_micro_batch(micro_batch, 1.0)
+            buffers.combine(ranges=[range(2)], num_leaves=2, divisor=2.0, group=ALONE)
+            if where == "between steps":
+                model.register_buffer("cache", torch.zeros(1))  # an evaluation, for example
+
+
 @pytest.mark.parametrize("empty", [None, torch.empty(0)], ids=["None", "empty"])
 def test_a_buffer_that_a_forward_makes_is_refused_by_name(empty: torch.Tensor | None) -> None:
     with pytest.raises(ConfigError, match="the buffer 'cache' of FilledLater was None or empty"):
         step(FilledLater(empty), 2, ALONE)  # type: ignore[arg-type]
+
+
+def test_a_step_can_be_taken_back_with_a_buffer_whose_elements_shared_their_memory() -> None:
+    class Masked(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("causal", torch.ones(1, 3).expand(2, 3))
+            self.register_buffer("allowed", torch.ones(1, 3, dtype=torch.bool).expand(2, 3))
+
+    model = Masked()
+    own_buffers(model)
+    buffers = StepBuffers(model)
+    buffers.begin()
+    model.compute(0)
+    buffers.put_back()
+    step(model, 2, ALONE)
+    assert model.causal.sum() == 6 and model.allowed.all()

@@ -17,8 +17,8 @@ import ray
 from typer.testing import CliRunner
 
 from elastic_ddp import cli, trainer
+from elastic_ddp.driver import Driver
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.lease import Driver
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import Ledger, summarize
 

@@ -20,18 +20,21 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from elastic_ddp import cli
-from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention, pruning, reading
-from elastic_ddp.checkpoint.commits import set_aside_key
+from elastic_ddp.checkpoint import Commit, CommitCatalog, Retention, pruning, reading
+from elastic_ddp.checkpoint.manifest import attempt_prefix, set_aside_key
+from elastic_ddp.driver import Driver, started
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError
 from elastic_ddp.job import COMMITS
-from elastic_ddp.lease import Driver, DriverLease, _started, holder
+from elastic_ddp.lease import DriverLease, holder
+from elastic_ddp.local_folder import TEMPORARY
 from elastic_ddp.storage import Storage
 from tests.unit.test_checkpoint import corrupt, keys_of, make_state
+from tests.whole import WholeStore
 
 
 @pytest.fixture
 def commits(tmp_path: Path) -> list[Commit]:
-    store = CheckpointStore(Storage(tmp_path / "lm").at(COMMITS), keep=3)
+    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=3)
     record = {"time": 1_795_169_703.0, "epoch": 1, "samples": 40}
     losses = {10: 0.25, 20: 0.5, 30: 0.75}
     return [
@@ -86,7 +89,7 @@ def test_a_commit_that_cannot_be_read_is_named_and_the_others_are_looked_at(
 
 
 def test_a_value_that_is_older_than_its_commit_is_listed_with_its_step(tmp_path: Path) -> None:
-    store, of_before = CheckpointStore(Storage(tmp_path / "lm").at(COMMITS), keep=9), {"value": 5.5, "step": 0}
+    store, of_before = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=9), {"value": 5.5, "step": 0}
     store.save(make_state(200), step=200, record={"metrics": {"validation": of_before}})
     assert "validation 5.5 (step 0)" in invoke("ls", str(tmp_path / "lm")).stdout
     [row] = json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)
@@ -121,14 +124,14 @@ def test_verify_does_not_call_a_commit_bad_that_a_live_run_removed_meanwhile(
 ) -> None:
     storage = Storage(tmp_path / "lm").at(COMMITS)
     remove = [partial(pruning.prune, storage, removals_of(storage, keep)) for keep in (1, 2)]
-    plain: Any = CheckpointStore.skeleton
+    plain: Any = CommitCatalog.skeleton
 
-    def skeleton(self: CheckpointStore, commit: Commit) -> bytes:
+    def skeleton(self: CommitCatalog, commit: Commit) -> bytes:
         if remove:
             remove.pop()()
         return bytes(plain(self, commit))
 
-    monkeypatch.setattr(CheckpointStore, "skeleton", skeleton)
+    monkeypatch.setattr(CommitCatalog, "skeleton", skeleton)
     result = invoke("verify", str(tmp_path / "lm"))
     assert result.exit_code == 0 and result.stdout.count("every byte is as it was committed") == 1
     assert "step 20: it was removed meanwhile" in result.stdout and "step 10: it was removed" in result.stdout
@@ -169,7 +172,7 @@ def test_export_reads_the_weights_alone(tmp_path: Path, commits: list[Commit], m
 
 
 def test_what_is_no_tensor_in_the_weights_is_kept_for_torch_and_otherwise_left_out_by_name(tmp_path: Path) -> None:
-    store = CheckpointStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     weights = {"layer.weight": torch.ones(3), "layer._extra_state": {"scale": 2.0}}
     store.save({"model": weights}, step=1, record={})
     text = " ".join(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.safetensors")).stdout.split())
@@ -180,7 +183,7 @@ def test_what_is_no_tensor_in_the_weights_is_kept_for_torch_and_otherwise_left_o
 
 
 def test_a_dtype_that_safetensors_has_not_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    store = CheckpointStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     weights = {
         "w": torch.ones(2),
         "phases": torch.ones(2, dtype=torch.complex128),
@@ -213,7 +216,7 @@ def limited(what: int, most: int) -> Iterator[None]:
 
 
 def test_an_export_that_finds_no_room_leaves_what_was_there(tmp_path: Path) -> None:
-    store = CheckpointStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     store.save({"model": {"weight": torch.zeros(1 << 19)}}, step=1, record={})
     folder = tmp_path / "out"
     folder.mkdir()
@@ -255,7 +258,7 @@ def prune(tmp_path: Path, *options: str) -> Any:
 def steps_left(tmp_path: Path) -> list[int]:
     """Of commits that are there with every byte; nothing else may be."""
     storage = Storage(tmp_path / "lm").at(COMMITS)
-    store = CheckpointStore(storage, keep=1)
+    store = WholeStore(storage, keep=1)
     found = [(step, commit) for step, commit in store.all_commits() if isinstance(commit, Commit)]
     for _, commit in found:
         store.verify(commit)
@@ -299,7 +302,7 @@ def test_the_newest_complete_commit_always_stays_and_what_may_be_newer(tmp_path:
     storage = Storage(tmp_path / "lm").at(COMMITS)
     corrupt(storage, commits[2].objects[0].key, "missing")
     assert prune(tmp_path, "--keep", "1") == [(10, "commit")]
-    assert CheckpointStore(storage, keep=1).latest() == commits[1]
+    assert WholeStore(storage, keep=1).latest() == commits[1]
     assert storage.list(commits[2].key.split("/")[0]) == ["commits/20.json", "commits/30.json"]
     corrupt(storage, commits[1].objects[0].key, "missing")
     assert prune(tmp_path, "--keep", "1", "--orphans-older-than-s", "0") == [], "none is complete"
@@ -322,7 +325,7 @@ def test_what_was_never_committed_goes_when_it_is_old(tmp_path: Path, commits: l
 
 def test_what_was_set_aside_stays_until_it_is_asked_for(tmp_path: Path, commits: list[Commit]) -> None:
     storage = Storage(tmp_path / "lm").at(COMMITS)
-    store = CheckpointStore(storage, keep=1)
+    store = WholeStore(storage, keep=1)
     corrupt(storage, commits[0].key, "flip")
     store.set_aside(commits[0].key, None)
     store.set_aside(commits[1].key, commits[1].attempt)
@@ -343,8 +346,16 @@ def test_a_commit_that_was_half_set_aside_keeps_its_objects(tmp_path: Path, comm
     assert steps_left(tmp_path) == [30, 20, 10]
 
 
+def test_what_was_left_before_the_first_commit_was_complete_is_something_to_prune(tmp_path: Path) -> None:
+    folder = tmp_path / "lm" / COMMITS / attempt_prefix(5, "0" * 32)
+    folder.mkdir(parents=True)
+    (folder / f"{TEMPORARY}1").write_bytes(b"half")
+    assert prune(tmp_path, "--orphans-older-than-s", "0") == [(5, "orphan")]
+    assert not folder.exists()
+
+
 def test_nothing_of_a_live_run_is_removed(tmp_path: Path, commits: list[Commit]) -> None:
-    driver = replace(Driver.this_process("another"), started=_started(1), pid=1)
+    driver = replace(Driver.this_process("another"), started=started(1), pid=1)
     with DriverLease(Storage(tmp_path / "lm"), "lm", "another", print, driver=driver) as lease:
         lease.acquire()
         message = rf"nothing is removed while the run is live\. Its driver is pid 1 of .*{socket.gethostname()}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import platform
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -18,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit, patience, stalls
+from elastic_ddp import commits
+from elastic_ddp.checkpoint import Commit, CommitCatalog, patience, stalls
 from elastic_ddp.checkpoint.saving import RankLostError
 from elastic_ddp.errors import DriverReplacedError, PeerLostError, StorageError
 from elastic_ddp.job import COMMITS
@@ -29,12 +32,13 @@ from elastic_ddp.storage import Storage
 from tests.ranks import alone
 from tests.unit.alone import LOST_PEER, NewRun, link_of, prepared, train
 from tests.unit.test_checkpoint import corrupt
+from tests.whole import WholeStore
 
 GROUP: Any = SimpleNamespace(is_cut=False)
 
 
 def commit(folder: Path, step: int) -> None:
-    CheckpointStore(Storage(folder / "run").at(COMMITS), keep=2).save({"user": {}}, step=step, record={})
+    WholeStore(Storage(folder / "run").at(COMMITS), keep=2).save({"user": {}}, step=step, record={})
 
 
 def test_a_commit_that_did_not_come_to_be_is_made_up_for_by_the_next_rank_0(new_run: NewRun, tmp_path: Path) -> None:
@@ -85,7 +89,7 @@ def test_a_storage_that_does_not_answer_ends_nothing(new_run: NewRun, monkeypatc
     def fails(*_: Any) -> None:
         raise StorageError("down")
 
-    monkeypatch.setattr(CheckpointStore, "candidates", fails)
+    monkeypatch.setattr(CommitCatalog, "candidates", fails)
     commits = new_run(checkpoint={"every_steps": 10})._commits
     commits._note(20)
     commits.look(20)
@@ -139,7 +143,7 @@ def test_a_worker_that_was_presumed_dead_restores_and_sets_nothing_aside(new_run
 
 def test_a_commit_says_with_which_versions_it_was_made(new_run: NewRun, tmp_path: Path) -> None:
     train(new_run())
-    newest = CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest()
+    newest = WholeStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest()
     assert newest is not None
     made_with = {name: version(name) for name in ("elastic-ddp", "torch", "ray", "pyarrow")}
     assert newest.record["versions"] == {"python": platform.python_version(), **made_with}
@@ -184,7 +188,7 @@ def test_what_was_measured_and_chosen_is_in_the_ledger_and_in_the_commit(new_run
     assert len(interval._stalls) == len(interval._saves) == 3
     assert 0 < interval._stalls[-1] < interval._saves[-1] < 60.0
     assert events[-1]["interval_s"] == pytest.approx(interval.seconds, rel=0.05)
-    newest = CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest()
+    newest = WholeStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest()
     assert newest is not None and newest.record["losses"] == 0 and newest.record["watched_s"] > 0
 
 
@@ -192,7 +196,7 @@ def test_a_fixed_interval_is_none_that_was_chosen(new_run: NewRun, tmp_path: Pat
     run = new_run(checkpoint={"every_steps": 3})
     train(run, closes_first(run))
     assert {each["interval_s"] for each in link_of(run).said if each["event"] == "commit"} == {None}
-    newest = CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest()
+    newest = WholeStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest()
     assert newest is not None and "losses" not in newest.record
 
 
@@ -253,7 +257,7 @@ def _evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records(folder: Path) -> dict[int, dict[str, Any]]:
-    store = CheckpointStore(Storage(folder / "run").at(COMMITS), keep=1)
+    store = WholeStore(Storage(folder / "run").at(COMMITS), keep=1)
     return {step: each.record["metrics"] for step, each in store.all_commits() if isinstance(each, Commit)}
 
 
@@ -264,7 +268,7 @@ def test_a_commit_knows_the_newest_value_of_every_metric_and_when_it_was_measure
     run = new_run(checkpoint={"every_steps": 1, "keep": 9}, log_every_steps=2)
     log_and_evaluate(run, {1: 0.5, 3: float("nan"), 4: 0.25})
     found = records(tmp_path)
-    assert [found[step].get("validation") for step in sorted(found)] == [
+    assert [found[step].get("validation_loss") for step in sorted(found)] == [
         None,
         {"value": 0.5, "step": 2},
         {"value": 0.5, "step": 2},
@@ -280,7 +284,7 @@ def test_a_commit_knows_the_newest_value_of_every_metric_and_when_it_was_measure
 
 @pytest.mark.usefixtures("_evaluations")
 def test_the_commits_with_the_best_evaluations_stay(new_run: NewRun, tmp_path: Path) -> None:
-    settings = {"every_steps": 1, "keep": 1, "keep_best": 2, "best_metric": "validation", "keep_every_steps": 4}
+    settings = {"every_steps": 1, "keep": 1, "keep_best": 2, "best_metric": "validation_loss", "keep_every_steps": 4}
     log_and_evaluate(new_run(checkpoint=settings), {0: 0.9, 1: 0.3, 2: 0.6, 4: 0.5})
     assert sorted(records(tmp_path)) == [2, 4, 5, 6], "4 as a multiple, and 6 as the newest"
 
@@ -289,7 +293,7 @@ def test_the_commits_with_the_best_evaluations_stay(new_run: NewRun, tmp_path: P
 def test_a_resumed_run_still_knows_what_was_measured(new_run: NewRun, tmp_path: Path) -> None:
     log_and_evaluate(new_run(checkpoint={"keep": 9}), {5: 0.5})
     log_and_evaluate(new_run(checkpoint={"keep": 9, "every_steps": 1}, steps=7), {})
-    assert records(tmp_path)[7]["validation"] == {"value": 0.5, "step": 6}
+    assert records(tmp_path)[7]["validation_loss"] == {"value": 0.5, "step": 6}
 
 
 def test_a_best_metric_that_nobody_measures_is_said_once(new_run: NewRun, caplog: pytest.LogCaptureFixture) -> None:
@@ -418,10 +422,66 @@ def test_a_save_in_which_the_storage_hangs_counts_as_failed_and_others_follow(
 
 
 def test_the_last_commit_is_waited_for_and_says_why_it_failed(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = new_run()
+    monkeypatch.setattr(commits, "REST_S", 0.01)
+    run = new_run(checkpoint={"max_failed_saves": 2})
     break_storage(monkeypatch, lambda: True)
     with pytest.raises(StorageError, match="no space left"):
         train(run)
+    assert link_of(run).steps_of("commit_failed") == [6] * 3
+
+
+def test_a_storage_that_fails_for_a_while_does_not_take_the_last_commit(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commits, "REST_S", 0.01)
+    run = new_run()
+    break_storage(monkeypatch, lambda: len(link_of(run).steps_of("commit_failed")) < 3)
+    assert train(run)["steps"] == 6
+    assert link_of(run).steps_of("commit_failed") == [6] * 3 and link_of(run).steps_of("commit") == [6]
+
+
+def test_a_commit_that_somebody_asked_for_is_not_tried_again_at_every_step(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run()
+    link = link_of(run)
+    link.commit_requested, now = 1, [0]
+    break_storage(monkeypatch, lambda: now[0] < 5)
+
+    def in_step(step: Step) -> None:
+        now[0] = step.index
+        if step.index == 4:
+            run._commits._rests_until = 0.0
+
+    train(run, closes_first(run, in_step))
+    assert link.steps_of("commit_failed") == [1, 5] and link.steps_of("commit") == [6]
+    assert [said["request"] for said in link.said if said["event"] == "commit"] == [1]
+
+
+def test_storage_gets_longer_to_recover_after_each_failure_in_a_row(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, rests = new_run(checkpoint={"every_steps": 1}), list[float]()
+    now = [0]
+    break_storage(monkeypatch, lambda: now[0] in (0, 1, 3))
+
+    def in_step(step: Step) -> None:
+        now[0] = step.index
+        rests.append(max(0.0, run._commits._rests_until - time.monotonic()))
+
+    train(run, closes_first(run, in_step))
+    assert [round(each / commits.REST_S) for each in rests] == [0, 1, 2, 0, 1, 0]
+
+
+def test_membership_does_not_change_by_a_commit_that_has_just_failed(new_run: NewRun) -> None:
+    """Sharded workers begin again from one that is made right before."""
+    run = new_run()
+    prepared(run)
+    for is_spread, rests, votes in [(True, True, False), (False, True, True), (True, False, True)]:
+        link_of(run).reconfigure_requested = True
+        run._commits._rests_until = math.inf if rests else 0.0
+        run._state.is_spread = is_spread
+        assert run._votes(1)["reconfigure"] is votes
 
 
 def slow_storage(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

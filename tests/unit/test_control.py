@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ddp.batching import micro_batch_ranges
-from elastic_ddp.parallel.control import (
+from elastic_ddp.parallel.agreement import (
     EMPTY_CHAIN,
     VOTES,
     Agreed,

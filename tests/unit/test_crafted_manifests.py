@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.checkpoint.commits import MAX_SKELETON_BYTES, Commit, StoredTensor
+from elastic_ddp.checkpoint.manifest import MAX_SKELETON_BYTES, Commit, StoredTensor
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage import Storage
 from tests.unit.forging import in_little_memory, signed
 from tests.unit.test_checkpoint import make_state, save
+from tests.whole import WholeStore
 
 
 def tensor_of(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> StoredTensor:
@@ -75,7 +75,7 @@ def test_a_grid_is_taken_and_no_grid_that_lacks_or_repeats_a_block(sides: list[l
 
 def test_blocks_without_elements_may_lie_anywhere(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    store = CheckpointStore(storage, keep=1)
+    store = WholeStore(storage, keep=1)
     weight = torch.arange(24.0).reshape(6, 4)
     commit = store.save({"model": weight}, step=1, record={})
     body = json.loads(commit.to_bytes())
@@ -108,7 +108,7 @@ def test_a_skeleton_of_absurd_size_is_not_read(tmp_path: Path) -> None:
     body = json.loads(newest.to_bytes())
     body["state"]["size"] = MAX_SKELETON_BYTES + 1
     storage.write(newest.key, signed(body))
-    store = CheckpointStore(storage, keep=2)
+    store = WholeStore(storage, keep=2)
     found = store.load_latest()
     assert found is not None and found[0].step == 1
     [(rejected, reason)] = store.rejected
@@ -134,9 +134,9 @@ def test_a_commit_whose_manifest_could_not_be_read_again_is_not_made(
     storage = Storage(tmp_path)
     save(storage, 1)
     before = storage.list()
-    monkeypatch.setattr("elastic_ddp.checkpoint.commits.MAX_MANIFEST_VALUES", 50)
+    monkeypatch.setattr("elastic_ddp.checkpoint.manifest.MAX_MANIFEST_VALUES", 50)
     with pytest.raises(CheckpointError, match=r"it has \d+ bytes and \d+ values, and may have at most \d+ and 50"):
-        CheckpointStore(storage, keep=3).save(make_state(2), step=2, record={})
+        WholeStore(storage, keep=3).save(make_state(2), step=2, record={})
     assert storage.list() == before
 
 
@@ -145,7 +145,7 @@ def test_a_state_whose_skeleton_could_not_be_read_again_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, most: int
 ) -> None:
     monkeypatch.setattr(f"elastic_ddp.checkpoint.writing.MAX_SKELETON_{what}", most)
-    store = CheckpointStore(Storage(tmp_path), keep=1)
+    store = WholeStore(Storage(tmp_path), keep=1)
     store.save(make_state(1), step=1, record={})
     message = rf"without its tensors the state has \d+ bytes and \d+ values .* at most .*{most}"
     with pytest.raises(CheckpointError, match=message):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from elastic_ddp import cli, cli_checkpoints
-from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.checkpoint.interval import MeasuredInterval
 from elastic_ddp.checkpoint.record import Facts
 from elastic_ddp.checkpoint.retention import Retention, measurements
@@ -23,6 +22,7 @@ from elastic_ddp.job import COMMITS
 from elastic_ddp.storage import Storage
 from tests.unit.forging import signed
 from tests.unit.test_checkpoint import make_state, restored_step, save
+from tests.whole import WholeStore
 
 WRONG: list[dict[str, Any]] = [
     {"metrics": {"loss": {"value": 10**400, "step": 1}}},
@@ -73,7 +73,7 @@ def test_a_record_that_could_not_be_read_again_is_refused_before_anything_is_wri
     with pytest.raises(
         CheckpointError, match=r"the record of step 1 cannot be kept: its record cannot be one of a run: '"
     ):
-        CheckpointStore(storage, keep=1).save(make_state(1), step=1, record=record)
+        WholeStore(storage, keep=1).save(make_state(1), step=1, record=record)
     assert storage.list() == []
 
 
@@ -109,7 +109,7 @@ def test_whatever_a_record_holds_its_commit_is_used_or_the_one_before(run: str, 
     storage = Storage(run).at(COMMITS)
     body = json.loads(storage.read("commits/2.json"))
     storage.write("commits/2.json", signed({**body, "record": record}))
-    commit = CheckpointStore(storage, keep=2).latest()
+    commit = WholeStore(storage, keep=2).latest()
     assert commit is not None
     assert all(math.isfinite(each.value) for each in measurements(commit.record).values())
     measured = MeasuredInterval("auto", None)
@@ -124,6 +124,6 @@ def test_whatever_a_record_holds_its_commit_is_used_or_the_one_before(run: str, 
 def test_what_a_run_keeps_of_the_best_does_not_stumble_over_a_crafted_record() -> None:
     storage = Storage(f"memory://{uuid.uuid4().hex}")
     plant(storage, WRONG[0])
-    store = CheckpointStore(storage, keep=Retention(last=1, best=1, metric="loss"))
+    store = WholeStore(storage, keep=Retention(last=1, best=1, metric="loss"))
     store.save(make_state(3), step=3, record={"metrics": {"loss": {"value": 1.0, "step": 3}}})
     assert [commit.step for commit in store.candidates()] == [3]

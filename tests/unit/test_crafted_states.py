@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ddp.checkpoint import CheckpointStore, reading
-from elastic_ddp.checkpoint.commits import MAX_BLOCK_BYTES, Commit
+from elastic_ddp.checkpoint import reading
+from elastic_ddp.checkpoint.manifest import MAX_BLOCK_BYTES, Commit
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.parallel.process_group import ProcessGroup
@@ -24,6 +24,7 @@ from elastic_ddp.weights import Fit
 from tests.ranks import alone, run_ranks
 from tests.unit.forging import NAMES_NOTHING, in_little_memory, limit_memory, plant, plant_sparse
 from tests.unit.test_checkpoint import make_state, restored_step, save, step_of
+from tests.whole import WholeStore
 
 MANY = 1 << 20
 TENSORS = {"model.w": torch.zeros(MANY, dtype=torch.uint8), "model.none": torch.empty(0), "model.one": torch.ones(1)}
@@ -80,7 +81,7 @@ SKELETONS = {
 
 def restored_with(uri: str, group: ProcessGroup) -> tuple[int | None, list[str]]:
     """The step that a rank restores, and what of the newer ones was rejected."""
-    store = CheckpointStore(Storage(uri), keep=2)
+    store = WholeStore(Storage(uri), keep=2)
     found = restore(store, Storage(uri), group)
     return None if found is None else step_of(found[1]), [key for key, _ in store.rejected]
 
@@ -151,7 +152,7 @@ def test_a_commit_that_no_memory_has_room_for_is_refused_and_left_as_it_is(tmp_p
 
 def used_and_verified(uri: str) -> tuple[int, list[str]]:
     """The step that is restored, and what `verify` says of all commits."""
-    store = CheckpointStore(Storage(uri), keep=2)
+    store = WholeStore(Storage(uri), keep=2)
     said = []
     for _, commit in store.all_commits():
         try:
@@ -179,7 +180,7 @@ def test_a_block_that_is_larger_than_any_is_written_is_never_read(tmp_path: Path
 def test_what_this_machine_has_no_memory_for_is_not_begun_however_much_it_promises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = CheckpointStore(Storage(tmp_path), keep=2)
+    store = WholeStore(Storage(tmp_path), keep=2)
     for step in (1, 2):
         store.save({"model": torch.zeros(1000 * step)}, step=step, record={})
     monkeypatch.setattr(reading, "MEMORY_BYTES", 2 * 8000 - 1)  # for the tensor, and for its bytes as they come
@@ -198,7 +199,7 @@ def test_shapes_that_no_tensor_can_have_have_the_commit_before_used(tmp_path: Pa
     for each in (body["tensors"]["model.w"], *body["tensors"]["model.w"]["blocks"]):
         each["shape" if "shape" in each else "sizes"] = [2**48, 2**48, 0]
     storage.write(commit.key, Commit.model_validate_json(json.dumps(body)).to_bytes())
-    store = CheckpointStore(storage, keep=2)
+    store = WholeStore(storage, keep=2)
     found = store.load_latest()
     assert found is not None and found[0].step == 1
     assert "tensors that cannot be" in store.rejected[0][1]
@@ -269,7 +270,7 @@ def _within_tensors(skeleton: Any) -> list[tuple[Any, ...]]:
 def restore_anything() -> None:
     """Replaces something in the skeleton of a real state, or all of it, and restores."""
     storage = Storage(f"memory://{uuid.uuid4().hex}")
-    store = CheckpointStore(storage, keep=9)
+    store = WholeStore(storage, keep=9)
     real = store.save(make_state(2), step=2, record={})
     tensors, targets = reading.state_to_fill(real)
     for _ in reading.read_pieces(storage, reading.pieces_of(real, tensors), targets):

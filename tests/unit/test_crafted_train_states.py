@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR, StepLR
 
-from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.errors import CheckpointError
+from elastic_ddp.parallel.buffers import own_buffers
 from elastic_ddp.parallel.prepared import PreparedModel
+from elastic_ddp.state import flatten, unflatten
 from elastic_ddp.storage import Storage
 from elastic_ddp.train_state import Position, TrainState
 from tests.unit.test_crafted_states import places
+from tests.whole import WholeStore
 
 
 class Model(torch.nn.Sequential):
@@ -142,25 +144,97 @@ def test_what_anothers_optimizer_has_since_its_first_step_comes_back() -> None:
     assert after.optimizers[0].param_groups[0]["step"] == 2
 
 
+class Mixed(torch.optim.SGD):
+    """Keeps state of many kinds, and none of it in the dtype of its parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            own = self.state[parameter]
+            own["master"] = own.get("master", parameter.detach().to(torch.float64)) + 1 / 3
+            own["seen"] = own.get("seen", torch.zeros(3, dtype=torch.int64)) + 2**40 + 1
+            own["mask"] = torch.tensor([True, False])
+            own["scale"] = {"kind": "dynamic", "at": [torch.tensor(1.1, dtype=torch.float64), "a", 2]}
+            own["last"] = deque([torch.tensor(7, dtype=torch.int8)], maxlen=4)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Rprop, Mixed],
+    ids=lambda kind: kind.__name__,
+)
+def test_an_optimizers_state_comes_back_to_the_bit_whatever_its_dtype(
+    kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    """Torch's own loader makes it that of the parameter."""
+
+    def steps(state: TrainState, count: int) -> str:
+        for number in range(count):
+            for parameter in state.module.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
+            state.optimizers[0].step()
+        return state.weights_sha256()
+
+    def prepared_with() -> TrainState:
+        torch.manual_seed(0)
+        state = TrainState(model=PreparedModel(Model().to(dtype), device=torch.device("cpu"), bf16=False))
+        state.add_optimizer(kind(state.module.parameters(), lr=0.1))
+        return state
+
+    before, after = prepared_with(), prepared_with()
+    steps(before, 2)
+    after.load_state_dict(unflatten(*flatten(copy.deepcopy(before.state_dict()))))
+    one, other = (flatten(each.state_dict()) for each in (before, after))
+    assert one[0] == other[0] and one[1].keys() == other[1].keys()
+    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+    assert steps(before, 2) == steps(after, 2)
+
+
+class RoundsWhatItLoads(Mixed):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for own in self.state.values():
+            own["master"] = own["master"].round()
+
+
+def test_an_optimizer_that_loads_in_its_own_way_is_left_to_it() -> None:
+    def prepared_with() -> TrainState:
+        state = TrainState(model=PreparedModel(Model(), device=torch.device("cpu"), bf16=False))
+        state.add_optimizer(RoundsWhatItLoads(state.module.parameters(), lr=0.1))
+        state.optimizers[0].step()
+        return state
+
+    state = prepared_with()
+    state.load_state_dict(prepared_with().state_dict())
+    assert all((own["master"] == own["master"].round()).all() for own in state.optimizers[0].state.values())
+
+
 class Masked(Model):
-    """Has a buffer of which elements share their memory."""
+    """Has a buffer of which elements share their memory, twice."""
 
     def __init__(self, value: float = 1.0) -> None:
         super().__init__()
         self.register_buffer("mask", torch.full((1, 4), value).expand(4, 4), persistent=False)
+        self[0].register_buffer("same", self.mask)
+        own_buffers(self)
 
 
-def test_a_buffer_that_cannot_be_written_is_as_it_was_or_does_not_fit() -> None:
-    def masked(value: float = 1.0) -> TrainState:
+def test_a_buffer_whose_elements_shared_their_memory_comes_back() -> None:
+    def masked(value: float) -> TrainState:
         return TrainState(model=PreparedModel(Masked(value), device=torch.device("cpu"), bf16=False))
 
-    saved = masked().state_dict()
-    masked().load_state_dict(saved)
-    with pytest.raises(CheckpointError, match="does not fit the model"):
-        masked(2.0).load_state_dict(saved)
+    before, after = masked(float("nan")), masked(2.0)
+    after.load_state_dict(before.state_dict())
+    mask: Any = after.module.mask
+    assert mask.isnan().all() and mask is after.module[0].same, "what was one is one"
+
+
+def test_a_buffer_of_another_shape_does_not_fit() -> None:
+    saved = prepared().state_dict()
     saved["buffers"]["passing"] = torch.ones(1)  # torch would spread it
     with pytest.raises(CheckpointError, match=r"the buffer passing has the shape \(1,\) there and \(2,\) here"):
-        masked().load_state_dict(saved)
+        prepared().load_state_dict(saved)
 
 
 def test_a_buffer_has_the_same_bits_where_it_is_equal_to_what_was_there() -> None:
@@ -201,7 +275,7 @@ def test_what_a_users_scheduler_has_since_its_first_step_comes_back_and_nothing_
 
 def test_a_state_that_says_another_step_than_its_commit_has_the_one_before_used(tmp_path: Path) -> None:
     for step, position in ((1, {"step": 1}), (2, {"step": 3}), (3, {"step": 3.0}), (4, {}), (5, "5"), (6, [6])):
-        store = CheckpointStore(Storage(tmp_path), keep=9)
+        store = WholeStore(Storage(tmp_path), keep=9)
         store.save({"position": position, "model": {"w": torch.ones(2)}}, step=step, record={})
     found = store.load_latest()
     assert found is not None and found[0].step == 1

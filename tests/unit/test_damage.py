@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elastic_ddp import cli
-from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint import Commit
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import restore
@@ -18,6 +18,7 @@ from elastic_ddp.storage import Storage
 from tests.ranks import run_ranks
 from tests.unit.faulty import ranks_of_many_blocks
 from tests.unit.test_checkpoint import corrupt, step_of
+from tests.whole import WholeStore
 
 HOW = ["flip", "missing", "short", "long", "swapped"]
 
@@ -61,7 +62,7 @@ def restore_all(group: ProcessGroup, runs: list[str]) -> list[tuple[int | None, 
     found = []
     for run in runs:
         storage = Storage(run).at(COMMITS)
-        store = CheckpointStore(storage, keep=2)
+        store = WholeStore(storage, keep=2)
         restored = restore(store, storage, group)
         found.append((None if restored is None else step_of(restored[1]), store.rejected))
     return found
@@ -98,9 +99,9 @@ def test_a_bit_that_flips_anywhere_is_noticed(tmp_path: Path, commits: list[Comm
             bad = bytearray(good)
             bad[position] ^= 1 << position % 8
             file.write_bytes(bad)
-            found = CheckpointStore(storage, keep=2).load_latest()
+            found = WholeStore(storage, keep=2).load_latest()
             assert found is not None
             assert found[0] == commits[0] or (key == newest.key and found[0] == newest), (key, position)
         file.write_bytes(good)
-    found = CheckpointStore(storage, keep=2).load_latest()
+    found = WholeStore(storage, keep=2).load_latest()
     assert found is not None and found[0] == newest

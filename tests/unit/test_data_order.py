@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ddp.config import DataConfig
-from elastic_ddp.data.feed import _cut
+from elastic_ddp.data.cutting import cut
 from elastic_ddp.data.order import EpochOrder, EpochShape, FeedPlan, Lane, _permutation, transform_generator
 from elastic_ddp.data.source import PreparedChunk
 
@@ -63,7 +63,7 @@ def rows_of_window(lane: Lane, window: int, first_row_ids: np.ndarray) -> np.nda
 
 def micro_batches(plan: FeedPlan) -> MicroBatches:
     found: MicroBatches = {}
-    batches = _cut(plan, read(plan), lambda: 0)
+    batches = cut(plan, read(plan), lambda: 0)
     for step in range(plan.first_step, plan.last_step):
         for number in plan.micro_batches:
             batch = next(batches)
@@ -133,7 +133,7 @@ def test_without_shuffle_every_lane_is_a_run_of_the_stored_order(plan: FeedPlan)
 
 
 @given(plans())
-def test_a_row_group_is_in_one_lane_or_lies_across_a_cut(plan: FeedPlan) -> None:
+def test_a_row_group_is_in_one_lane_or_lies_across_acut(plan: FeedPlan) -> None:
     order = plan.order(0)
     lanes = [order.lane(number) for number in plan.micro_batches]
     read_once = int((plan.rows_per_group > 0).sum())

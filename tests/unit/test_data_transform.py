@@ -12,7 +12,6 @@ import pytest
 from elastic_ddp.config import DataConfig
 from elastic_ddp.data.columns import to_numpy
 from elastic_ddp.data.index import DatasetIndex, build_index
-from elastic_ddp.data.ingest import check_cpus
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.source import (
     Arrays,
@@ -200,38 +199,6 @@ def test_tensors_of_arrow_and_of_ray_data_keep_their_shape() -> None:
 def test_nulls_that_an_array_cannot_hold_are_refused(column: pa.Array) -> None:
     with pytest.raises(DataError, match=r"column 'x' .* holds nulls"):
         to_numpy("x", column)
-
-
-def cpus(nodes: list[dict[str, float]], *, per_task: float, concurrency: int = 1, **options: float) -> None:
-    check_cpus(
-        nodes,
-        resources_per_worker={"CPU": 2.0, "GPU": options.get("gpu", 0.0)},
-        max_workers=int(options.get("max_workers", 4)),
-        options=DataConfig(num_cpus_per_task=per_task, concurrency=concurrency),
-        has_transform=True,
-    )
-
-
-def test_pipelines_that_could_never_get_a_cpu_are_refused() -> None:
-    with pytest.raises(DataError) as caught:
-        cpus([{"CPU": 8.0}], per_task=1)
-    assert "data.num_cpus_per_task=1: 4 worker(s) hold 8 of the 8 CPUs of a node" in str(caught.value)
-    assert "use data.num_cpus_per_task=0" in str(caught.value)
-    with pytest.raises(DataError, match=r"3 worker.s. hold 6 of the 8 CPUs of a node, and their pipelines need 6 more"):
-        cpus([{"CPU": 8.0}], per_task=1, concurrency=2, max_workers=3)
-
-
-@pytest.mark.parametrize(
-    "free",
-    [
-        {"per_task": 0},
-        {"per_task": 1, "max_workers": 2},
-        {"per_task": 0.25, "concurrency": 2, "max_workers": 3},
-        {"per_task": 1, "gpu": 1.0},
-    ],
-)
-def test_pipelines_that_find_a_cpu_are_let_through(free: dict[str, float]) -> None:
-    cpus([{"CPU": 8.0, "GPU": 2.0}], **free)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("values", [np.zeros(3, ">i4"), np.zeros(3, np.longdouble), np.zeros(3, np.clongdouble)])

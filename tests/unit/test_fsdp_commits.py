@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.checkpoint.commits import attempt_prefix
+from elastic_ddp.checkpoint.manifest import attempt_prefix
 from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.checkpoint.writing import Part, StateWriter
 from elastic_ddp.config import RunConfig

@@ -173,7 +173,7 @@ def test_nobody_waits_longer_than_there_was_time_for() -> None:
     assert partition(events) == parts(start_up=1.0, useful=4.0, waiting=2.0)
 
 
-@pytest.mark.parametrize("reason", ["start", "resume", "resumed"])
+@pytest.mark.parametrize("reason", ["start", "resume"])
 def test_a_generation_that_begins_anew_says_that_nobody_survived(reason: str) -> None:
     events = [
         started(0.0),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import get_args
 
-from elastic_ddp.elastic.hang import Activity, HangWatch, Whereabouts, stacks
+from elastic_ddp.elastic.hang import Activity, HangWatch, Place, Whereabouts, stacks
+from elastic_ddp.errors import StorageError, TrainFunctionError
 
 
 def watch_of(*members: str) -> HangWatch:
@@ -55,6 +57,46 @@ def test_once_a_generation_is_broken_all_but_those_at_the_rendezvous_are_culprit
     watch.hear("c", Whereabouts(9, "reduction"), 0.0)
     assert watch.culprits(is_broken=True) == ["b", "c"]
     assert watch.culprits(is_broken=False) == []
+
+
+def at(watch: HangWatch, **places: Place) -> HangWatch:
+    for member, place in places.items():
+        watch.hear(member, Whereabouts(5, place), 0.0)
+    return watch
+
+
+def test_a_culprit_is_given_up_and_the_run_goes_on() -> None:
+    verdict = at(watch_of("a", "b"), a="reduction", b="data").judge(is_broken=False)
+    assert [*verdict.culprits] == ["b"] and verdict.loss is verdict.end is None
+    assert verdict.culprits["b"] == "it hung in 'data' for 10 s (hang_timeout_s) while others waited for it"
+
+
+def test_where_some_may_wait_for_others_the_generation_breaks_and_then_all_but_those_who_came_are_culprits() -> None:
+    watch = at(watch_of("a", "b"), a="forward", b="data")
+    verdict = watch.judge(is_broken=False)
+    assert not verdict.culprits and verdict.end is None and "in 'data, forward', and nobody is" in (verdict.loss or "")
+    assert [*at(watch, a="rendezvous").judge(is_broken=True).culprits] == ["b"]
+
+
+def test_where_nobody_comes_after_the_generation_was_broken_the_run_ends() -> None:
+    for place in get_args(Place):
+        watch = at(watch_of("a", "b"), a="reduction", b=place)
+        verdict = watch.judge(is_broken=True)
+        assert (verdict.end is None) == (place == "rendezvous"), place
+        assert isinstance(verdict.end, StorageError) == (place == "commit"), place
+
+
+def test_what_nobody_waits_for_ends_the_run_at_once() -> None:
+    verdict = at(watch_of("a", "b"), a="data", b="data").judge(is_broken=False)
+    assert isinstance(verdict.end, TrainFunctionError) and not verdict.culprits and verdict.loss is None
+    assert str(verdict.end).startswith("all workers have been in 'data' for 10 s (hang_timeout_s)")
+    alone = at(watch_of("a"), a="forward").judge(is_broken=False)
+    assert isinstance(alone.end, TrainFunctionError), "there is nobody to wait for"
+
+
+def test_all_at_the_rendezvous_go_on_waiting() -> None:
+    verdict = at(watch_of("a", "b"), a="rendezvous", b="rendezvous").judge(is_broken=True)
+    assert verdict.end is None and not verdict.culprits
 
 
 def test_the_dead_do_not_hang() -> None:

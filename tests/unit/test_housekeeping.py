@@ -14,15 +14,17 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
-from elastic_ddp.checkpoint.commits import attempt_prefix, manifest_key
+from elastic_ddp.checkpoint import Commit, Retention
 from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S
+from elastic_ddp.checkpoint.manifest import attempt_prefix, manifest_key
 from elastic_ddp.checkpoint.pruning import prune, removals
 from elastic_ddp.checkpoint.writing import StateWriter
 from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError
 from elastic_ddp.local_folder import TEMPORARY
+from elastic_ddp.s3 import Upload
 from elastic_ddp.storage import Storage
 from tests.unit.test_checkpoint import corrupt, keys_of
+from tests.whole import WholeStore
 
 
 class Elsewhere(Storage):
@@ -52,7 +54,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Elsewhere:
     return Elsewhere(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path / "run")
 
 
-def save(store: CheckpointStore, step: int, value: float | None = None, measured_at: int | None = None) -> Commit:
+def save(store: WholeStore, step: int, value: float | None = None, measured_at: int | None = None) -> Commit:
     at = step if measured_at is None else measured_at
     metrics = {} if value is None else {"loss": {"value": value, "step": at}}
     return store.save({"user": {"step": step}}, step=step, record={"metrics": metrics})
@@ -69,7 +71,7 @@ def write_orphan(storage: Storage, step: int) -> str:
 
 
 def test_every_kth_and_the_best_stay_with_every_byte_and_nothing_else(storage: Elsewhere) -> None:
-    store = CheckpointStore(storage, keep=Retention(last=2, every_steps=10, best=2, metric="loss"))
+    store = WholeStore(storage, keep=Retention(last=2, every_steps=10, best=2, metric="loss"))
     losses = {3: 0.9, 6: 0.2, 9: 0.8, 12: 0.7, 15: 0.1, 18: 0.5, 21: 0.6, 24: 0.4, 27: 0.3}
     commits = {step: save(store, step, value) for step, value in losses.items()}
     assert steps_in(storage) == [6, 12, 15, 21, 24, 27]
@@ -78,7 +80,7 @@ def test_every_kth_and_the_best_stay_with_every_byte_and_nothing_else(storage: E
 
 def test_of_several_that_know_one_evaluation_only_the_first_is_kept_as_the_best(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    store = CheckpointStore(storage, keep=Retention(last=1, best=2, metric="loss"))
+    store = WholeStore(storage, keep=Retention(last=1, best=2, metric="loss"))
     for step, (value, at) in {10: (0.1, 10), 20: (0.1, 10), 30: (0.1, 10), 40: (0.9, 40), 50: (0.9, 40)}.items():
         save(store, step, value, at)
     assert steps_in(storage) == [10, 40, 50]
@@ -87,7 +89,7 @@ def test_of_several_that_know_one_evaluation_only_the_first_is_kept_as_the_best(
 def test_another_saver_of_the_run_keeps_the_same(tmp_path: Path) -> None:
     storage, keep = Storage(tmp_path), Retention(last=1, every_steps=10, best=1, metric="loss", mode="max")
     for step in range(3, 40, 3):
-        save(CheckpointStore(storage, keep=keep), step, 1.0 if step == 6 else 0.5)
+        save(WholeStore(storage, keep=keep), step, 1.0 if step == 6 else 0.5)
     assert steps_in(storage) == [6, 12, 21, 30, 39]
 
 
@@ -95,8 +97,8 @@ def test_what_is_kept_for_good_is_read_once(tmp_path: Path) -> None:
     storage = Elsewhere(tmp_path)
     keep = Retention(last=1, every_steps=1)
     for step in range(1, 6):
-        save(CheckpointStore(storage, keep=keep), step)
-    store = CheckpointStore(storage, keep=keep)
+        save(WholeStore(storage, keep=keep), step)
+    store = WholeStore(storage, keep=keep)
     storage.read_keys.clear()
     save(store, 6)
     assert sorted(storage.read_keys) == [manifest_key(step) for step in range(1, 7)]
@@ -110,11 +112,11 @@ def test_what_is_kept_for_good_is_read_once(tmp_path: Path) -> None:
 def test_a_bad_commit_is_not_kept_for_its_place(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     keep = Retention(last=3, every_steps=10, best=1, metric="loss")
-    bad = save(CheckpointStore(storage, keep=keep), 10, 0.1)
-    save(CheckpointStore(storage, keep=keep), 12, 0.3)
+    bad = save(WholeStore(storage, keep=keep), 10, 0.1)
+    save(WholeStore(storage, keep=keep), 12, 0.3)
     corrupt(storage, bad.objects[0].key if bad.objects else bad.state.key, "missing")
     for step in range(13, 19):
-        save(CheckpointStore(storage, keep=keep), step, 0.5)
+        save(WholeStore(storage, keep=keep), step, 0.5)
     assert steps_in(storage) == [10, 12, 16, 17, 18], "12 is the first that can be used, and the best"
 
 
@@ -122,19 +124,19 @@ KILLED = """
 import os, signal, sys
 import torch
 from elastic_ddp import local_folder
-from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.storage import Storage
+from tests.whole import WholeStore
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 setattr(local_folder.os, sys.argv[2], die)
-CheckpointStore(Storage(sys.argv[1]), keep=2).save({"model": {"w": torch.ones(1 << 16)}}, step=5, record={})
+WholeStore(Storage(sys.argv[1]), keep=2).save({"model": {"w": torch.ones(1 << 16)}}, step=5, record={})
 """
 
 
 def left_by_a_kill_before(function: str, folder: Path) -> list[Path]:
-    subprocess.run([sys.executable, "-c", KILLED, folder, function], check=False)
+    subprocess.run([sys.executable, "-c", KILLED, folder, function], check=False, cwd=Path(__file__).parents[2])
     left = [path for path in folder.rglob("*") if path.name.startswith(TEMPORARY)]
     assert left, "it was killed before an object was there"
     return left
@@ -144,7 +146,7 @@ def test_what_a_saver_on_a_disk_left_that_was_killed_before_any_object_was_there
     left_by_a_kill_before("replace", tmp_path)
     storage = Storage(tmp_path)
     assert storage.list() == [] and sum(each.num_bytes for each in storage.uploads()) >= 1 << 18
-    save(CheckpointStore(storage, keep=1), 6)
+    save(WholeStore(storage, keep=1), 6)
     assert storage.uploads() == [] and storage.list("step=5") == []
     assert not (tmp_path / "step=5").exists()
 
@@ -152,7 +154,7 @@ def test_what_a_saver_on_a_disk_left_that_was_killed_before_any_object_was_there
 def test_a_manifest_that_a_saver_did_not_finish_goes_when_it_is_old(tmp_path: Path) -> None:
     [manifest] = left_by_a_kill_before("link", tmp_path)
     assert manifest.parent.name == "commits"
-    store = CheckpointStore(Storage(tmp_path), keep=1)
+    store = WholeStore(Storage(tmp_path), keep=1)
     save(store, 6)
     assert manifest.exists(), "somebody may be writing it"
     at = time.time() - ORPHAN_AGE_S - 60
@@ -170,8 +172,46 @@ def test_prune_finds_what_a_saver_left_before_any_object_was_there(tmp_path: Pat
     assert storage.uploads() == [] and not (tmp_path / "step=5").exists()
 
 
+class Uploading(Elsewhere):
+    """Has unfinished uploads, as S3 does."""
+
+    def __init__(self, uri: str | Path, keys: list[str]) -> None:
+        super().__init__(uri)
+        self._begun = {key: Upload(key, "id", self.now()) for key in keys}
+
+    def uploads(self, prefix: str = "") -> list[Upload]:
+        return [*self._begun.values()]
+
+    def abort(self, upload: Upload) -> None:
+        del self._begun[upload.key]
+
+
+def test_a_manifest_that_was_not_set_aside_to_the_end_keeps_nothing_and_goes_when_it_is_old(tmp_path: Path) -> None:
+    """One of 16 MiB or more goes up to S3 in parts."""
+    attempt = uuid.uuid4().hex
+    storage = Uploading(tmp_path, [f"set-aside/4-{attempt}.json", "anothers/object"])
+    storage.write(f"{attempt_prefix(4, attempt)}/0-0.bin", b"half")
+    store = WholeStore(storage, keep=1)
+    save(store, 6)
+    assert not storage.list("step=4"), "nobody has set it aside"
+    assert len(storage.uploads()) == 2
+    storage.later_s = ORPHAN_AGE_S + 60
+    save(store, 7)
+    assert [each.key for each in storage.uploads()] == ["anothers/object"]
+
+
+def test_prune_takes_what_is_on_its_way_to_a_folder_that_it_removes(tmp_path: Path) -> None:
+    store = WholeStore(Storage(tmp_path), keep=9)
+    commits = [save(store, step) for step in (1, 2)]
+    storage = Uploading(tmp_path, [f"{each.prefix}/9-0.bin" for each in commits])
+    chosen = removals(storage, Retention(last=1), orphan_age_s=ORPHAN_AGE_S, with_set_aside=False)
+    assert [each.step for each in chosen] == [1]
+    prune(storage, chosen)
+    assert [each.key for each in storage.uploads()] == [f"{commits[1].prefix}/9-0.bin"], "it may be somebody's"
+
+
 def test_an_orphan_of_a_later_step_goes_when_it_is_old_by_the_clock_of_the_storage(storage: Elsewhere) -> None:
-    store = CheckpointStore(storage, keep=1)
+    store = WholeStore(storage, keep=1)
     orphan = write_orphan(storage, 50)
     save(store, 1)
     storage.later_s = ORPHAN_AGE_S - 60
@@ -189,7 +229,7 @@ def test_what_a_saver_left_that_was_killed_while_it_asked_for_the_time_goes(
         patch.setattr(Storage, "delete_tree", lambda *_: None)  # it does not come to that
         storage.now()
     assert len(storage.list()) == 1
-    commit = save(CheckpointStore(storage, keep=1), 1)
+    commit = save(WholeStore(storage, keep=1), 1)
     assert storage.list() == sorted(keys_of(commit))
 
 
@@ -216,10 +256,10 @@ def test_wherever_a_removal_is_interrupted_no_manifest_lists_what_is_gone(tmp_pa
     for at in range(5):
         storage = Interrupted(tmp_path / str(at))
         for step in (1, 2):
-            save(CheckpointStore(storage, keep=2), step)
+            save(WholeStore(storage, keep=2), step)
         storage.left = at
-        save(CheckpointStore(storage, keep=1), 3)
-        found = CheckpointStore(storage, keep=1).all_commits()
+        save(WholeStore(storage, keep=1), 3)
+        found = WholeStore(storage, keep=1).all_commits()
         assert [step for step, _ in found] == [3, 2, 1][: max(1, 3 - at)], "the oldest goes first"
         assert all(isinstance(commit, Commit) for _, commit in found)
     assert storage.left >= 0, "there is none more"
@@ -227,7 +267,7 @@ def test_wherever_a_removal_is_interrupted_no_manifest_lists_what_is_gone(tmp_pa
 
 
 def restored_step_of(storage: Storage) -> int | None:
-    found = CheckpointStore(storage, keep=1).load_latest()
+    found = WholeStore(storage, keep=1).load_latest()
     return None if found is None else found[0].step
 
 
@@ -237,28 +277,28 @@ def test_the_newest_object_of_an_attempt_tells_its_age(tmp_path: Path) -> None:
     old = tmp_path / orphan / "0-0.bin"
     os.utime(old, (1e9 + 5, 1e9 + 5))
     storage.write(f"{orphan}/1-0.bin", b"of a rank that is slower")
-    save(CheckpointStore(storage, keep=1), 1)
+    save(WholeStore(storage, keep=1), 1)
     assert len(storage.list(orphan)) == 2
     (tmp_path / orphan / "1-0.bin").unlink()
-    save(CheckpointStore(storage, keep=1), 2)
+    save(WholeStore(storage, keep=1), 2)
     assert not storage.list(orphan)
 
 
 def test_an_attempt_of_the_same_step_may_be_of_those_who_came_after(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     orphan, earlier = write_orphan(storage, 5), write_orphan(storage, 4)
-    save(CheckpointStore(storage, keep=1), 5)
+    save(WholeStore(storage, keep=1), 5)
     assert storage.list(orphan) and not storage.list(earlier)
-    save(CheckpointStore(storage, keep=1), 6)
+    save(WholeStore(storage, keep=1), 6)
     assert not storage.list(orphan)
 
 
 def test_a_commit_that_was_passed_over_keeps_its_objects_whatever_their_age(tmp_path: Path) -> None:
     storage = Elsewhere(tmp_path)
-    bad = save(CheckpointStore(storage, keep=1), 9)
+    bad = save(WholeStore(storage, keep=1), 9)
     storage.write(manifest_key(9), b"{}")
     storage.later_s = 10 * ORPHAN_AGE_S
-    save(CheckpointStore(storage, keep=1), 3)
+    save(WholeStore(storage, keep=1), 3)
     assert storage.list(bad.prefix) and steps_in(storage) == [3, 9]
 
 
@@ -270,7 +310,7 @@ def begun(storage: Storage, step: int) -> Callable[..., Commit]:
 
     def complete(**options: Any) -> Commit:
         options = {"fence": lambda: None, **options}
-        store = CheckpointStore(storage, keep=1)
+        store = WholeStore(storage, keep=1)
         return store.complete(step=step, attempt=attempt, parts=[part], names=writer.names, record={}, **options)
 
     return complete
@@ -278,7 +318,7 @@ def begun(storage: Storage, step: int) -> Callable[..., Commit]:
 
 def test_a_worker_that_left_and_comes_late_with_an_older_step_commits_nothing(storage: Elsewhere) -> None:
     late = begun(storage, 4)
-    save(CheckpointStore(storage, keep=1), 6)
+    save(WholeStore(storage, keep=1), 6)
     with pytest.raises(CheckpointError, match=r"what was written of step 4 is not all there: step=4/.* is missing"):
         late()
     assert steps_in(storage) == [6] and not storage.list("step=4")
@@ -295,7 +335,7 @@ def test_a_storage_that_lost_what_was_written_gets_no_manifest(tmp_path: Path) -
 
 def test_a_saver_whose_generation_is_over_leaves_the_removal_to_those_who_came_after(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    save(CheckpointStore(storage, keep=1), 1)
+    save(WholeStore(storage, keep=1), 1)
     outlived = begun(storage, 5)
     theirs = begun(storage, 3)  # who went back to step 1, as everybody but the saver died
     assert outlived(is_current=lambda: False).step == 5
@@ -307,7 +347,7 @@ def test_a_saver_that_was_replaced_removes_nothing_and_its_commit_stands(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = Storage(tmp_path)
-    save(CheckpointStore(storage, keep=1), 1)
+    save(WholeStore(storage, keep=1), 1)
     orphan = write_orphan(storage, 2)
     asked: list[bool] = []
 
@@ -346,8 +386,8 @@ def test_a_storage_that_does_not_date_its_objects_loses_none_of_them(
 
     storage = Undated(tmp_path)
     orphan = write_orphan(storage, 9)
-    save(CheckpointStore(storage, keep=1), 1)
+    save(WholeStore(storage, keep=1), 1)
     with caplog.at_level(logging.WARNING):
-        save(CheckpointStore(storage, keep=1), 2)
+        save(WholeStore(storage, keep=1), 2)
     assert storage.list(orphan) and "there are no modification times" in caplog.text
     assert steps_in(storage) == [2], "the rest goes all the same"

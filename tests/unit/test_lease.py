@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from elastic_ddp import driver as driver_module
 from elastic_ddp import lease as lease_module
+from elastic_ddp.driver import Driver, started
 from elastic_ddp.errors import ConfigError, DriverReplacedError, StorageError
-from elastic_ddp.lease import EXPIRES_S, Driver, DriverLease
+from elastic_ddp.lease import EXPIRES_S, DriverLease
 from elastic_ddp.storage import Storage
 
 FAR = replace(
@@ -102,7 +104,7 @@ def neighbour() -> Iterator[Driver]:
 
 def neighbour_in(process: subprocess.Popen[bytes]) -> Driver:
     here = Driver.this_process("neighbour")
-    return replace(here, pid=process.pid, started=lease_module._started(process.pid), user="bob")
+    return replace(here, pid=process.pid, started=started(process.pid), user="bob")
 
 
 def put(storage: Storage, driver: Driver, *, term: int = 1, count: int = 0, released: bool = False) -> None:
@@ -266,7 +268,7 @@ def test_a_process_that_is_hidden_from_this_user_is_watched(
     def hidden(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(lease_module, "_started", lambda pid: None)
+    monkeypatch.setattr(driver_module, "started", lambda pid: None)
     monkeypatch.setattr(os, "kill", hidden)
     lease.acquire()
     assert drivers.time.now == EXPIRES_S and held(storage)["session"] == "two"

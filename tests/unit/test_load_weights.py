@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.elastic.hang import Activity
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.job import COMMITS
@@ -19,6 +18,7 @@ from elastic_ddp.storage import Storage
 from elastic_ddp.weights import Weights
 from tests.ranks import run_ranks
 from tests.unit.alone import Model, NewRun, link_of, prepared, train
+from tests.whole import WholeStore
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def weights_at_the_beginning(run: object, uri: str, **options: object) -> dict[s
 
 
 def weights_in(uri: str) -> dict[str, torch.Tensor]:
-    found = CheckpointStore(Storage(uri).at(COMMITS), keep=1).load_latest()
+    found = WholeStore(Storage(uri).at(COMMITS), keep=1).load_latest()
     assert found is not None
     return dict(found[1]["model"])
 
@@ -139,7 +139,7 @@ class Binned(Model):
 def test_an_array_beside_the_weights_comes_with_them(new_run: NewRun, tmp_path: Path) -> None:
     before, after = Binned(), Binned()
     before.bins = np.linspace(0, 1, 5)
-    store = CheckpointStore(Storage(tmp_path / "other").at(COMMITS), keep=1)
+    store = WholeStore(Storage(tmp_path / "other").at(COMMITS), keep=1)
     store.save({"model": before.state_dict()}, step=1, record={})
     run = new_run()
     model = run.prepare(after)
@@ -152,7 +152,7 @@ def test_an_array_beside_the_weights_comes_with_them(new_run: NewRun, tmp_path: 
 def damage(uri: str) -> None:
     """A bit of the weights in the newest commit is not what was committed any more."""
     storage = Storage(uri).at(COMMITS)
-    commit = CheckpointStore(storage, keep=1).latest()
+    commit = WholeStore(storage, keep=1).latest()
     assert commit is not None
     block = next(each.blocks[0] for name, each in commit.tensors.items() if name.startswith("model."))
     key = commit.objects[block.object].key
@@ -176,7 +176,7 @@ def weights(step: int) -> dict[str, Any]:
 
 
 def commit(uri: str, *steps: int, keep: int = 9) -> None:
-    store = CheckpointStore(Storage(uri).at(COMMITS), keep=keep)
+    store = WholeStore(Storage(uri).at(COMMITS), keep=keep)
     for step in steps:
         store.save(weights(step), step=step, record={})
 

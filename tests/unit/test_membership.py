@@ -183,7 +183,7 @@ def test_one_presumed_dead_that_returns_is_refused() -> None:
     club = club_of("ab")
     club.membership.lose("a", "it was silent for 5 s")
     assert club.arrive("a", 5, lost=BROKEN) == "it was silent for 5 s"
-    assert club.membership.is_gone("a") == "it was silent for 5 s"
+    assert club.membership.why_gone("a") == "it was silent for 5 s"
     club.all_arrive("b", 5)
     assert club.names() == ["b"]
     assert club.arrive("a", 5) == "it was silent for 5 s"
@@ -207,7 +207,7 @@ def test_one_that_left_is_no_loss_and_is_not_waited_for() -> None:
     club.membership.retire("a")
     assert not club.membership.lose("a", DEAD)  # its process ends after that
     assert club.membership.lost() == {}
-    assert club.membership.is_gone("a") == LEFT
+    assert club.membership.why_gone("a") == LEFT
     assert club.membership.num_alive == 1
     club.all_arrive("b", 5)
     generation = club.formed()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastic_ddp.elastic.members import DRAIN, Arrival, FormedGeneration, Member, Notice
+from elastic_ddp.elastic.members import Arrival, FormedGeneration, Member, Notice
 from elastic_ddp.elastic.membership import Membership
 from tests.unit.club import BROKEN, DEAD, member
 
@@ -129,7 +129,7 @@ class History:
 
     def let_go(self) -> None:
         for each in self.living():
-            if self.membership.is_gone(each.member.id) is not None:
+            if self.membership.why_gone(each.member.id) is not None:
                 before, each.alive = self.held(), False
                 assert self.held() == before, f"step {before} went with {each.member.id}"
 
@@ -188,7 +188,7 @@ class History:
         return True
 
     def give_notice(self, whom: str) -> Notice:
-        notice = Notice(DRAIN, self.now, self.random.choice([2.0, 8.0, 30.0]))
+        notice = Notice(self.now, self.random.choice([2.0, 8.0, 30.0]))
         self.notices[whom] = min(notice, self.notices.get(whom, notice), key=lambda each: each.ends_s)
         return notice
 

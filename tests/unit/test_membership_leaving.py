@@ -110,7 +110,7 @@ def test_a_survivor_that_leaves_commits_though_there_are_fewer_than_min_workers(
 
 def test_a_step_that_outlasts_three_quarters_of_a_notice_is_broken() -> None:
     club = club_of("ab", min_workers=2)
-    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
+    club.membership.ask_to_leave("b", Notice(club.now, 20.0))
     club.now += 14.9
     assert not club.membership.break_if_overdue(club.now)
     club.now += 0.1
@@ -123,7 +123,7 @@ def test_a_step_that_outlasts_three_quarters_of_a_notice_is_broken() -> None:
 
 def test_a_notice_breaks_one_generation_and_no_other() -> None:
     club = club_of("ab", min_workers=2)
-    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
+    club.membership.ask_to_leave("b", Notice(club.now, 20.0))
     club.now += 15
     assert club.membership.break_if_overdue(club.now)
     club.arrive("a", 4)
@@ -135,7 +135,7 @@ def test_a_notice_breaks_one_generation_and_no_other() -> None:
 
 def test_one_whose_time_is_nearly_up_leaves_in_an_evaluation_too_if_others_hold_the_state() -> None:
     club = club_of("abc")
-    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
+    club.membership.ask_to_leave("b", Notice(club.now, 20.0))
     club.now += 15
     assert club.membership.break_if_overdue(club.now)
     for name in "abc":
@@ -146,7 +146,7 @@ def test_one_whose_time_is_nearly_up_leaves_in_an_evaluation_too_if_others_hold_
 
 def overdue_amid_an_evaluation(club: Club, names: str) -> None:
     """Those who are to go have not got out of it when three quarters of their time are over."""
-    club.membership.ask_to_leave(names, Notice(DRAIN, club.now, 20.0))
+    club.membership.ask_to_leave(names, Notice(club.now, 20.0))
     club.now += 15
     assert club.membership.break_if_overdue(club.now)
 
@@ -220,7 +220,7 @@ def test_a_state_in_the_midst_of_a_steps_block_is_not_handed_over() -> None:
 
 def test_a_generation_in_which_state_is_handed_on_is_not_broken_by_a_notice() -> None:
     club = club_of("ab", min_workers=2)
-    club.membership.ask_to_leave("ab", Notice(DRAIN, club.now, 20.0))
+    club.membership.ask_to_leave("ab", Notice(club.now, 20.0))
     club.now += 10
     club.all_arrive("ab", 5)
     assert club.formed().brief
@@ -230,11 +230,11 @@ def test_a_generation_in_which_state_is_handed_on_is_not_broken_by_a_notice() ->
 
 def test_of_two_notices_the_one_that_leaves_less_time_counts() -> None:
     club = club_of("ab", min_workers=2, nodes={"b": "x"})
-    assert club.membership.drain("id of x", Notice(DRAIN, club.now, 600.0))
-    assert club.membership.drain("id of x", Notice(DRAIN, club.now, 60.0))
-    assert not club.membership.drain("id of x", Notice(DRAIN, club.now, 60.0)), "that is no news"
-    assert not club.membership.drain("id of x", Notice(DRAIN, club.now, 600.0))
-    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 600.0))
+    assert club.membership.drain("id of x", Notice(club.now, 600.0))
+    assert club.membership.drain("id of x", Notice(club.now, 60.0))
+    assert not club.membership.drain("id of x", Notice(club.now, 60.0)), "that is no news"
+    assert not club.membership.drain("id of x", Notice(club.now, 600.0))
+    club.membership.ask_to_leave("b", Notice(club.now, 600.0))
     club.now += 30
     assert club.wants_change, "half of the minute is over"
     assert club.membership.has_time(club.now, 14.9)
@@ -251,7 +251,7 @@ def test_a_generation_knows_whether_it_has_the_members_of_the_one_before() -> No
 
 def test_one_who_waits_to_leave_breaks_nothing() -> None:
     club = club_of("ab", min_workers=2)
-    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
+    club.membership.ask_to_leave("b", Notice(club.now, 20.0))
     club.arrive("b", 5)
     club.now += 20
     assert not club.membership.break_if_overdue(club.now)
@@ -259,7 +259,7 @@ def test_one_who_waits_to_leave_breaks_nothing() -> None:
 
 def test_one_with_notice_stays_while_it_is_needed_for_half_of_the_time() -> None:
     club = club_of("ab", min_workers=2)
-    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
+    club.membership.ask_to_leave("b", Notice(club.now, 20.0))
     assert not club.wants_change
     club.now += 9.9
     assert not club.wants_change
@@ -275,7 +275,7 @@ def test_one_with_notice_stays_while_it_is_needed_for_half_of_the_time() -> None
 
 def test_one_with_notice_leaves_as_soon_as_another_has_come() -> None:
     club = club_of("ab", min_workers=2, max_workers=2)
-    club.membership.ask_to_leave("b", Notice(DRAIN, club.now, 20.0))
+    club.membership.ask_to_leave("b", Notice(club.now, 20.0))
     club.all_arrive("c")
     assert club.wants_change
     club.all_arrive("ab", 5)
@@ -286,7 +286,7 @@ def test_one_with_notice_leaves_as_soon_as_another_has_come() -> None:
 def test_a_generation_is_not_formed_again_for_a_newcomer_that_is_not_enough_to_let_anybody_go() -> None:
     club = club_of("abc", min_workers=3, max_workers=3)
     for name in "bc":
-        club.membership.ask_to_leave(name, Notice(DRAIN, club.now, 120.0))
+        club.membership.ask_to_leave(name, Notice(club.now, 120.0))
     club.all_arrive("d")
     club.now += PATIENCE_S
     assert not club.wants_change
@@ -298,7 +298,7 @@ def test_a_generation_is_not_formed_again_for_a_newcomer_that_is_not_enough_to_l
 
 def test_one_with_notice_still_counts_when_another_is_lost() -> None:
     club = club_of("abc", min_workers=2)
-    club.membership.ask_to_leave("c", Notice(DRAIN, club.now, 20.0))
+    club.membership.ask_to_leave("c", Notice(club.now, 20.0))
     club.membership.lose("b", DEAD)
     club.all_arrive("ac", 5)
     assert club.names() == ["a", "c"]
@@ -378,14 +378,14 @@ def test_newcomers_for_whom_there_is_no_room_any_more_are_let_go_while_others_tr
     assert club.membership.dismissed == {"e": RESIZE, "d": RESIZE}
     club.arrive("f")  # which was on its way meanwhile
     assert club.form() is None
-    assert club.membership.is_gone("f") == LEFT
+    assert club.membership.why_gone("f") == LEFT
     assert club.membership.num_alive == 3
 
 
 def test_a_newcomer_that_is_to_take_the_place_of_one_that_goes_is_kept_in_a_run_that_was_resized() -> None:
     club = club_of("abc", min_workers=3, max_workers=5)
     club.membership.wanted = 3
-    club.membership.ask_to_leave("c", Notice(DRAIN, club.now, 20.0))
+    club.membership.ask_to_leave("c", Notice(club.now, 20.0))
     club.all_arrive("d")
     assert club.form() is None and not club.membership.dismissed
     club.all_arrive("abc", 5)

@@ -427,7 +427,7 @@ def test_a_peer_that_is_lost_while_all_leave_for_a_change_costs_nobody_his_state
     assert link_of(run).joins == [(None, True), (3, True)]
     assert link_of(run).losses == [None, f"DistNetworkError: {LOST_PEER}"]
     ended = [said["reason"] for said in link_of(run).said if said["event"] == "generation_ended"]
-    assert ended == ["a peer was lost"]
+    assert ended == ["a worker was lost"]
     assert train(new_run(folder="calm")) == changed
 
 
@@ -551,7 +551,7 @@ def test_who_has_lost_the_end_of_an_evaluation_gets_its_result_from_who_has_not(
         return 0.1
 
     def exchange(group: ProcessGroup, mine: bytes) -> list[bytes]:
-        done = Task(3, False, 1, "validation")
+        done = Task(3, False, 1, "validation_loss")
         return [mine, json.dumps([None, done, 0.7]).encode()] if mine.startswith(b"[") else [mine]
 
     monkeypatch.setattr("elastic_ddp.run.evaluate", evaluate)

@@ -234,7 +234,7 @@ def test_one_that_has_to_go_amid_an_evaluation_commits_if_its_state_is_that_of_a
         alone = member("a", 0, 1)
         await join(rendezvous, alone)
         await rendezvous.leave(alone, 1e-6, "SIGTERM")
-        again = await rendezvous.join(alone, 1, 5, False, BROKEN, resumable=resumable)
+        again = await join(rendezvous, alone, 1, 5, False, BROKEN, resumable=resumable)
         assert isinstance(again, Assignment)
         assert (again.brief, again.amid) == (resumable, not resumable)
 

@@ -155,8 +155,9 @@ def test_of_one_presumed_dead_neither_progress_nor_time_counts(play: Play, long_
         await rendezvous.take([ended], {"step": 3}, "a0", 1)
         assert (await rendezvous.status())["step"] == 7
         assert [each["account"] for each in await events_of(rendezvous, "generation_ended")] == [None]
-        assert isinstance(await rendezvous.join(member("a", 0), 1, 3, True, BROKEN, None, {"useful": 60.0}), Ended)
-        assert isinstance(await rendezvous.join(member("a", 1), 1, 7, True, BROKEN, None, {"useful": 5.0}), Assignment)
+        late = await join(rendezvous, member("a", 0), 1, 3, True, BROKEN, account={"useful": 60.0})
+        other = await join(rendezvous, member("a", 1), 1, 7, True, BROKEN, account={"useful": 5.0})
+        assert isinstance(late, Ended) and isinstance(other, Assignment)
         assert [each["account"] for each in await events_of(rendezvous, "generation_account")] == [{"useful": 5.0}]
 
     play(scenario)
@@ -200,7 +201,7 @@ def test_of_members_that_all_leave_one_is_to_commit_first(play: Play) -> None:
         )
         assert first.brief and first.world_size == 1
         assert second == Ended(LEFT)
-        assert await rendezvous.join(member("a", 0), 2, 5, True, None, 5) == Ended(LEFT)
+        assert await join(rendezvous, member("a", 0), 2, 5, committed=5) == Ended(LEFT)
         assert [each["by"] for each in await events_of(rendezvous, "notice")] == ["Ray", "Ray"]
 
     play(scenario)
@@ -348,7 +349,7 @@ def test_a_commit_is_made_also_where_there_are_too_few_to_train(play: Play, long
         commit = {"event": "commit", "step": 5, "request": request, "time": 0.0}
         await rendezvous.take([commit], None, "a0", 1)
         assert await rendezvous.committed(request) == 5
-        waits = asyncio.create_task(rendezvous.join(member("a", 0), 2, 5, True, None, committed=5))
+        waits = asyncio.create_task(join(rendezvous, member("a", 0), 2, 5, committed=5))
         await until_held(waits)
         assert await rendezvous.committed(await rendezvous.checkpoint()) == 5, "there is nothing newer"
         waits.cancel()

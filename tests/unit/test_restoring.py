@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from elastic_ddp import restoring
-from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.errors import PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
 from tests.ranks import alone, run_ranks
 from tests.unit.test_checkpoint import corrupt, make_state, restored_step, save, step_of
+from tests.whole import WholeStore
 
 
 class Counting(Storage):
@@ -38,7 +38,7 @@ def restore_on(group: ProcessGroup, uri: str, piece_bytes: int) -> dict[str, Any
 
     elastic_ddp.checkpoint.reading.PIECE_BYTES = piece_bytes
     storage = Counting(uri)
-    store = CheckpointStore(storage, keep=2)
+    store = WholeStore(storage, keep=2)
     counted: list[int] = []
     found = restore(store, storage, group, tick=lambda: counted.append(1))
     step = None if found is None else step_of(found[1])
@@ -117,7 +117,7 @@ def test_what_is_damaged_on_the_way_alone_is_read_again(tmp_path: Path) -> None:
     [_, newest] = save(Storage(tmp_path), 1, 2)
     objects = [newest.objects[0].key, newest.state.key, newest.key]
     for storage in [*(Flaky(str(tmp_path), key, times=1) for key in objects), LateToList(str(tmp_path))]:
-        store = CheckpointStore(storage, keep=2)
+        store = WholeStore(storage, keep=2)
         found = restore(store, storage, alone())
         assert found is not None and step_of(found[1]) == 2 and not store.rejected
         store.verify(newest)
@@ -141,12 +141,12 @@ class BadAtFirst(Storage):
 
 def restore_where_one_rank_reads_badly(group: ProcessGroup, uri: str) -> int | None:
     storage = BadAtFirst(uri) if group.rank == 1 else Storage(uri)
-    found = restore(CheckpointStore(storage, keep=2), storage, group)
+    found = restore(WholeStore(storage, keep=2), storage, group)
     return None if found is None else step_of(found[1])
 
 
 def test_all_ranks_wait_for_one_that_reads_again(tmp_path: Path) -> None:
-    store = CheckpointStore(Storage(tmp_path), keep=2)
+    store = WholeStore(Storage(tmp_path), keep=2)
     store._writer._blocks._object_bytes = 64  # several objects, and so pieces
     assert len(store.save(make_state(1), step=1, record={}).objects) > 2
     assert run_ranks(2, restore_where_one_rank_reads_badly, str(tmp_path)) == [1, 1]
@@ -164,7 +164,7 @@ def test_a_commit_that_one_restore_passed_over_stays_if_the_next_one_uses_it(tmp
             return super().read_into(key, start, buffer)
 
     storage = Broken(str(tmp_path), newest.objects[0].key, times=2)
-    store = CheckpointStore(storage, keep=2)
+    store = WholeStore(storage, keep=2)
     with pytest.raises(PeerLostError):
         restore(store, storage, alone())
     assert [key for key, _ in store.rejected] == [newest.key]
@@ -190,7 +190,7 @@ def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> s
     broadcast = group.broadcast_bytes
     if group.rank == 1 and what == "skeleton":
         group.broadcast_bytes = lambda data: broadcast(data).replace(b"0.1", b"0.2")  # type: ignore[assignment]
-    store = CheckpointStore(Storage(uri), keep=2)
+    store = WholeStore(Storage(uri), keep=2)
     try:
         restore(store, Storage(uri), group)
     except PeerLostError as error:
@@ -222,7 +222,7 @@ def test_a_bad_commit_that_cannot_be_set_aside_holds_nobody_up_and_is_found_agai
     [_, newest] = save(Storage(tmp_path), 1, 2)
     corrupt(Storage(tmp_path), newest.objects[0].key, "flip")
     for storage in (Busy(str(tmp_path)), Storage(tmp_path)):
-        store = CheckpointStore(storage, keep=2)
+        store = WholeStore(storage, keep=2)
         found = restore(store, storage, alone())
         assert found is not None and found[0].step == 1
         [(key, reason)] = store.rejected
@@ -268,7 +268,7 @@ class BadSector(Storage):
 
 def restore_beside_a_bad_sector(group: ProcessGroup, uri: str, key: str, rank: int) -> dict[str, Any]:
     storage = BadSector(uri, key) if group.rank == rank else Storage(uri)
-    found = restore(store := CheckpointStore(storage, keep=2), storage, group)
+    found = restore(store := WholeStore(storage, keep=2), storage, group)
     return {"step": None if found is None else step_of(found[1]), "rejected": store.rejected}
 
 
@@ -277,7 +277,7 @@ def test_where_one_object_cannot_be_read_all_ranks_use_the_commit_before_and_tha
     tmp_path: Path, which: str, rank: int
 ) -> None:
     """On whichever rank that is."""
-    store = CheckpointStore(Storage(tmp_path), keep=2)
+    store = WholeStore(Storage(tmp_path), keep=2)
     store._writer._blocks._object_bytes = 64  # several objects, and so pieces
     newest = [store.save(make_state(step), step=step, record={}) for step in (1, 2)][-1]
     before = Storage(tmp_path).list()
@@ -293,7 +293,7 @@ def test_where_one_object_cannot_be_read_all_ranks_use_the_commit_before_and_tha
 def test_a_step_whose_commit_cannot_be_read_is_not_committed_again_and_the_next_one_is(tmp_path: Path) -> None:
     [_, newest] = save(Storage(tmp_path), 1, 2)
     storage = BadSector(str(tmp_path), newest.objects[0].key)
-    store = CheckpointStore(storage, keep=2)
+    store = WholeStore(storage, keep=2)
     with pytest.raises(UnreadableError, match="cannot read"):
         store.save(make_state(2), step=2, record={})
     assert Storage(tmp_path).list("commits") == ["commits/1.json", newest.key]
@@ -341,7 +341,7 @@ def test_a_storage_that_is_away_makes_no_object_an_unreadable_one_whenever_it_co
     monkeypatch.setattr("elastic_ddp.checkpoint.verdicts.AGAIN_S", 0.01)
     save(Storage(tmp_path), 1, 2)
     storage = Away(str(tmp_path), is_away)
-    store = CheckpointStore(storage, keep=2)
+    store = WholeStore(storage, keep=2)
     if step is None:
         with pytest.raises(StorageError, match=r"^connection reset$"):
             restore(store, storage, alone())
@@ -363,7 +363,7 @@ class NotListed(Storage):
 
 def restore_in_an_outage(group: ProcessGroup, uri: str, down: type[Storage], rank: int) -> str:
     storage = down(uri) if group.rank == rank else Storage(uri)
-    store = CheckpointStore(storage, keep=2)
+    store = WholeStore(storage, keep=2)
     with pytest.raises(StorageError) as caught:
         restore(store, storage, group)
     assert not store.rejected
@@ -372,7 +372,7 @@ def restore_in_an_outage(group: ProcessGroup, uri: str, down: type[Storage], ran
 
 def test_an_outage_on_one_rank_is_raised_on_all_and_never_taken_for_a_bad_commit(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    store = CheckpointStore(storage, keep=2)
+    store = WholeStore(storage, keep=2)
     store._writer._blocks._object_bytes = 64  # several objects, and so pieces
     store.save(make_state(1), step=1, record={})
     before = storage.list()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ddp.checkpoint.commits import Commit, Skeleton, committed_steps
+from elastic_ddp.checkpoint.manifest import Commit, Skeleton, committed_steps
 from elastic_ddp.checkpoint.retention import Measurement, Retention, kept, measurements, removable
 
 
@@ -100,7 +100,7 @@ def test_what_was_set_aside_stays_with_its_objects() -> None:
     keys = [*keys_of(30), f"set-aside/10-{1:032x}.json", orphan(10).state.key, commit(10).state.key]
     going = removable(keys, {30}, [commit(30)], newest=30, dead_before=30)
     assert going.dead == [commit(10).prefix]
-    going = removable([*keys, "set-aside/10-unknown.json"], {30}, [commit(30)], newest=30, dead_before=30)
+    going = removable([*keys, f"set-aside/10-unknown-{2:032x}.json"], {30}, [commit(30)], newest=30, dead_before=30)
     assert going.dead == [], "which attempt it was is not known"
 
 

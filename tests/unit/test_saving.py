@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit, saving
+from elastic_ddp.checkpoint import Commit, saving
 from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.saving import RankLostError, Save, Saver, is_of_storage
 from elastic_ddp.checkpoint.writing import StateWriter
@@ -28,6 +28,7 @@ from elastic_ddp.storage import Storage
 from tests.ranks import PROCESSES, empty_store, run_ranks
 from tests.saving import LocalMailbox, Ranks
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step, step_of
+from tests.whole import WholeStore
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -91,14 +92,14 @@ class Failing(Storage):
 def test_a_rank_that_cannot_write_fails_the_save_and_nothing_is_left(tmp_path: Path, failing: int) -> None:
     storage = Storage(tmp_path)
     ranks = Ranks(lambda rank: Failing(tmp_path) if rank == failing else storage, 3)
-    CheckpointStore(storage, keep=2).save(make_state(1), step=1, record={"step": 1})
+    WholeStore(storage, keep=2).save(make_state(1), step=1, record={"step": 1})
     before = storage.list()
     ranks.begin(2)
     error = ranks.wait()
     assert isinstance(error, StorageError) and "no space left" in str(error)
     assert failing == 0 or f"rank {failing} could not write its share of step 2" in str(error)
     assert restored_step(storage) == 1
-    ranks.savers[failing] = Saver(storage, CheckpointStore(storage, keep=2), of_rank_0=frozenset({"user"}))
+    ranks.savers[failing] = Saver(storage, WholeStore(storage, keep=2), of_rank_0=frozenset({"user"}))
     ranks.begin(3)
     assert isinstance(ranks.wait(), Commit) and restored_step(storage) == 3
     assert set(before) < set(storage.list()) and not storage.list("step=2")
@@ -160,7 +161,7 @@ def test_a_torch_store_carries_more_than_it_takes_at_once(tmp_path: Path) -> Non
     storage, ended = Storage(tmp_path), list[Commit | Exception]()
     long_names = {character * (3 << 20): torch.ones(3) for character in "abcd"}  # and all of it is rank 1's to write
     state = {"model": {"large": torch.ones(1000), **long_names}}
-    savers = [Saver(storage, CheckpointStore(storage, keep=1)) for _ in range(2)]
+    savers = [Saver(storage, WholeStore(storage, keep=1)) for _ in range(2)]
     for rank, saver in enumerate(savers):
         save = Save(
             step=1,
@@ -302,8 +303,8 @@ def test_what_was_saved_by_three_is_what_one_would_have_saved(tmp_path: Path) ->
     ranks = Ranks(lambda rank: Storage(tmp_path / "three"), 3)
     ranks.begin(9)
     commit = ranks.wait()
-    assert step_of(CheckpointStore(Storage(tmp_path / "three"), keep=1).load(commit)) == 9
-    alone = CheckpointStore(Storage(tmp_path / "one"), keep=1).save(make_state(9), step=9, record={"step": 9})
+    assert step_of(WholeStore(Storage(tmp_path / "three"), keep=1).load(commit)) == 9
+    alone = WholeStore(Storage(tmp_path / "one"), keep=1).save(make_state(9), step=9, record={"step": 9})
     assert alone.tensors.keys() == commit.tensors.keys() and alone.num_bytes == commit.num_bytes
 
 
@@ -340,7 +341,7 @@ def test_what_passes_is_tried_again_for_a_while_and_what_lasts_is_not(
     flaky = Flaky(tmp_path, cause, times)
     ended: list[Commit | Exception] = []
     patient = PatientStorage(flaky, within_s=0.5)
-    saver = Saver(patient, CheckpointStore(patient, keep=1))
+    saver = Saver(patient, WholeStore(patient, keep=1))
     save = Save(
         step=3, attempt="0" * 32, world_size=1, rank=0, mailbox=None, record={}, fence=lambda: None, on_end=ended.append
     )
@@ -377,7 +378,7 @@ def store_of(group: ProcessGroup) -> tuple[str, int]:
 def save_with_others(group: ProcessGroup, uri: str, steps: list[int]) -> list[str]:
     """Saves of some steps, by all ranks of a group. Returns what came of them, on rank 0."""
     storage = Storage(uri)
-    saver = Saver(storage, CheckpointStore(storage, keep=2), of_rank_0=frozenset({"user"}))
+    saver = Saver(storage, WholeStore(storage, keep=2), of_rank_0=frozenset({"user"}))
     ended: list[str] = []
     for step in steps:
         save = Save(
@@ -403,7 +404,7 @@ def test_ranks_that_are_processes_make_one_commit(tmp_path: Path) -> None:
 
 def die_in_a_save(rank: int, store: tuple[str, int], uri: str, dies: int, at: int, after: bool, said: Any) -> None:
     storage = Killed(uri, at, after) if rank == dies else Storage(uri)
-    saver = Saver(storage, CheckpointStore(Storage(uri), keep=2), of_rank_0=frozenset({"user"}))
+    saver = Saver(storage, WholeStore(Storage(uri), keep=2), of_rank_0=frozenset({"user"}))
     save = Save(
         step=2,
         attempt="0" * 32,
@@ -425,7 +426,7 @@ def test_a_process_that_is_killed_in_a_save_leaves_the_commit_before(
     tmp_path: Path, dies: int, at: int, after: bool
 ) -> None:
     storage = Storage(tmp_path)
-    CheckpointStore(storage, keep=2).save(make_state(1), step=1, record={"step": 1})
+    WholeStore(storage, keep=2).save(make_state(1), step=1, record={"step": 1})
     store = empty_store()
     said = PROCESSES.SimpleQueue()
     arguments = (("127.0.0.1", store.port), str(tmp_path), dies, at, after, said)
@@ -437,7 +438,7 @@ def test_a_process_that_is_killed_in_a_save_leaves_the_commit_before(
     assert ranks[dies].exitcode == -signal.SIGKILL and ranks[1 - dies].exitcode == 0
     assert restored_step(storage) == 1
     assert dies == 0 or said.get() == "RankLostError"
-    newest = CheckpointStore(storage, keep=2).save(make_state(3), step=3, record={"step": 3})
+    newest = WholeStore(storage, keep=2).save(make_state(3), step=3, record={"step": 3})
     assert restored_step(storage) == 3 and not storage.list("step=2"), "nothing is left of it"
     assert newest.step == 3
 

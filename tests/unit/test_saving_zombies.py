@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint import Commit
 from elastic_ddp.errors import PeerLostError
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
 from tests.ranks import alone
 from tests.unit.faulty import FaultyStorage, new_folder, ranks_of_many_blocks
 from tests.unit.test_checkpoint import keys_of, make_state, save, step_of
+from tests.whole import WholeStore
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
@@ -96,7 +97,7 @@ def save_beside(zombie_step: int, kind: str, rank: int, when: str, at: int) -> t
 
 def restored(storage: Storage) -> tuple[Commit, int]:
     """The newest commit that verifies, and the step of its state, which is no mixture."""
-    found = CheckpointStore(storage, keep=1).load_latest()
+    found = WholeStore(storage, keep=1).load_latest()
     assert found is not None
     return found[0], step_of(found[1])
 
@@ -156,10 +157,10 @@ def test_one_that_was_suspended_in_the_moment_of_its_commit_does_no_harm(zombie_
 
 def make_again(uri: str) -> Commit:
     """What the newer generation does with a bad commit."""
-    return CheckpointStore(Storage(uri), keep=9).save(make_state(STEP), step=STEP, record={"by": "newer"})
+    return WholeStore(Storage(uri), keep=9).save(make_state(STEP), step=STEP, record={"by": "newer"})
 
 
-class StoodStill(CheckpointStore):
+class StoodStill(WholeStore):
     """Of a generation that is over, which stood still when it had found a commit bad, or when it had been let."""
 
     def __init__(self, uri: str, when: str) -> None:
@@ -212,7 +213,7 @@ def test_one_that_is_over_sets_nothing_aside(does: str) -> None:
     def fence() -> None:
         raise PeerLostError("generation 1 is over")
 
-    store = CheckpointStore(Storage(uri), keep=9)
+    store = WholeStore(Storage(uri), keep=9)
     with pytest.raises(PeerLostError):
         if does == "saves":
             store.save(make_state(STEP), step=STEP, record={}, fence=fence)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import ray
 
 from elastic_ddp import session as session_module
+from elastic_ddp.elastic.journal import Journal
+from elastic_ddp.elastic.members import Arrival
 from elastic_ddp.lease import DriverLease
 from elastic_ddp.session import Session
 from elastic_ddp.telemetry.ledger import read_ledger
@@ -29,7 +33,7 @@ def drive(new_run: NewRun, rendezvous_here: Callable[..., RendezvousHere], monke
 
     def run(then: Callable[[RendezvousHere], Any]) -> list[dict[str, Any]]:
         def work(*_: Any, **__: Any) -> None:
-            rendezvous.ask("join", WORKER, 0, None, True, None)
+            rendezvous.ask("join", Arrival(member=WORKER, step=None, between_steps=True), 0, None)
             rendezvous.ask("take", [{"event": "commit_begun", "time": 0.0, "step": 2}], None, WORKER.id, 1)
             rendezvous.ask("end", WORKER, None, {"status": "failed", "error": "the loss is no number"})
             then(rendezvous)
@@ -51,6 +55,23 @@ def test_a_save_that_a_failed_run_leaves_behind_is_waited_for(drive: Drive) -> N
         rendezvous.ask("take", [said], None, WORKER.id, 2)
 
     assert [each["step"] for each in drive(save) if each["event"] == "commit"] == [2]
+
+
+def test_a_driver_whose_disk_is_full_for_a_while_follows_its_run_all_the_same(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rendezvous cannot write its memory anew then."""
+    monkeypatch.setattr(session_module, "LOOK_S", 0.01)
+    after, failures = Journal.after, iter(range(3))
+
+    def fail(journal: Journal, number: int) -> list[dict[str, Any]]:
+        if next(failures, None) is not None:
+            full = OSError(errno.ENOSPC, "no space left on device")
+            raise ray.exceptions.RayTaskError("follow", "", full)
+        return after(journal, number)
+
+    monkeypatch.setattr(Journal, "after", fail)
+    assert drive(lambda _: None)[-1]["event"] == "finished" and next(failures, None) is None
 
 
 def test_a_worker_that_does_not_leave_is_not_waited_for(drive: Drive) -> None:

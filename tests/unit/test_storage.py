@@ -18,6 +18,8 @@ from botocore.exceptions import ClientError
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from elastic_ddp.checkpoint import patience
+from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.errors import ConfigError, PeerLostError, StorageError
 from elastic_ddp.storage import Storage
 
@@ -355,6 +357,40 @@ def test_a_name_that_did_not_get_to_the_disk_is_an_error(
     failing_to_sync(monkeypatch, tmp_path, code)
     with pytest.raises(StorageError, match=os.strerror(code)):
         storage.write("step=2/x", b"2")  # a new folder's name, too
+
+
+@pytest.mark.parametrize("times", [1, 2, None])
+def test_what_is_tried_again_is_durable_when_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int | None
+) -> None:
+    """The first try leaves the object, or its folder, whose names did not get to the disk."""
+    failures = itertools.count()
+    fsync, synced = os.fsync, list[str]()
+
+    def sync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_dir():
+            if times is None or next(failures) < times:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            synced.append(path.relative_to(tmp_path).as_posix())
+        fsync(descriptor)
+
+    storage = Storage(tmp_path)
+    storage.write("commits/1.json", b"1")
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.01)
+    patient = PatientStorage(storage, within_s=0.5)
+    with pytest.raises(StorageError if times is None else FileExistsError):
+        patient.create("commits/2.json", b"2")
+    assert synced == ([] if times is None else ["commits"])
+    synced.clear()
+    failures = itertools.count()
+    if times is None:
+        with pytest.raises(StorageError):
+            patient.write("step=2/attempt=a/x", b"2")
+    else:
+        patient.write("step=2/attempt=a/x", b"2")
+        assert {".", "step=2", "step=2/attempt=a"} <= set(synced)
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS], ids=errno.errorcode.get)

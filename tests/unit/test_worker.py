@@ -16,7 +16,7 @@ from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.elastic.members import Member
 from elastic_ddp.errors import StorageError, WorkersLostError
 from elastic_ddp.job import COMMITS
-from elastic_ddp.ray_train import Place
+from elastic_ddp.ray_train import WorkerContext
 from elastic_ddp.run import Run
 from elastic_ddp.storage import Storage
 from tests.unit.alone import CPU, LOST_PEER, FakeLink, NewRun, link_of, prepared
@@ -26,7 +26,7 @@ from tests.unit.scene import OPTIONS
 Train = Callable[[Run], Any]
 LIMIT_S = 20.0
 MEMBER = Member(id="m", group="g", group_size=1, rank_in_group=0, node="203.0.113.1", node_id="n", pid=1)
-PLACE = Place(MEMBER, CPU, {"CPU": 4.0})
+CONTEXT = WorkerContext(MEMBER, CPU, {"CPU": 4.0})
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def outcome_of(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tr
         object.__setattr__(job, "train", train)
         monkeypatch.setattr(worker, "RendezvousLink", lambda *_: link_of(run))
         monkeypatch.setattr(worker, "Run", lambda *_: run)
-        worker.work(job, None, PLACE)
+        worker.work(job, None, CONTEXT)
         (outcome,) = said
         return outcome
 
@@ -89,7 +89,7 @@ def worked(
         job = new_run(**changes)._job
         rendezvous = rendezvous_here(replace(OPTIONS, max_failed_saves=job.config.checkpoint.max_failed_saves))
         object.__setattr__(job, "train", lambda run: train(run, rendezvous))
-        worker.work(job, rendezvous, PLACE)
+        worker.work(job, rendezvous, CONTEXT)
         return rendezvous, CheckpointStore(job.storage.at(COMMITS), keep=1)
 
     return work

@@ -42,7 +42,7 @@ ALIGNMENT = 16
 SKELETON = "state.json"
 
 _MANIFEST = re.compile(r"commits/(0|[1-9][0-9]{0,15})\.json")
-_SET_ASIDE = re.compile(r"set-aside/(0|[1-9][0-9]{0,15})-(?:([0-9a-f]{32})|unknown(?:-[0-9a-f]{32})?)\.json")
+_SET_ASIDE = re.compile(r"set-aside/(0|[1-9][0-9]{0,15})-(?:([0-9a-f]{32})|unknown-[0-9a-f]{32})\.json")
 _ATTEMPT = re.compile(r"(step=(0|[1-9][0-9]{0,15})/attempt=[0-9a-f]{32})/.+")
 _DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+")
 _MAX_CORNERS = 2**22

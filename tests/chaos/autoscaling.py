@@ -1,0 +1,106 @@
+"""A cluster on this machine. Ray's own autoscaler starts nodes of it when they are needed, and ends them when not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import ray
+
+MOST_NODES = 4
+IDLE_S = 3.0
+"""A node on which nothing is used for so long is ended."""
+START_S = 60.0
+_HEAD_ID = "f" * 51 + "00000"
+"""By which Ray's provider of nodes that are processes knows the head."""
+
+
+@contextmanager
+def autoscaling() -> Iterator[str]:
+    """The address of a cluster that lives for the block: a head without room for workers, and an autoscaler that may
+    start nodes with room for one worker each."""
+    folder = tempfile.mkdtemp(prefix="ed-")
+    address = f"{ray.util.get_node_ip_address()}:{_spare_port()}"
+    config = Path(folder, "autoscaling.json")
+    config.write_text(json.dumps(_config(address)))
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus", "0"]
+    command += ["--port", address.rpartition(":")[2], "--temp-dir", folder, "--include-dashboard", "false"]
+    command += ["--object-store-memory", "100000000", "--autoscaling-config", str(config)]
+    environment = {
+        "RAY_FAKE_CLUSTER": "1",
+        "RAY_enable_autoscaler_v2": "1",
+        "RAY_CLOUD_INSTANCE_ID": _HEAD_ID,
+        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD_ID,
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+    }
+    with Path(folder, "head.log").open("wb") as log:
+        head = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment, start_new_session=True)
+    try:
+        yield address
+    finally:
+        head.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            head.wait(START_S)
+        _end_what_is_left(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _config(address: str) -> dict[str, object]:
+    types = {
+        "ray.head.default": {"resources": {}, "node_config": {}, "max_workers": 0},
+        "worker": {"resources": {"CPU": 1, "object_store_memory": 10**8}, "node_config": {}, "max_workers": MOST_NODES},
+    }
+    provider = {"type": "fake_multinode", "gcs_address": address, "head_node_id": _HEAD_ID, "launch_multiple": True}
+    return {
+        "cluster_name": "test",
+        "max_workers": MOST_NODES,
+        "idle_timeout_minutes": IDLE_S / 60,
+        "upscaling_speed": MOST_NODES,
+        "provider": provider,
+        "available_node_types": types,
+        "head_node_type": "ray.head.default",
+        "auth": {},
+    }
+
+
+def connect(address: str) -> None:
+    """As soon as it can be."""
+    end = time.monotonic() + START_S
+    while True:
+        try:
+            ray.init(address, logging_level="ERROR", log_to_driver=False)
+            return
+        except Exception:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+
+
+def num_nodes() -> int:
+    """That are alive, but for the head."""
+    return sum(each["Alive"] for each in ray.nodes()) - 1
+
+
+def _spare_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _end_what_is_left(folder: str) -> None:
+    """Nodes that the autoscaler has started are nobody's children. Each process of theirs names its folder."""
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if folder.encode() in command.read_bytes():
+                os.kill(int(command.parent.name), signal.SIGKILL)

@@ -1,0 +1,60 @@
+"""A run on nodes that Ray's own autoscaler starts for it, and takes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.chaos.autoscaling import autoscaling, connect, num_nodes
+from tests.chaos.faults import Fault
+from tests.chaos.runs import Trial, until
+from tests.integration import jobs
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+
+
+@pytest.fixture(scope="module")
+def calm(folder: Path) -> Mapping[str, Any]:
+    ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
+    summary = Trial(folder, "calm-on-one", settings={"max_workers": 1}).fit().summary
+    ray.shutdown()
+    return summary
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    with autoscaling() as address:
+        connect(address)
+        yield
+        ray.shutdown()
+
+
+def test_lost_nodes_are_replaced_and_those_that_are_not_needed_go(
+    folder: Path, calm: Mapping[str, Any], cluster: None
+) -> None:
+    """There is never room for a worker but what is started for it."""
+    go = folder / "nodes-have-gone"
+    # Every one waits for as many workers as the run may have: for what replaces the node before.
+    faults = [Fault(1, 10, "forward", "node"), Fault(0, 20, "reduction", "node"), Fault(1, 30, "forward", "SIGKILL")]
+    run = Trial(
+        folder,
+        "autoscaled",
+        faults,
+        {"max_workers": 2},
+        hold=jobs.hold_until_asked(str(go), step=40),
+        has_room=False,
+    )
+    assert num_nodes() == 0
+    with run.live() as (handle, result):
+        until(lambda: len(run.happened()) == len(faults), result, timeout_s=240)
+        handle.resize(1)
+        until(lambda: num_nodes() == 1, result)
+        assert len(ray.nodes()) > 4, "the head, two nodes, and one for each that was lost"
+        go.touch()
+    summary = result.result().summary
+    assert jobs.same_bits(summary, calm) and summary["workers_lost"] == 3
+    run.check_steps(summary["generations"])
