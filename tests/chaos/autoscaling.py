@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,8 +21,15 @@ MOST_NODES = 4
 IDLE_S = 3.0
 """A node on which nothing is used for so long is ended."""
 START_S = 60.0
+FORGET_S = 300.0
+"""How long Ray may keep nodes for what somebody asked for who is gone."""
+_PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+"""Ray's own, of nodes that are processes of this machine. By its short name it is not in Ray's wheel as a whole."""
+_COMMANDS = [f"{which}_commands" for which in ("initialization", "setup", "head_setup", "worker_setup")]
+_COMMANDS += [f"{which}_start_ray_commands" for which in ("head", "worker")]
+"""What a configuration has to have, and nobody runs."""
 _HEAD_ID = "f" * 51 + "00000"
-"""By which Ray's provider of nodes that are processes knows the head."""
+"""By which it knows the head."""
 
 
 @contextmanager
@@ -60,7 +67,14 @@ def _config(address: str) -> dict[str, object]:
         "ray.head.default": {"resources": {}, "node_config": {}, "max_workers": 0},
         "worker": {"resources": {"CPU": 1, "object_store_memory": 10**8}, "node_config": {}, "max_workers": MOST_NODES},
     }
-    provider = {"type": "fake_multinode", "gcs_address": address, "head_node_id": _HEAD_ID, "launch_multiple": True}
+    provider = {
+        "type": "external",
+        "module": _PROVIDER,
+        "gcs_address": address,
+        "head_node_id": _HEAD_ID,
+        "launch_multiple": True,
+        "disable_node_updaters": True,
+    }
     return {
         "cluster_name": "test",
         "max_workers": MOST_NODES,
@@ -70,20 +84,30 @@ def _config(address: str) -> dict[str, object]:
         "available_node_types": types,
         "head_node_type": "ray.head.default",
         "auth": {},
+        **{key: {} for key in ("docker", "file_mounts")},
+        "cluster_synced_files": [],
+        **{key: [] for key in _COMMANDS},
     }
 
 
 def connect(address: str) -> None:
     """As soon as it can be."""
-    end = time.monotonic() + START_S
-    while True:
+
+    def connects() -> bool:
         try:
             ray.init(address, logging_level="ERROR", log_to_driver=False)
-            return
-        except Exception:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.5)
+        except (ConnectionError, RuntimeError):
+            return False
+        return True
+
+    wait_until(connects)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = START_S) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.5)
 
 
 def num_nodes() -> int:
