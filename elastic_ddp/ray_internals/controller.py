@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
+from ray.data._internal.stats import get_or_create_stats_actor
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
@@ -32,12 +32,13 @@ from ray.train.v2._internal.execution.controller.state import (
     TrainControllerState,
 )
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2._internal.execution.scaling_policy import ResizeDecision, autoscaling_coordinator_client, elastic
+from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import WorkerGroupError
 
+from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, hasten
 from elastic_ddp.ray_internals.turnover import sort_out
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, give_back
 
@@ -48,9 +49,6 @@ _log = logging.getLogger(__name__)
 
 ROOM_WITHIN_S = 10.0
 """How long a worker that Ray Train saw room for waits for it, before that was a stale view."""
-SAID_AGAIN_S, BELIEVED_S = 5, 15
-"""How often Ray is told how many workers the run would have, and for how long it keeps room for them. By default 20 s
-and 180 s: so long a driver that was killed would stand in the way of the one that goes on with the run."""
 ASK_AGAIN_S = 1.0
 BUSY_S = 0.5
 """How often workers are looked after while others are on their way: every look takes those a step further."""
@@ -62,8 +60,6 @@ MOMENT_S = 0.1
 """What is left where the deadline has passed, by this machine's clock."""
 LEAVE_WITHIN_S = 5.0
 """How long a worker that was let go may take to leave, beside what it may take to end its save."""
-ROOM_IS_TOLD_WITHIN_S = 2
-"""How long the controller waits for Ray to say what room there is, which is on another node perhaps. By default 5 s."""
 
 _OF_NO_USE = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 """Callbacks of Ray Train, see `ElasticTorchTrainer`."""
@@ -86,10 +82,7 @@ class InPlaceController(TrainController):
         for module in _CHATTERS:
             logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
         logging.getLogger(TrainController.__module__).addFilter(_is_news)
-        autoscaling_coordinator_client.AUTOSCALING_REQUESTS_INTERVAL_S = SAID_AGAIN_S
-        autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = BELIEVED_S
-        autoscaling_coordinator_client.AUTOSCALING_REQUESTS_GET_TIMEOUT_S = ROOM_IS_TOLD_WITHIN_S
-        elastic.AUTOSCALING_REQUESTS_GET_TIMEOUT_S = ROOM_IS_TOLD_WITHIN_S  # type: ignore[attr-defined] # a copy
+        hasten()
         self._calm_interval_s = self._health_check_interval_s
         self._wanted: int | None = None
         """How many workers there should be, if that has been seen since it was acted on."""
@@ -124,7 +117,7 @@ class InPlaceController(TrainController):
             return self._to(state, ShuttingDownState(next_state=FinishedState()))
         if orders is not None:
             ElasticWorkerGroup.avoid = orders.avoid
-            self._ask_for(orders.limit, avoid=orders.avoid, going=draining)
+            self._ask_for_room(group, orders, draining)
         if status is None or orders is None:
             self._wanted = None
             await asyncio.sleep(0.1)
@@ -179,20 +172,23 @@ class InPlaceController(TrainController):
             self._num_failed += num_lost
             self._not_before = time.monotonic() + PAUSES_S[min(self._num_failed, len(PAUSES_S)) - 1]
 
-    def _ask_for(self, limit: int, *, avoid: Collection[str], going: Collection[str]) -> None:
-        """Has Ray, and its autoscaler, look for room for so many workers, and keep no more of it.
+    def _ask_for_room(self, group: ElasticWorkerGroup | None, orders: Orders, draining: Collection[str]) -> None:
+        """Has Ray, and its autoscaler, look for room for as many workers as there may be, and keep no more of it.
 
         Args:
-            avoid: nodes on which there is none for this run.
-            going: nodes that Ray takes away; its autoscaler looks for others in their place.
+            draining: nodes that Ray takes away; its autoscaler looks for others in their place.
         """
         policy = self._scaling_policy
-        if isinstance(policy, LimitedScalingPolicy):
-            stay = set(avoid).difference(going)
-            alive = {each["NodeID"]: each["Resources"] for each in ray.nodes() if each["Alive"]} if stay else {}
-            out_of_use = {node: resources for node, resources in alive.items() if node in stay}
-            if policy.is_news(limit, avoid, out_of_use):
-                policy._send_resource_request()
+        if not isinstance(policy, LimitedScalingPolicy):
+            return
+        stay = set(orders.avoid).difference(draining)
+        alive = {each["NodeID"]: each["Resources"] for each in ray.nodes() if each["Alive"]} if stay else {}
+        out_of_use = {node: resources for node, resources in alive.items() if node in stay}
+        going = {*orders.lost, *orders.dismissed, *orders.leaving}
+        workers = group.get_workers() if group is not None else []
+        nodes = [worker.metadata.node_id for worker in workers if actor_id(worker) not in going]
+        if policy.is_news(orders.limit, nodes=nodes, avoid=orders.avoid, out_of_use=out_of_use):
+            policy.ask()
 
     def _has_had_time(self, worker: str) -> bool:
         """Whether a worker that was dismissed is overdue, stuck in a user's code."""
@@ -257,40 +253,6 @@ def _draining() -> dict[str, float]:
     }
 
 
-class LimitedScalingPolicy(ElasticScalingPolicy):
-    """Asks for room for as many workers as the run may have now, which is not always `max_workers`, beside what there
-    is of it on nodes that the run has to avoid: Ray would hand out that as well, which is not counted."""
-
-    limit: int | None = None
-    avoid: frozenset[str] = frozenset()
-    num_out_of_use = 0
-    """Workers for which there is room on nodes to avoid."""
-
-    def is_news(self, limit: int, avoid: Collection[str], out_of_use: ReservedResources) -> bool:
-        """Takes what to ask for and what to avoid. Returns whether Ray is to be asked for something else."""
-        before = self._get_num_workers_for_resource_request()
-        self.limit, self.avoid = limit, frozenset(avoid)
-        self.num_out_of_use = super()._count_possible_workers(out_of_use)
-        return self._get_num_workers_for_resource_request() != before
-
-    def _get_reserved_resources(self) -> ReservedResources | None:
-        reserved: ReservedResources | None = super()._get_reserved_resources()
-        if reserved is None and self._coordinator_client is not None:
-            # The actor that knows lives on the node that first asked for it, which may be lost. Ray makes another.
-            vars(self._coordinator_client).pop("_autoscaling_coordinator", None)
-        return reserved
-
-    def _get_num_workers_for_resource_request(self) -> int:
-        return self._limited(super()._get_num_workers_for_resource_request()) + self.num_out_of_use
-
-    def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
-        usable = {node: each for node, each in reserved_resources.items() if node not in self.avoid}
-        return self._limited(super()._count_possible_workers(usable))
-
-    def _limited(self, num_workers: int) -> int:
-        return num_workers if self.limit is None else min(self.limit, num_workers)
-
-
 class ElasticTorchTrainer(TorchTrainer):
     """Ray Train's trainer with a controller that resizes in place, and without two of its callbacks.
 
@@ -321,6 +283,7 @@ class ElasticTorchTrainer(TorchTrainer):
         return [callback for callback in callbacks if type(callback).__name__ not in _OF_NO_USE]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        get_or_create_stats_actor()  # Ray Data's first pipeline would, on a worker's node, which then is never idle
         controller_class: Any = TrainController
         rooms = f"elastic_ddp-{uuid.uuid4().hex}-"
         if self._rendezvous is not None:
@@ -328,7 +291,7 @@ class ElasticTorchTrainer(TorchTrainer):
             controller_class = type("ElasticController", (InPlaceController,), attributes)
             if isinstance(policy := arguments["scaling_policy"], ElasticScalingPolicy):
                 arguments["scaling_policy"] = LimitedScalingPolicy(policy.scaling_config)
-        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        here = {NODE_ID: ray.get_runtime_context().get_node_id()}
         environment = {**get_env_vars_to_propagate(), "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
         options = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": environment}}
         controller: Any = ray.remote(controller_class).options(**options).remote(**arguments)

@@ -32,6 +32,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_ddp import signals
+from elastic_ddp.ray_internals.scaling import NODE_ID
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _ask_for_room(self, selector: dict[str, str] | None) -> PlacementGroup:
         if self.avoid and (avoid := {each["NodeID"] for each in ray.nodes() if each["Alive"]}.intersection(self.avoid)):
-            selector = {**(selector or {}), "ray.io/node-id": f"!in({','.join(sorted(avoid))})"}
+            selector = {**(selector or {}), NODE_ID: f"!in({','.join(sorted(avoid))})"}
         return placement_group(
             [self._worker_group_context.resources_per_worker],
             strategy="PACK",

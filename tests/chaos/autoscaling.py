@@ -113,6 +113,16 @@ def num_nodes() -> int:
     return sum(each["Alive"] for each in ray.nodes()) - 1
 
 
+def nodes_of(actor_class: str) -> set[str]:
+    """Where actors of a class are alive."""
+    actors = ray._private.state.actors().values()
+    return {
+        each["Address"]["NodeID"]
+        for each in actors
+        if each["ActorClassName"] == actor_class and each["State"] == "ALIVE"
+    }
+
+
 def _spare_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.chaos.autoscaling import autoscaling, connect, num_nodes
+from tests.chaos.autoscaling import autoscaling, connect, nodes_of, num_nodes
 from tests.chaos.faults import Fault
 from tests.chaos.runs import Trial, until
 from tests.integration import jobs
@@ -53,8 +53,8 @@ def test_nodes_are_started_for_a_run_and_lost_ones_are_replaced(
         until(lambda: len(run.happened()) == len(faults), result, timeout_s=240)
         assert len(ray.nodes()) > 4, "the head, two nodes, and one for each that was lost"
         handle.resize(1)
-        # The node may stay: Ray's autoscaler counts what the run asks for against any node of the cluster.
-        until(lambda: ray.available_resources().get("CPU") == 1, result)
+        until(lambda: num_nodes() == 1, result)
+        assert nodes_of("_StatsActor") == {ray.get_runtime_context().get_node_id()}, "it would keep a node"
         go.touch()
     summary = result.result().summary
     assert jobs.same_bits(summary, calm) and summary["workers_lost"] == 3

@@ -19,7 +19,6 @@ from ray.train.v2._internal.execution.failure_handling.default import DefaultFai
 from ray.train.v2._internal.execution.scaling_policy import (
     NoopDecision,
     ResizeDecision,
-    autoscaling_coordinator_client,
 )
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2.api.exceptions import ControllerError
@@ -31,9 +30,9 @@ from elastic_ddp.ray_internals.controller import (
     PAUSES_S,
     ROOM_WITHIN_S,
     InPlaceController,
-    LimitedScalingPolicy,
     counts_as_failure,
 )
+from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup
 
 NOBODY = Orders(lost={}, newcomers=[], dismissed=[], leaving=[], avoid=[], limit=3, is_over=False)
@@ -279,33 +278,6 @@ def test_one_that_gets_to_train_ends_that(controller: Any) -> None:
     assert controller._not_before == PAUSES_S[1], "a loss is none that trains"
 
 
-def test_no_more_room_is_asked_for_than_the_run_may_use() -> None:
-    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4)))
-    assert policy._get_num_workers_for_resource_request() == 4
-    assert policy.is_news(2, [], {})
-    assert policy._get_num_workers_for_resource_request() == 2
-    assert policy.is_news(9, [], {}) and not policy.is_news(5, [], {})
-    assert policy._get_num_workers_for_resource_request() == 4
-
-
-def test_who_knows_of_room_is_looked_for_again_when_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[mock.Mock] = []
-
-    def get_or_create() -> mock.Mock:
-        made.append(mock.Mock())
-        return made[-1]
-
-    answers: list[Any] = [{"one": {"CPU": 3.0}}, ActorDiedError(), {"two": {"CPU": 2.0}}]
-    monkeypatch.setattr(autoscaling_coordinator_client, "get_or_create_autoscaling_coordinator", get_or_create)
-    monkeypatch.setattr("ray.get", mock.Mock(side_effect=answers))
-    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 1}))
-    policy.GET_RESERVED_RESOURCES_INTERVAL_S = 0
-    policy._coordinator_client = autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient("run")
-    assert policy._get_reserved_resources() == {"one": {"CPU": 3.0}}
-    assert policy._get_reserved_resources() is None and len(made) == 1
-    assert policy._get_reserved_resources() == {"two": {"CPU": 2.0}} and len(made) == 2
-
-
 @pytest.mark.parametrize("dies", ["when it is made", "when it is told its place", "when its function begins"])
 def test_a_worker_that_dies_while_all_start_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch, dies: str) -> None:
     """Of two, neither of which is left behind, nor is its room."""
@@ -335,19 +307,6 @@ def test_a_worker_that_dies_while_all_start_does_not_end_the_run(monkeypatch: py
     assert not group.has_started()
 
 
-def test_room_on_a_node_that_is_avoided_is_none_and_is_asked_for_beside_the_rest() -> None:
-    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 1}))
-    room = {"drained": {"CPU": 2.0}, "healthy": {"CPU": 3.0}}
-    assert policy._count_possible_workers(room) == 4
-    assert policy.is_news(4, ["drained", "gone"], {"drained": room["drained"]})
-    # Ray hands out room on its first nodes first.
-    assert policy._get_num_workers_for_resource_request() == 4 + 2
-    assert policy._count_possible_workers(room) == 3
-    assert policy._count_possible_workers({"drained": room["drained"]}) == 0
-    assert policy.is_news(2, ["drained", "gone"], {"drained": room["drained"]})
-    assert policy._count_possible_workers(room) == 2
-
-
 def test_newcomers_and_what_goes_with_a_drained_node_are_no_failures_of_the_run() -> None:
     orders = NOBODY._replace(newcomers=["new"], avoid=["drained"])
     counted = {
@@ -356,3 +315,23 @@ def test_newcomers_and_what_goes_with_a_drained_node_are_no_failures_of_the_run(
         for node in ("healthy", "drained")
     }
     assert [place for place, counts in counted.items() if counts] == [("old", "healthy")]
+
+
+def test_room_is_asked_for_where_those_are_who_stay(controller: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = [{"NodeID": name, "Alive": name != "gone", "Resources": {"CPU": 2.0}} for name in ("one", "cut", "gone")]
+    monkeypatch.setattr("ray.nodes", lambda: alive)
+    policy = controller._scaling_policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4)))
+    ask = mock.Mock()
+    monkeypatch.setattr(policy, "ask", ask)
+    group = FakeGroup("")
+    group.workers = [a_worker("a", "one"), a_worker("b", "two"), a_worker("c", "two"), a_worker("d", "cut")]
+    orders = NOBODY._replace(lost={"b": "SIGKILL"}, leaving=["d"], avoid=["cut", "gone", "draining"])
+    controller._ask_for_room(group, orders, {"draining": 30.0})
+    assert ask.call_count == 1
+    assert policy._request.nodes == ("one", "two") and policy.num_out_of_use == 2
+    controller._ask_for_room(group, orders, {"draining": 20.0})
+    assert ask.call_count == 1, "nothing is new"
+    controller._ask_for_room(group, orders._replace(dismissed=["c"], limit=2), {})
+    assert ask.call_count == 2 and policy._request.nodes == ("one",)
+    controller._ask_for_room(None, orders, {})
+    assert ask.call_count == 3 and policy._request.nodes == ()

@@ -1,0 +1,100 @@
+"""What Ray, and its autoscaler, are asked for on behalf of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
+from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client, elastic
+from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
+from ray.train.v2.api.config import ScalingConfig
+
+SAID_AGAIN_S, BELIEVED_S = 5, 15
+"""How often Ray is told how many workers the run would have, and for how long it keeps room for them. By default 20 s
+and 180 s: so long a driver that was killed would stand in the way of the one that goes on with the run."""
+ROOM_IS_TOLD_WITHIN_S = 2
+"""How long the controller waits for Ray to say what room there is, which is on another node perhaps. By default 5 s."""
+NODE_ID = "ray.io/node-id"
+"""A label that every node has."""
+
+
+def hasten() -> None:
+    """Has Ray Train's policies in this process ask as often, and wait as briefly, as is said above."""
+    autoscaling_coordinator_client.AUTOSCALING_REQUESTS_INTERVAL_S = SAID_AGAIN_S
+    autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = BELIEVED_S
+    autoscaling_coordinator_client.AUTOSCALING_REQUESTS_GET_TIMEOUT_S = ROOM_IS_TOLD_WITHIN_S
+    elastic.AUTOSCALING_REQUESTS_GET_TIMEOUT_S = ROOM_IS_TOLD_WITHIN_S  # type: ignore[attr-defined] # a copy
+
+
+class _Request(ScalingConfig):
+    """Of a run whose workers are on `nodes`: room for these is asked for there.
+
+    Otherwise the autoscaler counts it against any node, and keeps one that is empty while it takes no other that a
+    worker is on. Autoscalers before Ray's second one do not look at it.
+    """
+
+    nodes: tuple[str, ...] = ()
+
+    def _label_selector_per_worker(self, num_workers: int) -> list[dict[str, str]] | None:
+        given = super()._label_selector_per_worker(num_workers)
+        if not self.nodes:
+            return given
+        selectors = [dict(each) for each in given or [{}] * num_workers]
+        selectors += [{} for _ in range(num_workers - len(selectors))]  # Ray Train's list ends at `max_workers`
+        for selector, node in zip(selectors, self.nodes, strict=False):
+            selector[NODE_ID] = node
+        return selectors
+
+
+class LimitedScalingPolicy(ElasticScalingPolicy):
+    """Asks for room for as many workers as the run may have now, which is not always `max_workers`, beside what there
+    is of it on nodes that the run has to avoid: Ray would hand out that as well, which is not counted."""
+
+    limit: int | None = None
+    avoid: frozenset[str] = frozenset()
+    num_out_of_use = 0
+    """Workers for which there is room on nodes to avoid."""
+
+    def __init__(self, scaling_config: ScalingConfig) -> None:
+        fields = {each.name: getattr(scaling_config, each.name) for each in dataclasses.fields(scaling_config)}
+        self._request = _Request(**fields)
+        super().__init__(self._request)
+
+    def is_news(
+        self, limit: int, *, nodes: Collection[str], avoid: Collection[str], out_of_use: ReservedResources
+    ) -> bool:
+        """Whether Ray is to be asked for something else than before.
+
+        Args:
+            limit: workers that the run may have.
+            nodes: those on which its workers are, once for each.
+            avoid: nodes on which there is no room for the run.
+            out_of_use: what there is on these.
+        """
+        before = (self._get_num_workers_for_resource_request(), self._request.nodes)
+        self.limit, self.avoid = limit, frozenset(avoid)
+        self._request.nodes = tuple(sorted(nodes))
+        self.num_out_of_use = super()._count_possible_workers(out_of_use)
+        return (self._get_num_workers_for_resource_request(), self._request.nodes) != before
+
+    def ask(self) -> None:
+        """Asks Ray now, and not at the next interval."""
+        self._send_resource_request()
+
+    def _get_reserved_resources(self) -> ReservedResources | None:
+        reserved: ReservedResources | None = super()._get_reserved_resources()
+        if reserved is None and self._coordinator_client is not None:
+            # The actor that knows lives on the node that first asked for it, which may be lost. Ray makes another.
+            vars(self._coordinator_client).pop("_autoscaling_coordinator", None)
+        return reserved
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return self._limited(super()._get_num_workers_for_resource_request()) + self.num_out_of_use
+
+    def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
+        usable = {node: each for node, each in reserved_resources.items() if node not in self.avoid}
+        return self._limited(super()._count_possible_workers(usable))
+
+    def _limited(self, num_workers: int) -> int:
+        return num_workers if self.limit is None else min(self.limit, num_workers)

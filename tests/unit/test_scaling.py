@@ -1,0 +1,105 @@
+"""What Ray is asked for on behalf of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+from ray.exceptions import ActorDiedError
+from ray.train import ScalingConfig
+from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client
+
+from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy
+
+NOWHERE: Any = {"nodes": [], "avoid": [], "out_of_use": {}}
+CPU = {"CPU": 1.0}
+
+
+def test_no_more_room_is_asked_for_than_the_run_may_use() -> None:
+    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4)))
+    assert policy._get_num_workers_for_resource_request() == 4
+    assert policy.is_news(2, **NOWHERE)
+    assert policy._get_num_workers_for_resource_request() == 2
+    assert policy.is_news(9, **NOWHERE) and not policy.is_news(5, **NOWHERE)
+    assert policy._get_num_workers_for_resource_request() == 4
+
+
+def test_room_on_a_node_that_is_avoided_is_none_and_is_asked_for_beside_the_rest() -> None:
+    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 1}))
+    room = {"drained": {"CPU": 2.0}, "healthy": {"CPU": 3.0}}
+    away: Any = {"nodes": [], "avoid": ["drained", "gone"], "out_of_use": {"drained": room["drained"]}}
+    assert policy._count_possible_workers(room) == 4
+    assert policy.is_news(4, **away)
+    # Ray hands out room on its first nodes first.
+    assert policy._get_num_workers_for_resource_request() == 4 + 2
+    assert policy._count_possible_workers(room) == 3
+    assert policy._count_possible_workers({"drained": room["drained"]}) == 0
+    assert policy.is_news(2, **away)
+    assert policy._count_possible_workers(room) == 2
+
+
+def test_who_knows_of_room_is_looked_for_again_when_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[mock.Mock] = []
+
+    def get_or_create() -> mock.Mock:
+        made.append(mock.Mock())
+        return made[-1]
+
+    answers: list[Any] = [{"one": {"CPU": 3.0}}, ActorDiedError(), {"two": {"CPU": 2.0}}]
+    monkeypatch.setattr(autoscaling_coordinator_client, "get_or_create_autoscaling_coordinator", get_or_create)
+    monkeypatch.setattr("ray.get", mock.Mock(side_effect=answers))
+    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 1}))
+    policy.GET_RESERVED_RESOURCES_INTERVAL_S = 0
+    policy._coordinator_client = autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient("run")
+    assert policy._get_reserved_resources() == {"one": {"CPU": 3.0}}
+    assert policy._get_reserved_resources() is None and len(made) == 1
+    assert policy._get_reserved_resources() == {"two": {"CPU": 2.0}} and len(made) == 2
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Takes what Ray is asked for."""
+    coordinator = mock.Mock()
+    monkeypatch.setattr(
+        autoscaling_coordinator_client, "get_or_create_autoscaling_coordinator", mock.Mock(return_value=coordinator)
+    )
+    monkeypatch.setattr("ray.get", mock.Mock())
+    ask: mock.Mock = coordinator.request_resources.remote
+    return ask
+
+
+def a_policy(**scaling: Any) -> LimitedScalingPolicy:
+    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4), resources_per_worker=CPU, **scaling))
+    policy._coordinator_client = autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient("run")
+    return policy
+
+
+def test_room_for_workers_that_there_are_is_asked_for_where_they_are(asked: mock.Mock) -> None:
+    """So that the autoscaler does not keep an empty node in the place of one of theirs."""
+    policy = a_policy()
+    policy.ask()
+    assert asked.call_args.kwargs["resources"] == [CPU] * 4
+    assert asked.call_args.kwargs["label_selectors"] is None
+    on_two: Any = NOWHERE | {"nodes": ["two", "one", "two"]}
+    assert policy.is_news(4, **on_two) and not policy.is_news(4, **on_two)
+    policy.ask()
+    on_one, on_the_other = {"ray.io/node-id": "one"}, {"ray.io/node-id": "two"}
+    assert asked.call_args.kwargs["resources"] == [CPU] * 4
+    assert asked.call_args.kwargs["label_selectors"] == [on_one, on_the_other, on_the_other, {}]
+    assert policy.is_news(2, **on_two)
+    policy._maybe_send_resource_request()
+    assert asked.call_count == 2, "not so soon again"
+    policy.ask()
+    assert asked.call_args.kwargs["resources"] == [CPU] * 2
+    assert asked.call_args.kwargs["label_selectors"] == [on_one, on_the_other]
+    assert policy.is_news(2, **NOWHERE)
+    policy.ask()
+    assert asked.call_args.kwargs["label_selectors"] is None
+
+
+def test_what_workers_ask_of_their_nodes_is_asked_as_well(asked: mock.Mock) -> None:
+    policy = a_policy(label_selector={"zone": "b"})
+    assert policy.is_news(2, **NOWHERE | {"nodes": ["one"]})
+    policy.ask()
+    assert asked.call_args.kwargs["label_selectors"] == [{"zone": "b", "ray.io/node-id": "one"}, {"zone": "b"}]
