@@ -25,6 +25,7 @@ from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint.record import check_facts
 from elastic_ddp.errors import CheckpointError
+from elastic_ddp.state import dtype_of
 
 FORMAT: Final = 2
 MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**27, 2**22
@@ -44,7 +45,7 @@ SKELETON = "state.json"
 _MANIFEST = re.compile(r"commits/(0|[1-9][0-9]{0,15})\.json")
 _SET_ASIDE = re.compile(r"set-aside/(0|[1-9][0-9]{0,15})-(?:([0-9a-f]{32})|unknown-[0-9a-f]{32})\.json")
 _ATTEMPT = re.compile(r"(step=(0|[1-9][0-9]{0,15})/attempt=[0-9a-f]{32})/.+")
-_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+")
+_STORED_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+")
 _MAX_CORNERS = 2**22
 """Of the blocks of a tensor: more than any has that is cut in a few dimensions."""
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -107,7 +108,7 @@ class StoredTensor(BaseModel):
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
         """They make up the tensor, each element once, and are small enough to be read whole."""
-        itemsize = dtype_of(self.dtype).itemsize
+        itemsize = stored_dtype(self.dtype).itemsize
         for block in self.blocks:
             if len(block.offsets) != len(self.shape) or len(block.sizes) != len(self.shape):
                 raise ValueError(f"a block of a tensor of shape {self.shape} has another number of dimensions")
@@ -121,7 +122,7 @@ class StoredTensor(BaseModel):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return dtype_of(self.dtype)
+        return stored_dtype(self.dtype)
 
     def num_bytes(self, block: StoredBlock) -> int:
         """Of one of its blocks, without the padding."""
@@ -263,12 +264,11 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """ValueError where a tensor of that dtype cannot be stored."""
-    dtype = getattr(torch, name, None) if _DTYPE.fullmatch(name) else None
-    if not isinstance(dtype, torch.dtype):
+def stored_dtype(name: str) -> torch.dtype:
+    """ValueError where a tensor of that dtype cannot be stored, as those of less than a byte and quantized ones."""
+    if not _STORED_DTYPE.fullmatch(name):
         raise ValueError(f"{name!r:.40} is not a dtype that is kept")
-    return dtype
+    return dtype_of(name)
 
 
 def check_record(record: dict[str, Any], *, step: int) -> None:
