@@ -15,6 +15,7 @@ from elastic_ddp.elastic.link import RendezvousLink, RunStopped
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
 from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersLostError, described
 from elastic_ddp.job import Job
+from elastic_ddp.loop import Loop
 from elastic_ddp.parallel.process_group import is_lost_peer, is_without_group
 from elastic_ddp.parallel.sockets import use_interface_of
 from elastic_ddp.participation import TrainAgain
@@ -52,7 +53,7 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
     use_interface_of(context.member.node)
     link = RendezvousLink(rendezvous, context.member, job.config.heartbeat_timeout_s, context.actor)
     signals.on_sigterm(lambda: link.leave("SIGTERM", job.config.drain_deadline_s))
-    run = Run(job, link, context.device)
+    loop = Loop(job, link, context.device)
     outcome: dict[str, Any] = {}
     lost: str | None = None
     try:
@@ -66,17 +67,17 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
         while not outcome:
             seed_all(job.config.seed, "init")
             try:
-                job.train(run)
-                outcome = {"status": "finished", **run.finish()}
+                job.train(Run(loop))
+                outcome = {"status": "finished", **loop.finish()}
             except TrainAgain:
-                run = run.again()
+                loop = loop.again()
     except RunStopped:
         # Outside a generation this worker has no say: it came too late, or the run stopped while it waited.
-        outcome = {"status": "stopped", **run.progress()} if run.world_size else {}
+        outcome = {"status": "stopped", **loop.progress()} if loop.world_size else {}
     except BaseException as error:
-        if is_without_group(error) and not run.has_met_others:
+        if is_without_group(error) and not loop.participation.holds_state:
             outcome = _failure(error, _NO_GROUP_YET)
-        elif run.world_size != 1 and is_lost_peer(error):
+        elif loop.world_size != 1 and is_lost_peer(error):
             lost = f"the training function was left by an error of a lost peer: {described(error)}"
         elif _is_rays(error):
             lost = f"Ray fails on this node: {described(error)}"
@@ -84,20 +85,20 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
             outcome = _failure(error)
     # From here on outside the except block: a traceback would keep the process group, and its connections, alive.
     if not outcome and lost is None:
-        run.shut_down()
+        loop.shut_down()
         link.close()
         return
     if lost is not None:
-        run.close(intact=False)
+        loop.close(intact=False)
     elif outcome["status"] == "failed":
         # First, so that peers whose collectives break now know why.
         if not link.end(**outcome):
             lost = f"this worker failed before it trained, and others train: {outcome['error']}"
-        run.close(intact=False, reason=RUN_FAILED)
+        loop.close(intact=False, reason=RUN_FAILED)
     else:
-        run.close(intact=True)
+        loop.close(intact=True)
         link.end(**outcome)  # every worker says so: the first may be lost before it does
-    run.shut_down()
+    loop.shut_down()
     link.close()
     if lost is not None:
         raise WorkersLostError(lost)

@@ -102,7 +102,7 @@ def make_train(
 
     def train(run: ed.Run) -> None:
         _install(run, faults, Path(markers))
-        run._participation.activity.enter("build")
+        run._loop.participation.activity.enter("build")
         if write_s:
             _slow_down(run, write_s)
         jobs.make_train(in_a_step, waits_for_saves=not write_s)(run)
@@ -140,7 +140,7 @@ def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
 
     def wait(run: ed.Run, at: int) -> None:
         while run.rank == 0 and not until(run, at):
-            link, generation = run._link, run._participation.generation
+            link, generation = run._loop.link, run._loop.participation.generation
             if link.reconfigure_requested or link.stop_requested or generation is None:
                 return
             if link._signals.broken == generation.number:
@@ -151,19 +151,19 @@ def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
 
 
 def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
-    enter = run._participation.activity.enter
-    rank, generation = run._link.member.rank_in_group, 0
+    enter = run._loop.participation.activity.enter
+    rank, generation = run._loop.link.member.rank_in_group, 0
 
     def enter_and_fail(place: str, *worked_s: Callable[[], float]) -> None:
         enter(place, *worked_s)
         fail_in(place)
 
     def fail_in(place: str) -> None:
-        if place == "backward" and run._commits.is_saving:
+        if place == "backward" and run._loop.commits.is_saving:
             fail_in("saving")
         nonlocal rank, generation
-        if run._participation.generation is not None:
-            rank, generation = run.rank, run._participation.generation.number
+        if run._loop.participation.generation is not None:
+            rank, generation = run.rank, run._loop.participation.generation.number
         for number, fault in enumerate(faults):
             is_here = (fault.rank, fault.place) == (rank, place)
             if not is_here or run.position.step < fault.step or marker_of(markers, number).exists():
@@ -174,11 +174,11 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
                     continue
             if linger(faults, markers):
                 continue
-            here = Happened(os.getpid(), run._link.member.id, rank, run.position.step, generation)
+            here = Happened(os.getpid(), run._loop.link.member.id, rank, run.position.step, generation)
             if _claim(marker_of(markers, number), here):
                 _fail(fault, run)
 
-    run._participation.activity.enter = enter_and_fail  # type: ignore[method-assign]
+    run._loop.participation.activity.enter = enter_and_fail  # type: ignore[method-assign]
     pieces = handover._pieces
 
     def pieces_and_fail(tensors: Any) -> Iterator[Any]:
@@ -191,7 +191,7 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
 
 
 def _slow_down(run: ed.Run, write_s: float) -> None:
-    storage = run._commits._storage._storage
+    storage = run._loop.commits._storage._storage
     write = storage.write
 
     def write_slowly(key: str, data: bytes | memoryview) -> None:

@@ -78,16 +78,16 @@ class Counter:
 
 def get_ready(run: ed.Run, at: int) -> None:
     """Steps are so short here that the run would be over before a worker has the first rows of its next place."""
-    while run._link.reconfigure_requested and run._link._signals.broken is None:
-        if run._participation.is_ready_to_change(at + 1):
+    while run._loop.link.reconfigure_requested and run._loop.link._signals.broken is None:
+        if run._loop.participation.is_ready_to_change(at + 1):
             return
         time.sleep(0.01)
 
 
 def finish_saving(run: ed.Run) -> None:
     """Steps are so short here that a save takes many of them, and those that are due meanwhile would be left out."""
-    if (generation := run._participation.generation) is not None:
-        run._commits._wait_in(generation.group)
+    if (generation := run._loop.participation.generation) is not None:
+        run._loop.commits._wait_in(generation.group)
 
 
 def make_train(
@@ -137,7 +137,7 @@ def kill_once(
         if run.rank == rank and at == step and not Path(marker).exists():
             Path(marker).touch()
             os.kill(os.getpid() if pid is None else pid, how)
-            while how == signal.SIGINT and not run._link.stop_requested:
+            while how == signal.SIGINT and not run._loop.link.stop_requested:
                 time.sleep(0.01)
 
     return fault
@@ -149,7 +149,7 @@ def hold(marker: str, *, step: int, world_size: int = 1) -> Callable[..., None]:
 
     def fault(run: ed.Run, at: int) -> None:
         while run.rank == 0 and at >= step and not Path(marker).exists():
-            if run.world_size < world_size and run._link.reconfigure_requested:
+            if run.world_size < world_size and run._loop.link.reconfigure_requested:
                 return
             time.sleep(0.05)
 
@@ -163,7 +163,7 @@ def hold_for_others(marker: str, *, step: int) -> Callable[..., None]:
     def fault(run: ed.Run, at: int) -> None:
         if run.rank == 0 and at == step and not Path(marker).exists():
             Path(marker).touch()
-            while not run._link.reconfigure_requested:
+            while not run._loop.link.reconfigure_requested:
                 time.sleep(0.01)
 
     return fault
@@ -174,9 +174,9 @@ def hold_until_asked(marker: str, *, step: int) -> Callable[..., None]:
     for."""
 
     def fault(run: ed.Run, at: int) -> None:
-        link = run._link
+        link = run._loop.link
         while run.rank == 0 and at >= step and not Path(marker).exists():
-            if link.reconfigure_requested or link.stop_requested or run._commits.is_asked_for:
+            if link.reconfigure_requested or link.stop_requested or run._loop.commits.is_asked_for:
                 return
             time.sleep(0.01)
 

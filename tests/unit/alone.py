@@ -165,7 +165,7 @@ NewRun = Callable[..., Run]
 
 
 def link_of(run: Run) -> FakeLink:
-    link: Any = run._link
+    link: Any = run._loop.link
     return link
 
 
@@ -187,7 +187,7 @@ def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict
                     in_step(step)
                 step.backward(loss)
             step.optimize()
-    return run.finish()
+    return run._loop.finish()
 
 
 def says(run: Run, body: Callable[[Run], Any]) -> str:
@@ -227,9 +227,9 @@ def train_and_count(
                     if evaluate:
                         run.evaluate(lambda *_: torch.zeros(()), "held-out")
                     counted.steps.append(step.index)
-            ended = run.finish()
+            ended = run._loop.finish()
         except TrainAgain:
-            run = run.again()
+            run = Run(run._loop.again())
         else:
-            run.close(intact=True)
+            run._loop.close(intact=True)
             return ended, counted.steps

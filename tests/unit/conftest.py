@@ -17,6 +17,7 @@ from elastic_ddp.elastic import rendezvous as rendezvous_module
 from elastic_ddp.elastic.messages import RendezvousOptions
 from elastic_ddp.elastic.rendezvous import Rendezvous
 from elastic_ddp.job import Job
+from elastic_ddp.loop import Loop
 from elastic_ddp.parallel.store import StoreConnection
 from elastic_ddp.run import Run
 from elastic_ddp.storage import Storage
@@ -52,7 +53,7 @@ def new_run(
 
     def make(num_rows: int = 80, folder: str = "run", **changes: Any) -> Run:
         for run in runs:
-            run.close(intact=True)
+            run._loop.close(intact=True)
         settings = {"name": "test", "storage": str(tmp_path), "steps": 6, "global_batch_size": 8, "micro_batch_size": 2}
         index: Any = FakeIndex(num_rows)
         job = Job(
@@ -64,12 +65,12 @@ def new_run(
         )
         link: Any = FakeLink(empty_store().port)
         torch.manual_seed(0)
-        runs.append(Run(job, link, CPU))
+        runs.append(Run(Loop(job, link, CPU)))
         return runs[-1]
 
     yield make
     for run in runs:
-        run.close(intact=True)
+        run._loop.close(intact=True)
 
 
 @pytest.fixture

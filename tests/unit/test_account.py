@@ -101,8 +101,8 @@ def test_a_typical_step_tells_how_much_of_a_long_wait_was_work() -> None:
 
 def test_a_worker_whose_first_step_waits_for_a_silent_peer_says_so(new_run: NewRun) -> None:
     run, now = new_run(), 1000.0
-    run._participation.account._watch = Stopwatch(lambda: now)
-    run._participation.activity._clock = lambda: now
+    run._loop.participation.account._watch = Stopwatch(lambda: now)
+    run._loop.participation.activity._clock = lambda: now
     model = prepared(run)
     for step in run.steps():
         with step:

@@ -24,6 +24,7 @@ LAYERS = (
     ("session",),
     ("worker",),
     ("ray_train", "run"),
+    ("loop",),
     ("participation",),
     ("generation", "evaluation", "commits", "rehearsal", "weights"),
     ("restoring",),

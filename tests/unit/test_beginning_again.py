@@ -36,7 +36,7 @@ def test_a_loop_that_ends_with_a_half_made_step_begins_again(new_run: NewRun) ->
             raise dist.DistNetworkError(LOST_PEER)
         break
     with pytest.raises(TrainAgain):
-        run.finish()
+        run._loop.finish()
 
 
 def train_until(run: Run, last: int, lose: Callable[[int], None], *, evaluates: str = "never") -> dict[str, Any]:
@@ -57,13 +57,13 @@ def train_until(run: Run, last: int, lose: Callable[[int], None], *, evaluates: 
             if step.index == last:
                 break
         try:
-            ended = run.finish()
+            ended = run._loop.finish()
         except TrainAgain:
-            run = run.again()
+            run = Run(run._loop.again())
         else:
             return ended
         finally:
-            run.close(intact=False)
+            run._loop.close(intact=False)
 
 
 def test_a_loop_that_ends_with_a_step_that_was_lost_makes_it_after_all(new_run: NewRun) -> None:
@@ -168,7 +168,7 @@ def test_deaths_one_after_the_other_in_a_step_do_not_end_a_run_that_evaluates_af
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
         run.evaluate(lambda *_: torch.zeros(()), "held-out")
-    assert run.finish()["steps"] == 6 and len(lost) == 4
+    assert run._loop.finish()["steps"] == 6 and len(lost) == 4
 
 
 def test_what_was_built_before_a_worker_began_again_is_freed(new_run: NewRun) -> None:
@@ -192,11 +192,11 @@ def test_what_was_built_before_a_worker_began_again_is_freed(new_run: NewRun) ->
                         step.backward(model(batch["x"]).square().mean())
                     step.optimize()
                     raise dist.DistNetworkError(LOST_PEER)
-        run = run.again()
+        run = Run(run._loop.again())
         del model, step, batch
     for _ in run.steps() if prepared(run) else ():
         break
-    run.close(intact=True)
+    run._loop.close(intact=True)
     assert [each() is None for each in built[1:]] == [True] * 2, "the fixture has the first run"
 
 
@@ -218,7 +218,7 @@ def test_a_generation_that_breaks_whenever_it_forms_ends_the_run(
             try:
                 train(run)
             except TrainAgain:
-                run = run.again()
+                run = Run(run._loop.again())
     assert len(link.joins) == 11
 
 

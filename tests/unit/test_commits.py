@@ -42,7 +42,7 @@ def commit(folder: Path, step: int) -> None:
 
 
 def test_a_commit_that_did_not_come_to_be_is_made_up_for_by_the_next_rank_0(new_run: NewRun, tmp_path: Path) -> None:
-    commits = new_run(checkpoint={"every_steps": 10, "every_seconds": 1000})._commits
+    commits = new_run(checkpoint={"every_steps": 10, "every_seconds": 1000})._loop.commits
     commit(tmp_path, 10)
     commits._note(20)
     commits.look(20)
@@ -51,7 +51,7 @@ def test_a_commit_that_did_not_come_to_be_is_made_up_for_by_the_next_rank_0(new_
 
 
 def test_a_commit_that_was_made_sets_the_clock_for_the_next_rank_0_too(new_run: NewRun, tmp_path: Path) -> None:
-    commits = new_run(checkpoint={"every_steps": 10, "every_seconds": 1000})._commits
+    commits = new_run(checkpoint={"every_steps": 10, "every_seconds": 1000})._loop.commits
     commit(tmp_path, 20)
     commits._note(20)
     noted_at = commits._at
@@ -65,7 +65,7 @@ def test_a_bad_commit_that_was_passed_over_and_stays_is_not_the_newest_of_a_new_
     new_run: NewRun, tmp_path: Path, steps_done: int
 ) -> None:
     """Whether the run has come back to its step, or not yet."""
-    commits = new_run(checkpoint={"every_steps": 10})._commits
+    commits = new_run(checkpoint={"every_steps": 10})._loop.commits
     commit(tmp_path, 10)
     commit(tmp_path, 20)
     storage = Storage(tmp_path / "run").at(COMMITS)
@@ -77,7 +77,7 @@ def test_a_bad_commit_that_was_passed_over_and_stays_is_not_the_newest_of_a_new_
 
 
 def test_what_is_committed_while_the_storage_is_asked_counts(new_run: NewRun, tmp_path: Path) -> None:
-    commits = new_run()._commits
+    commits = new_run()._loop.commits
     commit(tmp_path, 10)
     commits._note(20)
     commits._known_step = 20  # by this worker
@@ -90,7 +90,7 @@ def test_a_storage_that_does_not_answer_ends_nothing(new_run: NewRun, monkeypatc
         raise StorageError("down")
 
     monkeypatch.setattr(CommitCatalog, "candidates", fails)
-    commits = new_run(checkpoint={"every_steps": 10})._commits
+    commits = new_run(checkpoint={"every_steps": 10})._loop.commits
     commits._note(20)
     commits.look(20)
     assert not commits.have(20, GROUP), "nobody can say so"
@@ -134,10 +134,10 @@ def test_a_worker_that_was_presumed_dead_restores_and_sets_nothing_aside(new_run
     storage.write("commits/2.json", b"torn")
     link_of(run).presumed_dead = True
     with pytest.raises(PeerLostError):
-        run._commits.restore(alone(), lambda: None)
+        run._loop.commits.restore(alone(), lambda: None)
     assert storage.list("commits") == ["commits/1.json", "commits/2.json"]
     link_of(run).presumed_dead = False
-    assert run._commits.restore(alone(), lambda: None) == {"user": {}}
+    assert run._loop.commits.restore(alone(), lambda: None) == {"user": {}}
     assert storage.list("commits") == ["commits/1.json"]
 
 
@@ -155,7 +155,7 @@ def test_a_commit_says_with_which_versions_it_was_made(new_run: NewRun, tmp_path
 def test_the_interval_follows_from_the_time_that_a_save_holds_training_up(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commits = new_run(checkpoint={"max_overhead": 0.02})._commits
+    commits = new_run(checkpoint={"max_overhead": 0.02})._loop.commits
     assert commits._interval is not None
     now = [1000.0]
     monkeypatch.setattr("elastic_ddp.commits.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -174,11 +174,11 @@ def test_the_interval_follows_from_the_time_that_a_save_holds_training_up(
 
 def test_what_was_measured_and_chosen_is_in_the_ledger_and_in_the_commit(new_run: NewRun, tmp_path: Path) -> None:
     run = new_run(checkpoint={"interval": "auto"})
-    interval = run._commits._interval
+    interval = run._loop.commits._interval
     assert interval is not None
 
     def in_step(step: Step) -> None:
-        run._commits.close(60)
+        run._loop.commits.close(60)
         if step.index in (1, 3):
             link_of(run).commit_requested += 1
 
@@ -211,13 +211,13 @@ def test_losses_of_peers_are_counted_in_this_life_and_the_next(new_run: NewRun) 
             raise dist.DistNetworkError(LOST_PEER)
 
     train(run, lose)
-    assert run._commits._interval is not None
-    assert run._commits._interval.record()["losses"] == 2
+    assert run._loop.commits._interval is not None
+    assert run._loop.commits._interval.record()["losses"] == 2
     resumed = new_run(checkpoint=settings, steps=8)
     train(resumed)
-    assert resumed._commits._interval is not None
-    assert resumed._commits._interval.record()["losses"] == 2
-    assert resumed._commits._interval.record()["watched_s"] > run._commits._interval.record()["watched_s"] / 2
+    assert resumed._loop.commits._interval is not None
+    assert resumed._loop.commits._interval.record()["losses"] == 2
+    assert resumed._loop.commits._interval.record()["watched_s"] > run._loop.commits._interval.record()["watched_s"] / 2
 
 
 def test_the_loss_of_all_workers_counts_when_others_go_on(new_run: NewRun) -> None:
@@ -227,8 +227,8 @@ def test_the_loss_of_all_workers_counts_when_others_go_on(new_run: NewRun) -> No
     join = link_of(resumed).join
     link_of(resumed).join = lambda **asked: replace(join(**asked), reason="worker lost")  # type: ignore[method-assign]
     train(resumed)
-    assert resumed._commits._interval is not None
-    assert resumed._commits._interval.record()["losses"] == 1
+    assert resumed._loop.commits._interval is not None
+    assert resumed._loop.commits._interval.record()["losses"] == 1
 
 
 # What a commit knows of metrics, and which commits are kept by them.
@@ -238,7 +238,7 @@ def log_and_evaluate(run: Run, values: dict[int, float]) -> None:
     """Evaluates after some steps, with a commit behind each step."""
     model = prepared(run)
     for step in run.steps():
-        run._commits.close(60)  # of the step before
+        run._loop.commits.close(60)  # of the step before
         with step:
             for batch in step.micro_batches():
                 loss = model(batch["x"]).square().mean()
@@ -247,7 +247,7 @@ def log_and_evaluate(run: Run, values: dict[int, float]) -> None:
             step.optimize()
         if step.index in values:
             run.evaluate(lambda *_: torch.tensor(values[run.position.step - 1]), "held-out")
-    run.finish()
+    run._loop.finish()
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ def test_a_save_that_outlived_its_generation_removes_nothing(
             raise dist.DistNetworkError(LOST_PEER)
         if step.index == 4:
             go.set()
-            run._commits.close(60)
+            run._loop.commits.close(60)
             assert [*records(tmp_path)] == [2] and storage.list(orphan)
 
     train(run, in_step)
@@ -333,7 +333,7 @@ def closes_first(run: Run, then: Callable[[Step], None] = lambda step: None) -> 
     """In every step the save of the one before has ended."""
 
     def in_step(step: Step) -> None:
-        run._commits.close(60)
+        run._loop.commits.close(60)
         then(step)
 
     return in_step
@@ -368,7 +368,7 @@ def test_a_rank_that_falls_silent_though_none_is_lost_is_a_failure_and_none_of_t
 ) -> None:
     """It does not get better by being tried again at once, and for ever."""
     run = new_run(checkpoint={"every_steps": 2})
-    writer = run._commits._saver._writer
+    writer = run._loop.commits._saver._writer
     silence = RankLostError("rank 1 fell silent for 15 s")
     monkeypatch.setattr(writer, "write", mock.Mock(side_effect=[silence, *[mock.DEFAULT] * 2], wraps=writer.write))
     train(run, closes_first(run))
@@ -381,7 +381,7 @@ def test_a_save_whose_generation_lost_a_rank_comes_again_at_once_and_is_not_coun
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(checkpoint={"every_steps": 3, "max_failed_saves": 0})
-    write, go, lost = run._commits._saver._writer.write, threading.Event(), list[int]()
+    write, go, lost = run._loop.commits._saver._writer.write, threading.Event(), list[int]()
 
     def write_or_lose(*arguments: Any) -> Any:
         if lost:
@@ -389,16 +389,16 @@ def test_a_save_whose_generation_lost_a_rank_comes_again_at_once_and_is_not_coun
         assert go.wait(60)
         raise RankLostError("rank 1 was lost")
 
-    monkeypatch.setattr(run._commits._saver._writer, "write", write_or_lose)
+    monkeypatch.setattr(run._loop.commits._saver._writer, "write", write_or_lose)
 
     def in_step(step: Step) -> None:
         if step.index == 3 and not lost:
-            run._commits.generation_ended(intact=False)
+            run._loop.commits.generation_ended(intact=False)
             go.set()
-            run._commits.close(60)
+            run._loop.commits.close(60)
             lost.append(3)
             raise dist.DistNetworkError(LOST_PEER)
-        run._commits.close(60)
+        run._loop.commits.close(60)
 
     train(run, in_step)
     assert link_of(run).steps_of("commit_failed") == [3] and link_of(run).steps_of("commit") == [4, 6]
@@ -451,7 +451,7 @@ def test_a_commit_that_somebody_asked_for_is_not_tried_again_at_every_step(
     def in_step(step: Step) -> None:
         now[0] = step.index
         if step.index == 4:
-            run._commits._rests_until = 0.0
+            run._loop.commits._rests_until = 0.0
 
     train(run, closes_first(run, in_step))
     assert link.steps_of("commit_failed") == [1, 5] and link.steps_of("commit") == [6]
@@ -467,7 +467,7 @@ def test_storage_gets_longer_to_recover_after_each_failure_in_a_row(
 
     def in_step(step: Step) -> None:
         now[0] = step.index
-        rests.append(max(0.0, run._commits._rests_until - time.monotonic()))
+        rests.append(max(0.0, run._loop.commits._rests_until - time.monotonic()))
 
     train(run, closes_first(run, in_step))
     assert [round(each / commits.REST_S) for each in rests] == [0, 1, 2, 0, 1, 0]
@@ -479,9 +479,9 @@ def test_membership_does_not_change_by_a_commit_that_has_just_failed(new_run: Ne
     prepared(run)
     for is_spread, rests, votes in [(True, True, False), (False, True, True), (True, False, True)]:
         link_of(run).reconfigure_requested = True
-        run._commits._rests_until = math.inf if rests else 0.0
+        run._loop.commits._rests_until = math.inf if rests else 0.0
         run._state.is_spread = is_spread
-        assert run._votes(1)["reconfigure"] is votes
+        assert run._loop._votes(1)["reconfigure"] is votes
 
 
 def slow_storage(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -505,7 +505,7 @@ def test_a_save_that_is_due_while_another_is_written_is_left_out_and_that_is_sai
     def in_step(step: Step) -> None:
         if step.index >= 7:
             go.set()
-            run._commits.close(60)
+            run._loop.commits.close(60)
 
     train(run, in_step)
     assert link_of(run).steps_of("commit_left_out") == [4, 6]
@@ -521,7 +521,7 @@ def test_a_commit_that_somebody_waits_for_is_not_left_out(new_run: NewRun, monke
             link_of(run).commit_requested = 1
         if step.index == 4:
             go.set()
-            run._commits.close(60)
+            run._loop.commits.close(60)
 
     train(run, in_step)
     said = [(each["step"], each["request"]) for each in link_of(run).said if each["event"] == "commit"]

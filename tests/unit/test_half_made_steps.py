@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from elastic_ddp.config import RunConfig
 from elastic_ddp.job import Job
+from elastic_ddp.loop import Loop
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
 from elastic_ddp.run import Run
 from elastic_ddp.storage import Storage
@@ -78,7 +79,7 @@ def _train(group: ProcessGroup, folder: Path, where: Where | None, loser: int) -
             lost.append(step)
             raise dist.DistNetworkError(LOST_PEER)
 
-    ended, counted = train_and_count(Run(job, link, CPU), communicate, seed=group.rank)
+    ended, counted = train_and_count(Run(Loop(job, link, CPU)), communicate, seed=group.rank)
     return {**ended, "counted": counted, "joins": link.joins, "lost": lost}
 
 

@@ -25,6 +25,7 @@ from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import ConfigError, WorkersLostError
 from elastic_ddp.generation import Generation
 from elastic_ddp.job import COMMITS
+from elastic_ddp.loop import Loop
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
 from elastic_ddp.participation import TrainAgain
 from elastic_ddp.run import Run
@@ -124,7 +125,7 @@ def test_a_peer_that_is_lost_amid_the_changes_of_a_step_leaves_nothing_half_made
 def test_the_time_to_begin_again_is_none_of_the_generation_before(new_run: NewRun, why: str) -> None:
     """The longest account counts: one that went on would make it useful time."""
     run, now, accounts = new_run(), 1000.0, []
-    run._participation.account = Account(Stopwatch(lambda: now))
+    run._loop.participation.account = Account(Stopwatch(lambda: now))
     link = link_of(run)
     join = link.join
 
@@ -145,9 +146,9 @@ def test_the_time_to_begin_again_is_none_of_the_generation_before(new_run: NewRu
                 if why == "a half-made step":
                     raise dist.DistNetworkError(LOST_PEER)
     now += 20.0  # the training function begins again
-    again = run.again()
+    again = Run(run._loop.again())
     assert train(again)["steps"] == 6
-    again.close(intact=True)
+    again._loop.close(intact=True)
     assert [sum(account.values()) for account in accounts] == [0.0, 1.0]
 
 
@@ -171,8 +172,8 @@ def test_a_save_under_way_ends_before_the_training_function_begins_again(
 ) -> None:
     """Else an older commit would be restored, and two saves be under way, each with a copy of the state."""
     run = new_run(checkpoint={"every_steps": 2}, drain_deadline_s=0.01)
-    link, savers, lost = link_of(run), [run._commits._saver], []
-    again, write, has_begun_again = Run.again, Storage.write, threading.Event()
+    link, savers, lost = link_of(run), [run._loop.commits._saver], []
+    again, write, has_begun_again = Loop.again, Storage.write, threading.Event()
 
     def lose_once(place: Place, step: int) -> None:
         if (place, step) == ("optimizer", 3) and not lost:
@@ -186,13 +187,13 @@ def test_a_save_under_way_ends_before_the_training_function_begins_again(
             assert len(link.joins) == 1, "it waits"
         write(storage, key, data)
 
-    def begin_again(run: Run) -> Run:
+    def begin_again(loop: Loop) -> Loop:
         has_begun_again.set()
-        savers.append((next_run := again(run))._commits._saver)
-        return next_run
+        savers.append((next_loop := again(loop)).commits._saver)
+        return next_loop
 
     monkeypatch.setattr(Storage, "write", write_late)
-    monkeypatch.setattr(Run, "again", begin_again)
+    monkeypatch.setattr(Loop, "again", begin_again)
     disturbed = train_and_count(run, lose_once)
     assert lost == [3] and link.steps_of("resumed") == [2] and link.steps_of("commit") == [2, 4, 6]
     assert len(savers) == 2 and len(set(savers)) == 1
@@ -282,7 +283,7 @@ def test_training_goes_on_until_the_first_rows_of_the_next_generation_are_there(
 ) -> None:
     run = new_run(steps=12)
     opened: list[tuple[int, FakeFeed]] = []
-    make = run._participation._feeds._make
+    make = run._loop.participation._feeds._make
 
     def make_slow_ones(micro_batches: tuple[int, ...], step: int, after: Callable[[], object]) -> Any:
         feed: Any = make(micro_batches, step, after)
@@ -290,7 +291,7 @@ def test_training_goes_on_until_the_first_rows_of_the_next_generation_are_there(
         opened.append((step, feed))
         return feed
 
-    monkeypatch.setattr(run._participation._feeds, "_make", make_slow_ones)
+    monkeypatch.setattr(run._loop.participation._feeds, "_make", make_slow_ones)
     generations = []
 
     def ask(step: Step) -> None:
@@ -341,7 +342,7 @@ def test_a_worker_that_is_presumed_dead_commits_nothing_and_asks_for_its_place(n
 
     def in_step(step: Step) -> None:
         taken.append(step.index)
-        run._commits.close(60)  # of the step before
+        run._loop.commits.close(60)  # of the step before
         link.presumed_dead = len(link.joins) < 2
 
     train(run, in_step)
@@ -368,7 +369,7 @@ def test_what_is_drawn_between_batches_and_steps_does_not_depend_on_what_was_dra
             drawn[step.index].append(random.random())
             if step.index == until:
                 break
-        run.shut_down()  # the save at hand ends before
+        run._loop.shut_down()  # the save at hand ends before
         return drawn
 
     calm = drawn(new_run(steps=6, checkpoint={"every_steps": 3}), 5)
@@ -406,7 +407,7 @@ def train_and_evaluate(run: Run, *after: int) -> list[float]:
             step.optimize()
         if step.index in after:
             results += [run.evaluate(lambda *_: torch.zeros(()), "held-out") for _ in range(2)]
-    assert run.finish()["steps"] == 6
+    assert run._loop.finish()["steps"] == 6
     return results
 
 
@@ -470,7 +471,7 @@ def test_a_loop_that_ends_early_ends_also_where_membership_was_about_to_change(n
             step.optimize()
         if step.index == 2:
             break
-    assert run.finish()["steps"] == 3
+    assert run._loop.finish()["steps"] == 3
     assert link_of(run).joins == [(None, True)]
 
 
@@ -504,7 +505,7 @@ def test_an_evaluation_before_a_step_is_made_is_lost_with_it_and_both_come_again
                 with contextlib.suppress(RuntimeError):
                     evaluate("and is caught")
                 step.optimize()
-        return run.finish(), evaluated
+        return run._loop.finish(), evaluated
 
     calm, evaluated = train_and_evaluate_first(new_run(folder="calm"), None)
     assert evaluated == [0, 1, 2, 3, 4, 5]
@@ -533,7 +534,7 @@ def test_a_lost_step_is_told_once_however_much_is_done_together_after_it(
             step.optimize()
         if step.index == 3:
             assert [run.evaluate(lambda *_: torch.zeros(()), "held-out") for _ in range(3)] == [1.5] * 3
-    assert run.finish()["steps"] == 6
+    assert run._loop.finish()["steps"] == 6
     assert link_of(run).joins == [(None, True), (3, False)]
     assert evaluated == [2] * 6, "after the step that was lost, and after the same step when it was made"
 
@@ -637,7 +638,7 @@ def test_a_worker_says_whether_others_can_go_on_from_its_state(
             step.optimize()
             evaluate("in block")
         evaluate("after block")
-    assert run.finish()["steps"] == 6
+    assert run._loop.finish()["steps"] == 6
     assert link_of(run).are_resumable == [True, is_resumable]
 
 

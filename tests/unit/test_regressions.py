@@ -69,7 +69,7 @@ def test_the_last_step_is_committed_when_the_connection_breaks_right_after_it(
             for batch in step.micro_batches():
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
-    assert r.finish()["steps"] == 6
+    assert r._loop.finish()["steps"] == 6
     assert link_of(r).joins == [(None, True), (6, True)]
     assert link_of(r).steps_of("commit") == [6]
     assert CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest() is not None

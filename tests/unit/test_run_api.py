@@ -161,7 +161,7 @@ def test_what_needs_a_generation_is_refused_before_the_loop(new_run: NewRun) -> 
     assert says(run, lambda run: run.evaluate(lambda model, batch: model(batch), "data")) == (
         "run.evaluate was called before run.steps(); call it inside the loop or after it"
     )
-    assert says(run, lambda run: run.finish()) == (
+    assert says(run, lambda run: run._loop.finish()) == (
         "the training function returned without looping over run.steps(); nothing was trained"
     )
     assert (run.rank, run.world_size, run.total_steps) == (0, 0, 6)
@@ -315,7 +315,7 @@ def test_leaving_the_loop_over_micro_batches_after_the_last_with_rows_changes_no
                     if hasty and place == with_rows[step.index]:
                         break
                 step.optimize()
-        return run.finish()
+        return run._loop.finish()
 
     patient, hasty = trained(False), trained(True)
     assert hasty["samples_sha256"] == patient["samples_sha256"]
@@ -327,7 +327,7 @@ def test_a_run_is_the_same_when_it_is_interrupted_and_resumed(new_run: NewRun) -
     interrupted = new_run(checkpoint={"every_steps": 2})
 
     def power_cut(step: Step) -> None:
-        interrupted._commits.close(60)  # of the step before
+        interrupted._loop.commits.close(60)  # of the step before
         if step.index == 5:
             raise KeyboardInterrupt
 
@@ -349,7 +349,7 @@ def test_a_stop_commits_the_step_at_hand_and_ends_the_function(new_run: NewRun) 
 
     with pytest.raises(RunStopped):
         train(run, ask)
-    assert run.progress()["steps"] == 2
+    assert run._loop.progress()["steps"] == 2
     assert link_of(run).steps_of("commit") == [2]
 
 
@@ -377,7 +377,7 @@ def test_optimizers_and_schedulers_step_once_a_step_and_gradients_are_cleared(ne
 
 def test_commits_come_every_so_many_steps(new_run: NewRun) -> None:
     run = new_run(steps=7, checkpoint={"every_steps": 3})
-    train(run, lambda step: run._commits.close(60))  # none is left out for another that takes longer than a step
+    train(run, lambda step: run._loop.commits.close(60))  # none is left out for another that takes longer than a step
     assert link_of(run).steps_of("commit") == [3, 6, 7]
 
 
@@ -446,7 +446,7 @@ def test_a_loop_that_ends_early_has_its_last_step_in_the_record(new_run: NewRun)
             step.optimize()
         if step.index == 3:
             break
-    outcome = run.finish()
+    outcome = run._loop.finish()
     assert outcome["steps"] == 4
     assert link_of(run).steps_of("steps") == [1, 2, 3, 4]
     assert link_of(run).steps_of("commit")[-1] == 4

@@ -38,7 +38,7 @@ def drive(new_run: NewRun, rendezvous_here: Callable[..., RendezvousHere], monke
             rendezvous.ask("end", WORKER, None, {"status": "failed", "error": "the loss is no number"})
             then(rendezvous)
 
-        job, rendezvous = new_run()._job, rendezvous_here()
+        job, rendezvous = new_run()._loop.job, rendezvous_here()
         monkeypatch.setattr(session_module, "run_workers", work)
         with DriverLease(job.storage, "test", "session", print) as lease:
             lease.acquire()

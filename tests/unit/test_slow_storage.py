@@ -135,7 +135,7 @@ def begin_save(run: Run, rank: int, mailbox: LocalMailbox) -> None:
         fence=lambda: None,
         on_end=lambda outcome: None,
     )
-    run._commits._saver.begin(make_state(1), save)
+    run._loop.commits._saver.begin(make_state(1), save)
 
 
 def test_a_rank_that_still_writes_while_rank_0_waits_for_it_gets_somewhere(
@@ -154,7 +154,7 @@ def test_a_rank_that_still_writes_while_rank_0_waits_for_it_gets_somewhere(
 
     def asks() -> bool:
         begin_save(run, 1, LocalMailbox())
-        return run._is_durable(generation)
+        return run._loop._is_durable(generation)
 
     with while_held(monkeypatch, "write", asks, activity, "collective"):
         watch = hung(rank1=activity)
@@ -170,7 +170,7 @@ def test_a_rank_0_that_waits_for_a_share_is_not_to_blame(new_run: NewRun) -> Non
 
     def waits() -> None:
         begin_save(run, 0, mailbox)
-        run._commits.wait(group)
+        run._loop.commits.wait(group)
 
     with ThreadPoolExecutor(1) as thread:
         result = thread.submit(waits)
@@ -198,7 +198,7 @@ def test_weights_of_another_run_may_take_as_long_as_they_take(new_run: NewRun, m
 
     def begins() -> None:
         prepared(run)
-        run.load_weights(other._job.storage.uri)
+        run.load_weights(other._loop.job.storage.uri)
         next(run.steps())
 
     with while_held(monkeypatch, "read_into", begins, activity, "hand-over"):

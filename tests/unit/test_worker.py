@@ -16,6 +16,7 @@ from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.elastic.members import Member
 from elastic_ddp.errors import StorageError, WorkersLostError
 from elastic_ddp.job import COMMITS
+from elastic_ddp.loop import Loop
 from elastic_ddp.ray_train import WorkerContext
 from elastic_ddp.run import Run
 from elastic_ddp.storage import Storage
@@ -45,10 +46,10 @@ def outcome_of(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tr
 
     def end_of(train: Train) -> dict[str, Any]:
         run = new_run()
-        job: Any = run._job
+        job: Any = run._loop.job
         object.__setattr__(job, "train", train)
         monkeypatch.setattr(worker, "RendezvousLink", lambda *_: link_of(run))
-        monkeypatch.setattr(worker, "Run", lambda *_: run)
+        monkeypatch.setattr(worker, "Loop", lambda *_: run._loop)
         worker.work(job, None, CONTEXT)
         (outcome,) = said
         return outcome
@@ -72,7 +73,7 @@ def test_a_lost_peer_that_the_training_function_lets_through_has_the_worker_repl
     def train(run: Run) -> None:
         prepared(run)
         for _ in run.steps():
-            monkeypatch.setattr(Run, "world_size", 2)
+            monkeypatch.setattr(Loop, "world_size", 2)
             raise dist.DistNetworkError(LOST_PEER)
 
     with pytest.raises(WorkersLostError, match="was left by an error of a lost peer"):
@@ -86,7 +87,7 @@ def worked(
     """What a rendezvous heard of a worker with a training function, which may be told of it, and the run's commits."""
 
     def work(train: Callable[[Run, RendezvousHere], Any], **changes: Any) -> tuple[RendezvousHere, CheckpointStore]:
-        job = new_run(**changes)._job
+        job = new_run(**changes)._loop.job
         rendezvous = rendezvous_here(replace(OPTIONS, max_failed_saves=job.config.checkpoint.max_failed_saves))
         object.__setattr__(job, "train", lambda run: train(run, rendezvous))
         worker.work(job, rendezvous, CONTEXT)
@@ -138,7 +139,7 @@ def test_too_many_saves_that_fail_end_the_run_with_what_to_mend(
     def train(run: Run, rendezvous: RendezvousHere) -> None:
         model = prepared(run)
         for step in run.steps():
-            run._commits.close(LIMIT_S)  # that of the step before
+            run._loop.commits.close(LIMIT_S)  # that of the step before
             with step:
                 for batch in step.micro_batches():
                     step.backward(model(batch["x"]).square().mean())

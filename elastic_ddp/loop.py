@@ -1,0 +1,342 @@
+"""The steps of a run in one worker, what the ranks do between two of them, and the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from elastic_ddp.commits import Commits
+from elastic_ddp.elastic.hang import STORING
+from elastic_ddp.elastic.link import RendezvousLink, RunStopped
+from elastic_ddp.errors import ConfigError, ElasticDDPError, WorkersLostError, described
+from elastic_ddp.generation import Generation
+from elastic_ddp.job import Job
+from elastic_ddp.parallel.process_group import is_lost_peer
+from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation, TrainAgain
+from elastic_ddp.rehearsal import Rehearsal
+from elastic_ddp.seeding import seed_all
+from elastic_ddp.step import Step
+from elastic_ddp.telemetry.account import CHANGED, UNMADE
+from elastic_ddp.together import NotTogetherError
+from elastic_ddp.train_state import Position, TrainState
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Loop:
+    """What goes on behind the user's loop over steps, from the worker's begin to its end: `Run` is its face.
+
+    Attributes:
+        job: what the run was started with.
+        link: to the rendezvous.
+        device: where this worker trains.
+        state: all that training changes.
+        commits: of that state.
+        participation: in the run's generations.
+    """
+
+    def __init__(self, job: Job, link: RendezvousLink, device: torch.device, commits: Commits | None = None) -> None:
+        self.job, self.link, self.device = job, link, device
+        self.state = TrainState()
+        self.commits = commits or Commits(job, link)
+        self.participation = Participation(job, link, state=self.state, commits=self.commits, device=device)
+        self._step: Step | None = None
+        self._rehearsal: Rehearsal | None = None
+        self._losses = Losses()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this worker has come to its first step, or to the one that it rehearses."""
+        return self.participation.holds_state or self._rehearsal is not None
+
+    @property
+    def rank(self) -> int:
+        """In the current generation, before its first the one that this worker is likely to get, or 0."""
+        generation = self.participation.generation
+        return generation.group.rank if generation else self._rehearsal.place.rank if self._rehearsal else 0
+
+    @property
+    def world_size(self) -> int:
+        """Of the current generation; before the first as for `rank`."""
+        generation = self.participation.generation
+        return generation.group.world_size if generation else self._rehearsal.place.world_size if self._rehearsal else 0
+
+    @property
+    def position(self) -> Position:
+        return self.state.position
+
+    def again(self) -> Loop:
+        """That for the user's function to begin again with, once `TrainAgain` has ended it, and the save at hand has
+        ended: nobody restores an older commit meanwhile, as all wait for this worker."""
+        self.link.activity.enter("start")
+        self.participation.shut_down(save_within_s=math.inf)
+        loop = Loop(self.job, self.link, self.device, Commits(self.job, self.link, self.commits))
+        loop.participation.follow(self.participation)
+        loop._losses = self._losses
+        return loop
+
+    # Steps.
+
+    def steps(self) -> Iterator[Step]:
+        """See `Run.steps`."""
+        part = self.participation
+        lost: str | None = None
+        while True:
+            generation = part.generation
+            if generation is None:
+                if not part.holds_state:
+                    self._rehearsal = part.warm_up()
+                    if self._rehearsal is not None:
+                        yield self._rehearsal
+                        self._rehearsal = None
+                generation = part.join(lost)
+                self._losses.forget_unless_again(generation)
+            if self.position.step >= self.job.total_steps:
+                return
+            self._step = self._next_step(generation)
+            yield self._step
+            step, self._step = self._step, None
+            if step.agreed is None and step.lost is None:
+                raise ConfigError(f"step {step.index} was skipped; every step has to run, in `with step`")
+            lost = step.lost if step.lost is not None else self._end_step(step)
+            if lost is None:
+                self._losses.made(step.index)
+                continue
+            self._losses.count(step.index)
+            if part.generation is generation or self.state.is_half_changed:
+                part.account.lost(in_step=True)
+                part.leave(intact=False)
+            elif part.generation is not None:  # an evaluation after the step has got into another
+                self._losses.forget_unless_again(part.generation)
+            self._losses.check(step.index, lost)
+
+    def _next_step(self, generation: Generation) -> Step:
+        step, shape = self.position.step, self.job.shape
+        self.participation.tasks.begin_step(step)
+        seed_all(self.job.config.seed, step, "begin")
+        return Step(generation, shape.rows(step), shape.epoch_of(step), lambda: self._votes(step + 1))
+
+    def _votes(self, steps_done: int) -> dict[str, bool]:
+        """What this rank wants to happen after the step at hand. Rank 0's clock counts, and its ear; membership
+        changes when all are ready for that."""
+        reconfigure = self.participation.is_ready_to_change(steps_done)
+        if self.state.is_spread and self.commits.is_resting:
+            reconfigure = False  # it begins with a commit, and the last one has just failed
+        if self.rank != 0:
+            return {"reconfigure": reconfigure, "saving": self.commits.is_saving}
+        return {
+            "commit": self.commits.are_due(steps_done),
+            "saving": self.commits.is_saving,
+            "stop": self.link.stop_requested,
+            "reconfigure": reconfigure,
+        }
+
+    def _end_step(self, step: Step, *, goes_on: bool = True) -> str | None:
+        """Does what the ranks agreed on at the end of a step, when the user's loop is through with it. Returns how a
+        peer was lost meanwhile; the step itself is done.
+
+        Args:
+            step: it.
+            goes_on: whether steps may follow it, for which membership could change.
+        """
+        assert step.agreed is not None
+        part = self.participation
+        # An evaluation after the step may have found a peer lost, and a new generation: then there is nobody to end
+        # this step with, and what was voted for is voted for again.
+        if part.generation is not step.generation:
+            return None
+        try:
+            self._carry_out(step)
+            goes_on = goes_on and self.position.step < self.job.total_steps
+            if goes_on and step.agreed.votes["reconfigure"] == self.world_size:
+                if self.state.is_spread and not self._made_durable(step.generation):
+                    return None  # the next one begins from the newest commit, and that is an older one
+                return part.leave(intact=True, reason=CHANGED)
+        except Exception as error:
+            if not is_lost_peer(error):
+                raise
+            return described(error)
+        return None
+
+    def _carry_out(self, step: Step) -> None:
+        """What the ranks agreed on in a step, but for a change of membership."""
+        assert step.agreed is not None
+        part, generation = self.participation, step.generation
+        first_step_s = part.account.step_done()
+        metrics: dict[str, float] = {}
+        if self.rank == 0:
+            self.link.progress(**self._newest(step))
+            if first_step_s is not None:
+                self.link.say("first_step", generation=generation.number, seconds=first_step_s)
+        if step.index % self.job.config.log_every_steps == 0 or self.position.step == self.job.total_steps:
+            with part.activity.within("collective"):
+                metrics = generation.gather_metrics(step, self.job.shape.rows(step.index))
+            if self.rank == 0:
+                newest, account = self._newest(step), part.account.seconds()
+                self.link.say("steps", generation=generation.number, **newest, metrics=metrics, account=account)
+        self.commits.measured(self.position.step, metrics | {"loss": step.loss})
+        if self.rank == 0:
+            self.commits.check()
+        if step.agreed.votes["stop"]:
+            self._commit_the_end(generation)
+            raise RunStopped("stop was requested")
+        if step.agreed.votes["commit"] and not step.agreed.votes["saving"]:
+            part.save()
+        elif step.agreed.votes["commit"] and self.rank == 0:
+            self.commits.leave_out(self.position.step)
+
+    def _newest(self, step: Step) -> dict[str, Any]:
+        return {
+            "step": self.position.step,
+            "epoch": step.epoch,
+            "loss": step.loss,
+            "samples": self.position.samples,
+            "world_size": self.world_size,
+        }
+
+    def measure(self, name: str, figure: Callable[[Generation], float]) -> float:
+        """A figure that all ranks make together, in a step or after one; see `Run.evaluate`."""
+        part, step = self.participation, self._step
+        if self._rehearsal is not None or self.state.is_half_changed:
+            return math.nan
+        if part.generation is None:
+            raise ConfigError("run.evaluate was called before run.steps(); call it inside the loop or after it")
+        if self.rank == 0:
+            self.link.say("evaluating", name=name)
+        if step is not None and step.is_under_way:  # a part of it: where a peer is lost here, it comes again
+            with step.remembering_failure():
+                value = figure(part.generation)
+        else:
+            try:
+                lost = step.lost if step is not None and step.generation is part.generation else None
+                value = part.together(name, figure, lost=lost)
+            except NotTogetherError:
+                return math.nan
+        self.commits.measured(self.position.step, {name: value})
+        if self.rank == 0:
+            self.link.say("evaluation", step=self.position.step, name=name, loss=value)
+        return value
+
+    # The end.
+
+    def finish(self) -> dict[str, Any]:
+        """After the user's function: the last commit, and what the summary says of the run. Every rank calls it.
+
+        Raises:
+            TrainAgain: the loop ended with a step that lost a peer, and that nobody has made: it is still to be made.
+                So it is where the loop ended with a rehearsal.
+        """
+        part = self.participation
+        if self._rehearsal is not None:  # of a step with which the loop ends
+            raise TrainAgain
+        if part.generation is None:
+            raise ConfigError("the training function returned without looping over run.steps(); nothing was trained")
+        lost = unmade = None
+        step, self._step = self._step, None  # a loop that ended early left it open
+        if step is not None and step.lost is not None:
+            unmade = step.index
+            # Else an evaluation after it has got into another generation.
+            if step.generation is part.generation or self.state.is_half_changed:
+                lost = step.lost
+                self._losses.count(step.index)
+                self._losses.check(step.index, lost)
+        elif step is not None and step.agreed is not None and step.generation is part.generation:
+            lost = self._end_step(step, goes_on=False)
+        part.tasks.end_steps()
+        everyone = part.together("weights", self._compare, lost=lost)
+        if lost is not None and part.generation is not None:
+            self._losses.forget_unless_again(part.generation)
+        if len(set(everyone)) > 1:
+            raise ElasticDDPError(
+                f"ranks ended with different weights: {dict(enumerate(everyone))}; something in the training function "
+                "depends on the rank, the host or the time, or uses a nondeterministic operation"
+            )
+        part.together("the last commit", self._commit_the_end)
+        if self.position.step == unmade:
+            part.leave(intact=True, reason=UNMADE)
+            raise TrainAgain
+        return {"weights_sha256": everyone[0], **self.progress()}
+
+    def _compare(self, generation: Generation) -> list[str]:
+        generation.strategy.settle()
+        weights = self.state.weights_sha256()
+        with generation.activity.within("collective"):
+            return [digest.decode() for digest in generation.group.all_gather_bytes(weights.encode())]
+
+    def _commit_the_end(self, generation: Generation) -> None:
+        """Makes the state durable, and every rank sure of that: none of them leaves with it before. What the storage
+        fails of is tried again, as often as saves may fail."""
+        for tries_left in range(self.job.config.checkpoint.max_failed_saves, -1, -1):
+            if self._is_durable(generation):
+                break
+            self.participation.commit(may_fail=tries_left > 0)
+        with generation.activity.within("collective"):
+            generation.group.meet()
+
+    def _made_durable(self, generation: Generation) -> bool:
+        """Makes the state durable, if the storage lets it. Returns on every rank whether it did."""
+        if self._is_durable(generation):
+            return True
+        self.participation.save()
+        return self._is_durable(generation)
+
+    def _is_durable(self, generation: Generation) -> bool:
+        """Whether there is a commit of the state as it is, once the save at hand has ended."""
+        group, word = generation.group, None
+        if group.rank == 0:
+            with generation.activity.within(STORING, self.commits.worked_s):
+                word = b"there" if self.commits.have(self.position.step, group) else b""
+        # Rank 0 waits for the shares of the others, which are still being written.
+        with generation.activity.within("collective", self.commits.worked_s):
+            return bool(group.broadcast_bytes(word))
+
+    def progress(self) -> dict[str, Any]:
+        """How far the run is, as the summary says it."""
+        return {
+            "steps": self.position.step,
+            "total_steps": self.job.total_steps,
+            "epochs": self.position.step / self.job.shape.steps_per_epoch,
+            "samples": self.position.samples,
+            "samples_sha256": self.position.samples_sha256,
+        }
+
+    def close(self, *, intact: bool, reason: str | None = None) -> None:
+        """Leaves the generation, if there is one; `intact` when all its members do, none of which is missed then."""
+        self.participation.leave(intact=intact, reason=reason)
+
+    def shut_down(self) -> None:
+        """Nothing is read any more. For the end of the run in this worker, after `close`."""
+        self.participation.shut_down(save_within_s=self.job.config.drain_deadline_s)
+
+
+class Losses:
+    """How often in a row the same workers have lost a step, which then is taken for a fault in that."""
+
+    def __init__(self) -> None:
+        self._number, self._step = 0, -1
+
+    def count(self, step: int) -> None:
+        """One more, of this step."""
+        self._number = self._number + 1 if step >= self._step else 1
+        self._step = step
+
+    def made(self, step: int) -> None:
+        """It was not lost. Steps before the one that was may be made once more, from a commit."""
+        if step >= self._step:
+            self._number = 0
+
+    def forget_unless_again(self, generation: Generation) -> None:
+        """Others may fare better: only `again` it was formed by the workers of the one before, none of which died."""
+        if not generation.group.assignment.again:
+            self._number = 0
+
+    def check(self, step: int, lost: str | None) -> None:
+        """WorkersLostError if that is enough; `lost` says how the last one came."""
+        if self._number >= LOSSES_IN_A_ROW:
+            raise WorkersLostError(
+                f"step {step} was lost {LOSSES_IN_A_ROW} times in a row by the same workers, none of which died, so "
+                f"it is not tried again. The last time: {lost}. If a rank needs longer than others in it, raise "
+                "collective_timeout_s"
+            )
