@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -17,17 +18,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from elastic_ddp import cli_checkpoints
 from elastic_ddp.config import RunConfig, read_toml
 from elastic_ddp.errors import ConfigError, ElasticDDPError, described
+from elastic_ddp.lease import holder
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import read_ledger, render, summarize
 
 _JOB = 'train = "file.py:function", data = "s3://bucket/train/"'
 
 app = typer.Typer(
-    help="Elastic, fault-tolerant PyTorch training on Ray.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -37,19 +39,38 @@ app.add_typer(cli_checkpoints.app, name="checkpoints")
 _console = Console(width=None if sys.stdout.isatty() else 200)
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"elastic_ddp {version('elastic_ddp')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Elastic, fault-tolerant PyTorch training on Ray."""
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 )
 def run(
     context: typer.Context,
     job: Annotated[
-        Path, typer.Argument(help="A Python script, or a TOML file with a [job] table and a run's settings.")
+        Path,
+        typer.Argument(
+            metavar="JOB [ARGS]...", help="A Python script, or a TOML file with a [job] table and a run's settings."
+        ),
     ],
 ) -> None:
     """Run a training script with the arguments that follow, or the job of a TOML file.
 
     The `[job]` table names the training function and its data: `train = "module:function"` or `"file.py:function"`, and
-    `data = "s3://bucket/train/"`; `transform` may name a function like `train`. All else in the file are settings.
+    `data = "s3://bucket/train/"`; `transform` may name a function like `train`. All else in the file are settings. A
+    `file.py` lies beside the TOML file; `data` and `storage`, where they are no URIs, are paths from where you are.
     """
     if not job.exists():
         raise ConfigError(f"{job}: there is no such file; give a Python script or a TOML file")
@@ -108,22 +129,22 @@ def status(
     _console.print(table if runs else "no run is live on this cluster; the command of an interrupted one resumes it")
     if run is not None:
         _console.print(_members(runs[0]))
+        if (lost := runs[0]["last_loss_of_a_worker"]) is not None:
+            at = datetime.fromtimestamp(lost["time"]).astimezone().strftime("%H:%M:%S")
+            _console.print(Text(f"a worker was lost at {at}: {lost['error'].splitlines()[0]}"))
     import ray
 
     _console.print(f"(Ray at {ray.get_runtime_context().gcs_address})")
 
 
 def _members(facts: Mapping[str, Any]) -> Table:
-    """The members of one run, and what became of the last that was lost."""
+    """The members of one run."""
     table = Table(box=None, padding=(0, 2))
     for column in ("rank", "node", "pid", "node id"):
         table.add_column(column)
     for member in facts["members"]:
         leaving = " (draining)" if member["node_id"] in facts["draining"] else ""
         table.add_row(str(member["rank"]), member["node"] + leaving, str(member["pid"]), member["node_id"])
-    if (lost := facts["last_loss_of_a_worker"]) is not None:
-        at = datetime.fromtimestamp(lost["time"]).astimezone().strftime("%H:%M:%S")
-        table.caption = f"a worker was lost at {at}: {lost['error'].splitlines()[0]}"
     return table
 
 
@@ -178,7 +199,7 @@ def _cell(value: Any) -> str:
 
 @app.command()
 def show(
-    run: Annotated[str, typer.Argument(help="The run's folder, <storage>/<name>.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, <storage>/<name>.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show what is recorded of a run: how far it is, its generations, its fingerprints."""
@@ -186,6 +207,8 @@ def show(
     summary = summarize(read_ledger(storage), storage=storage.uri)
     if not summary["sessions"]:
         raise ConfigError(f"{run}: there is no run here; give <storage>/<name>")
+    if summary["status"] == "unfinished" and (driver := holder(storage)) is not None and driver.is_alive():
+        summary["status"] = "running"
     if as_json:
         print(json.dumps(summary, indent=1))
     else:
@@ -239,7 +262,7 @@ def main() -> None:
     try:
         app()
     except ElasticDDPError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
+        Console(stderr=True).print("[bold red]error:[/] ", end="")
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
 

@@ -92,10 +92,10 @@ def prune(
     best_mode: Annotated[str, typer.Option(help="Whether its best value is the min or the max.")] = "min",
     orphans_older_than_s: Annotated[
         float | None,
-        typer.Option(min=0, help="What was never committed goes if nothing of it was written for so long; a day."),
+        typer.Option(min=0, help="Remove what was never committed and not written to for so long; by default a day."),
     ] = None,
     set_aside: Annotated[
-        bool, typer.Option("--set-aside", help="What was set aside, as it did not verify, goes, too.")
+        bool, typer.Option("--set-aside", help="Remove also what was set aside, as it did not verify.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

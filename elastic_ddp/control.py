@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 
+from elastic_ddp.cluster import RESUMES, connect
 from elastic_ddp.config import LONGEST_S
-from elastic_ddp.elastic.rendezvous import ANSWERS_WITHIN_S, NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
+from elastic_ddp.elastic.rendezvous import NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.lease import holder
-from elastic_ddp.ray_internals import use_token_on_this_machine
 from elastic_ddp.storage import Storage
 
 _ASK_AGAIN_S = 0.2
-_RESUMES = "the same command resumes it from its newest commit"
 
 
 class RunHandle:
@@ -37,9 +33,10 @@ class RunHandle:
 
         Returns:
             name, state (starting, training, waiting, stopping, or how it ended), step, total_steps, steps_per_s, loss,
-            generation, world_size, members (of each rank, node, node_id, pid and id), min_workers, max_workers, wanted
-            (what `resize` asked for), draining (ids of nodes), last_commit (steps done in it), last_loss_of_a_worker
-            (its time and error), in_place, driver (its host and pid, and the run's uri), pid (of the rendezvous).
+            generation, world_size (0 while it waits), members (of each rank, node, node_id, pid and id), min_workers,
+            max_workers, wanted (what `resize` asked for), draining (ids of nodes), last_commit (steps done in it),
+            last_loss_of_a_worker (its time and error), in_place, driver (its host and pid, and the run's uri), pid (of
+            the rendezvous).
         """
         status: Mapping[str, Any] = self._ask("status")
         return status
@@ -131,7 +128,7 @@ def live_runs() -> list[str]:
     Raises:
         ConfigError: there is no cluster.
     """
-    _connect()
+    connect()
     actors = ray.util.list_named_actors(all_namespaces=True)
     names = [each["name"] for each in actors if each["namespace"] == NAMESPACE]
     return sorted(name.removeprefix(RENDEZVOUS_PREFIX) for name in names if name.startswith(RENDEZVOUS_PREFIX))
@@ -149,11 +146,11 @@ def get_run(run: str) -> RunHandle:
     if "/" in run:
         driver = holder(Storage(run))
         if driver is not None and driver.is_alive() is False:
-            raise ConfigError(f"{run}: the driver of this run was killed, and {_RESUMES}. It was {driver}")
+            raise ConfigError(f"{run}: the driver of this run was killed, and {RESUMES}. It was {driver}")
         if driver is None or driver.ray_address is None:
             raise ConfigError(f"{run}: no driver of this run is live; give <storage>/<name> of one that is")
         address = driver.ray_address
-    _connect(address)
+    connect(address)
     try:
         return RunHandle(name, ray.get_actor(RENDEZVOUS_PREFIX + name, namespace=NAMESPACE))
     except ValueError:
@@ -161,25 +158,5 @@ def get_run(run: str) -> RunHandle:
         raise ConfigError(
             f"run {name!r} is not live on the cluster at {here}; live there are: {others}. Where there are "
             "several, set RAY_ADDRESS to the one that the run printed, or give <storage>/<name>. If its driver was "
-            f"killed, {_RESUMES}"
-        ) from None
-
-
-def _connect(address: str | None = None) -> None:
-    if ray.is_initialized():
-        return
-    address = address or os.environ.get("RAY_ADDRESS") or "auto"
-    if address == "local":
-        raise ConfigError("RAY_ADDRESS=local is no cluster to ask; set it to the address that the run printed")
-    host, _, port = address.rpartition(":")
-    try:
-        if "/" not in host and port.isdecimal():  # Ray itself would knock for minutes
-            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
-            use_token_on_this_machine(address)
-        ray.init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
-    except (OSError, OverflowError):
-        raise ConfigError(
-            f"there is no Ray cluster {'' if address == 'auto' else f'at {address} '}to ask; set RAY_ADDRESS to the "
-            "address that the run printed, or run this on a node of the cluster. If the driver of a run was killed, "
-            f"its cluster may be gone with it, and {_RESUMES}"
+            f"killed, {RESUMES}"
         ) from None

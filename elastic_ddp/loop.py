@@ -167,7 +167,7 @@ class Loop:
         first_step_s = part.account.step_done()
         metrics: dict[str, float] = {}
         if self.rank == 0:
-            self.link.progress(**self._newest(step))
+            self.link.progress(generation=generation.number, **self._newest(step))
             if first_step_s is not None:
                 self.link.say("first_step", generation=generation.number, seconds=first_step_s)
         if step.index % self.job.config.log_every_steps == 0 or self.position.step == self.job.total_steps:

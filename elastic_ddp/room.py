@@ -13,6 +13,28 @@ def workers_that_fit(node: Mapping[str, float], resources_per_worker: Mapping[st
     return min(int(node.get(name, 0.0) // amount) for name, amount in resources_per_worker.items() if amount)
 
 
+def lack_of_room(
+    nodes: Sequence[Mapping[str, float]], resources_per_worker: Mapping[str, float], min_workers: int
+) -> str | None:
+    """Why nodes with these resources cannot hold so many workers, and what to change; None if they can."""
+    needs = {name: amount for name, amount in resources_per_worker.items() if amount}
+    room = sum(workers_that_fit(node, needs) for node in nodes)
+    if room >= min_workers:
+        return None
+    most = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in needs}
+    lacking = [
+        f"{name}={amount:g} (the most that one has: {most[name]:g})"
+        for name, amount in needs.items()
+        if most[name] < amount
+    ]
+    if lacking:
+        return f"no node has resources_per_worker {', '.join(lacking)}; ask for less of that, or add nodes that have it"
+    return (
+        f"there is room for {room} of the {min_workers} workers of min_workers={min_workers}, each of {needs}; lower "
+        "min_workers or resources_per_worker, or add nodes"
+    )
+
+
 def check_cpus(
     nodes: Sequence[Mapping[str, float]],
     *,

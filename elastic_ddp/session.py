@@ -25,6 +25,7 @@ WORKERS_LEAVE_S = 5.0
 """How long workers may take to leave when the run is over and nothing is saved any more, before they are ended."""
 LOOK_S = 0.5
 """How often it is looked meanwhile what they say."""
+A_WORKER_WAS_LOST = "a worker was lost"
 
 
 class Session:
@@ -38,6 +39,7 @@ class Session:
             "step": resumed_from_step or 0,
             "samples": resumed.record.get("samples", 0) if resumed else 0,
             "world_size": 0,
+            "generation": 0,
         }
         self._rendezvous = rendezvous
         self._ledger = Ledger(job.storage, lease.session)
@@ -96,6 +98,8 @@ class Session:
             for event in news.events:
                 self._record(dict(event))
                 seen += 1
+            if news.num_alive < self._job.config.min_workers and self._state == A_WORKER_WAS_LOST:
+                self._state = f"{A_WORKER_WAS_LOST}, waiting for its replacement"
             if not news.num_alive and self._state == "training" and news.outcome is None:
                 self._state = "waiting for workers, which need a node that is not drained"
             self._show(news.progress)
@@ -182,7 +186,8 @@ class Session:
         self._ledger.append(name, at=at, **event)
         if name == "generation":
             self._state = "training"
-            self._newest |= {"step": event["first_step"], "world_size": event["world_size"]}
+            self._newest |= {"step": event["first_step"]}
+            self._newest |= {name: event[name] for name in ("world_size", "generation")}
             workers = "1 worker" if event["world_size"] == 1 else f"{event['world_size']} workers"
             self._progress.note(
                 f"generation {event['generation']} ({event['reason']}): {workers} from step {event['first_step']}"
@@ -202,7 +207,7 @@ class Session:
         elif name == "commit_left_out":
             self._progress.note(f"step {event['step']} is not committed: the commit before is still being written")
         elif name == "worker_lost":
-            self._state = "a worker was lost, waiting for its replacement"
+            self._state = A_WORKER_WAS_LOST
             self._progress.note(
                 f"a worker was lost in generation {event['generation']}: {event['error'].splitlines()[0]}"
             )
@@ -223,6 +228,8 @@ class Session:
 
     def _show(self, progress: dict[str, Any]) -> None:
         newest = self._newest | progress
+        if newest["generation"] < self._newest["generation"]:  # nobody has made a step in the newest one
+            newest |= {name: self._newest[name] for name in ("step", "world_size")}
         self._progress.update(
             newest["step"],
             metrics={"loss": newest["loss"]} if newest.get("loss") is not None else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import logging
 import os
 import socket
 import tempfile
@@ -22,6 +21,7 @@ from rich.text import Text
 
 from elastic_ddp import errors
 from elastic_ddp.checkpoint import CommitCatalog
+from elastic_ddp.cluster import connect_or_start
 from elastic_ddp.config import RunConfig
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import materialize
@@ -31,9 +31,9 @@ from elastic_ddp.elastic.rendezvous import start_rendezvous
 from elastic_ddp.errors import ConfigError, TrainFunctionError
 from elastic_ddp.job import COMMITS, Job, has_commits
 from elastic_ddp.lease import DriverLease
-from elastic_ddp.ray_internals import WRITTEN_FOR, use_token_on_this_machine
+from elastic_ddp.ray_internals import WRITTEN_FOR
 from elastic_ddp.ray_train import is_in_place
-from elastic_ddp.room import check_cpus, workers_that_fit
+from elastic_ddp.room import check_cpus, lack_of_room
 from elastic_ddp.session import Session
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import new_session, read_ledger, summarize
@@ -166,22 +166,14 @@ class ElasticTrainer:
                 f"run {self.config.name!r} has {resumed.step:,} steps behind it, and is to have {job.total_steps:,}: a "
                 "run does not go back; give it as many or more, or another name"
             )
-        if not ray.is_initialized():
-            # A running cluster if there is one (RAY_ADDRESS, `ray start`), otherwise this machine.
-            use_token_on_this_machine(os.environ.get("RAY_ADDRESS", ""))
-            context: Any = ray.init(log_to_driver=True, logging_level=logging.WARNING)
-            address = ray.get_runtime_context().gcs_address
-            if str(context.address_info["session_dir"]).endswith(f"_{os.getpid()}"):  # who began the session
-                _note(f"started Ray on this machine, at {address} (RAY_ADDRESS names a cluster to use instead)")
-            else:
-                _note(f"using Ray at {address} (RAY_ADDRESS names another cluster, RAY_ADDRESS=local starts one here)")
+        may_grow = not connect_or_start(_note)
         lease.renew(ray_address=ray.get_runtime_context().gcs_address)
         if self.config.in_place and not is_in_place(self.config):
             _note(
                 f"Ray {version('ray')} is not the one that workers are resized in place with ({WRITTEN_FOR}): when "
                 "one comes or goes, all are started again from the newest commit"
             )
-        self._check_resources()
+        self._check_resources(may_grow=may_grow)
         groups, lanes = len(index.group_rows), self.config.num_micro_batches
         if (times := (groups + lanes - 1) / groups) > 1.5:
             _note(
@@ -250,14 +242,14 @@ class ElasticTrainer:
             ]
             if theirs.get("data") != index.fingerprint:
                 now = "is the same, with other contents" if before == str(index) else f"is {index}"
-                changed.append(f"data was {before} and {now}")
+                changed.append(f"data was {before} and {now} (files are told by path, size and time of change or ETag)")
             if changed:
                 raise ConfigError(
                     f"run {self.config.name!r} in {self.config.storage} began with other settings: "
                     f"{'; '.join(changed)}. A run cannot change them; set them back, or use another name"
                 ) from None
 
-    def _check_resources(self) -> None:
+    def _check_resources(self, *, may_grow: bool) -> None:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         check_cpus(
             nodes,
@@ -266,13 +258,11 @@ class ElasticTrainer:
             options=self.config.data,
             has_transform=self._transform is not None,
         )
-        needs = {name: amount for name, amount in self.config.resources_per_worker.items() if amount}
-        room = sum(workers_that_fit(node, needs) for node in nodes)
-        if room < self.config.min_workers:
-            _note(
-                f"the cluster has room for {room} workers of {needs}, and min_workers is {self.config.min_workers}: "
-                "waiting for nodes; without an autoscaler, lower min_workers or resources_per_worker"
-            )
+        if (lack := lack_of_room(nodes, self.config.resources_per_worker, self.config.min_workers)) is None:
+            return
+        if not may_grow:
+            raise ConfigError(f"{lack}. Ray was started for this run alone; on a cluster it would wait for nodes")
+        _note(f"waiting for nodes: {lack}")
 
     def _finished(self, total_steps: int) -> RunResult | None:
         try:

@@ -64,8 +64,7 @@ def wait_for_step(folder: Path, step: int) -> list[dict[str, Any]]:
         time.sleep(0.1)
 
 
-def main() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="survive-"))
+def main(folder: Path) -> None:
     (folder / "data").mkdir()
     random = np.random.default_rng(0)
     x = random.normal(size=(ROWS, FEATURES)).astype(np.float32)
@@ -91,7 +90,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if len(sys.argv) == 4:
         fit(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    elif sys.argv[1:]:
+        print(__doc__)
     else:
-        main()
+        with tempfile.TemporaryDirectory(prefix="survive-") as temporary:
+            main(Path(temporary))

@@ -64,6 +64,8 @@ def warm_cosine(done: float) -> float:
 
 def workers(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
+    if not (low + (high or low)).isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of workers nor MIN:MAX, such as 1:2")
     return int(low), int(high or low)
 
 
@@ -74,7 +76,9 @@ def parse() -> argparse.Namespace:
         "--storage", default="runs", help="where runs are kept: a path or a URI such as s3://bucket/runs"
     )
     parser.add_argument(
-        "--data", help="a folder of text or of Parquet with a `window` column; default: Python's library"
+        "--data",
+        help="a folder of Parquet with a `window` column, or of text, which is cut into ./data; default: the standard "
+        "library's",
     )
     parser.add_argument("--held-out", help="Parquet to evaluate on, when --data is Parquet")
     parser.add_argument("--steps", type=int, default=200)

@@ -127,7 +127,8 @@ def _list(source: str) -> list[DataFile]:
         else:
             wanted = {path: fs.info(path)}
     except FileNotFoundError:
-        raise DataError(f"data={source!r}: there is no such file or folder; check the path") from None
+        where = "" if source == path else f" (at {path})"
+        raise DataError(f"data={source!r}: there is no such file or folder{where}; check the path") from None
     except Exception as error:  # file systems raise whatever their client library does
         raise DataError(f"data={source!r} cannot be listed: {described(error)}; {remedy(error)}") from error
     if not wanted:

@@ -386,9 +386,9 @@ class Assembly:
 
     def facts(self) -> dict[str, Any]:
         """For `elastic-ddp status`."""
-        membership = self.membership
+        membership, state, facts = self.membership, self.doing(), self.journal.facts()
         return {
-            "state": self.doing(),
+            "state": state,
             "wanted": membership.wanted,
             "members": [
                 {"rank": rank, "node": each.node, "node_id": each.node_id, "pid": each.pid, "id": each.id}
@@ -397,7 +397,8 @@ class Assembly:
             ],
             "draining": membership.draining,
             "last_commit": self.last_commit,
-            **self.journal.facts(),
+            **facts,
+            "world_size": 0 if state == "waiting" else facts["world_size"],
         }
 
     # The record.

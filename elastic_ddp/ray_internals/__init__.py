@@ -33,12 +33,14 @@ def use_token_on_this_machine(address: str) -> None:
         address: host and port of a cluster. One on another machine is not sent this one's token: `RAY_AUTH_MODE=token`
             says that it is to be.
     """
-    host = address.rpartition(":")[0].strip("[]")
-    if "RAY_AUTH_MODE" in os.environ or not are_known() or not host or not _is_here(host) or not _asks_token(address):
+    if not are_known():
         return
     from ray._private.authentication import authentication_token_setup as tokens
 
     tokens.logger.setLevel(logging.ERROR)  # it would warn that there is one
+    host = address.rpartition(":")[0].strip("[]")
+    if "RAY_AUTH_MODE" in os.environ or not host or not _is_here(host) or not _asks_token(address):
+        return
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 

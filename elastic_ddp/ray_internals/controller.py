@@ -63,8 +63,9 @@ LEAVE_WITHIN_S = 5.0
 
 _OF_NO_USE = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 """Callbacks of Ray Train, see `ElasticTorchTrainer`."""
-_CHATTERS = ("scaling_policy.elastic", "failure_handling.default")
-"""They tell of every look at the cluster, and of every lost worker as if the run had failed."""
+_CHATTERS = ("scaling_policy", "worker_group", "failure_handling.default")
+"""They tell of every look at the cluster and every try to start workers, and of every lost one as if the run had
+failed."""
 
 
 class InPlaceController(TrainController):

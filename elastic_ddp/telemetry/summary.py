@@ -15,7 +15,13 @@ from elastic_ddp.telemetry.goodput import PARTS, STALLS, Event, goodput, stalls
 WORKER_LOST = "worker lost"
 """What a generation is formed for that replaces one which broke."""
 
-_STYLES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red", "unfinished": "bold yellow"}
+_STYLES = {
+    "running": "bold green",
+    "finished": "bold green",
+    "stopped": "bold yellow",
+    "failed": "bold red",
+    "unfinished": "bold yellow",
+}
 
 
 def summarize(
@@ -118,7 +124,8 @@ def _at(step: int | None, summary: Mapping[str, Any]) -> str:
 
 
 def render(summary: Mapping[str, Any]) -> RenderableType:
-    """The summary as rich shows it: the facts, then one line for each generation."""
+    """The summary as rich shows it: the facts, then one line for each generation. Who knows that an unfinished run is
+    live makes its status "running"."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -156,6 +163,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     table.add_column("formed for", overflow="fold")
     table.add_column("ended by", overflow="fold")
     for row in summary["generations"]:
+        is_live = status == "running" and row is summary["generations"][-1]
         table.add_row(
             *[_count(row["session_number"]) for _ in session],
             str(row["generation"]),
@@ -164,7 +172,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
             _count(row["last_step"]),
             _stall(row),
             Text(str(row["reason"])),
-            Text(str(row["ended_by"] or "nothing that was logged")),
+            Text(str(row["ended_by"] or ("" if is_live else "nothing that was logged"))),
         )
     return Group(title, facts, Text(), table)
 

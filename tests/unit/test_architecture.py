@@ -21,7 +21,7 @@ LAYERS = (
     ("cli",),
     ("cli_checkpoints",),
     ("control", "trainer"),
-    ("session",),
+    ("session", "cluster"),
     ("worker",),
     ("ray_train", "run"),
     ("loop",),
@@ -42,7 +42,18 @@ LAYERS = (
 """Top to bottom. A module imports from its own part and from the layers below; parts of one layer do not know each
 other. What only a type checker follows is free."""
 
-MAY_IMPORT_RAY = {"control", "trainer", "session", "ray_train", "ray_internals", "worker", "elastic", "data", "cli"}
+MAY_IMPORT_RAY = {
+    "control",
+    "cluster",
+    "trainer",
+    "session",
+    "ray_train",
+    "ray_internals",
+    "worker",
+    "elastic",
+    "data",
+    "cli",
+}
 
 KNOWS_RAYS_INTERNALS = "elastic_ddp.ray_internals"
 """They change with every release of Ray, so one package has them all, and no other Ray than its own is shown to it."""

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,10 @@ import ray
 from typer.testing import CliRunner
 
 from elastic_ddp import cli, trainer
+from elastic_ddp.cluster import connect_or_start
 from elastic_ddp.driver import Driver
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.lease import DriverLease
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import Ledger, summarize
 
@@ -106,6 +109,27 @@ def test_show_prints_json_that_a_program_can_read(tmp_path: Path) -> None:
     assert summary["storage"] == str(tmp_path)
 
 
+def test_show_of_a_live_run_says_that_it_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(Storage(tmp_path), "s1")
+    ledger.append("session_started", resumed_from_step=None, config={"name": "lm"}, versions={})
+    ledger.append("generation", generation=1, world_size=3, first_step=0, reason="start")
+    ledger.close()
+    assert "unfinished" in (killed := invoke("show", str(tmp_path)).output) and "nothing that was logged" in killed
+    with DriverLease(Storage(tmp_path), "lm", "s1", print) as lease:
+        lease.acquire()
+        monkeypatch.setattr(Driver, "is_alive", lambda driver: True)  # as another process sees it
+        live = invoke("show", str(tmp_path)).output
+        assert "running" in live and "nothing that was logged" not in live
+        monkeypatch.setattr(Driver, "is_alive", lambda driver: None)
+        assert "unfinished" in invoke("show", str(tmp_path)).output, "on another machine, it cannot be told"
+    monkeypatch.setattr(Driver, "is_alive", lambda driver: True)
+    assert "unfinished" in invoke("show", str(tmp_path)).output
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(monkeypatch, capsys, "--version") == (0, f"elastic_ddp {version('elastic_ddp')}\n", "")
+
+
 def test_show_of_nothing_says_what_to_give_and_makes_no_folder(tmp_path: Path) -> None:
     folder = tmp_path / "nothing"
     with pytest.raises(ConfigError) as caught:
@@ -119,17 +143,22 @@ def test_our_errors_are_one_line_and_a_failed_exit(
 ) -> None:
     status, out, err = main(monkeypatch, capsys, "show", str(tmp_path))
     assert (status, out) == (1, "")
-    assert err == f"error: ConfigError: {tmp_path}: there is no run here; give <storage>/<name>\n"
+    assert err == f"error: {tmp_path}: there is no run here; give <storage>/<name>\n"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:70000", "no-such-host.invalid:1"])
 def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """To who asks about runs, and to a driver. Ray itself would knock for minutes."""
     with socket.socket() as bound:  # and does not listen
         bound.bind(("127.0.0.1", 0))
         address = address.format(port=bound.getsockname()[1])
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=f"no Ray cluster at {re.escape(address)} to ask; set RAY_ADDRESS"):
             invoke("status")
+        with pytest.raises(
+            ConfigError, match=f"RAY_ADDRESS='{re.escape(address)}': no Ray cluster answers there .* local"
+        ):
+            connect_or_start(print)
 
 
 def test_a_run_whose_driver_was_killed_is_resumed_by_the_same_command(

@@ -145,6 +145,19 @@ def test_the_status_follows_the_run(play: Play, long_polls: None) -> None:
     play(scenario)
 
 
+def test_a_run_that_waits_has_no_workers(play: Play, long_polls: None) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        await rendezvous.take([{"event": "generation", "generation": 1, "world_size": 2}], None)
+        assert (await rendezvous.status())["world_size"] == 2
+        for each in (member("a", 0), member("a", 1)):
+            await rendezvous.retire(each)
+        status = await rendezvous.status()
+        assert (status["state"], status["world_size"], status["members"]) == ("waiting", 0, [])
+
+    play(scenario)
+
+
 def test_of_one_presumed_dead_neither_progress_nor_time_counts(play: Play, long_polls: None) -> None:
     ended = {"event": "generation_ended", "time": 0.0, "generation": 1, "account": {"useful": 60.0}}
 

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ddp.config import DataConfig
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.room import check_cpus, workers_that_fit
+from elastic_ddp.room import check_cpus, lack_of_room, workers_that_fit
 
 
 def test_a_node_has_room_for_as_many_workers_as_its_scarcest_resource() -> None:
@@ -15,6 +15,19 @@ def test_a_node_has_room_for_as_many_workers_as_its_scarcest_resource() -> None:
     assert workers_that_fit(node, {"CPU": 2.0, "GPU": 1.0}) == 2
     assert workers_that_fit(node, {"CPU": 0.0, "GPU": 0.5}) == 4, "what is not reserved does not count"
     assert workers_that_fit(node, {"CPU": 2.0, "TPU": 1.0}) == 0
+
+
+def test_what_a_cluster_lacks_is_named_with_what_to_change() -> None:
+    nodes = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}]
+    assert lack_of_room(nodes, {"CPU": 2.0}, 4) is None and lack_of_room(nodes, {"CPU": 4.0, "GPU": 0.0}, 2) is None
+    few = lack_of_room(nodes, {"CPU": 2.0, "GPU": 1.0}, 2) or ""
+    assert few.startswith(
+        "there is room for 1 of the 2 workers of min_workers=2, each of {'CPU': 2.0, 'GPU': 1.0}; lower"
+    )
+    none = lack_of_room(nodes, {"CPU": 2.0, "GPU": 2.0}, 1) or ""
+    assert none.startswith("no node has resources_per_worker GPU=2 (the most that one has: 1); ask for less")
+    assert "CPU=8 (the most that one has: 4), GPU=2" in (lack_of_room(nodes, {"CPU": 8.0, "GPU": 2.0}, 1) or "")
+    assert "GPU=1 (the most that one has: 0)" in (lack_of_room([], {"GPU": 1.0}, 1) or "")
 
 
 def cpus(nodes: list[dict[str, float]], *, per_task: float, concurrency: int = 1, **options: float) -> None:

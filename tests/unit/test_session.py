@@ -15,6 +15,7 @@ from elastic_ddp.elastic.journal import Journal
 from elastic_ddp.elastic.members import Arrival
 from elastic_ddp.lease import DriverLease
 from elastic_ddp.session import Session
+from elastic_ddp.telemetry import Progress
 from elastic_ddp.telemetry.ledger import read_ledger
 from tests.unit.alone import NewRun
 from tests.unit.here import RendezvousHere
@@ -72,6 +73,33 @@ def test_a_driver_whose_disk_is_full_for_a_while_follows_its_run_all_the_same(
 
     monkeypatch.setattr(Journal, "after", fail)
     assert drive(lambda _: None)[-1]["event"] == "finished" and next(failures, None) is None
+
+
+def test_what_is_shown_never_goes_back_to_the_generation_before(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker tells of steps and of generations apart, and of the newest steps only now and then."""
+    shown: list[tuple[Any, ...]] = []
+
+    def update(_: Progress, step: int, *, world_size: int, state: str, **__: Any) -> None:
+        shown.append((step, world_size, state))
+
+    monkeypatch.setattr(Progress, "update", update)
+    generation = {"event": "generation", "time": 0.0, "reason": "worker lost", "world_size": 1, "generation": 2}
+    lost = {"event": "worker_lost", "time": 0.0, "generation": 1, "error": "its process ended"}
+    job = new_run(min_workers=2, max_workers=2, global_batch_size=8, micro_batch_size=4)._loop.job
+    with DriverLease(job.storage, "test", "session", print) as lease:
+        session = Session(job, None, None, lease)  # type: ignore[arg-type]
+        session._record({**generation, "reason": "start", "world_size": 2, "generation": 1, "first_step": 0})
+        told = {"step": 31, "samples": 31, "world_size": 2, "generation": 1, "loss": 0.5}
+        session._show(told)
+        session._record(dict(lost))
+        session._show(told)
+        session._record({**generation, "first_step": 40})
+        session._show(told)
+        session._show({**told, "step": 41, "generation": 2, "world_size": 1})
+    training, was_lost = "training", "a worker was lost"
+    assert shown == [(31, 2, training), (31, 2, was_lost), (40, 1, training), (41, 1, training)]
 
 
 def test_a_worker_that_does_not_leave_is_not_waited_for(drive: Drive) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 
 from elastic_ddp import ElasticTrainer
 from elastic_ddp.errors import ConfigError, DataError
@@ -56,6 +57,20 @@ def test_a_run_with_other_data_is_refused_with_what_both_are(tmp_path: Path) -> 
         fit("a", "b")
     with pytest.raises(ConfigError, match=r"data was 128 rows in .* is the same, with other contents"):
         fit("a", "*b")
+
+
+def test_room_that_can_never_come_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"name": "run", "storage": str(tmp_path), "steps": 1, "global_batch_size": 8, "micro_batch_size": 1}
+    trainer = ElasticTrainer(takes_a_run, "data", {**settings, "min_workers": 3, "max_workers": 3})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
+    with pytest.raises(ConfigError, match=r"room for 2 of the 3 workers .* Ray was started for this run alone"):
+        trainer._check_resources(may_grow=False)
+    trainer._check_resources(may_grow=True)
+    assert capsys.readouterr().err.startswith(
+        "waiting for nodes: there is room for 2 of the 3 workers of min_workers=3"
+    )
 
 
 def test_a_run_does_not_go_back(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""How a process gets onto a Ray cluster: that which it is told of, one on this machine or, for a driver, its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from elastic_ddp.elastic.rendezvous import ANSWERS_WITHIN_S, NAMESPACE
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.ray_internals import use_token_on_this_machine
+
+RESUMES = "the same command resumes it from its newest commit"
+
+
+def connect_or_start(note: Callable[[str], None]) -> bool:
+    """Connects a driver to the cluster that `RAY_ADDRESS` names, or that `ray start` began on this machine; otherwise
+    starts one here. Nothing where it is connected.
+
+    Args:
+        note: tells a person at the terminal which it is.
+
+    Returns:
+        Whether it started one, which is this machine and stays so.
+
+    Raises:
+        ConfigError: nobody answers at `RAY_ADDRESS`.
+    """
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS", "")
+    try:
+        _reach(address)
+    except OSError as error:
+        raise ConfigError(
+            f"RAY_ADDRESS={address!r}: no Ray cluster answers there ({error}); set it to the address of one that does, "
+            "or to local, which starts one on this machine"
+        ) from error
+    context: Any = ray.init(log_to_driver=True, logging_level=logging.WARNING)
+    address = ray.get_runtime_context().gcs_address
+    if not str(context.address_info["session_dir"]).endswith(f"_{os.getpid()}"):  # who began the session
+        note(f"using Ray at {address} (RAY_ADDRESS names another cluster, RAY_ADDRESS=local starts one here)")
+        return False
+    note(f"started Ray on this machine, at {address} (RAY_ADDRESS names a cluster to use instead)")
+    return True
+
+
+def connect(address: str | None = None) -> None:
+    """Connects whoever asks about runs to a cluster; by default to that of `RAY_ADDRESS`, or of this machine. Nothing
+    where it is connected.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if ray.is_initialized():
+        return
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if address == "local":
+        raise ConfigError("RAY_ADDRESS=local is no cluster to ask; set it to the address that the run printed")
+    try:
+        _reach(address)
+        ray.init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
+    except OSError:
+        raise ConfigError(
+            f"there is no Ray cluster {'' if address == 'auto' else f'at {address} '}to ask; set RAY_ADDRESS to the "
+            "address that the run printed, or run this on a node of the cluster. If the driver of a run was killed, "
+            f"its cluster may be gone with it, and {RESUMES}"
+        ) from None
+
+
+def _reach(address: str) -> None:
+    """Raises an OSError if nobody answers at a host and port: Ray itself would knock for minutes. Whatever else an
+    address may be is left to Ray."""
+    host, _, port = address.rpartition(":")
+    if "/" not in host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
+        except OverflowError as error:  # no port has that number
+            raise OSError(str(error)) from error
+    use_token_on_this_machine(address)
