@@ -14,6 +14,8 @@ from elastic_ddp.elastic.rendezvous import ANSWERS_WITHIN_S, NAMESPACE
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.ray_internals import use_token_on_this_machine
 
+_started: list[str] = []
+"""Addresses of the clusters that this process has started."""
 RESUMES = "the same command resumes it from its newest commit"
 
 
@@ -25,27 +27,28 @@ def connect_or_start(note: Callable[[str], None]) -> bool:
         note: tells a person at the terminal which it is.
 
     Returns:
-        Whether it started one, which is this machine and stays so.
+        Whether the cluster is one that this function started, of this machine alone.
 
     Raises:
         ConfigError: nobody answers at `RAY_ADDRESS`.
     """
     if ray.is_initialized():
-        return False
+        return ray.get_runtime_context().gcs_address in _started
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         _reach(address)
+        context: Any = ray.init(log_to_driver=True, logging_level=logging.WARNING)
     except OSError as error:
         raise ConfigError(
             f"RAY_ADDRESS={address!r}: no Ray cluster answers there ({error}); set it to the address of one that does, "
             "or to local, which starts one on this machine"
         ) from error
-    context: Any = ray.init(log_to_driver=True, logging_level=logging.WARNING)
     address = ray.get_runtime_context().gcs_address
     if not str(context.address_info["session_dir"]).endswith(f"_{os.getpid()}"):  # who began the session
         note(f"using Ray at {address} (RAY_ADDRESS names another cluster, RAY_ADDRESS=local starts one here)")
         return False
     note(f"started Ray on this machine, at {address} (RAY_ADDRESS names a cluster to use instead)")
+    _started.append(address)
     return True
 
 

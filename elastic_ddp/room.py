@@ -10,7 +10,12 @@ from elastic_ddp.errors import ConfigError
 
 def workers_that_fit(node: Mapping[str, float], resources_per_worker: Mapping[str, float]) -> int:
     """On a node with these resources, such as `{"CPU": 8, "GPU": 1}`, and nothing else."""
-    return min(int(node.get(name, 0.0) // amount) for name, amount in resources_per_worker.items() if amount)
+    # Ray counts in ten-thousandths; in floating point, five times 0.4 CPUs are more than two.
+    return min(
+        round(node.get(name, 0.0) * 10_000) // round(amount * 10_000)
+        for name, amount in resources_per_worker.items()
+        if amount
+    )
 
 
 def lack_of_room(

@@ -98,11 +98,7 @@ class Session:
             for event in news.events:
                 self._record(dict(event))
                 seen += 1
-            if news.num_alive < self._job.config.min_workers and self._state == A_WORKER_WAS_LOST:
-                self._state = f"{A_WORKER_WAS_LOST}, waiting for its replacement"
-            if not news.num_alive and self._state == "training" and news.outcome is None:
-                self._state = "waiting for workers, which need a node that is not drained"
-            self._show(news.progress)
+            self._show(news)
             if news.events:
                 self._ledger.flush()
             if not running:
@@ -226,8 +222,12 @@ class Session:
             self._state = "training"
             self._progress.note(f"{event['name']} {event['loss']:.4f} at step {event['step']}")
 
-    def _show(self, progress: dict[str, Any]) -> None:
-        newest = self._newest | progress
+    def _show(self, news: News) -> None:
+        if news.num_alive < self._job.config.min_workers and self._state == A_WORKER_WAS_LOST:
+            self._state = f"{A_WORKER_WAS_LOST}, waiting for its replacement"
+        if not news.num_alive and self._state == "training" and news.outcome is None:
+            self._state = "waiting for workers, which need a node that is not drained"
+        newest = self._newest | news.progress
         if newest["generation"] < self._newest["generation"]:  # nobody has made a step in the newest one
             newest |= {name: self._newest[name] for name in ("step", "world_size")}
         self._progress.update(

@@ -6,7 +6,6 @@ of workers. Both are shown as `elastic-ddp show` does; their weights and samples
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -14,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,15 @@ def fit(folder: Path, name: str, workers: int) -> None:
     ed.ElasticTrainer(train, str(folder / "data"), config).fit()
 
 
-def driver(folder: Path, name: str, workers: int) -> subprocess.Popen[bytes]:
-    """A run in a process of its own: this file again."""
-    return subprocess.Popen([sys.executable, __file__, str(folder), name, str(workers)], start_new_session=True)
+@contextmanager
+def driver(folder: Path, name: str, workers: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A run in a process of its own: this file again. It is killed in the end, also when this is interrupted."""
+    process = subprocess.Popen([sys.executable, __file__, str(folder), name, str(workers)], start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def wait_for_step(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -72,15 +79,14 @@ def main(folder: Path) -> None:
     table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), FEATURES), "y": y})
     pq.write_table(table, folder / "data" / "rows.parquet", row_group_size=500)
 
-    assert driver(folder, "calm", 1).wait() == 0
-    stormy = driver(folder, "stormy", 2)
-    atexit.register(stormy.kill)  # also when this is interrupted
-    members = [event for event in wait_for_step(folder, 130) if event["event"] == "rendezvous"][-1]["members"]
-    os.kill(members[0]["pid"], signal.SIGKILL)
-    wait_for_step(folder, 260)
-    stormy.kill()
-    stormy.wait()
-    assert driver(folder, "stormy", 3).wait() == 0
+    with driver(folder, "calm", 1) as calm:
+        assert calm.wait() == 0
+    with driver(folder, "stormy", 2):
+        members = [event for event in wait_for_step(folder, 130) if event["event"] == "rendezvous"][-1]["members"]
+        os.kill(members[0]["pid"], signal.SIGKILL)
+        wait_for_step(folder, 260)
+    with driver(folder, "stormy", 3) as resumed:
+        assert resumed.wait() == 0
 
     runs = [json.loads((folder / "runs" / name / "summary.json").read_text()) for name in ("calm", "stormy")]
     Console().print(*map(render, runs), sep="\n\n")
@@ -95,5 +101,5 @@ if __name__ == "__main__":
     elif sys.argv[1:]:
         print(__doc__)
     else:
-        with tempfile.TemporaryDirectory(prefix="survive-") as temporary:
+        with tempfile.TemporaryDirectory(prefix="survive-", ignore_cleanup_errors=True) as temporary:
             main(Path(temporary))

@@ -46,8 +46,6 @@ class StepBuffers:
         self._module = module
         self._known: set[tuple[int, str]] | None = None
         """The buffers that there were, by owner and name."""
-        self._is_checked = False
-        """Whether they were looked at after a forward, as only the first one is likely to make any."""
 
     def begin(self) -> None:
         """Remembers what the step starts from."""
@@ -56,6 +54,8 @@ class StepBuffers:
         ]
         self._absent = [(owner, name) for owner, name, buffer in everything if buffer is None or not buffer.numel()]
         self._check_known({(id(owner), name) for owner, name, _ in everything})
+        self._is_checked = False
+        """Whether they were looked at after a forward of this step."""
         places = [(owner, name, buffer) for owner, name, buffer in everything if buffer is not None and buffer.numel()]
         # By place, not by tensor: a forward may change a buffer as well as put another tensor there.
         self._places = sorted(places, key=lambda place: not place[2].is_floating_point())
@@ -79,7 +79,9 @@ class StepBuffers:
         for owner, name in self._absent:
             if (filled := owner._buffers.get(name)) is not None and filled.numel():
                 raise _refusal(owner, name, "was None or empty before a forward filled it")
-        if not self._is_checked:  # before the first commit; what others make is found when the next step begins
+        # What the first forward has made is found before the step counts, is committed or handed on, and what another
+        # one has when the next step begins.
+        if not self._is_checked:
             self._check_known({(id(owner), name) for owner in self._module.modules() for name in owner._buffers})
             self._is_checked = True
         starts = self._start + self._others_start

@@ -17,6 +17,8 @@ ROOM_IS_TOLD_WITHIN_S = 2
 """How long the controller waits for Ray to say what room there is, which is on another node perhaps. By default 5 s."""
 NODE_ID = "ray.io/node-id"
 """A label that every node has."""
+NODE_GROUP = "ray.io/node-group"
+"""A label that those have which an autoscaler started."""
 
 
 def hasten() -> None:
@@ -28,10 +30,11 @@ def hasten() -> None:
 
 
 class _Request(ScalingConfig):
-    """Of a run whose workers are on `nodes`: room for these is asked for there.
+    """Of a run with workers on `nodes`: room for these is asked for there.
 
     Otherwise the autoscaler counts it against any node, and keeps one that is empty while it takes no other that a
-    worker is on. Autoscalers before Ray's second one do not look at it.
+    worker is on. Autoscalers before Ray's second one do not look at it; that one grants nothing of a request which
+    names a node that it does not manage, or is about to take.
     """
 
     nodes: tuple[str, ...] = ()
@@ -68,7 +71,7 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
 
         Args:
             limit: workers that the run may have.
-            nodes: those on which its workers are, once for each.
+            nodes: those on which its workers are and stay, once for each; an autoscaler has started them.
             avoid: nodes on which there is no room for the run.
             out_of_use: what there is on these.
         """

@@ -107,8 +107,8 @@ def test_a_native_run_sees_the_same_samples_and_repeats_itself(folder: Path, cal
     assert native.samples_sha256 == calm.samples_sha256
     assert native.metrics["validation_loss"] == pytest.approx(calm.metrics["validation_loss"], rel=1e-3)
     y = pq.read_table(folder / "held-out")["y"].to_numpy()
-    assert native.metrics["plain_loss"] == pytest.approx(y.mean(), rel=1e-12)
-    assert native.metrics["squared_loss"] == pytest.approx((y**2).mean(), rel=1e-12)
+    assert native.metrics["plain"] == pytest.approx(y.mean(), rel=1e-12)
+    assert native.metrics["squared"] == pytest.approx((y**2).mean(), rel=1e-12)
 
 
 def test_an_evaluation_is_the_mean_over_the_rows_each_of_them_once(folder: Path, calm: ed.RunResult) -> None:

@@ -318,13 +318,17 @@ def test_newcomers_and_what_goes_with_a_drained_node_are_no_failures_of_the_run(
 
 
 def test_room_is_asked_for_where_those_are_who_stay(controller: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    alive = [{"NodeID": name, "Alive": name != "gone", "Resources": {"CPU": 2.0}} for name in ("one", "cut", "gone")]
-    monkeypatch.setattr("ray.nodes", lambda: alive)
+    names = ("one", "two", "cut", "gone", "draining", "by hand")
+    nodes = [{"NodeID": name, "Alive": name != "gone", "Resources": {"CPU": 2.0}} for name in names]
+    for each in nodes:
+        each["Labels"] = {} if each["NodeID"] == "by hand" else {"ray.io/node-group": "spot"}
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
     policy = controller._scaling_policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4)))
     ask = mock.Mock()
     monkeypatch.setattr(policy, "ask", ask)
     group = FakeGroup("")
     group.workers = [a_worker("a", "one"), a_worker("b", "two"), a_worker("c", "two"), a_worker("d", "cut")]
+    group.workers += [a_worker("starts", "draining"), a_worker("e", "by hand"), a_worker("f", "gone")]
     orders = NOBODY._replace(lost={"b": "SIGKILL"}, leaving=["d"], avoid=["cut", "gone", "draining"])
     controller._ask_for_room(group, orders, {"draining": 30.0})
     assert ask.call_count == 1

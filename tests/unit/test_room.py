@@ -15,6 +15,7 @@ def test_a_node_has_room_for_as_many_workers_as_its_scarcest_resource() -> None:
     assert workers_that_fit(node, {"CPU": 2.0, "GPU": 1.0}) == 2
     assert workers_that_fit(node, {"CPU": 0.0, "GPU": 0.5}) == 4, "what is not reserved does not count"
     assert workers_that_fit(node, {"CPU": 2.0, "TPU": 1.0}) == 0
+    assert workers_that_fit({"CPU": 2.0}, {"CPU": 0.4}) == 5 and workers_that_fit({"CPU": 1.0}, {"CPU": 0.1}) == 10
 
 
 def test_what_a_cluster_lacks_is_named_with_what_to_change() -> None:

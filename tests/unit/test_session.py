@@ -13,6 +13,7 @@ import ray
 from elastic_ddp import session as session_module
 from elastic_ddp.elastic.journal import Journal
 from elastic_ddp.elastic.members import Arrival
+from elastic_ddp.elastic.messages import News
 from elastic_ddp.lease import DriverLease
 from elastic_ddp.session import Session
 from elastic_ddp.telemetry import Progress
@@ -92,14 +93,18 @@ def test_what_is_shown_never_goes_back_to_the_generation_before(
         session = Session(job, None, None, lease)  # type: ignore[arg-type]
         session._record({**generation, "reason": "start", "world_size": 2, "generation": 1, "first_step": 0})
         told = {"step": 31, "samples": 31, "world_size": 2, "generation": 1, "loss": 0.5}
-        session._show(told)
+        session._show(news := News([], told, None, num_alive=2, stopping=False, is_saving=False))
         session._record(dict(lost))
-        session._show(told)
+        session._show(news)
+        session._show(news._replace(num_alive=1))
         session._record({**generation, "first_step": 40})
-        session._show(told)
-        session._show({**told, "step": 41, "generation": 2, "world_size": 1})
+        session._show(news)
+        session._show(news._replace(progress={**told, "step": 41, "generation": 2, "world_size": 1}))
+        session._show(news._replace(num_alive=0))
     training, was_lost = "training", "a worker was lost"
-    assert shown == [(31, 2, training), (31, 2, was_lost), (40, 1, training), (41, 1, training)]
+    assert shown[:3] == [(31, 2, training), (31, 2, was_lost), (31, 2, f"{was_lost}, waiting for its replacement")]
+    assert shown[3:5] == [(40, 1, training), (41, 1, training)]
+    assert shown[5][2] == "waiting for workers, which need a node that is not drained"
 
 
 def test_a_worker_that_does_not_leave_is_not_waited_for(drive: Drive) -> None:

@@ -1,0 +1,69 @@
+"""How a driver gets onto a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from elastic_ddp import cluster
+from elastic_ddp.cluster import connect_or_start
+from elastic_ddp.errors import ConfigError
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:70000", "no-such-host.invalid:1"])
+def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Ray itself would knock for minutes."""
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        address = address.format(port=bound.getsockname()[1])
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        message = f"RAY_ADDRESS='{re.escape(address)}': no Ray cluster answers there .* or to local"
+        with pytest.raises(ConfigError, match=message):
+            connect_or_start(print)
+
+
+@pytest.fixture
+def ray_is(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ray as it would be: `session` names who began it, and an `error` stands for one that cannot be found."""
+    ray_is = SimpleNamespace(session=f"/tmp/ray/session_1_{os.getpid()}", address="10.0.0.9:6379", error=None, up=False)
+
+    def init(**_: Any) -> Any:
+        if ray_is.error is not None:
+            raise ray_is.error
+        ray_is.up = True
+        return SimpleNamespace(address_info={"session_dir": ray_is.session})
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: ray_is.up)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=ray_is.address))
+    monkeypatch.setattr(cluster, "_started", [])
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return ray_is
+
+
+def test_a_cluster_that_is_to_be_found_and_is_not_is_said(ray_is: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    ray_is.error = ConnectionError("Could not find any running Ray instance")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS='auto': .*Could not find any running"):
+        connect_or_start(print)
+
+
+def test_a_cluster_that_a_driver_started_is_alone_for_its_next_run_too(ray_is: Any) -> None:
+    notes: list[str] = []
+    assert connect_or_start(notes.append) and connect_or_start(notes.append)
+    assert notes == [f"started Ray on this machine, at {ray_is.address} (RAY_ADDRESS names a cluster to use instead)"]
+    ray_is.address = "10.0.0.10:6379"  # another one since, of the program's own
+    assert not connect_or_start(notes.append)
+
+
+def test_a_cluster_that_others_started_may_grow(ray_is: Any) -> None:
+    notes: list[str] = []
+    ray_is.session = "/tmp/ray/session_1_1"
+    assert not connect_or_start(notes.append) and not connect_or_start(notes.append)
+    assert len(notes) == 1 and notes[0].startswith("using Ray at 10.0.0.9:6379 ")
