@@ -53,7 +53,7 @@ class Commits:
 
     Args:
         before: those of this process before the user's function began again. It has one saver, and so one save at a
-            time and one copy of the state, however often that happens.
+            time and one copy of the state, however often that happens, and what was measured stays known.
 
     Attributes:
         step: steps done when the interval to the next one began to count, as far as this worker knows.
@@ -63,15 +63,6 @@ class Commits:
     def __init__(self, job: Job, link: RendezvousLink, before: Commits | None = None) -> None:
         self._job, self._link = job, link
         settings = job.config.checkpoint
-        if before is None:
-            self._storage = PatientStorage(job.storage.at(COMMITS))
-            store = CheckpointStore(self._storage, keep=retention_of(settings))
-            self._saver = Saver(self._storage, store, of_rank_0=OF_RANK_0)
-            self._connection = StoreConnection()
-        else:
-            self._storage, self._saver, self._connection = before._storage, before._saver, before._connection
-        self._store = CommitCatalog(self._storage)
-        """To restore from. What it has passed over is news."""
         self.step: int | None = None
         self.durable_step: int | None = None
         self._known_step: int | None = None
@@ -79,18 +70,34 @@ class Commits:
         self._at = time.monotonic()
         self._answered = 0
         """The newest request to commit that was met."""
+        self._metrics: dict[str, Measurement] = {}
+        """The newest of each, as far as this worker knows. One that has just come knows none yet."""
+        self._failed = 0
+        """How many in a row, where this worker was rank 0 in them."""
+        self._rests_until = -math.inf
+        self._has_counted = False
+        """Whether losses were counted in this process, as they came."""
+        if before is None:
+            self._storage = PatientStorage(job.storage.at(COMMITS))
+            store = CheckpointStore(self._storage, keep=retention_of(settings))
+            self._saver = Saver(self._storage, store, of_rank_0=OF_RANK_0)
+            self._connection = StoreConnection()
+            is_measured = settings.is_measured
+            self._interval = MeasuredInterval(settings.interval, settings.max_overhead) if is_measured else None
+        else:
+            self._storage, self._saver, self._connection = before._storage, before._saver, before._connection
+            self._interval, self._has_counted = before._interval, before._has_counted
+            self.step, self._known_step, self._at = before.step, before._known_step, before._at
+            self._answered, self._metrics = before._answered, before._metrics
+            self._failed, self._rests_until = before._failed, before._rests_until
+        self._store = CommitCatalog(self._storage)
+        """To restore from. What it has passed over is news."""
         self._look: threading.Thread | None = None
         self._begun = (0, 0)
         """A generation, and how many were begun in it."""
         self._current: int | None = None
         """The generation that the newest one was begun in, while that goes on."""
-        self._interval = MeasuredInterval(settings.interval, settings.max_overhead) if settings.is_measured else None
-        self._metrics: dict[str, Measurement] = {}
-        """The newest of each, as far as this worker knows. One that has just come knows none yet."""
         self._has_said_unmeasured = False
-        self._failed: int = before._failed if before is not None else 0
-        """How many in a row, where this worker was rank 0 in them."""
-        self._rests_until: float = before._rests_until if before is not None else -math.inf
         self._outcome: Commit | Exception | None = None
         """Of the save before, where this worker was rank 0 in it."""
 
@@ -205,11 +212,12 @@ class Commits:
                 )
             return None
         commit, state = newest
-        self.step = self._known_step = commit.step
+        self._note(commit.step)
+        self._known_step = commit.step
         self._metrics = measurements(commit.record)
         if self._interval is not None:
             self._interval.go_on_from(commit.record)
-            if group.assignment.reason == WORKER_LOST:  # all of them, of which none is left to tell
+            if group.assignment.reason == WORKER_LOST and not self._has_counted:  # those who could tell are lost
                 self._interval.lost()
         if group.rank == 0:
             self._link.say("resumed", step=commit.step)
@@ -267,7 +275,8 @@ class Commits:
             counts = not (for_want_of_a_rank or isinstance(outcome, PeerLostError | DriverReplacedError))
             if counts:
                 self._failed += 1
-                self._rests_until = time.monotonic() + min(REST_S * 2 ** (self._failed - 1), LONGEST_REST_S)
+                doublings = min(self._failed - 1, 30)
+                self._rests_until = time.monotonic() + min(REST_S * 2**doublings, LONGEST_REST_S)
             self._link.say(
                 "commit_failed",
                 generation=generation,
@@ -375,6 +384,7 @@ class Commits:
         self._current = None
         if not intact:
             self._saver.generation_broke()
+            self._has_counted = True
             if self._interval is not None:
                 self._interval.lost()
 

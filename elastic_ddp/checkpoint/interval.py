@@ -99,6 +99,6 @@ class MeasuredInterval:
         return {"losses": self._losses, "watched_s": round(self._watched_s, 3)}
 
     def go_on_from(self, record: Mapping[str, Any]) -> None:
-        """Counts in what was seen before a commit, if its record says."""
-        self._losses += record.get("losses", 0)
-        self._began_at -= record.get("watched_s", 0.0)
+        """Counts in what was seen before a commit, if its record says, and was not seen by this worker itself."""
+        self._losses = max(self._losses, record.get("losses", 0))
+        self._began_at = min(self._began_at, self._clock() - record.get("watched_s", 0.0))

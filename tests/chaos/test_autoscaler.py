@@ -14,7 +14,7 @@ from tests.chaos.faults import Fault
 from tests.chaos.runs import Trial, until
 from tests.integration import jobs
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,12 @@ def test_nodes_are_started_for_a_run_and_lost_ones_are_replaced(
     """There is never room for a worker but what is started for it."""
     go = folder / "nodes-have-gone"
     # Every one waits for as many workers as the run may have: for what replaces the node before.
-    faults = [Fault(1, 10, "forward", "node"), Fault(0, 20, "reduction", "node"), Fault(1, 30, "forward", "SIGKILL")]
+    faults = [
+        Fault(1, 10, "forward", "node"),
+        Fault(0, 20, "reduction", "node"),
+        Fault(1, 25, "forward", "SIGKILL"),
+        Fault(1, 32, "forward", "drain"),
+    ]
     run = Trial(
         folder,
         "autoscaled",
@@ -51,7 +56,8 @@ def test_nodes_are_started_for_a_run_and_lost_ones_are_replaced(
     assert num_nodes() == 0
     with run.live() as (handle, result):
         until(lambda: len(run.happened()) == len(faults), result, timeout_s=240)
-        assert len(ray.nodes()) > 4, "the head, two nodes, and one for each that was lost"
+        until(lambda: handle.status()["world_size"] == 2 and len(ray.nodes()) > 5, result, timeout_s=120)
+        # The head, two nodes, and one for each that was lost or drained.
         handle.resize(1)
         until(lambda: num_nodes() == 1, result)
         assert nodes_of("_StatsActor") == {ray.get_runtime_context().get_node_id()}, "it would keep a node"

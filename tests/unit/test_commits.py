@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from elastic_ddp import commits
 from elastic_ddp.checkpoint import Commit, CommitCatalog, patience, stalls
+from elastic_ddp.checkpoint.interval import FIRST_INTERVAL_S
 from elastic_ddp.checkpoint.saving import RankLostError
 from elastic_ddp.errors import DriverReplacedError, PeerLostError, StorageError
 from elastic_ddp.job import COMMITS
@@ -30,7 +31,7 @@ from elastic_ddp.run import Run
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from tests.ranks import alone
-from tests.unit.alone import LOST_PEER, NewRun, link_of, prepared, train
+from tests.unit.alone import LOST_PEER, NewRun, Place, link_of, prepared, train, train_and_count
 from tests.unit.test_checkpoint import corrupt
 from tests.whole import WholeStore
 
@@ -218,6 +219,38 @@ def test_losses_of_peers_are_counted_in_this_life_and_the_next(new_run: NewRun) 
     assert resumed._loop.commits._interval is not None
     assert resumed._loop.commits._interval.record()["losses"] == 2
     assert resumed._loop.commits._interval.record()["watched_s"] > run._loop.commits._interval.record()["watched_s"] / 2
+
+
+def test_what_was_measured_stays_known_where_the_training_function_begins_again(new_run: NewRun) -> None:
+    """Losses between two commits count each, though a commit that is gone back to knows of none of them."""
+    run = new_run(checkpoint={"interval": "auto"})
+    run._loop.commits.measured(0, {"accuracy": 0.5})
+    measured, lost = run._loop.commits._interval, []
+    assert measured is not None
+    measured.stalled(0.5)
+    measured.saved(1.5)
+
+    def lose(place: Place, step: int) -> None:
+        if (place, step) in (("optimizer", 1), ("optimizer", 2)) and step not in lost:
+            lost.append(step)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    train_and_count(run, lose)
+    assert lost == [1, 2]
+    last = [each for each in link_of(run).said if each["event"] == "commit"][-1]
+    assert measured.record()["losses"] == 2 and last["interval_s"] == pytest.approx(measured.seconds, rel=0.1)
+    assert last["interval_s"] != FIRST_INTERVAL_S
+
+
+def test_a_worker_that_begins_again_knows_its_metrics_and_its_newest_commit(new_run: NewRun) -> None:
+    """It may get the state of a peer, and is rank 0 all the same."""
+    run = new_run(checkpoint={"every_steps": 2})
+    train(run)
+    run._loop.commits.measured(6, {"accuracy": 0.5})
+    again = run._loop.again()
+    commits = again.commits
+    assert commits._record(again.state, 1)["metrics"]["accuracy"] == {"value": 0.5, "step": 6}
+    assert commits.step == 6 and not commits.are_due(7) and commits.are_due(8)
 
 
 def test_the_loss_of_all_workers_counts_when_others_go_on(new_run: NewRun) -> None:

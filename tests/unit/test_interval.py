@@ -96,6 +96,9 @@ def test_what_a_commit_keeps_of_it_counts_in_the_next_life() -> None:
     after.lost()
     clock.now += 100.0
     assert after.record() == {"losses": 2, "watched_s": 7300.0}
+    for _ in range(3):  # it is gone back to again and again
+        after.go_on_from(record)
+    assert after.record() == {"losses": 2, "watched_s": 7300.0}, "it was seen"
 
 
 def test_a_commit_that_keeps_nothing_of_it_changes_nothing() -> None:
