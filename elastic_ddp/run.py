@@ -10,7 +10,6 @@ import torch
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.evaluation import evaluate
 from elastic_ddp.generation import Generation
-from elastic_ddp.job import has_commits
 from elastic_ddp.loop import Loop
 from elastic_ddp.parallel.buffers import own_buffers
 from elastic_ddp.parallel.prepared import PreparedModel, ShardBy, units_of
@@ -93,9 +92,10 @@ class Run:
         """Has the run begin with the weights of another run, for fine-tuning: parameters and buffers of the model, and
         nothing of its optimizer or its position. Every rank calls it, after `prepare(model)`.
 
-        It is for the beginning of a run: one that has a commit of its own goes on from that. They are read when
-        `steps()` begins, by all ranks together; the other run may go on meanwhile. What of them does not fit the model,
-        or cannot be used, is said there, before the first step.
+        It is for the beginning of a run: one that has a commit of its own goes on from that, and a worker that comes
+        later gets what the others have. They are read when `steps()` begins, by all ranks together; the other run may
+        go on meanwhile. What is not there, does not fit the model, or cannot be used, is said then, before the first
+        step.
 
         Args:
             uri: the other run's folder, `<storage>/<name>`.
@@ -105,8 +105,8 @@ class Run:
                 the model's, which is logged, too.
 
         Raises:
-            ConfigError: there is no such commit. From `steps()`: it does not fit the model; the names that are missing
-                there, or unexpected, are said.
+            ConfigError: it came before a model was prepared, or inside the loop. From `steps()`: there is no such
+                commit, or it does not fit the model; the names that are missing there, or unexpected, are said.
             CheckpointError: from `steps()`: none can be used.
         """
         if self._loop.has_begun:
@@ -114,8 +114,6 @@ class Run:
         if self._state.model is None:
             raise ConfigError("run.load_weights came before a model was prepared; call run.prepare(model) first")
         weights = Weights(uri, step, strict)
-        if not weights.are_there() and not has_commits(self._loop.job.storage):
-            raise weights.nowhere()
         module, link = self._state.module, self._loop.link
         self._state.begin_with = lambda group: weights.load(module, group, link.say, link.activity)
 

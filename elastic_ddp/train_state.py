@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from elastic_ddp.errors import CheckpointError, ConfigError, some
 from elastic_ddp.parallel.agreement import EMPTY_CHAIN, chain
 from elastic_ddp.parallel.prepared import PreparedModel
-from elastic_ddp.state import flatten, weights_sha256, whole
+from elastic_ddp.state import dtype_name, flatten, weights_sha256, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -176,8 +178,12 @@ class TrainState:
                 _check_optimizer(optimizer, state["optimizer"][str(place)])
             for place, scheduler in enumerate(self.schedulers):
                 _check_scheduler(scheduler, state["scheduler"][str(place)])
+            model = self.module.state_dict()
+            # Those that are not persistent have nobody else who would look.
+            buffers = {name: buffer for name, buffer in self.module.named_buffers() if name not in model}
+            if changed := [*_retyped(model, state["model"]), *_retyped(buffers, state["buffers"], strict=True)]:
+                raise ValueError(some(changed, between="; "))
             self.module.load_state_dict(state["model"])
-            buffers = dict(self.module.named_buffers())
             for name, value in state["buffers"].items():
                 _load_buffer(name, buffers[name], value)
             for place, optimizer in enumerate(self.optimizers):
@@ -197,6 +203,21 @@ class TrainState:
         parameters that are sharded are put together, one after the other."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         return weights_sha256((name, whole(each)) for name, each in tensors)
+
+
+def _retyped(own: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool = False) -> list[str]:
+    """Tensors that torch would silently convert to another dtype; `strict` for names that only one of the two has."""
+    there, here = ({name: _dtype(each) for name, each in values.items()} for values in (saved, own))
+    names = here | there if strict else here.keys() & there
+    return [
+        f"{name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here"
+        for name in sorted(names)
+        if there.get(name) != here.get(name)
+    ]
+
+
+def _dtype(value: Any) -> str:
+    return dtype_name(value.dtype) if isinstance(value, torch.Tensor) else "no tensor"
 
 
 def _load_buffer(name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
@@ -239,10 +260,18 @@ def _as_saved(saved: Any, loaded: Any) -> Any:
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """CheckpointError where the state is of another of torch's kinds of optimizer. One of somebody else's may get
-    settings when it steps."""
+    settings when it steps, and any from its user, in the groups of parameters."""
     if _is_torchs(optimizer):
         for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=False):
-            _check_keys("optimizer", optimizer, group, own)
+            _check_keys("optimizer", optimizer, _settings_of_torchs().intersection(group), own)
+
+
+@cache
+def _settings_of_torchs() -> frozenset[str]:
+    """Names of what any optimizer of torch's is made with."""
+    kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    optimizers = [each for each in kinds if issubclass(each, torch.optim.Optimizer)]
+    return frozenset(name for each in optimizers for name in inspect.signature(each).parameters)
 
 
 def _check_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler, saved: Mapping[str, Any]) -> None:
@@ -260,7 +289,7 @@ def _is_torchs(thing: object) -> bool:
     return type(thing).__module__.startswith("torch.")
 
 
-def _check_keys(kind: str, thing: Any, saved: Mapping[str, Any], own: Collection[str]) -> None:
+def _check_keys(kind: str, thing: Any, saved: Collection[str], own: Collection[str]) -> None:
     if unknown := sorted(map(str, set(saved).difference(own))):  # torch would take them, and fail in the first step
         raise CheckpointError(
             f"the commit holds the state of another kind of {kind}: {type(thing).__name__} knows no "

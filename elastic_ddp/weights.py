@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
-from elastic_ddp.checkpoint.manifest import committed_steps
 from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.reading import empty_tensors, state_of
 from elastic_ddp.errors import CheckpointError, ConfigError, some
@@ -41,16 +40,6 @@ class Weights:
     uri: str
     step: int | None
     strict: bool
-
-    def are_there(self) -> bool:
-        """Whether there seems to be such a commit."""
-        steps = committed_steps(self._storage().list("commits"))
-        return bool(steps) if self.step is None else self.step in steps
-
-    def nowhere(self) -> ConfigError:
-        """Says that there is none."""
-        which = "no commit" if self.step is None else f"no commit at step {self.step}"
-        return ConfigError(f"run.load_weights: there is {which} in {self.uri}; give a run's <storage>/<name>")
 
     def load(self, module: torch.nn.Module, group: ProcessGroup, say: Callable[..., None], activity: Activity) -> None:
         """Every rank calls it, and gets the same or raises the same: rank 0's word counts, as the run that they are of
@@ -104,7 +93,8 @@ class Weights:
         """Those that may be used, and an error when there are no more."""
         yield from store.candidates(self.step)
         if not store.rejected:
-            raise self.nowhere()
+            which = "no commit" if self.step is None else f"no commit at step {self.step}"
+            raise ConfigError(f"run.load_weights: there is {which} in {self.uri}; give a run's <storage>/<name>")
         reasons = "; ".join(f"{key}: {reason}" for key, reason in store.rejected)
         raise CheckpointError(f"the weights in {self.uri} cannot be used: {reasons}")
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR, Step
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.parallel.buffers import own_buffers
 from elastic_ddp.parallel.prepared import PreparedModel
-from elastic_ddp.state import flatten, unflatten
+from elastic_ddp.state import flatten, unflatten, weights_sha256
 from elastic_ddp.storage import Storage
 from elastic_ddp.train_state import Position, TrainState
 from tests.unit.test_crafted_states import places
@@ -43,7 +43,7 @@ class Registered:
 
 
 def prepared() -> TrainState:
-    state = TrainState(model=PreparedModel(Model(), device=torch.device("cpu"), bf16=False))
+    state = train_state_of(Model())
     adamw = torch.optim.AdamW(state.module.parameters(), lr=0.1)
     sgd = torch.optim.SGD(state.module.parameters(), lr=0.1, momentum=0.9)
     for optimizer in (adamw, sgd):
@@ -92,7 +92,7 @@ def put(*way: Any) -> Callable[[dict[str, Any]], None]:
         (put("optimizer", [1]), "holds optimizer state for"),
         (put("optimizer", 3), "does not fit the model or optimizer"),
         (put("optimizer", "0", "param_groups", 3), "does not fit the model or optimizer"),
-        (put("optimizer", "0", "param_groups", 0, "speed", 3), "another kind of optimizer: AdamW knows no speed"),
+        (put("optimizer", "0", "param_groups", 0, "momentum", 3), "another kind of optimizer: AdamW knows no mom"),
         (put("optimizer", "0", "state", 0, "step", 10**400), "does not fit the model or optimizer.*int too large"),
         (put("scheduler", "0", [3]), "another kind of scheduler"),
         (put("scheduler", "0", "optimizer", 3), "another kind of scheduler: SequentialLR knows no optimizer"),
@@ -118,6 +118,49 @@ def test_a_state_of_no_run_is_refused(change: Callable[[dict[str, Any]], None], 
         state.load_state_dict(saved)
     assert state.position == Position()
     assert all(isinstance(each.step, types.MethodType) for each in state.schedulers)
+
+
+def test_a_setting_of_the_users_in_a_group_of_parameters_is_kept() -> None:
+    state = prepared()
+    train(state)
+    state.optimizers[0].param_groups[0]["frozen"] = True
+    resumed = prepared()
+    resumed.load_state_dict(state.state_dict())
+    assert resumed.optimizers[0].param_groups[0]["frozen"] is True
+
+
+class Wide(torch.nn.Module):
+    """With a buffer that is not kept with the weights."""
+
+    def __init__(self, name: str = "table") -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.register_buffer(name, torch.zeros(2), persistent=False)
+
+
+def train_state_of(model: torch.nn.Module) -> TrainState:
+    return TrainState(model=PreparedModel(model, device=torch.device("cpu"), bf16=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.linear.bfloat16(), r"linear\.weight is float32 there and bfloat16 here"),
+        (lambda model: setattr(model, "table", model.table.double()), "table is float32 there and float64 here"),
+        (lambda model: model.register_buffer("new", torch.zeros(1), persistent=False), "new is not there and float32"),
+        (lambda model: delattr(model, "table"), "table is float32 there and not here"),
+    ],
+    ids=["parameters", "a buffer", "a new buffer", "no buffer"],
+)
+def test_a_model_of_other_dtypes_or_buffers_is_another_one(change: Callable[[Any], Any], message: str) -> None:
+    """Torch would round the weights, and say nothing."""
+    saved, model = train_state_of(Wide()).state_dict(), Wide()
+    state = train_state_of(model)
+    change(model)
+    before = weights_sha256(model.named_parameters())
+    with pytest.raises(CheckpointError, match=f"{message}.*a changed model is another run"):
+        state.load_state_dict(saved)
+    assert weights_sha256(model.named_parameters()) == before
 
 
 class Counting(torch.optim.SGD):

@@ -108,10 +108,14 @@ def test_where_there_is_nothing_to_load_that_is_said(new_run: NewRun, trained: s
     with pytest.raises(ConfigError, match="before a model was prepared"):
         run.load_weights(trained)
     prepared(run)
+    run.load_weights(str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match=r"there is no commit in .*; give a run's <storage>/<name>"):
-        run.load_weights(str(tmp_path / "nothing"))
+        next(iter(run.steps()))
+    another = new_run(folder="tuned-too")
+    prepared(another)
+    another.load_weights(trained, step=3)
     with pytest.raises(ConfigError, match="there is no commit at step 3 in"):
-        run.load_weights(trained, step=3)
+        next(iter(another.steps()))
 
 
 def test_a_run_that_has_commits_does_not_need_the_other_any_more(new_run: NewRun, trained: str, tmp_path: Path) -> None:
