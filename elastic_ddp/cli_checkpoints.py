@@ -102,7 +102,7 @@ def prune(
 ) -> None:
     """Remove of a run's commits what is not to be kept, and what was never committed; no run may be live meanwhile.
 
-    The newest commit that is complete always stays.
+    The newest commit that is complete always stays, and so does what cannot be read.
     """
     from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S, unfinished
     from elastic_ddp.checkpoint.pruning import prune as remove
@@ -115,11 +115,13 @@ def prune(
     if not commits.list() and not unfinished(commits):
         raise ConfigError(f"{run}: there is nothing to prune here; give <storage>/<name>")
     with nullcontext() if dry_run else _alone_with(run):
-        going = removals(commits, keep_what, orphan_age_s=age_s, with_set_aside=set_aside)
+        going, unreadable = removals(commits, keep_what, orphan_age_s=age_s, with_set_aside=set_aside)
         if not dry_run:
             remove(commits, going, orphan_age_s=age_s)
     if as_json:
-        print(json.dumps({"removed": not dry_run, "items": [asdict(each) for each in going]}, indent=1))
+        told = {step: str(error) for step, error in unreadable.items()}
+        items = [asdict(each) for each in going]
+        print(json.dumps({"removed": not dry_run, "items": items, "unreadable": told}, indent=1))
         return
     table = Table(box=None, padding=(0, 2))
     for column in ("step", "what", "size", "folder"):
@@ -129,6 +131,8 @@ def prune(
         table.add_row(str(each.step), each.what, f"{each.num_bytes / 2**20:,.1f} MiB", folders)
     if going:
         _console.print(table)
+    for step, error in unreadable.items():
+        _console.print(f"step {step} stays, with all that was written at it: {error}")
     total = sum(each.num_bytes for each in going) / 2**20
     _console.print(f"{total:,.1f} MiB {'would be' if dry_run else 'were'} removed")
 

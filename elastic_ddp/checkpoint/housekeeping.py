@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from elastic_ddp.checkpoint.manifest import Commit, attempt_of, committed_steps, manifest_key, set_aside
 from elastic_ddp.checkpoint.reading import read_manifest
 from elastic_ddp.checkpoint.retention import Measurement, Retention, kept, measurements, removable
-from elastic_ddp.errors import CheckpointError, StorageError
+from elastic_ddp.checkpoint.verdicts import confirmed
+from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
 from elastic_ddp.local_folder import is_temporary
 from elastic_ddp.s3 import Upload
 from elastic_ddp.storage import CLOCK, Storage
@@ -28,6 +29,8 @@ class Housekeeping:
         self._known: dict[int, Measurement | None] = {}
         """Complete commits that were there the last time. Their manifests are not read again: what is kept for good
         grows for as long as the run does."""
+        self._unreadable: set[int] = set()
+        """Steps whose manifest could not be read. They are not tried again: that may take minutes at every commit."""
 
     def tidy(self, storage: Storage, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
         """Removes what is not kept once a commit is complete. See `CheckpointStore.complete` for the arguments.
@@ -47,11 +50,12 @@ class Housekeeping:
         if not is_current():
             return
         steps = [step for step in committed_steps(sizes) if step <= newest.step]
+        self._unreadable.discard(newest.step)  # it was written, or read, just now
         read = self._read_last(storage, newest, steps, sizes)
         self._known = {commit.step: self._measured(commit) for commit in read} | self._older(
             storage, steps, read, sizes
         )
-        staying = kept(steps, self._known, self._retention)
+        staying = kept(steps, self._known, self._retention) | self._unreadable
         keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
         going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
         remove(storage, going.manifests, [*going.dead, *clocks(sizes)])
@@ -66,10 +70,10 @@ class Housekeeping:
         read: list[Commit] = []
         for step in steps:
             if len(read) < self._retention.last:
-                commit = complete_commit(storage, step, sizes)
+                commit = self._complete(storage, step, sizes)
                 read += [commit] if commit is not None else []
         if not read:
-            raise StorageError(f"{newest.key} is not there, nor any before it")
+            raise StorageError(f"{newest.key} is not there, or cannot be read, nor any before it")
         return read
 
     def _older(
@@ -82,9 +86,21 @@ class Housekeeping:
             if step < oldest:
                 if step in self._known:
                     found[step] = self._known[step]
-                elif (commit := complete_commit(storage, step, sizes)) is not None:
+                elif (commit := self._complete(storage, step, sizes)) is not None:
                     found[step] = self._measured(commit)
         return found
+
+    def _complete(self, storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit | None:
+        """The commit of a step if it is known to be complete. One that cannot be read may be: it counts for nothing,
+        and stays."""
+        if step in self._unreadable:
+            return None
+        try:
+            return complete_commit(storage, step, sizes)
+        except UnreadableError as error:
+            _log.warning("step %d stays, with all that was written at it: %s", step, error)
+            self._unreadable.add(step)
+            return None
 
     def _measured(self, commit: Commit) -> Measurement | None:
         metric = self._retention.metric
@@ -95,10 +111,12 @@ def complete_commit(storage: Storage, step: int, sizes: Mapping[str, int]) -> Co
     """The commit of a step if it is complete, among objects of these sizes, by key.
 
     Raises:
-        StorageError: the storage failed.
+        UnreadableError: its manifest cannot be read, and others can.
+        StorageError: the storage is away.
     """
+    key = manifest_key(step)
     try:
-        commit = read_manifest(storage, manifest_key(step))
+        commit = confirmed(storage, key, lambda storage: read_manifest(storage, key))
         commit.check_present(sizes)
     except (CheckpointError, FileNotFoundError):
         return None

@@ -17,6 +17,7 @@ from elastic_ddp.checkpoint.housekeeping import (
 )
 from elastic_ddp.checkpoint.manifest import attempt_of, attempt_prefix, committed_steps, set_aside, step_of_attempt
 from elastic_ddp.checkpoint.retention import Retention, kept, measurements, removable
+from elastic_ddp.errors import UnreadableError
 from elastic_ddp.storage import Storage
 
 Kind = Literal["commit", "set aside", "orphan"]
@@ -36,8 +37,9 @@ class Removal:
 
 def removals(
     storage: Storage, retention: Retention | None, *, orphan_age_s: float, with_set_aside: bool
-) -> list[Removal]:
-    """What can go, in that order. The newest commit that is complete never does, nor one that is newer.
+) -> tuple[list[Removal], dict[int, UnreadableError]]:
+    """What can go, in that order, and the steps whose manifest cannot be read, with the reason. The newest commit that
+    is complete never goes, nor one that is newer, nor anything of a step whose manifest cannot be read: it may be good.
 
     Args:
         storage: a folder of commits.
@@ -46,17 +48,23 @@ def removals(
         with_set_aside: whether commits that were set aside can go.
 
     Raises:
-        StorageError: the storage failed.
+        StorageError: the storage is away.
     """
     uploads = unfinished(storage)
     sizes = storage.sizes()
     steps = committed_steps(sizes)
-    complete = {step: commit for step in steps if (commit := complete_commit(storage, step, sizes)) is not None}
+    complete, unreadable = {}, {}
+    for step in steps:
+        try:
+            if (commit := complete_commit(storage, step, sizes)) is not None:
+                complete[step] = commit
+        except UnreadableError as error:
+            unreadable[step] = error
     staying = set(steps)
     if retention is not None and complete:
         metric = retention.metric or ""
         measured = {step: measurements(commit.record).get(metric) for step, commit in complete.items()}
-        staying = kept(steps, measured, retention)
+        staying = kept(steps, measured, retention) | unreadable.keys()
     aside = {key: each for key in sizes if (each := set_aside(key)) is not None} if with_set_aside else {}
     keys = [*(sizes.keys() - aside.keys()), *(each.key for each in uploads if attempt_of(each.key) is not None)]
     going = removable(keys, staying, complete.values(), newest=max(steps, default=0))
@@ -79,7 +87,7 @@ def removals(
     known = {folder for each in found for folder in each.folders}
     for folder in older_than(orphan_age_s, storage, [each for each in going.orphans if each not in known]):
         found.append(removal("orphan", step_of_attempt(folder), None, [folder]))
-    return found
+    return found, unreadable
 
 
 def prune(storage: Storage, chosen: list[Removal], *, orphan_age_s: float = ORPHAN_AGE_S) -> None:

@@ -155,7 +155,8 @@ def test_a_commit_that_goes_while_it_is_looked_for_is_none(
 
 
 def removals_of(storage: Storage, keep: int) -> list[pruning.Removal]:
-    return pruning.removals(storage, Retention(last=keep), orphan_age_s=1e9, with_set_aside=False)
+    going, _ = pruning.removals(storage, Retention(last=keep), orphan_age_s=1e9, with_set_aside=False)
+    return going
 
 
 def test_export_reads_the_weights_alone(tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,6 +345,30 @@ def test_a_commit_that_was_half_set_aside_keeps_its_objects(tmp_path: Path, comm
     storage.write(set_aside_key(30, commits[2].attempt, manifest), manifest)
     assert prune(tmp_path, "--set-aside") == [(30, "set aside")]
     assert steps_left(tmp_path) == [30, 20, 10]
+
+
+def test_what_cannot_be_read_stays_and_is_named_and_the_rest_goes(
+    tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, storage = Storage.read, Storage(tmp_path / "lm").at(COMMITS)
+    for step in (10, 5):
+        storage.write(f"step={step}/attempt={'a' * 32}/0-0.bin", b"half")
+
+    def archived(storage: Storage, key: str) -> bytes:
+        if key == commits[0].key:
+            raise StorageError("InvalidObjectState, 403") from PermissionError("403")
+        return read(storage, key)
+
+    monkeypatch.setattr(Storage, "read", archived)
+    options = ["--keep", "1", "--orphans-older-than-s", "0"]
+    answer = json.loads(invoke("prune", str(tmp_path / "lm"), *options, "--dry-run", "--json").stdout)
+    assert answer["unreadable"] == {"10": "InvalidObjectState, 403; others in the same folder can be read"}
+    text = " ".join(invoke("prune", str(tmp_path / "lm"), *options).stdout.split())
+    assert "step 10 stays, with all that was written at it: InvalidObjectState, 403" in text
+    assert storage.list("commits") == [commits[0].key, commits[2].key]
+    assert len(storage.list("step=10")) == len(commits[0].all_objects) + 1 and not storage.list("step=5")
+    monkeypatch.undo()
+    assert prune(tmp_path, *options) == [(10, "commit")] and steps_left(tmp_path) == [30]
 
 
 def test_what_was_left_before_the_first_commit_was_complete_is_something_to_prune(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from elastic_ddp.local_folder import TEMPORARY
 from elastic_ddp.s3 import Upload
 from elastic_ddp.storage import Storage
 from tests.unit.test_checkpoint import corrupt, keys_of
+from tests.unit.test_restoring import BadSector
 from tests.whole import WholeStore
 
 
@@ -120,6 +121,67 @@ def test_a_bad_commit_is_not_kept_for_its_place(tmp_path: Path) -> None:
     assert steps_in(storage) == [10, 12, 16, 17, 18], "12 is the first that can be used, and the best"
 
 
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        (Retention(last=1, every_steps=20), [10, 20, 40, 50]),
+        (Retention(last=1, best=1, metric="loss"), [10, 30, 50]),
+        (Retention(last=5), [10, 20, 30, 40, 50]),
+        (Retention(last=2), [40, 50]),
+    ],
+    ids=str,
+)
+def test_a_manifest_that_cannot_be_read_stays_with_all_at_its_step_and_the_rest_is_tidied(
+    tmp_path: Path, keep: Retention, left: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = WholeStore(Storage(tmp_path), keep=9)
+    commits = {step: save(before, step, value) for step, value in {10: 0.1, 20: 0.5, 30: 0.2, 40: 0.6}.items()}
+    storage = BadSector(str(tmp_path), commits[10].key)
+    beside, dead = write_orphan(storage, 10), write_orphan(storage, 25)
+    store = WholeStore(storage, keep=keep)
+    save(store, 50, 0.7)
+    assert steps_in(storage) == left and not storage.list(dead)
+    at_step_10 = [*keys_of(commits[10])[1:], f"{beside}/0-0.bin"] if 10 in left else []
+    assert storage.list("step=10") == sorted(at_step_10)
+    assert ("step 10 stays, with all that was written at it: cannot read" in caplog.text) == (10 in left)
+    caplog.clear()
+    save(store, 60, 0.8)
+    assert "commits/10.json" not in caplog.text, "this saver does not try it again"
+
+
+def test_a_commit_is_not_removed_because_the_newest_cannot_be_read(tmp_path: Path) -> None:
+    before = WholeStore(Storage(tmp_path), keep=9)
+    for step in (10, 20):
+        save(before, step)
+    storage = BadSector(str(tmp_path), manifest_key(30))
+    save(WholeStore(storage, keep=1), 30)
+    assert steps_in(storage) == [20, 30]
+
+
+class Away(Storage):
+    """Lists what it has, and lets nobody read it."""
+
+    def read(self, key: str) -> bytes:
+        raise StorageError("403") from PermissionError("403")
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        raise StorageError("403") from PermissionError("403")
+
+
+def test_where_no_manifest_can_be_read_nothing_is_removed_and_that_is_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = WholeStore(Storage(tmp_path), keep=9)
+    for step in (10, 20):
+        save(store, step)
+    orphan = write_orphan(Storage(tmp_path), 5)
+    save(WholeStore(Away(tmp_path), keep=1), 30)
+    assert "what is not kept is left until the next commit: StorageError: 403" in caplog.text
+    with pytest.raises(StorageError, match="403"):
+        removals(Away(tmp_path), Retention(last=1), orphan_age_s=0, with_set_aside=True)
+    assert steps_in(Storage(tmp_path)) == [10, 20, 30] and Storage(tmp_path).list(orphan)
+
+
 KILLED = """
 import os, signal, sys
 import torch
@@ -166,7 +228,7 @@ def test_a_manifest_that_a_saver_did_not_finish_goes_when_it_is_old(tmp_path: Pa
 def test_prune_finds_what_a_saver_left_before_any_object_was_there(tmp_path: Path) -> None:
     left_by_a_kill_before("replace", tmp_path)
     storage = Storage(tmp_path)
-    [found] = removals(storage, None, orphan_age_s=0, with_set_aside=False)
+    [found], _ = removals(storage, None, orphan_age_s=0, with_set_aside=False)
     assert (found.what, found.step) == ("orphan", 5) and found.num_bytes >= 1 << 18
     prune(storage, [found], orphan_age_s=0)
     assert storage.uploads() == [] and not (tmp_path / "step=5").exists()
@@ -204,7 +266,7 @@ def test_prune_takes_what_is_on_its_way_to_a_folder_that_it_removes(tmp_path: Pa
     store = WholeStore(Storage(tmp_path), keep=9)
     commits = [save(store, step) for step in (1, 2)]
     storage = Uploading(tmp_path, [f"{each.prefix}/9-0.bin" for each in commits])
-    chosen = removals(storage, Retention(last=1), orphan_age_s=ORPHAN_AGE_S, with_set_aside=False)
+    chosen, _ = removals(storage, Retention(last=1), orphan_age_s=ORPHAN_AGE_S, with_set_aside=False)
     assert [each.step for each in chosen] == [1]
     prune(storage, chosen)
     assert [each.key for each in storage.uploads()] == [f"{commits[1].prefix}/9-0.bin"], "it may be somebody's"
