@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from elastic_ddp.checkpoint.manifest import Commit, attempt_of, committed_steps, manifest_key, set_aside
@@ -26,9 +27,9 @@ class Housekeeping:
 
     def __init__(self, retention: Retention) -> None:
         self._retention = retention
-        self._known: dict[int, Measurement | None] = {}
-        """Complete commits that were there the last time. Their manifests are not read again: what is kept for good
-        grows for as long as the run does."""
+        self._known: dict[int, tuple[str, Measurement | None]] = {}
+        """Complete commits that were there the last time, each with the folder of its attempt. Their manifests are not
+        read again: what is kept for good grows for as long as the run does."""
         self._unreadable: set[int] = set()
         """Steps whose manifest could not be read. They are not tried again: that may take minutes at every commit."""
 
@@ -52,10 +53,11 @@ class Housekeeping:
         steps = [step for step in committed_steps(sizes) if step <= newest.step]
         self._unreadable.discard(newest.step)  # it was written, or read, just now
         read = self._read_last(storage, newest, steps, sizes)
-        self._known = {commit.step: self._measured(commit) for commit in read} | self._older(
+        self._known = {commit.step: self._as_known(commit) for commit in read} | self._older(
             storage, steps, read, sizes
         )
-        staying = kept(steps, self._known, self._retention) | self._unreadable
+        measured = {step: measurement for step, (_, measurement) in self._known.items()}
+        staying = kept(steps, measured, self._retention) | self._unreadable
         keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
         going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
         remove(storage, going.manifests, [*going.dead, *clocks(sizes)])
@@ -78,16 +80,17 @@ class Housekeeping:
 
     def _older(
         self, storage: Storage, steps: Iterable[int], read: Collection[Commit], sizes: Mapping[str, int]
-    ) -> dict[int, Measurement | None]:
+    ) -> dict[int, tuple[str, Measurement | None]]:
         """The complete ones before those, if any of them can stay."""
         found = {}
+        alone = attempts_alone(sizes)
         oldest = min(commit.step for commit in read)
         for step in steps if self._retention.looks_back else ():
             if step < oldest:
-                if step in self._known:
+                if step in self._known and self._known[step][0] == alone.get(step):
                     found[step] = self._known[step]
                 elif (commit := self._complete(storage, step, sizes)) is not None:
-                    found[step] = self._measured(commit)
+                    found[step] = self._as_known(commit)
         return found
 
     def _complete(self, storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit | None:
@@ -102,9 +105,9 @@ class Housekeeping:
             self._unreadable.add(step)
             return None
 
-    def _measured(self, commit: Commit) -> Measurement | None:
+    def _as_known(self, commit: Commit) -> tuple[str, Measurement | None]:
         metric = self._retention.metric
-        return measurements(commit.record).get(metric) if metric is not None else None
+        return commit.prefix, measurements(commit.record).get(metric) if metric is not None else None
 
 
 def complete_commit(storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit | None:
@@ -121,6 +124,14 @@ def complete_commit(storage: Storage, step: int, sizes: Mapping[str, int]) -> Co
     except (CheckpointError, FileNotFoundError):
         return None
     return commit
+
+
+def attempts_alone(keys: Iterable[str]) -> dict[int, str]:
+    """By step, the folder of an attempt beside which there is no other: a commit there can be of no other, either."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for step, prefix in filter(None, map(attempt_of, keys)):
+        found[step].add(prefix)
+    return {step: prefixes.pop() for step, prefixes in found.items() if len(prefixes) == 1}
 
 
 def older_than(age_s: float, storage: Storage, prefixes: Collection[str]) -> list[str]:

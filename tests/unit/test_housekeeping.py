@@ -121,6 +121,22 @@ def test_a_bad_commit_is_not_kept_for_its_place(tmp_path: Path) -> None:
     assert steps_in(storage) == [10, 12, 16, 17, 18], "12 is the first that can be used, and the best"
 
 
+def test_a_commit_that_was_made_anew_after_going_back_counts_with_its_own_value(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    store = WholeStore(storage, keep=Retention(last=1, best=1, metric="loss"))
+    for bad in [save(store, 20, 1.0), save(store, 25, 3.0)]:
+        store.set_aside(bad.key, bad.attempt)
+
+    def is_over() -> None:
+        if storage.list("commits"):
+            raise PeerLostError("the generation is over, and nothing is tidied")
+
+    anew = {"metrics": {"loss": {"value": 9.0, "step": 20}}}
+    store.save({"user": {}}, step=20, record=anew, fence=is_over)
+    save(store, 30, 8.0)
+    assert steps_in(storage) == [30], "20 was the best before it was set aside"
+
+
 @pytest.mark.parametrize(
     ("keep", "left"),
     [
