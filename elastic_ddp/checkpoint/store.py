@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from copy import copy
 from typing import Any
 
@@ -105,10 +104,12 @@ class CheckpointStore(CommitCatalog):
             raise CheckpointError(f"what was written of step {commit.step} is not all there: {error}") from error
 
     def discard(self, prefix: str) -> None:
-        """Removes what was written of an attempt that failed. Failing at that is no matter: what failed first is to be
-        told, and the next commit removes it."""
-        with suppress(StorageError):
+        """Removes what was written of an attempt that failed, or came second. Failing at that is only logged: what came
+        of the attempt is to be told, and the next commit removes it."""
+        try:
             self._storage.delete_tree(prefix)
+        except StorageError as error:
+            _log.warning("%s is left until the next commit: %s", prefix, error)
 
     def _existing(self, step: int, fence: Callable[[], None]) -> Commit | None:
         """The commit of this step if its contents verify; a bad one is set aside, so that it can be made again.
@@ -148,7 +149,7 @@ class CheckpointStore(CommitCatalog):
                     continue  # it was bad and is gone now
                 if existing.attempt != commit.attempt:
                     _log.info("step %d was committed by another attempt; its commit is kept", commit.step)
-                    self._storage.delete_tree(commit.prefix)
+                    self.discard(commit.prefix)
                 return existing
         raise StorageError(f"{commit.key} exists, cannot be read as a commit, and comes back after it was deleted")
 

@@ -111,6 +111,30 @@ def test_a_saver_that_comes_second_removes_its_attempt_and_takes_the_first_commi
     assert storage.list("step=4") == sorted(keys_of(rival[0])[1:])
 
 
+def test_a_saver_that_comes_second_and_cannot_remove_its_attempt_has_the_first_commit_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = Storage(tmp_path)
+    store = WholeStore(storage, keep=3)
+    publish = store._publish
+    rival: list[Commit] = []
+
+    def late(*arguments: Any) -> Commit:
+        rival.extend(save(Storage(tmp_path), 4))
+        return publish(*arguments)
+
+    def refuse(self: Storage, prefix: str) -> None:
+        raise StorageError("503 SlowDown")
+
+    store._publish = late  # type: ignore[method-assign]
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "delete_tree", refuse)
+        assert store.save(make_state(4), step=4, record={}) == rival[0]
+    assert "is left until the next commit: 503 SlowDown" in caplog.text
+    save(storage, 5)
+    assert storage.list("step=4") == sorted(keys_of(rival[0])[1:])
+
+
 def test_a_saver_that_may_not_commit_any_more_leaves_nothing(storage: Storage) -> None:
     save(storage, 1)
     before = storage.list()
