@@ -162,7 +162,7 @@ class Commits:
 
     def _ask_storage(self, noted: int | None, steps_done: int) -> None:
         try:
-            newest = _newest(CommitCatalog(self._storage), steps_done)
+            newest = _newest(CommitCatalog(self._storage, self._say_rejected), steps_done)
         except StorageError as error:
             _log.warning("what was committed last cannot be read: %s", error)
             return
@@ -203,7 +203,7 @@ class Commits:
             tick=self._link.activity.tick,
         )
         for key, reason in self._store.rejected:
-            self._link.say("commit_rejected", key=key, reason=reason)
+            self._say_rejected(key, reason)
         if newest is None:
             if self._store.rejected:
                 raise CheckpointError(
@@ -222,6 +222,9 @@ class Commits:
         if group.rank == 0:
             self._link.say("resumed", step=commit.step)
         return state
+
+    def _say_rejected(self, key: str, reason: str) -> None:
+        self._link.say("commit_rejected", key=key, reason=reason)
 
     def warm_up(self, state: TrainState) -> None:
         """What the first save of a process would have training wait for.
@@ -301,6 +304,7 @@ class Commits:
             record=self._record(state, generation),
             fence=partial(self._check_may_commit, generation),
             on_end=end,
+            on_reject=self._say_rejected,
             is_current=lambda: self._current == generation,
         )
         if group.rank == 0:

@@ -31,10 +31,11 @@ class CommitCatalog:
 
     Args:
         storage: A folder for commits alone.
+        on_reject: Told of the key and the reason of every commit that is passed over, when it is.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, on_reject: Callable[[str, str], object] = lambda key, reason: None) -> None:
+        self._storage, self._on_reject = storage, on_reject
         self.rejected: list[tuple[str, str]] = []
         """Key of the manifest and the reason for every commit that was passed over since it was last asked for
         candidates."""
@@ -187,6 +188,7 @@ class CommitCatalog:
         if (key, reason) not in self.rejected:
             _log.warning("the commit %s is passed over: %s", key, reason)
             self.rejected.append((key, reason))
+            self._on_reject(key, reason)
 
 
 def _attempt_in(key: str, manifest: bytes) -> str | None:

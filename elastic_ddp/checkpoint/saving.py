@@ -86,6 +86,8 @@ class Save:
     """For rank 0: raises if this save may not be committed any more."""
     on_end: Callable[[Commit | Exception], None]
     """For rank 0: told in the thread that saves what came of it."""
+    on_reject: Callable[[str, str], object] = lambda key, reason: None
+    """For rank 0: told in that thread of the key of a bad commit that was in the way, and what is wrong with it."""
     is_current: Callable[[], bool] = lambda: True
     """For rank 0: whether the generation in which it began goes on."""
 
@@ -190,7 +192,7 @@ class Saver:
 
     def _commit(self, save: Save, storage: WatchedStorage) -> None:
         """Rank 0's part."""
-        store, tell = self._store.through(storage), _First(save.on_end)
+        store, tell = self._store.through(storage, save.on_reject), _First(save.on_end)
         try:
             parts = [self._write(save, storage), *self._parts_of_others(save)]
         except Exception as error:

@@ -34,10 +34,11 @@ class CheckpointStore(CommitCatalog):
         super().__init__(storage)
         self._housekeeping = Housekeeping(keep if isinstance(keep, Retention) else Retention(last=keep))
 
-    def through(self, storage: Storage) -> CheckpointStore:
-        """This one, with the same folder asked in another way. Each passes over commits for itself."""
+    def through(self, storage: Storage, on_reject: Callable[[str, str], object]) -> CheckpointStore:
+        """This one, with the same folder asked in another way. Each passes over commits for itself, and tells another
+        of it."""
         other = copy(self)
-        other._storage, other.rejected, other._attempts = storage, [], {}
+        other._storage, other._on_reject, other.rejected, other._attempts = storage, on_reject, [], {}
         return other
 
     def complete(

@@ -77,6 +77,36 @@ def test_a_bad_commit_that_was_passed_over_and_stays_is_not_the_newest_of_a_new_
     assert commits.step == 10 and commits.are_due(20)
 
 
+def rejected_by(run: Run) -> list[str]:
+    return [said["key"] for said in link_of(run).said if said["event"] == "commit_rejected"]
+
+
+def test_a_bad_commit_that_a_new_rank_0_finds_is_in_the_ledger(new_run: NewRun, tmp_path: Path) -> None:
+    run = new_run(checkpoint={"every_steps": 10})
+    commit(tmp_path, 10)
+    commit(tmp_path, 20)
+    storage = Storage(tmp_path / "run").at(COMMITS)
+    corrupt(storage, storage.list("step=20")[0], "flip")
+    run._loop.commits.look(20)
+    assert not run._loop.commits.have(20, GROUP)
+    assert rejected_by(run) == ["commits/20.json"]
+
+
+def test_a_bad_commit_that_a_save_sets_aside_is_in_the_ledger(new_run: NewRun, tmp_path: Path) -> None:
+    run = new_run(checkpoint={"every_steps": 2})
+
+    def in_step(step: Step) -> None:
+        run._loop.commits.close(60)
+        if step.index == 2:
+            Storage(tmp_path / "run").at(COMMITS).write("commits/4.json", b"torn")
+
+    train(run, in_step)
+    assert rejected_by(run) == ["commits/4.json"]
+    [said] = [said for said in link_of(run).said if said["event"] == "commit_rejected"]
+    assert "is not the manifest of a commit" in said["reason"]
+    assert link_of(run).steps_of("commit") == [2, 4, 6]
+
+
 def test_what_is_committed_while_the_storage_is_asked_counts(new_run: NewRun, tmp_path: Path) -> None:
     commits = new_run()._loop.commits
     commit(tmp_path, 10)
