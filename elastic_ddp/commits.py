@@ -98,6 +98,8 @@ class Commits:
         self._current: int | None = None
         """The generation that the newest one was begun in, while that goes on."""
         self._has_said_unmeasured = False
+        self._mailbox: tuple[int, StoreMailbox] | None = None
+        """That of the newest generation with a save."""
         self._outcome: Commit | Exception | None = None
         """Of the save before, where this worker was rank 0 in it."""
 
@@ -290,17 +292,13 @@ class Commits:
                 of_storage=is_of_storage(outcome),
             )
 
-        mailbox = None
-        if group.world_size > 1:
-            address = group.assignment.store_host, group.assignment.store_port
-            mailbox = StoreMailbox(self._connection, address, self._link.store_address, f"saves{generation}")
         attempt = hashlib.sha256(f"{self._job.session}/{generation}/{step}/{number}".encode()).hexdigest()[:32]
         save = Save(
             step=step,
             attempt=attempt,
             world_size=group.world_size,
             rank=group.rank,
-            mailbox=mailbox,
+            mailbox=self._mailbox_in(group) if group.world_size > 1 else None,
             record=self._record(state, generation),
             fence=partial(self._check_may_commit, generation),
             on_end=end,
@@ -320,6 +318,15 @@ class Commits:
         if self._interval is not None:
             self._interval.stalled(time.monotonic() - copied_at)
         self._note(step)
+
+    def _mailbox_in(self, group: ProcessGroup) -> StoreMailbox:
+        """One for all saves of a generation: where the store has moved meanwhile it is found once."""
+        assignment = group.assignment
+        if self._mailbox is None or self._mailbox[0] != assignment.generation:
+            address, name = (assignment.store_host, assignment.store_port), f"saves{assignment.generation}"
+            mailbox = StoreMailbox(self._connection, address, self._link.store_address, name)
+            self._mailbox = (assignment.generation, mailbox)
+        return self._mailbox[1]
 
     def _check_may_commit(self, generation: int) -> None:
         """Raises if what this worker does in the storage in a generation is not what the run does any more.

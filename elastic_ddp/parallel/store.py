@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import socket
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,6 +19,7 @@ FIND_S, FIND_ONCE_S = 60.0, 15.0
 CONNECT_S = 7.0
 """The same while others wait: longer than one answer of a name server that is lost, and no longer, since the rendezvous
 that hosts it may have died meanwhile, and its next one has another address."""
+_LOOK_AGAIN_S = 0.1
 _IDLE_S, _SILENT_S = 60, 5
 
 
@@ -53,6 +55,7 @@ class StoreConnection:
             except dist.DistError:
                 if time.monotonic() >= end:
                     raise
+                time.sleep(_LOOK_AGAIN_S)
 
     def at(self, host: str, port: int, *, within_s: float = CONNECT_S) -> dist.TCPStore:
         """The store, connected to once more if it has moved or the connection was dropped.
@@ -62,6 +65,7 @@ class StoreConnection:
         """
         if self._store is None or self._address != (host, port):
             self.drop()
+            _knock(host, port, within_s)
             before = connections(port)
             timeout = datetime.timedelta(seconds=within_s)
             self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -73,6 +77,15 @@ class StoreConnection:
     def drop(self) -> None:
         """Whatever has become of the connection, it is not used again."""
         self.sockets, self._address, self._store = frozenset(), None, None
+
+
+def _knock(host: str, port: int, within_s: float) -> None:
+    """Torch tries for all of its time to connect to a store that has died with its process: a DistNetworkError at once.
+    Nobody is told of a store that does not listen yet."""
+    try:
+        socket.create_connection((host, port), timeout=within_s).close()
+    except OSError as error:
+        raise dist.DistNetworkError(f"the store at {host}:{port} is not there: {error}") from error
 
 
 class StoreMailbox:

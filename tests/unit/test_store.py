@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from elastic_ddp.errors import PeerLostError
 from elastic_ddp.parallel import store as store_module
 from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
 from elastic_ddp.parallel.sockets import shut_down, use_interface_of
-from elastic_ddp.parallel.store import StoreConnection
+from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
 from tests.ranks import empty_store, run_ranks
 
 HOST = "127.0.0.1"
@@ -63,6 +64,24 @@ def test_a_store_that_has_moved_is_looked_for_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(store_module, "FIND_S", 0.0)
     with pytest.raises(dist.DistError):
         StoreConnection().find(lambda: (HOST, refused))
+
+
+def test_a_store_that_has_died_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, port: int, refused: int) -> None:
+    """Torch would for 15 s, on every rank and in every save of a generation whose rendezvous has died."""
+    tried: list[int] = []
+    make = dist.TCPStore
+
+    def record(host: str, at: int, **options: Any) -> dist.TCPStore:
+        tried.append(at)
+        return make(host, at, **options)
+
+    monkeypatch.setattr(dist, "TCPStore", record)
+    connection = StoreConnection()
+    for number in range(2):
+        mailbox = StoreMailbox(connection, (HOST, refused), lambda: (HOST, port), f"saves{number}")
+        mailbox.put("word", "there")
+        assert mailbox.get("word") == "there"
+    assert tried == [port, port]
 
 
 def test_a_wait_in_the_store_ends_when_its_sockets_are_shut(port: int) -> None:
