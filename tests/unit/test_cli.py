@@ -178,6 +178,40 @@ def test_status_of_no_run_says_what_becomes_of_an_interrupted_one(monkeypatch: p
     assert shown.startswith("no run is live on this cluster; the command of an interrupted one resumes it\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "asked", "said"),
+    [
+        (
+            ["resize", "lm", "1"],
+            ("resize", 1),
+            "run lm is to have 1 worker: `elastic-ddp status` tells how many it has",
+        ),
+        (["checkpoint", "lm"], ("checkpoint",), "run lm committed step 40"),
+        (["stop", "lm"], ("stop",), "run lm commits and stops at its next step boundary; its own command resumes it"),
+        (
+            ["drain", "lm", "10.0.0.1", "--deadline-s", "9"],
+            ("drain", "10.0.0.1", 9.0),
+            "1 worker of run lm left 10.0.0.1",
+        ),
+    ],
+    ids=lambda value: value[0],
+)
+def test_a_live_run_is_asked_for_what_was_typed(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], asked: tuple[Any, ...], said: str
+) -> None:
+    heard: list[tuple[Any, ...]] = []
+    run = SimpleNamespace(
+        resize=lambda num_workers: heard.append(("resize", num_workers)),
+        checkpoint=lambda: heard.append(("checkpoint",)) or 40,  # type: ignore[func-returns-value]
+        stop=lambda: heard.append(("stop",)),
+        drain=lambda node, deadline_s: heard.append(("drain", node, deadline_s)) or 1,  # type: ignore[func-returns-value]
+        status=lambda: {"state": "training"},
+    )
+    monkeypatch.setattr("elastic_ddp.control.get_run", {"lm": run}.__getitem__)
+    assert invoke(*command).output.strip() == said
+    assert heard == [asked]
+
+
 def test_a_command_that_succeeds_exits_with_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import math
 import platform
@@ -172,12 +173,19 @@ def test_a_worker_that_was_presumed_dead_restores_and_sets_nothing_aside(new_run
     assert storage.list("commits") == ["commits/1.json"]
 
 
-def test_a_commit_says_with_which_versions_it_was_made(new_run: NewRun, tmp_path: Path) -> None:
-    train(new_run())
+def test_a_commit_says_of_what_and_with_what_it_was_made(new_run: NewRun, tmp_path: Path) -> None:
+    run = new_run()
+    train(run)
     newest = WholeStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest()
     assert newest is not None
     made_with = {name: version(name) for name in ("elastic-ddp", "torch", "ray", "pyarrow")}
     assert newest.record["versions"] == {"python": platform.python_version(), **made_with}
+    job = run._loop.job
+    assert (newest.step, newest.record["generation"]) == (job.total_steps, 1)
+    assert newest.record["epoch"] == job.shape.epoch_of(newest.step)
+    assert newest.record["data"] == job.index.fingerprint
+    assert newest.record["identity"] == json.loads(json.dumps(job.config.identity()))
+    assert newest.record["identity"]["seed"] == job.config.seed
 
 
 # Intervals that follow from what was measured.
