@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
@@ -32,24 +32,24 @@ class Box(NamedTuple):
 
 
 class BlockPlanner(DefaultSavePlanner):
-    """Plans the blocks of a flat dict of tensors: plain ones, which every rank holds, and DTensors, of which each rank
-    holds a shard. `share_of` shares out what all ranks hold.
+    """Plans the blocks of a flat dict of tensors: those that every rank holds, plain or replicated DTensors, and other
+    DTensors, of which each rank holds a shard. `share_of` shares out what all ranks hold.
     """
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._block_bytes = block_bytes
         self._planned: dict[str, tuple[torch.dtype, torch.Size, list[WriteItem]]] = {}
-        """Of plain tensors, which are cut alike on every rank, at every world size."""
+        """Of tensors that every rank holds: they are cut alike on each, at every world size."""
         self.num_blocks: dict[str, int] = {}
         """Of each tensor in the plan that was made last, on all ranks together."""
 
     def create_local_plan(self) -> SavePlan:
-        """What was planned for a plain tensor like one that is there now is used again."""
+        """What was planned for a tensor that every rank holds is used again for one like it."""
         items: list[WriteItem] = []
         before, self._planned, self.num_blocks = self._planned, {}, {}
         for name, tensor in self.state_dict.items():
-            if isinstance(tensor, DTensor):
+            if is_in_shards(tensor):
                 items += self._items(name, tensor)
                 self.num_blocks[name] = sum(
                     sum(1 for _ in blocks_of(shard, tensor.element_size(), self._block_bytes))
@@ -106,6 +106,11 @@ class BlockPlanner(DefaultSavePlanner):
             held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             found.append(held if offsets is None else narrowed(held, offsets, sizes))
         return found
+
+
+def is_in_shards(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether this rank may have only a part of a tensor; a mesh may also give all of it to every rank."""
+    return isinstance(tensor, DTensor) and not all(each.is_replicate() for each in tensor.placements)
 
 
 def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Size]:
@@ -177,7 +182,7 @@ def share_of(planner: BlockPlanner, *, rank: int, world_size: int, is_for_rank_0
         is_for_rank_0: tells by its name whether rank 0 alone is to write what all may hold.
     """
     mine = planner.create_local_plan().items
-    sharded = {name for name, tensor in planner.state_dict.items() if isinstance(tensor, DTensor)}
+    sharded = {name for name, tensor in planner.state_dict.items() if is_in_shards(tensor)}
     held_by_all = [item for item in mine if item.index.fqn not in sharded]
     of_rank_0 = [item for item in held_by_all if is_for_rank_0(item.index.fqn)]
     share = of_rank_0 if rank == 0 else []

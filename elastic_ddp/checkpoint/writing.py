@@ -71,8 +71,8 @@ class Part(BaseModel):
 class StateWriter:
     """Writes a rank's share of the state of a run, for one commit after the other.
 
-    Plain tensors are shared out among the ranks, all of which have to hold the same; those of the components that are
-    named in `of_rank_0` are its alone. Of DTensors each rank writes its shard.
+    Tensors that are not in shards are shared out among the ranks, all of which have to hold the same; those of the
+    components that are named in `of_rank_0` are its alone. Of the others each rank writes its shard.
     """
 
     def __init__(self, *, of_rank_0: frozenset[str] = frozenset()) -> None:

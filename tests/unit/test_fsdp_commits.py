@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.checkpoint.manifest import attempt_prefix
@@ -79,7 +80,7 @@ def _prepared(strategy: str, optimizer: str) -> tuple[RunConfig, TrainState]:
     return config, state
 
 
-def _everything(state: TrainState) -> Everything:
+def everything(state: TrainState) -> Everything:
     skeleton, tensors = flatten(_in_full(state.state_dict()))
     return json.dumps(skeleton), {
         name: each.contiguous().view(-1).view(torch.uint8).numpy() for name, each in tensors.items()
@@ -108,7 +109,7 @@ def _save_all(group: ProcessGroup, folder: Path) -> dict[tuple[str, str], Everyt
             state.registered["kept"] = Kept({**_tensors_of_all_kinds(), "plain": [1, math.nan, b"x"], "best": 0.5})
             state.position = Position(2, 24, "a" * 64)
             save(group, folder / f"{strategy}-{optimizer}", state.state_dict())
-            saved[strategy, optimizer] = _everything(state)
+            saved[strategy, optimizer] = everything(state)
     return saved
 
 
@@ -136,7 +137,7 @@ def _restore_all(group: ProcessGroup, folders: list[Path]) -> dict[tuple[Path, s
             in_shards = [each for each in _tensors(restored[1]) if isinstance(each, DTensor)]
             assert bool(in_shards) == (strategy == "fsdp")
             state.load_state_dict(restored[1])
-            found[folder, strategy, optimizer] = _everything(state)
+            found[folder, strategy, optimizer] = everything(state)
     return found
 
 
@@ -266,6 +267,35 @@ def _restore_large(group: ProcessGroup, folder: Path) -> tuple[int, int, Tensors
     assert restored is not None
     state.load_state_dict(restored[1])
     return got, read, {name: each.numpy() for name, each in whole_state(state).items()}
+
+
+def _replicated(group: ProcessGroup, folder: Path) -> tuple[int, list[list[float]], bool]:
+    """How many blocks this rank writes of a tensor that a mesh replicates; that one and another as they are restored;
+    and whether it is replicated again where it is to be."""
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    replicated = distribute_tensor(torch.arange(6.0), mesh, [Replicate()])
+    cut = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    with mock.patch("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(8)):
+        writer = StateWriter()
+        save(group, folder, {"x": {"replicated": replicated, "cut": cut}, "position": {"step": 0}})
+    writer.stage({"x": replicated}, rank=group.rank, world_size=group.world_size)
+    storage = Storage(folder)
+    found = restore(CheckpointStore(storage, keep=1), storage, group, lambda: {"x.replicated": replicated}.get)
+    assert found is not None
+    again, other = found[1]["x"]["replicated"], found[1]["x"]["cut"]
+    blocks = len(writer.write(storage, "y").blocks)
+    return blocks, [again.to_local().tolist(), other.tolist()], again.placements == replicated.placements
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_a_mesh_replicates_is_shared_out_like_a_plain_tensor(world_size: int, tmp_path: Path) -> None:
+    every = run_ranks(world_size, _replicated, tmp_path)
+    assert [blocks for blocks, _, _ in every] == [
+        3 // world_size + (rank < 3 % world_size) for rank in range(world_size)
+    ]
+    for _, found, is_replicated in every:
+        assert found == [[*range(6)]] * 2 and is_replicated
 
 
 class Average:
