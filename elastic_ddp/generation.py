@@ -178,7 +178,8 @@ class Generation:
         def spread() -> Layout | None:
             strategy.spread(state.optimizers)
             state.is_spread = not strategy.keeps_state
-            return strategy.layout(state.optimizers)
+            state.layout = strategy.layout(state.optimizers)
+            return state.layout
 
         source, receivers = group.assignment.source, group.assignment.receivers
         if source is None:

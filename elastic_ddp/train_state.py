@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from elastic_ddp.errors import CheckpointError, ConfigError, some
 from elastic_ddp.parallel.agreement import EMPTY_CHAIN, chain
@@ -20,9 +20,10 @@ from elastic_ddp.parallel.prepared import PreparedModel
 from elastic_ddp.state import dtype_name, flatten, weights_sha256, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from elastic_ddp.parallel.process_group import ProcessGroup
+    from elastic_ddp.parallel.strategy import Layout
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST = 2**62
@@ -86,6 +87,8 @@ class TrainState:
     position: Position = field(default_factory=Position)
     is_spread: bool = False
     """Whether this rank has only a part of it, which is of no use outside of its generation."""
+    layout: Layout | None = None
+    """How a restore lays out on this rank what it reads, while there is only a part of it here."""
     is_changing: bool = False
     """Whether a step has begun to change it, and its block goes on: there may be more that it changes."""
     is_half_changed: bool = False
@@ -134,8 +137,13 @@ class TrainState:
         self.schedulers.append(scheduler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Raises a ConfigError where registered state is in shards: nobody knows like what to lay it out again."""
+        """Raises a ConfigError, the same on every rank, where registered state is in shards, or an optimizer's is in
+        others than its parameter: nobody knows like what to lay it out again."""
         model = self.module.state_dict()
+        optimizers = {str(k): optimizer.state_dict() for k, optimizer in enumerate(self.optimizers)}
+        if self.layout is not None:
+            for place, optimizer in enumerate(self.optimizers):
+                _check_layout(optimizer, f"optimizer.{place}", optimizers[str(place)], self.layout)
         user = {name: thing.state_dict() for name, thing in self.registered.items()}
         if self.is_spread and (
             shards := [k for k, each in flatten({"user": user})[1].items() if isinstance(each, DTensor)]
@@ -150,7 +158,7 @@ class TrainState:
             "model": model,
             # Those that are not persistent: state of a run all the same, as a step starts from them.
             "buffers": {name: buffer for name, buffer in self.module.named_buffers() if name not in model},
-            "optimizer": {str(k): optimizer.state_dict() for k, optimizer in enumerate(self.optimizers)},
+            "optimizer": optimizers,
             "scheduler": {str(k): scheduler.state_dict() for k, scheduler in enumerate(self.schedulers)},
             "user": user,
             "position": asdict(self.position),
@@ -203,6 +211,39 @@ class TrainState:
         parameters that are sharded are put together, one after the other."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         return weights_sha256((name, whole(each)) for name, each in tensors)
+
+
+def _check_layout(optimizer: torch.optim.Optimizer, name: str, saved: Any, layout: Layout) -> None:
+    """ConfigError where a restore would lay state out in another way than it is now, so that no step could follow."""
+    unlike = []
+    for at, each in _tensors(saved, name):
+        like = layout(at)
+        if _placements(each) != (_placements(like) if like is not None and like.shape == each.shape else ()):
+            how = ", ".join(map(repr, _placements(each))) or "whole"
+            unlike.append(f"{at} of {tuple(each.shape)}, {how}")
+    if unlike:
+        raise ConfigError(
+            f"the optimizer {type(optimizer).__name__} keeps what no restore lays out again as it is now: "
+            f"{some(unlike, 5, between='; ')}. What has its parameter's shape has to be in the same shards, as "
+            "torch.zeros_like(parameter) is, and comes back in them; all else comes back whole. Have the optimizer's "
+            "state_dict() return that as tensor.full_tensor(), and its load_state_dict() shard it again by "
+            "torch.distributed.tensor.distribute_tensor, where the parameter is a DTensor; or use another optimizer, "
+            'or strategy="ddp"'
+        )
+
+
+def _tensors(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """With the names that `flatten` gives them, in a fraction of its time."""
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, dict | list | tuple | deque):
+        for key, each in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _tensors(each, f"{name}.{key}")
+
+
+def _placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
+    """How a tensor is spread over the ranks; none if it is whole."""
+    return tensor.placements if isinstance(tensor, DTensor) else ()
 
 
 def _retyped(own: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool = False) -> list[str]:

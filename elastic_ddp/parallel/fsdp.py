@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 
 from elastic_ddp.config import RunConfig
 from elastic_ddp.parallel.prepared import PreparedModel
@@ -90,7 +92,12 @@ class FSDPStrategy(Strategy):
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             like |= {f"optimizer.{place}.state.{number}": each for number, each in enumerate(parameters)}
         spread = {name: each for name, each in like.items() if isinstance(each, DTensor)}
-        return lambda name: spread.get(name) if name.startswith("model.") else spread.get(name.rpartition(".")[0])
+
+        def like_of(name: str) -> torch.Tensor | None:
+            # What an optimizer keeps for a parameter may be anywhere in a tree: optimizer.0.state.3.history.1
+            return spread.get(name if name.startswith("model.") else ".".join(name.split(".", 4)[:4]))
+
+        return like_of
 
     def begin_step(self, rows: np.ndarray) -> None:
         self.settle()
@@ -182,7 +189,7 @@ def _use_instead(
         group["params"] = [replaced[each] for each in group["params"]]
     kept = {each: optimizer.state.pop(each) for each in replaced if each in optimizer.state}
     for each, state in kept.items():
-        optimizer.state[replaced[each]] = {key: _like(value, replaced[each]) for key, value in state.items()}
+        optimizer.state[replaced[each]] = tree_map(partial(_like, parameter=replaced[each]), state)
 
 
 def _like(value: Any, parameter: torch.nn.Parameter) -> Any:

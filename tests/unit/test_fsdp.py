@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from elastic_ddp.generation import Generation, strategy_of
 from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.prepared import PreparedModel, units_of
 from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.parallel.strategy import Strategy
 from elastic_ddp.step import Step
 from elastic_ddp.train_state import TrainState
 from tests.ranks import run_ranks
@@ -86,13 +88,17 @@ def config_of(strategy: str, **settings: Any) -> RunConfig:
 
 
 def prepared(
-    strategy: str, optimizer: str = "AdamW", model: torch.nn.Module | None = None, **settings: Any
+    strategy: str,
+    optimizer: str | Callable[[Any], Any] = "AdamW",
+    model: torch.nn.Module | None = None,
+    **settings: Any,
 ) -> tuple[RunConfig, TrainState]:
     torch.manual_seed(0)
     config, model = config_of(strategy, **settings), model or Model()
     bf16 = config.precision == "bf16" and strategy == "ddp"
     state = TrainState(PreparedModel(model, device=CPU, bf16=bf16, is_unit=lambda part: type(part) is Block))
-    state.add_optimizer(OPTIMIZERS[optimizer](state.model))
+    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    state.add_optimizer(make(state.model))
     state.add_scheduler(torch.optim.lr_scheduler.StepLR(state.optimizers[0], 1, gamma=0.9))
     return config, state
 
@@ -104,11 +110,21 @@ def data(step: int, m: int) -> torch.Tensor:
 def trained(
     group: ProcessGroup, config: RunConfig, state: TrainState, rows: np.ndarray, steps: range, clip: float = 0.5
 ) -> list[float]:
+    """Some steps of a new strategy. The norms of their gradients."""
+    assert state.model is not None
+    strategy = strategy_of(config)(state.model, config, group)
+    strategy.spread(state.optimizers)
+    norms = train_on(strategy, group, state, rows, steps, clip)
+    strategy.close()
+    return norms
+
+
+def train_on(
+    strategy: Strategy, group: ProcessGroup, state: TrainState, rows: np.ndarray, steps: range, clip: float = 0.5
+) -> list[float]:
     """Some steps, as `Step` makes them. The norms of their gradients."""
     assert state.model is not None
-    strategy, norms = strategy_of(config)(state.model, config, group), []
-    strategy.spread(state.optimizers)
-    buffers = StepBuffers(state.module)
+    norms, buffers = [], StepBuffers(state.module)
     for step in steps:
         state.module.zero_grad(set_to_none=True)
         strategy.begin_step(rows)
@@ -126,7 +142,6 @@ def trained(
         buffers.combine(ranges=strategy.ranges, num_leaves=strategy.num_leaves, divisor=strategy.divisor, group=group)
         for each in [*state.optimizers, *state.schedulers]:
             each.step()
-    strategy.close()
     return norms
 
 

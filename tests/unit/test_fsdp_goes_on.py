@@ -1,0 +1,206 @@
+"""Sharded training that goes on from a commit, or begins with the weights of one, as if nothing had been between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from elastic_ddp.checkpoint import CheckpointStore
+from elastic_ddp.elastic.hang import Activity
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.generation import Generation, strategy_of
+from elastic_ddp.job import COMMITS
+from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.parallel.strategy import Strategy
+from elastic_ddp.restoring import restore
+from elastic_ddp.state import whole
+from elastic_ddp.storage import Storage
+from elastic_ddp.train_state import TrainState
+from elastic_ddp.weights import Weights
+from tests.ranks import run_ranks
+from tests.unit.test_fsdp import OPTIMIZERS, prepared, train_on
+from tests.unit.test_fsdp_commits import Everything, everything, save
+
+ROWS = np.array([3, 3, 3, 3])
+
+
+class WithHistory(torch.optim.Optimizer):
+    """Steps by the last two gradients, which it keeps in a list."""
+
+    def __init__(self, parameters: Any, *, from_the_start: bool) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        for each in self.param_groups[0]["params"]:
+            self.state[each] = {"last": {"two": [torch.zeros_like(each)] if from_the_start else []}}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    history = self.state[parameter]["last"]["two"]
+                    history[:] = [*history[-1:], parameter.grad.clone()]
+                    for gradient in history:
+                        parameter.sub_(gradient * group["lr"])
+
+
+class Keeping(torch.optim.Optimizer):
+    """SGD that keeps something made of the gradient of each matrix."""
+
+    def __init__(self, parameters: Any, made: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__([each for each in parameters if each.dim() == 2], {"lr": 0.05})
+        self._made = made
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["kept"] = [self._made(parameter.grad)]
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+class RowWise(torch.optim.Optimizer):
+    """Adagrad with one number for each row of a matrix, which it gives whole and takes whole."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__([each for each in parameters if each.dim() == 2], {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                rows = parameter.grad.pow(2).mean(-1)
+                kept = self.state[parameter]
+                kept["sum"] = kept["sum"] + rows if "sum" in kept else rows
+                parameter.sub_(parameter.grad / (kept["sum"].sqrt().unsqueeze(-1) + 1e-3), alpha=group["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        kept = {number: {key: whole(each) for key, each in one.items()} for number, one in saved["state"].items()}
+        return {**saved, "state": kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for parameter, kept in self.state.items():
+            if isinstance(parameter, DTensor):
+                kept["sum"] = distribute_tensor(kept["sum"], parameter.device_mesh, [Shard(0)])
+
+
+OF_USERS: dict[str, Any] = {
+    "a list": lambda model: WithHistory(model.parameters(), from_the_start=False),
+    "a list from the start": lambda model: WithHistory(model.parameters(), from_the_start=True),
+    "another shape, given whole": lambda model: RowWise(model.parameters()),
+}
+"""Optimizers of users, by what they keep."""
+
+
+def begun(
+    group: ProcessGroup, optimizer: Any, *, folder: Path | None = None, begin_with: Any = None
+) -> tuple[TrainState, Strategy]:
+    """As a generation begins: with a model that was just built, with a folder's commit or with other weights."""
+    config, state = prepared("fsdp", optimizer)
+    if folder is not None or begin_with is not None:
+        with torch.no_grad():
+            for each in [*state.module.parameters(), *state.module.buffers()]:
+                each.fill_(-1)  # whatever a rank has built
+    assert state.model is not None
+
+    def restored(group: ProcessGroup, layout: Any) -> dict[str, Any] | None:
+        if folder is None:
+            return None
+        storage = Storage(folder)
+        found = restore(CheckpointStore(storage, keep=1), storage, group, layout)
+        assert found is not None
+        return found[1]
+
+    if begin_with is not None:
+        state.begin_with = lambda group: begin_with(state.module, group)
+    strategy = strategy_of(config)(state.model, config, group)
+    Generation._share_state(group, state=state, strategy=strategy, restore=restored, activity=Activity())
+    return state, strategy
+
+
+def _interrupted(group: ProcessGroup, folder: Path) -> dict[str, tuple[Everything, Everything]]:
+    """By optimizer: a state after four steps, and that of a run which went on from the commit of two."""
+    found = {}
+    for name, optimizer in {**OPTIMIZERS, **OF_USERS}.items():
+        first, strategy = begun(group, optimizer)
+        train_on(strategy, group, first, ROWS, range(2))
+        save(group, folder / name, first.state_dict())
+        train_on(strategy, group, first, ROWS, range(2, 4))
+        second, strategy = begun(group, optimizer, folder=folder / name)
+        train_on(strategy, group, second, ROWS, range(2, 4))
+        found[name] = everything(first), everything(second)
+    return found
+
+
+def _same(one: Everything, other: Everything) -> bool:
+    """To the bit."""
+    return one[0] == other[0] and {k: v.tobytes() for k, v in one[1].items()} == {
+        k: v.tobytes() for k, v in other[1].items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_run_that_was_interrupted_has_the_bits_of_one_that_was_not(world_size: int, tmp_path: Path) -> None:
+    for every in run_ranks(world_size, _interrupted, tmp_path):
+        assert {"AdamW", "SGD"} < every.keys()
+        for optimizer, (calm, interrupted) in every.items():
+            assert _same(calm, interrupted), optimizer
+
+
+MADE: dict[str, Callable[[Any], torch.Tensor]] = {
+    "of (7,), Shard(dim=0)": lambda gradient: gradient.pow(2).mean(-1),
+    "of (5,), Partial(sum)": lambda gradient: gradient.pow(2).sum(0),
+    "of (7, 5), Replicate()": lambda gradient: gradient.redistribute(placements=[Replicate()]),
+    "of (7, 5), whole": lambda gradient: gradient.full_tensor(),
+}
+"""From the gradient of a matrix, by what is said of it."""
+
+
+def _refused(group: ProcessGroup) -> dict[str, str]:
+    said = {}
+    for what, make in MADE.items():
+        state, strategy = begun(group, lambda model, make=make: Keeping(model.parameters(), make))
+        state.state_dict()  # there is nothing yet
+        train_on(strategy, group, state, ROWS, range(1))
+        with pytest.raises(ConfigError) as refused:
+            state.state_dict()
+        said[what] = str(refused.value)
+    return said
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_no_restore_lays_out_again_is_refused_on_every_rank(world_size: int) -> None:
+    every = run_ranks(world_size, _refused)
+    assert all(said == every[0] for said in every)
+    for what, message in every[0].items():
+        assert message.startswith("the optimizer Keeping keeps ")
+        assert f"; optimizer.0.state.1.kept.0 {what}" in message
+        assert "zeros_like(parameter)" in message and "full_tensor()" in message
+
+
+def _tuned(group: ProcessGroup, folder: Path) -> tuple[str, str, bool]:
+    """Of the weights that a run has, and of those that another one begins with. Whether these are in shards."""
+    first, strategy = begun(group, "SGD")
+    train_on(strategy, group, first, ROWS, range(1))
+    save(group, folder / COMMITS, first.state_dict())
+    weights = Weights(str(folder), step=None, strict=True)
+
+    def load(module: torch.nn.Module, group: ProcessGroup) -> None:
+        weights.load(module, group, lambda *event, **details: None, Activity())
+
+    second, _ = begun(group, "AdamW", begin_with=load)
+    in_shards = all(isinstance(each, DTensor) for each in second.module.parameters())
+    return first.weights_sha256(), second.weights_sha256(), in_shards
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sharded_run_begins_with_the_weights_of_another(world_size: int, tmp_path: Path) -> None:
+    for saved, loaded, in_shards in run_ranks(world_size, _tuned, tmp_path):
+        assert saved == loaded and in_shards
