@@ -96,19 +96,40 @@ def test_make_train_on_a_clean_checkout(checkout: Path, clean_environment: dict[
     trains(checkout, clean_environment)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(BUDGET_S + 60)
-def test_make_train_where_everything_is_installed(checkout: Path, clean_environment: dict[str, str]) -> None:
+@pytest.fixture
+def installed(checkout: Path, clean_environment: dict[str, str]) -> dict[str, str]:
+    """The environment of a checkout in which everything is installed."""
     (checkout / ".venv").symlink_to(sys.prefix)
     for stamp in ("made", "installed"):
         assert (checkout / f".venv/.{stamp}").exists(), "run the tests with `make test`"
         for name in ("pyproject.toml", "constraints.txt"):
             os.utime(checkout / name, (0, 0))
-    trains(checkout, {**clean_environment, "PYTHONPATH": str(checkout)})
+    return {**clean_environment, "PYTHONPATH": str(checkout)}
 
 
-def trains(checkout: Path, environment: dict[str, str]) -> None:
-    output = run(["make", "train", "ARGS=--steps 6"], checkout, environment)
+@pytest.mark.slow
+@pytest.mark.timeout(BUDGET_S + 60)
+def test_make_train_where_everything_is_installed(checkout: Path, installed: dict[str, str]) -> None:
+    trains(checkout, installed)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.timeout(BUDGET_S + 60)
+def test_the_main_job_trains_in_shards(checkout: Path, installed: dict[str, str]) -> None:
+    trains(checkout, installed, "--steps 6 --strategy fsdp")
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.timeout(BUDGET_S + 60)
+def test_the_example_survives(checkout: Path, installed: dict[str, str]) -> None:
+    output = run([str(checkout / ".venv/bin/python"), "examples/survive.py"], checkout, installed)
+    assert output.rstrip().endswith("the same weights and the same samples, to the bit")
+
+
+def trains(checkout: Path, environment: dict[str, str], arguments: str = "--steps 6") -> None:
+    output = run(["make", "train", f"ARGS={arguments}"], checkout, environment)
     closing = output[-3000:]
     assert "finished" in closing, output
     assert re.search(r"\b[0-9a-f]{64}\b", closing), output  # the weights' hash
