@@ -38,7 +38,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from elastic_ddp.ray_internals.scaling import NODE_GROUP, NODE_ID, LimitedScalingPolicy, hasten
+from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, hasten, managed_nodes
 from elastic_ddp.ray_internals.turnover import sort_out
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, give_back
 
@@ -182,13 +182,13 @@ class InPlaceController(TrainController):
         policy = self._scaling_policy
         if not isinstance(policy, LimitedScalingPolicy):
             return
-        alive = {each["NodeID"]: each for each in ray.nodes() if each["Alive"]}
         stay = set(orders.avoid).difference(draining)
-        out_of_use = {node: each["Resources"] for node, each in alive.items() if node in stay}
+        alive = {each["NodeID"]: each["Resources"] for each in ray.nodes() if each["Alive"]} if stay else {}
+        out_of_use = {node: resources for node, resources in alive.items() if node in stay}
         going = {*orders.lost, *orders.dismissed, *orders.leaving}
         workers = group.get_workers() if group is not None else []
         # A worker that starts on a node which is drained is in none of the orders yet.
-        kept = {node for node, each in alive.items() if NODE_GROUP in each["Labels"]}.difference(orders.avoid, draining)
+        kept = managed_nodes().difference(orders.avoid, draining) if workers else set()
         nodes = [node for each in workers if actor_id(each) not in going and (node := each.metadata.node_id) in kept]
         if policy.is_news(orders.limit, nodes=nodes, avoid=orders.avoid, out_of_use=out_of_use):
             policy.ask()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from typing import Any
 
+import ray
+from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
 from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client, elastic
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
@@ -17,8 +20,6 @@ ROOM_IS_TOLD_WITHIN_S = 2
 """How long the controller waits for Ray to say what room there is, which is on another node perhaps. By default 5 s."""
 NODE_ID = "ray.io/node-id"
 """A label that every node has."""
-NODE_GROUP = "ray.io/node-group"
-"""A label that those have which an autoscaler started."""
 
 
 def hasten() -> None:
@@ -27,6 +28,14 @@ def hasten() -> None:
     autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = BELIEVED_S
     autoscaling_coordinator_client.AUTOSCALING_REQUESTS_GET_TIMEOUT_S = ROOM_IS_TOLD_WITHIN_S
     elastic.AUTOSCALING_REQUESTS_GET_TIMEOUT_S = ROOM_IS_TOLD_WITHIN_S  # type: ignore[attr-defined] # a copy
+
+
+def managed_nodes() -> set[str]:
+    """Nodes that are alive and that an autoscaler has started, which gives each the name of its machine."""
+    worker: Any = ray._private.worker.global_worker
+    known = worker.gcs_client.get_all_node_info()
+    alive = GcsNodeInfo.GcsNodeState.ALIVE
+    return {node.hex() for node, each in known.items() if each.instance_id and each.state == alive}
 
 
 class _Request(ScalingConfig):

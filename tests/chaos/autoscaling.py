@@ -108,9 +108,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.5)
 
 
+def draining() -> set[str]:
+    """Nodes that are to go. A cloud would take them; here they live on."""
+    return set(ray._private.state.state.get_draining_nodes())
+
+
 def num_nodes() -> int:
-    """That are alive, but for the head."""
-    return sum(each["Alive"] for each in ray.nodes()) - 1
+    """That are alive, but for the head and those that are to go."""
+    return len({each["NodeID"] for each in ray.nodes() if each["Alive"]} - draining()) - 1
 
 
 def nodes_of(actor_class: str) -> set[str]:

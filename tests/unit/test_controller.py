@@ -24,6 +24,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2.api.exceptions import ControllerError
 
 from elastic_ddp.elastic.messages import Orders
+from elastic_ddp.ray_internals import controller as controller_module
 from elastic_ddp.ray_internals import worker_group
 from elastic_ddp.ray_internals.controller import (
     LEAVE_WITHIN_S,
@@ -320,9 +321,8 @@ def test_newcomers_and_what_goes_with_a_drained_node_are_no_failures_of_the_run(
 def test_room_is_asked_for_where_those_are_who_stay(controller: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("one", "two", "cut", "gone", "draining", "by hand")
     nodes = [{"NodeID": name, "Alive": name != "gone", "Resources": {"CPU": 2.0}} for name in names]
-    for each in nodes:
-        each["Labels"] = {} if each["NodeID"] == "by hand" else {"ray.io/node-group": "spot"}
     monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr(controller_module, "managed_nodes", lambda: {"one", "two", "cut", "draining"})
     policy = controller._scaling_policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4)))
     ask = mock.Mock()
     monkeypatch.setattr(policy, "ask", ask)

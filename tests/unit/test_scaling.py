@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import ActorDiedError
 from ray.train import ScalingConfig
 from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client
 
-from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy
+from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy, managed_nodes
 
 NOWHERE: Any = {"nodes": [], "avoid": [], "out_of_use": {}}
 CPU = {"CPU": 1.0}
@@ -55,6 +57,24 @@ def test_who_knows_of_room_is_looked_for_again_when_lost(monkeypatch: pytest.Mon
     assert policy._get_reserved_resources() == {"one": {"CPU": 3.0}}
     assert policy._get_reserved_resources() is None and len(made) == 1
     assert policy._get_reserved_resources() == {"two": {"CPU": 2.0}} and len(made) == 2
+
+
+def test_nodes_that_an_autoscaler_started_are_known_by_the_names_of_their_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def node(**facts: Any) -> tuple[Any, Any]:
+        return SimpleNamespace(hex=lambda: f"node-{facts['instance_id'] or 'by-hand'}"), GcsNodeInfo(**facts)
+
+    alive, dead = GcsNodeInfo.GcsNodeState.ALIVE, GcsNodeInfo.GcsNodeState.DEAD
+    nodes = [
+        node(instance_id="i-1", state=alive),
+        node(instance_id="", state=alive),
+        node(instance_id="i-2", state=dead),
+    ]
+    known = SimpleNamespace(items=lambda: nodes)
+    gcs = SimpleNamespace(get_all_node_info=lambda: known)
+    monkeypatch.setattr("ray._private.worker.global_worker", SimpleNamespace(gcs_client=gcs))
+    assert managed_nodes() == {"node-i-1"}
 
 
 @pytest.fixture
