@@ -128,6 +128,7 @@ def test_an_error_of_the_users_ends_the_run_once_and_the_same_command_resumes_it
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)  # ten drivers, one after the other, and each starts Ray and workers
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_driver_that_is_killed_is_replaced_by_the_same_command(
     folder: Path, calm_tour: Mapping[str, Any], rank: int
