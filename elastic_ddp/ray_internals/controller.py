@@ -78,10 +78,10 @@ class InPlaceController(TrainController):
     save_within_s = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        ElasticWorkerGroup.rooms = self.rooms
         for module in _CHATTERS:
             logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
+        super().__init__(*args, **kwargs)
+        ElasticWorkerGroup.rooms = self.rooms
         logging.getLogger(TrainController.__module__).addFilter(_is_news)
         hasten()
         self._calm_interval_s = self._health_check_interval_s
