@@ -177,7 +177,6 @@ class Generation:
 
         def spread() -> Layout | None:
             strategy.spread(state.optimizers)
-            state.is_spread = not strategy.keeps_state
             state.layout = strategy.layout(state.optimizers)
             return state.layout
 

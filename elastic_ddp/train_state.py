@@ -85,14 +85,17 @@ class TrainState:
     begin_with: Callable[[ProcessGroup], None] | None = None
     """Loads other weights into the model, on every rank, where a run begins."""
     position: Position = field(default_factory=Position)
-    is_spread: bool = False
-    """Whether this rank has only a part of it, which is of no use outside of its generation."""
     layout: Layout | None = None
-    """How a restore lays out on this rank what it reads, while there is only a part of it here."""
+    """How a restore lays out on this rank what it reads, where there is only a part of it here."""
     is_changing: bool = False
     """Whether a step has begun to change it, and its block goes on: there may be more that it changes."""
     is_half_changed: bool = False
     """Whether a peer was lost meanwhile: it is the state of no step, and of no use to anybody."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether this rank has only a part of it, which is of no use outside of its generation."""
+        return self.layout is not None
 
     @property
     def module(self) -> torch.nn.Module:

@@ -207,7 +207,7 @@ def test_a_generation_that_breaks_whenever_it_forms_ends_the_run(
     """Also where the training function begins again each time."""
 
     def breaks(*_: Any, state: TrainState, **options: Any) -> None:
-        state.is_spread = is_spread
+        state.layout = (lambda name: None) if is_spread else None
         raise dist.DistNetworkError(LOST_PEER)
 
     monkeypatch.setattr(Generation, "open", breaks)

@@ -551,7 +551,7 @@ def test_membership_does_not_change_by_a_commit_that_has_just_failed(new_run: Ne
     for is_spread, rests, votes in [(True, True, False), (False, True, True), (True, False, True)]:
         link_of(run).reconfigure_requested = True
         run._loop.commits._rests_until = math.inf if rests else 0.0
-        run._state.is_spread = is_spread
+        run._state.layout = (lambda name: None) if is_spread else None
         assert run._loop._votes(1)["reconfigure"] is votes
 
 

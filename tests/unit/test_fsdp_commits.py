@@ -331,11 +331,11 @@ def _averaged(group: ProcessGroup, folder: Path) -> tuple[str, bool]:
         averages.append(average)
         state.registered["average"] = average
         strategy = strategy_of(config)(state.model, config, group)
-        state.is_spread = True
 
         def layout() -> Any:
             strategy.spread(state.optimizers)  # noqa: B023
-            return strategy.layout(state.optimizers)  # noqa: B023
+            state.layout = strategy.layout(state.optimizers)  # noqa: B023
+            return state.layout  # noqa: B023
 
         if at == 0:
             layout()
