@@ -12,7 +12,7 @@ import ray
 
 from elastic_ddp.elastic.rendezvous import ANSWERS_WITHIN_S, NAMESPACE
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.ray_internals import use_token_on_this_machine
+from elastic_ddp.ray_internals import has_started_ray, use_token_on_this_machine
 
 _started: list[str] = []
 """Addresses of the clusters that this process has started."""
@@ -30,21 +30,26 @@ def connect_or_start(note: Callable[[str], None]) -> bool:
         Whether the cluster is one that this function started, of this machine alone.
 
     Raises:
-        ConfigError: nobody answers at `RAY_ADDRESS`.
+        ConfigError: nobody answers at `RAY_ADDRESS`, or it is one of Ray Client.
     """
     if ray.is_initialized():
         return ray.get_runtime_context().gcs_address in _started
     address = os.environ.get("RAY_ADDRESS", "")
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"RAY_ADDRESS={address!r}: Ray Client cannot drive a run, which has to be within the cluster; run the "
+            "program on one of its nodes, or by ray job submit"
+        )
     try:
         _reach(address)
-        context: Any = ray.init(log_to_driver=True, logging_level=logging.WARNING)
     except OSError as error:
-        raise ConfigError(
-            f"RAY_ADDRESS={address!r}: no Ray cluster answers there ({error}); set it to the address of one that does, "
-            "or to local, which starts one on this machine"
-        ) from error
+        raise _not_there(address, error) from error
+    try:
+        context: Any = ray.init(log_to_driver=True, logging_level=logging.WARNING)
+    except ConnectionError as error:  # any other is one of the Ray that is started here
+        raise _not_there(address, error) from error
     address = ray.get_runtime_context().gcs_address
-    if not str(context.address_info["session_dir"]).endswith(f"_{os.getpid()}"):  # who began the session
+    if not has_started_ray(context.address_info["session_dir"]):
         note(f"using Ray at {address} (RAY_ADDRESS names another cluster, RAY_ADDRESS=local starts one here)")
         return False
     note(f"started Ray on this machine, at {address} (RAY_ADDRESS names a cluster to use instead)")
@@ -73,6 +78,14 @@ def connect(address: str | None = None) -> None:
             "address that the run printed, or run this on a node of the cluster. If the driver of a run was killed, "
             f"its cluster may be gone with it, and {RESUMES}"
         ) from None
+
+
+def _not_there(address: str, error: OSError) -> ConfigError:
+    where = f"RAY_ADDRESS={address!r}: no Ray cluster answers there" if address else "the Ray of this machine fails"
+    return ConfigError(
+        f"{where} ({error}); set RAY_ADDRESS to the address of a cluster that answers, or to local, which starts one "
+        "on this machine"
+    )
 
 
 def _reach(address: str) -> None:

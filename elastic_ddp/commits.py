@@ -85,6 +85,7 @@ class Commits:
             is_measured = settings.is_measured
             self._interval = MeasuredInterval(settings.interval, settings.max_overhead) if is_measured else None
         else:
+            before._hear_of_newest()
             self._storage, self._saver, self._connection = before._storage, before._saver, before._connection
             self._interval, self._has_counted = before._interval, before._has_counted
             self.step, self._known_step, self._at = before.step, before._known_step, before._at
@@ -181,11 +182,15 @@ class Commits:
         Raises:
             PeerLostError: the generation broke meanwhile.
         """
+        self._hear_of_newest()
+        self._wait_in(group)
+        return self._known_step == step
+
+    def _hear_of_newest(self) -> None:
+        """Waits for what the storage says of it, if it was asked."""
         if self._look is not None:
             self._look.join(STALLED_S)
             self._look = None
-        self._wait_in(group)
-        return self._known_step == step
 
     def restore(self, group: ProcessGroup, spread: Callable[[], Layout | None]) -> dict[str, Any] | None:
         """The state of the newest commit that can be used, on the CPU, or this rank's part of it; None if there has
@@ -212,6 +217,8 @@ class Commits:
                     f"no commit of run {self._job.config.name!r} can be used: {dict(self._store.rejected)}. Repair "
                     "them, make them readable or delete them, or use another name; the run does not silently start over"
                 )
+            # What this worker knows is of steps that are made once more.
+            self.step, self._known_step, self._at, self._metrics = None, None, time.monotonic(), {}
             return None
         commit, state = newest
         self._note(commit.step)

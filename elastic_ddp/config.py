@@ -325,7 +325,11 @@ class RunConfig(_Settings):
                 f"(global_batch_size={self.global_batch_size} / micro_batch_size={self.micro_batch_size}), and a "
                 f"worker needs one; use max_workers={self.num_micro_batches} or a smaller micro_batch_size"
             )
-        for name in self.resources_per_worker:
+        for name, amount in self.resources_per_worker.items():
+            if 0 < amount < 0.0001:
+                raise ValueError(
+                    f"resources_per_worker {name}={amount:g}: Ray counts in steps of 0.0001; use that or more, or 0"
+                )
             if name.upper() in ("CPU", "GPU") and name != name.upper():
                 raise ValueError(
                     f"resources_per_worker {name}: Ray knows no such resource; did you mean {name.upper()}?"

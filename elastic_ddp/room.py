@@ -68,7 +68,7 @@ def check_cpus(
         left -= workers
         free = node.get("CPU", 0.0) - workers * per_worker
         needed = workers * tasks * cpus
-        if needed > free:
+        if needed > free + 1e-6:  # sums of floating-point numbers
             raise ConfigError(
                 f"data.num_cpus_per_task={cpus:g}: {workers} worker(s) hold {workers * per_worker:g} of the "
                 f"{node.get('CPU', 0.0):g} CPUs of a node, and their pipelines need {needed:g} more to run at all, so "

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST = 2**62
+_EXTRA_STATE = "_extra_state"
+"""What torch calls in a state dict that of a module's `get_extra_state`. It may be anything, and nobody converts it."""
 
 
 @runtime_checkable
@@ -192,7 +194,8 @@ class TrainState:
             model = self.module.state_dict()
             # Those that are not persistent have nobody else who would look.
             buffers = {name: buffer for name, buffer in self.module.named_buffers() if name not in model}
-            if changed := [*_retyped(model, state["model"]), *_retyped(buffers, state["buffers"], strict=True)]:
+            tensors = {name: each for name, each in model.items() if name.rpartition(".")[2] != _EXTRA_STATE}
+            if changed := [*_retyped(tensors, state["model"]), *_retyped(buffers, state["buffers"], strict=True)]:
                 raise ValueError(some(changed, between="; "))
             self.module.load_state_dict(state["model"])
             for name, value in state["buffers"].items():

@@ -81,7 +81,7 @@ class StoreConnection:
 
 def _knock(host: str, port: int, within_s: float) -> None:
     """Torch tries for all of its time to connect to a store that has died with its process: a DistNetworkError at once.
-    Nobody is told of a store that does not listen yet."""
+    Nobody is told of a store that does not listen yet. One that lives looks up who knocks as it does who comes."""
     try:
         socket.create_connection((host, port), timeout=within_s).close()
     except OSError as error:

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -21,6 +22,14 @@ ANSWERS_WITHIN_S = 5.0
 def are_known() -> bool:
     """Whether the Ray that is installed is the one whose internals these are."""
     return ray.__version__.rpartition(".")[0] == WRITTEN_FOR
+
+
+def has_started_ray(session_dir: str) -> bool:
+    """Whether this process has started the cluster that it is connected to, whose session has that folder."""
+    if not are_known():
+        return session_dir.endswith(f"_{os.getpid()}")  # which may be that of a process in another container
+    node: Any = ray._private.worker._global_node
+    return bool(node.is_head())
 
 
 def use_token_on_this_machine(address: str) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import ray
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
-from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources
+from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources, ResourceDict
 from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client, elastic
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2.api.config import ScalingConfig
+
+from elastic_ddp.room import workers_that_fit
 
 SAID_AGAIN_S, BELIEVED_S = 5, 15
 """How often Ray is told how many workers the run would have, and for how long it keeps room for them. By default 20 s
@@ -87,7 +89,7 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
         before = (self._get_num_workers_for_resource_request(), self._request.nodes)
         self.limit, self.avoid = limit, frozenset(avoid)
         self._request.nodes = tuple(sorted(nodes))
-        self.num_out_of_use = super()._count_possible_workers(out_of_use)
+        self.num_out_of_use = self._count_workers(out_of_use.values())
         return (self._get_num_workers_for_resource_request(), self._request.nodes) != before
 
     def ask(self) -> None:
@@ -105,8 +107,13 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
         return self._limited(super()._get_num_workers_for_resource_request()) + self.num_out_of_use
 
     def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
-        usable = {node: each for node, each in reserved_resources.items() if node not in self.avoid}
-        return self._limited(super()._count_possible_workers(usable))
+        usable = [each for node, each in reserved_resources.items() if node not in self.avoid]
+        return self._limited(self._count_workers(usable))
+
+    def _count_workers(self, nodes: Iterable[ResourceDict]) -> int:
+        """How many there is room for. Ray Train divides floating-point numbers: to it, 2 CPUs are not 5 times 0.4."""
+        needs = self.scaling_config._resources_per_worker_not_none
+        return min(sum(workers_that_fit(each, needs) for each in nodes), self.scaling_config.max_workers)
 
     def _limited(self, num_workers: int) -> int:
         return num_workers if self.limit is None else min(self.limit, num_workers)

@@ -163,7 +163,8 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     table.add_column("formed for", overflow="fold")
     table.add_column("ended by", overflow="fold")
     for row in summary["generations"]:
-        is_live = status == "running" and row is summary["generations"][-1]
+        is_newest = row is summary["generations"][-1] and row["session_number"] == summary["sessions"]
+        is_live = status == "running" and is_newest
         table.add_row(
             *[_count(row["session_number"]) for _ in session],
             str(row["generation"]),

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -119,6 +120,10 @@ def test_show_of_a_live_run_says_that_it_is_running(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(Driver, "is_alive", lambda driver: True)  # as another process sees it
         live = invoke("show", str(tmp_path)).output
         assert "running" in live and "nothing that was logged" not in live
+        with closing(Ledger(Storage(tmp_path), "s2")) as again:  # resumed, and nobody trains yet
+            again.append("session_started", resumed_from_step=None, config={"name": "lm"}, versions={})
+        live = invoke("show", str(tmp_path)).output
+        assert "running" in live and "nothing that was logged" in live
         monkeypatch.setattr(Driver, "is_alive", lambda driver: None)
         assert "unfinished" in invoke("show", str(tmp_path)).output, "on another machine, it cannot be told"
     monkeypatch.setattr(Driver, "is_alive", lambda driver: True)

@@ -367,8 +367,11 @@ def test_what_cannot_be_read_stays_and_is_named_and_the_rest_goes(
     assert "step 10 stays, with all that was written at it: InvalidObjectState, 403" in text
     assert storage.list("commits") == [commits[0].key, commits[2].key]
     assert len(storage.list("step=10")) == len(commits[0].all_objects) + 1 and not storage.list("step=5")
+    storage.write(set_aside_key(10, "b" * 32, b"torn"), b"torn")
+    assert prune(tmp_path, *options, "--set-aside") == []
     monkeypatch.undo()
-    assert prune(tmp_path, *options) == [(10, "commit")] and steps_left(tmp_path) == [30]
+    assert sorted(prune(tmp_path, *options, "--set-aside")) == [(10, "commit"), (10, "set aside")]
+    assert steps_left(tmp_path) == [30]
 
 
 def test_what_was_left_before_the_first_commit_was_complete_is_something_to_prune(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import ray
 from elastic_ddp import cluster
 from elastic_ddp.cluster import connect_or_start
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.ray_internals import are_known
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:70000", "no-such-host.invalid:1"])
@@ -30,8 +31,9 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def ray_is(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ray as it would be: `session` names who began it, and an `error` stands for one that cannot be found."""
-    ray_is = SimpleNamespace(session=f"/tmp/ray/session_1_{os.getpid()}", address="10.0.0.9:6379", error=None, up=False)
+    """Ray as it would be: on its `head`, or not, and an `error` stands for one that cannot be found."""
+    ray_is = SimpleNamespace(is_head=True, address="10.0.0.9:6379", error=None, up=False)
+    ray_is.session = f"/tmp/ray/session_1_{os.getpid()}"
 
     def init(**_: Any) -> Any:
         if ray_is.error is not None:
@@ -40,6 +42,7 @@ def ray_is(monkeypatch: pytest.MonkeyPatch) -> Any:
         return SimpleNamespace(address_info={"session_dir": ray_is.session})
 
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr("ray._private.worker._global_node", SimpleNamespace(is_head=lambda: ray_is.is_head))
     monkeypatch.setattr(ray, "is_initialized", lambda: ray_is.up)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=ray_is.address))
     monkeypatch.setattr(cluster, "_started", [])
@@ -54,6 +57,27 @@ def test_a_cluster_that_is_to_be_found_and_is_not_is_said(ray_is: Any, monkeypat
         connect_or_start(print)
 
 
+def test_a_ray_of_this_machine_that_does_not_answer_is_said(ray_is: Any) -> None:
+    """It was found by what it has left there."""
+    ray_is.error = ConnectionError("ray cluster at 10.0.0.9:6379 is not reachable")
+    with pytest.raises(
+        ConfigError, match=r"Ray of this machine fails \(.*not reachable\); set RAY_ADDRESS to .* local"
+    ):
+        connect_or_start(print)
+
+
+def test_a_ray_that_cannot_be_started_here_fails_in_its_own_words(ray_is: Any) -> None:
+    ray_is.error = OSError("AF_UNIX path length cannot exceed 107 bytes")
+    with pytest.raises(OSError, match="AF_UNIX path length"):
+        connect_or_start(print)
+
+
+def test_ray_client_drives_no_run(ray_is: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.9:10001")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS='ray://10\.0\.0\.9:10001': Ray Client cannot drive a run"):
+        connect_or_start(print)
+
+
 def test_a_cluster_that_a_driver_started_is_alone_for_its_next_run_too(ray_is: Any) -> None:
     notes: list[str] = []
     assert connect_or_start(notes.append) and connect_or_start(notes.append)
@@ -62,8 +86,13 @@ def test_a_cluster_that_a_driver_started_is_alone_for_its_next_run_too(ray_is: A
     assert not connect_or_start(notes.append)
 
 
-def test_a_cluster_that_others_started_may_grow(ray_is: Any) -> None:
+@pytest.mark.parametrize("version", [ray.__version__, "9.9.9"])
+def test_a_cluster_that_others_started_may_grow(ray_is: Any, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Also where who started it has the same pid in another container, as far as that can be told."""
+    monkeypatch.setattr(ray, "__version__", version)
     notes: list[str] = []
-    ray_is.session = "/tmp/ray/session_1_1"
+    ray_is.is_head = False
+    if not are_known():
+        ray_is.session = "/tmp/ray/session_1_1"
     assert not connect_or_start(notes.append) and not connect_or_start(notes.append)
     assert len(notes) == 1 and notes[0].startswith("using Ray at 10.0.0.9:6379 ")

@@ -108,6 +108,25 @@ def test_a_bad_commit_that_a_save_sets_aside_is_in_the_ledger(new_run: NewRun, t
     assert link_of(run).steps_of("commit") == [2, 4, 6]
 
 
+def test_a_worker_that_begins_again_still_hears_what_the_storage_says_of_the_newest(
+    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, newest = new_run(checkpoint={"every_steps": 10, "every_seconds": 1000}), commits._newest
+    commit(tmp_path, 10)
+    begun = threading.Event()
+
+    def slow(*asked: Any) -> Any:
+        begun.wait(10)
+        return newest(*asked)
+
+    monkeypatch.setattr(commits, "_newest", slow)
+    run._loop.commits._note(20)
+    run._loop.commits.look(20)
+    threading.Timer(0.2, begun.set).start()
+    again = run._loop.again().commits
+    assert again.step == 10 and again.are_due(21)
+
+
 def test_what_is_committed_while_the_storage_is_asked_counts(new_run: NewRun, tmp_path: Path) -> None:
     commits = new_run()._loop.commits
     commit(tmp_path, 10)
@@ -278,6 +297,26 @@ def test_what_was_measured_stays_known_where_the_training_function_begins_again(
     last = [each for each in link_of(run).said if each["event"] == "commit"][-1]
     assert measured.record()["losses"] == 2 and last["interval_s"] == pytest.approx(measured.seconds, rel=0.1)
     assert last["interval_s"] != FIRST_INTERVAL_S
+
+
+def test_a_run_that_begins_again_from_nothing_knows_nothing_of_the_steps_that_it_makes_once_more(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, lost = new_run(checkpoint={"every_steps": 2}), []
+    break_storage(monkeypatch, lambda: not lost)
+
+    def lose(place: Place, step: int) -> None:
+        if (place, step) == ("optimizer", 3) and not lost:
+            run._loop.commits.measured(step, {"accuracy": 0.5})
+            run._loop.commits.close(60)
+            lost.append(step)
+            raise dist.DistNetworkError(LOST_PEER)
+
+    train_and_count(run, lose)
+    link = link_of(run)
+    assert (link.steps_of("commit_failed"), link.steps_of("commit")) == ([2], [2, 4, 6])
+    newest = CommitCatalog(Storage(tmp_path / "run").at(COMMITS)).latest()
+    assert newest is not None and set(newest.record["metrics"]) == {"loss"}
 
 
 def test_a_worker_that_begins_again_knows_its_metrics_and_its_newest_commit(new_run: NewRun) -> None:

@@ -221,6 +221,7 @@ def test_values_that_cannot_work_together_are_refused_with_ones_that_can(changes
         ({"data": {"columns": "x"}}, "'x' is one string; give a list of names, such as [\"x\"]"),
         ({"data": {"columns": ["x", "x"]}}, "['x', 'x'] names something twice; give each name once"),
         ({"resources_per_worker": {"CPU": 1, "gpu": 1}}, "Ray knows no such resource; did you mean GPU?"),
+        ({"resources_per_worker": {"CPU": 1, "slot": 1e-5}}, "slot=1e-05: Ray counts in steps of 0.0001; use that or"),
         ({"hang_timeout_s": 1.0}, "hang_timeout_s=1 is below heartbeat_timeout_s=5"),
         ({"storage": "s3:/bucket/runs"}, "is neither a path nor a URI; did you mean s3://bucket/runs?"),
         ({"storage": "s3://"}, "storage='s3://' names no place; give a path or a URI"),

@@ -163,6 +163,26 @@ def test_a_model_of_other_dtypes_or_buffers_is_another_one(change: Callable[[Any
     assert weights_sha256(model.named_parameters()) == before
 
 
+class Scaled(Wide):
+    """Has measured something once it was trained."""
+
+    scale: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state
+
+
+@pytest.mark.parametrize("before", [None, torch.zeros((), dtype=torch.int64), {"of": 1}], ids=["none", "int64", "dict"])
+def test_extra_state_of_a_module_may_be_of_another_kind_than_when_it_was_built(before: Any) -> None:
+    trained, built = Scaled(), Scaled()
+    trained.scale, built.scale = torch.tensor(1.5), before
+    train_state_of(built).load_state_dict(train_state_of(trained).state_dict())
+    assert built.scale == 1.5
+
+
 class Counting(torch.optim.SGD):
     """Gets a setting when it steps, as several optimizers outside of torch do."""
 

@@ -41,6 +41,12 @@ def cpus(nodes: list[dict[str, float]], *, per_task: float, concurrency: int = 1
     )
 
 
+def test_what_floating_point_numbers_lack_of_a_whole_is_no_lack() -> None:
+    options = DataConfig(num_cpus_per_task=0)
+    share = {"CPU": 0.28}  # 25 of them are a bit more than 7
+    check_cpus([{"CPU": 7.0}], resources_per_worker=share, max_workers=25, options=options, has_transform=False)
+
+
 def test_pipelines_that_could_never_get_a_cpu_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         cpus([{"CPU": 8.0}], per_task=1)

@@ -41,6 +41,15 @@ def test_room_on_a_node_that_is_avoided_is_none_and_is_asked_for_beside_the_rest
     assert policy._count_possible_workers(room) == 2
 
 
+def test_five_workers_of_two_fifths_of_a_cpu_fit_two_cpus() -> None:
+    """Not so where floating-point numbers are divided, as Ray Train does."""
+    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 8), resources_per_worker={"CPU": 0.4}))
+    assert policy._count_possible_workers({"one": {"CPU": 2.0}}) == 5
+    assert policy._count_possible_workers({"one": {"CPU": 2.0}, "two": {"CPU": 2.0}}) == 8
+    assert policy.is_news(8, nodes=[], avoid=["one"], out_of_use={"one": {"CPU": 2.0}})
+    assert policy.num_out_of_use == 5
+
+
 def test_who_knows_of_room_is_looked_for_again_when_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[mock.Mock] = []
 
