@@ -444,6 +444,7 @@ def test_a_run_that_failed_goes_on_when_the_function_is_mended(folder: Path, clu
     assert fit(folder, "mended", 1, train=broken, **settings) == mended, "it is finished"
 
 
+@pytest.mark.chaos
 def test_workers_that_are_lost_too_often_end_the_run(folder: Path, cluster: None) -> None:
     def fault(run: ed.Run, step: int) -> None:
         if step == 2:
