@@ -42,12 +42,13 @@ def connect_or_start(note: Callable[[str], None]) -> bool:
         )
     try:
         _reach(address)
-    except OSError as error:
-        raise _not_there(address, error) from error
-    try:
         context: Any = ray.init(log_to_driver=True, logging_level=logging.WARNING)
-    except ConnectionError as error:  # any other is one of the Ray that is started here
-        raise _not_there(address, error) from error
+    except ConnectionError as error:
+        where = f"RAY_ADDRESS={address!r}: no Ray cluster answers there" if address else "the Ray of this machine fails"
+        raise ConfigError(
+            f"{where} ({error}); set RAY_ADDRESS to the address of a cluster that answers, or to local, which starts "
+            "one on this machine"
+        ) from error
     address = ray.get_runtime_context().gcs_address
     if not has_started_ray(context.address_info["session_dir"]):
         note(f"using Ray at {address} (RAY_ADDRESS names another cluster, RAY_ADDRESS=local starts one here)")
@@ -80,21 +81,13 @@ def connect(address: str | None = None) -> None:
         ) from None
 
 
-def _not_there(address: str, error: OSError) -> ConfigError:
-    where = f"RAY_ADDRESS={address!r}: no Ray cluster answers there" if address else "the Ray of this machine fails"
-    return ConfigError(
-        f"{where} ({error}); set RAY_ADDRESS to the address of a cluster that answers, or to local, which starts one "
-        "on this machine"
-    )
-
-
 def _reach(address: str) -> None:
-    """Raises an OSError if nobody answers at a host and port: Ray itself would knock for minutes. Whatever else an
-    address may be is left to Ray."""
+    """Raises a ConnectionError if nobody answers at a host and port: Ray itself would knock for minutes. Whatever else
+    an address may be is left to Ray."""
     host, _, port = address.rpartition(":")
     if "/" not in host and port.isdecimal():
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
-        except OverflowError as error:  # no port has that number
-            raise OSError(str(error)) from error
+        except (OSError, OverflowError) as error:  # a name that nobody has, a port that there cannot be
+            raise ConnectionError(str(error)) from error
     use_token_on_this_machine(address)

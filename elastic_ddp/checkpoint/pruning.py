@@ -65,9 +65,9 @@ def removals(
         metric = retention.metric or ""
         measured = {step: measurements(commit.record).get(metric) for step, commit in complete.items()}
         staying = kept(steps, measured, retention) | unreadable.keys()
-    aside = {key: each for key in sizes if (each := set_aside(key)) is not None and each[0] not in unreadable}
-    if not with_set_aside:
-        aside = {}
+    aside = {}
+    if with_set_aside:
+        aside = {key: each for key in sizes if (each := set_aside(key)) is not None and each[0] not in unreadable}
     keys = [*(sizes.keys() - aside.keys()), *(each.key for each in uploads if attempt_of(each.key) is not None)]
     going = removable(keys, staying, complete.values(), newest=max(steps, default=0))
     num_bytes = Counter[str]()
