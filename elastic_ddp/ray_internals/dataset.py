@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -36,10 +37,10 @@ class DatasetExecution:
 
     def __iter__(self) -> Iterator[pa.Table]:
         while self._gathered is None:
-            bundle = next(self._bundles, None)
+            with self._executor.waited_for():
+                bundle = next(self._bundles, None)
             if bundle is None:
                 return
-            self._executor.wake()
             yield from _blocks_of(bundle)
         while self._gathered:
             yield self._gathered.popleft()
@@ -88,16 +89,17 @@ class _Executor(StreamingExecutor):
     By default a thread fetches the metadata of a block, and the loop sees them when the next block comes or 0.1 s have
     passed. Here, where blocks are few and large, that held back every one of them (70 ms instead of 30 ms to deliver).
 
-    Its loop waits for tasks that run. While blocks lie ready and none runs, which is how a feed that is ahead of its
-    training spends its time, there is nothing to wait for, and the loop goes round without end, a core's worth in every
-    worker. Here it rests until a block is taken.
+    Its loop waits for tasks that run. While blocks lie ready and there is no room for another one, which is how a feed
+    that is ahead of its training spends its time, there is nothing to wait for, and the loop goes round without end, a
+    core's worth in every worker. Blocks of large rows leave no room for another one from the first on, as those in the
+    consumer's hands count. Here it rests until a block is asked for.
     """
 
     def __init__(self, context: DataContext, dataset_id: str) -> None:
         super().__init__(context, dataset_id)
         self._metadata_fetcher = InlineMetadataFetcher()
         self._awake = threading.Event()
-        self._closing = False
+        self._closing = self._is_waited_for = False
 
     @property
     def num_ready(self) -> int:
@@ -105,8 +107,13 @@ class _Executor(StreamingExecutor):
         assert self._output_node is not None
         return len(self._output_node[1].output_queue)
 
-    def wake(self) -> None:
-        """A block was taken: there may be room for more."""
+    @contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """Around the consumer's wait for a block, after which there may be room for more."""
+        self._is_waited_for = True
+        self._awake.set()
+        yield
+        self._is_waited_for = False
         self._awake.set()
 
     def shutdown(self, force: bool, exception: Exception | None = None) -> None:
@@ -117,9 +124,15 @@ class _Executor(StreamingExecutor):
     def _scheduling_loop_step(self, topology: Any) -> bool:
         self._awake.clear()
         going_on: bool = super()._scheduling_loop_step(topology)
-        if going_on and not self._closing and not self._consumer_idling():
+        if going_on and not self._closing and self._may_rest(topology):
             self._awake.wait(_REST_S)
         return going_on
+
+    def _may_rest(self, topology: Any) -> bool:
+        """Whether a block is ready, or nobody waits for one and there is no room for it."""
+        if self.num_ready > 0:
+            return True
+        return not self._is_waited_for and any(operator._in_task_output_backpressure for operator in topology)
 
     @property  # type: ignore[override]
     def _cluster_autoscaler(self) -> _NoAutoscaler:

@@ -226,6 +226,31 @@ def test_a_feed_that_rests_lives_on_what_it_has_and_then_reads_on(index: Dataset
         assert [batch.row_ids.tolist() for batch in batches] == [whole[step, m][0] for m in range(4)]
 
 
+def wide(rows: Arrays, random: np.random.Generator) -> Arrays:
+    return {"wide": np.zeros((len(rows["id"]), 1 << 20))}
+
+
+def test_a_feed_that_is_ahead_keeps_no_core_busy_also_where_one_chunk_fills_the_room(index: DatasetIndex) -> None:
+    """160 MiB each. A loop that goes round without end took 0.5 to 1 s of every second."""
+    with make_feed(index, wide, micro_batches=[1]) as feed:
+        feed.wait()
+        wait_until(lambda: _loop_seconds(0.5) < 0.1)
+        assert [len(batch.row_ids) for step in range(4) for batch in feed.step(step)] == [MICRO_BATCH_SIZE] * 4
+
+
+def _loop_seconds(during_s: float) -> float:
+    """What all loops of Ray Data in this process compute in a while."""
+    loops = [each.native_id for each in threading.enumerate() if each.name.startswith("StreamingExecutor-elastic_ddp")]
+    assert loops
+
+    def nanoseconds() -> int:
+        return sum(int(Path(f"/proc/self/task/{loop}/schedstat").read_text().split()[0]) for loop in loops)
+
+    before = nanoseconds()
+    time.sleep(during_s)
+    return (nanoseconds() - before) / 1e9
+
+
 def test_closing_in_the_middle_frees_tasks_and_threads_and_may_be_repeated(index: DatasetIndex) -> None:
     before = set(threading.enumerate())
     feed = make_feed(index, large)
