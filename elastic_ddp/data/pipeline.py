@@ -26,7 +26,10 @@ from elastic_ddp.data.source import (
 )
 from elastic_ddp.errors import DataError
 
-_STORE_BYTES = 64 << 20  # finished blocks that wait in the object store; one more is always let through
+_STORE_BYTES = 32 << 20
+"""Finished blocks that wait in the object store; one more is always let through. More made no feed faster, as windows
+are read ahead besides. But they are read while membership changes, and where a node's store is fuller than 70 %, Ray
+has every process of the cluster collect its garbage."""
 _NAME = "elastic_ddp"  # begins every name and id of our executions
 
 
