@@ -50,6 +50,8 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
             failed before it ever trained. Ray Train replaces it.
     """
     _make_deterministic(job.config)
+    # Or every worker asks Prometheus for figures of the cluster every ten seconds, and tells an actor of each pipeline.
+    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
     use_interface_of(context.member.node)
     link = RendezvousLink(rendezvous, context.member, job.config.heartbeat_timeout_s, context.actor)
     signals.on_sigterm(lambda: link.leave("SIGTERM", job.config.drain_deadline_s))

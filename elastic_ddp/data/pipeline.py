@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -140,8 +139,6 @@ def _dataset(index: DatasetIndex, plan: FeedPlan, transform: Transform | None, *
             max_retries=0,
             **remote,
         )
-    # Or every worker asks Prometheus for figures of the cluster every ten seconds, and tells an actor of each pipeline.
-    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
     dataset.set_name(_NAME)
     context = dataset.context
     context.execution_options.preserve_order = True
