@@ -23,9 +23,7 @@ from ray.data._internal.execution.streaming_executor import StreamingExecutor
 _GATHERED = 4
 """Blocks that are kept at most when the tasks are stopped: enough for many steps, and no burden on the object store."""
 _REST_S = 1.0
-"""How long an executor rests at most while its consumer has blocks to take."""
-_UNTIL_ROOM_S = 0.1
-"""The same while it has none and does not wait for one, and there is no room for another: nobody says when there is."""
+"""How long an executor rests at most while its consumer has blocks to take, or waits for none and has no room."""
 
 
 class DatasetExecution:
@@ -128,16 +126,17 @@ class _Executor(StreamingExecutor):
     def _scheduling_loop_step(self, topology: Any) -> bool:
         self._awake.clear()
         going_on: bool = super()._scheduling_loop_step(topology)
-        if going_on and not self._closing:
-            self._awake.wait(self._rest_s(topology))
+        if going_on and not self._closing and self._may_rest(topology):
+            self._awake.wait(_REST_S)
         return going_on
 
-    def _rest_s(self, topology: Any) -> float:
+    def _may_rest(self, topology: Any) -> bool:
+        """Whether a block is ready, or nobody waits for one and no stage has room for what it makes."""
         if self.num_ready > 0:
-            return _REST_S
+            return True
         running = [operator for operator in topology if operator.num_active_tasks()]
-        has_no_room = bool(running) and all(operator._in_task_output_backpressure for operator in running)
-        return _UNTIL_ROOM_S if has_no_room and not self._is_waited_for else 0.0
+        has_room = not running or not all(operator._in_task_output_backpressure for operator in running)
+        return not self._is_waited_for and not has_room
 
     @property  # type: ignore[override]
     def _cluster_autoscaler(self) -> _NoAutoscaler:
