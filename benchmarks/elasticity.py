@@ -47,7 +47,7 @@ SYSTEMS: dict[str, type[System]] = {
 }
 WORKERS = {"add": (2, 3), "kill": (3, 3), "drain": (3, 2), "node": (3, 2), "silence": (3, 2), "resize": (3, 2)}
 """By event: workers before, and after it."""
-JOINS = "a worker joins"
+JOINS, REPLACED = "a worker joins on an added node", "a worker joins in the place of a lost one"
 CHANGES = {
     "kill": "a worker is killed",
     "drain": "a worker is drained",
@@ -57,6 +57,7 @@ CHANGES = {
 }
 TARGETS = {
     JOINS: 0.15,
+    REPLACED: 0.15,
     CHANGES["kill"]: 0.35,
     CHANGES["drain"]: 0.15,
     CHANGES["resize"]: 0.15,
@@ -168,7 +169,8 @@ def print_ours(results: dict[str, Any]) -> None:
     for event, each in events.items():
         for figures in each:
             for change in figures.get("changes", []):
-                name = JOINS if change["to"] > change["from"] else CHANGES[event]
+                joins = JOINS if event == "add" else REPLACED
+                name = joins if change["to"] > change["from"] else CHANGES[event]
                 changes.setdefault(name, []).append(change["stall_s"])
     table = Table("elastic_ddp", "stall, s: median (least to most)", "times", "target")
     for name, seconds in changes.items():

@@ -5,6 +5,10 @@ joins blocks between rows as it sees fit, and so never cuts a chunk, and chunks 
 needed. One read task reads for the pipeline, because only chunks that come interleaved over the lanes keep memory low:
 it holds one window of each of the worker's lanes, and what comes out of the transform waits by the chunk, not by the
 window.
+
+A pipeline starts slowly: its first block holds the chunks of one step, the next twice as many, then four times as
+many. It begins when membership changes, and where chunks are small a full block is that of hundreds of steps, whose
+reading would take the cores from the first ones.
 """
 
 from __future__ import annotations
@@ -80,22 +84,26 @@ def read_chunks(index: DatasetIndex, plan: FeedPlan) -> Iterator[pa.Table]:
     """A table of one row for each chunk of the plan, see the module's docstring."""
     pool = ThreadPoolExecutor(_WINDOWS_AHEAD, thread_name_prefix="windows")
     in_first_step = sum(1 for _ in replace(plan, last_step=plan.first_step + 1).chunks())
+    last_in_block = in_first_step
     try:
         block = _Block()
         chunks = _with_windows(plan.chunks(), lambda chunk: pool.submit(_load_window, index, chunk))
         for position, (chunk, window) in enumerate(chunks, start=1):
             start = window.num_rows - (chunk.window_stop - chunk.start)  # it begins at the first chunk that is needed
-            wrapped = _wrap(chunk, window.slice(start, chunk.stop - chunk.start), urgent=position == in_first_step)
-            yield block.add(wrapped, send=position == in_first_step)
+            ends_block = position == last_in_block
+            wrapped = _wrap(chunk, window.slice(start, chunk.stop - chunk.start), ends_block=ends_block)
+            yield block.add(wrapped, send=ends_block)
+            if ends_block:  # the next one holds twice as many, unless it is full before
+                last_in_block = 2 * position + in_first_step
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Block:
-    """Follows how full the block is that Ray Data is filling, and has it sent when a chunk is waited for.
+    """Follows how full the block is that Ray Data is filling, and has it sent early where that is asked for.
 
-    Ray Data sends a block when it is larger than `BLOCK_BYTES`; the first step need not wait for that, and ballast
-    makes up the difference.
+    Ray Data sends a block when it is larger than `BLOCK_BYTES`; ballast makes up the difference. It counts among what
+    waits in the object store, so that early blocks fill the room as full ones do, with less that was read for them.
     """
 
     def __init__(self) -> None:
@@ -184,12 +192,12 @@ def _widen(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return column
 
 
-def _wrap(chunk: Chunk, rows: pa.Table, *, urgent: bool) -> pa.Table:
+def _wrap(chunk: Chunk, rows: pa.Table, *, ends_block: bool) -> pa.Table:
     wrapped = {
         "epoch": pa.array([chunk.lane.epoch]),
         "lane": pa.array([chunk.lane.number]),
         "number": pa.array([chunk.number]),
-        "urgent": pa.array([urgent]),
+        "ends_block": pa.array([ends_block]),
     }
     for name, column in zip(rows.column_names, rows.columns, strict=True):
         values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
@@ -221,7 +229,7 @@ class PrepareChunks:
                 )
             _check_tensors(rows, transformed=self._transform is not None)
             packed = _pack(epoch, lane, number, row_ids, rows)
-            yield self._block.add(packed, send=block.column("urgent")[position].as_py())
+            yield self._block.add(packed, send=block.column("ends_block")[position].as_py())
 
 
 def _run(transform: Transform, rows: Arrays, generator: np.random.Generator, num_rows: int, where: str) -> Arrays:

@@ -14,6 +14,7 @@ from elastic_ddp.data.columns import to_numpy
 from elastic_ddp.data.index import DatasetIndex, build_index
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.source import (
+    BLOCK_BYTES,
     Arrays,
     PrepareChunks,
     PreparedChunk,
@@ -37,13 +38,17 @@ def index(tmp_path: Path) -> DatasetIndex:
     return build_index(str(tmp_path))
 
 
+def plan_of(index: DatasetIndex, lanes: tuple[int, ...] = (0, 1), first_step: int = 0) -> FeedPlan:
+    shape = EpochShape(index.num_rows, num_micro_batches=2, micro_batch_size=4)
+    options = DataConfig(window_row_groups=2, chunk_rows=5)
+    return FeedPlan(index.group_rows, shape, 3, options, lanes, first_step, last_step=2 * shape.steps_per_epoch)
+
+
 def prepare(
     index: DatasetIndex, transform: Transform | None, *, lanes: tuple[int, ...] = (0, 1), first_step: int = 0
 ) -> list[PreparedChunk]:
     """The pipeline's two stages, one after the other and without Ray."""
-    shape = EpochShape(index.num_rows, num_micro_batches=2, micro_batch_size=4)
-    options = DataConfig(window_row_groups=2, chunk_rows=5)
-    plan = FeedPlan(index.group_rows, shape, 3, options, lanes, first_step, last_step=2 * shape.steps_per_epoch)
+    plan = plan_of(index, lanes, first_step)
     stage = PrepareChunks(plan.seed, transform)
     return [chunk for block in read_chunks(index, plan) for packed in stage(block) for chunk in unpack(packed)]
 
@@ -70,6 +75,21 @@ def test_rows_come_out_under_their_row_ids(index: DatasetIndex) -> None:
     for epoch in range(2):
         rows = np.concatenate([chunk.row_ids for chunk in chunks if chunk.epoch == epoch])
         assert sorted(rows) == list(range(60))
+
+
+def test_a_pipeline_starts_slowly(index: DatasetIndex) -> None:
+    """Each of its blocks holds twice as many chunks as the one before it, and is large enough to be sent."""
+    stage = PrepareChunks(3, lengths)
+    read = list(read_chunks(index, plan_of(index)))
+    for blocks in (read, [packed for block in read for packed in stage(block)]):
+        chunks, size, sent = 0, 0, []
+        for block in blocks:
+            chunks, size = chunks + block.num_rows, size + block.nbytes
+            if size > BLOCK_BYTES:
+                sent.append(chunks)
+                chunks, size = 0, 0
+        assert sent == [2, 4, 8]  # two lanes
+        assert chunks > 0
 
 
 def test_a_random_transform_gives_the_same_rows_to_anyone_at_any_time(index: DatasetIndex) -> None:
