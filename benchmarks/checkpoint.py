@@ -154,9 +154,11 @@ def print_memory(results: dict[str, Any]) -> None:
             value = f"{each[name] / MIB:,.0f} MiB"
             line(f"    {label}, {size} MiB", value, f"{ratio:.3f}", judged(ratio, at_most=MOST_EXTRA_COPIES))
     line("memory beyond the restored state, two ranks", "")
-    for size, each in results["restore"].items():
-        window = (each["peak"] - each["state"]) / MIB
-        line(f"    restore of {size} MiB", f"{window:,.0f} MiB", "", judged(window, at_most=WINDOW_BYTES / MIB))
+    for name, label in (("restore", "restore"), ("restore_sharded", "restore to shards")):
+        for size, each in results[name].items():
+            window = (each["peak"] - each["state"]) / MIB
+            label_of_size = f"    {label} of {size} MiB, {each['state'] / MIB:,.0f} to a rank"
+            line(label_of_size, f"{window:,.0f} MiB", "", judged(window, at_most=WINDOW_BYTES / MIB))
 
 
 PRINT = {"held": print_held, "throughput": print_throughput, "overhead": print_overhead, "memory": print_memory}

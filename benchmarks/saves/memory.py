@@ -6,13 +6,16 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic_ddp.checkpoint import CommitCatalog
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
-from saves.state import make_state, num_bytes
+from saves.state import make_state, num_bytes, tensors_of
 from saves.stores import OurSaves
 from tests.ranks import run_ranks
 
@@ -54,23 +57,37 @@ def save_twice(group: ProcessGroup, uri: str, size_mib: int) -> dict[str, int]:
     return {"first": peaks[0], "both": peaks[1], "share": num_bytes(state) // group.world_size}
 
 
-def restore_once(group: ProcessGroup, uri: str, size_mib: int) -> dict[str, int]:
+def restore_once(group: ProcessGroup, uri: str, size_mib: int, sharded: bool) -> dict[str, int]:
+    """Peak of a restore to whole tensors or to this rank's shards of them, and the bytes of what it has then."""
     storage = Storage(f"{uri}/small")
     assert restore(CommitCatalog(storage), storage, group) is not None
+    shard = _shard_of_any() if sharded else None
     storage = Storage(f"{uri}/commits-{size_mib}")
     dist.barrier()
     peak = Peak()
-    found = restore(CommitCatalog(storage), storage, group)
+    found = restore(CommitCatalog(storage), storage, group, lambda: lambda name: shard)
     assert found is not None
-    return {"peak": peak.so_far(), "state": num_bytes(found[1])}
+    tensors = tensors_of(found[1])
+    assert all(isinstance(each, DTensor) == sharded for each in tensors)
+    held = sum(each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in tensors)
+    return {"peak": peak.so_far(), "state": held}
+
+
+def _shard_of_any() -> torch.Tensor:
+    """Laid out as `fully_shard` does it, in the shape that all of the state's large tensors have."""
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    whole = tensors_of(make_state(0))[0]
+    return distribute_tensor(torch.empty_like(whole), mesh, [Shard(0)], src_data_rank=None)
 
 
 def measure(uri: str, *, size_mib: int) -> dict[str, Any]:
     """Of the rank that takes most, for a state and for one of half its size."""
-    results: dict[str, Any] = {"save": {}, "restore": {}}
+    results: dict[str, Any] = {"save": {}, "restore": {}, "restore_sharded": {}}
     for size in (size_mib // 2, size_mib):
         saves = run_ranks(WORLD_SIZE, save_twice, uri, size)
         results["save"][size] = max(saves, key=lambda each: each["both"])
-        restores = run_ranks(WORLD_SIZE, restore_once, uri, size)
-        results["restore"][size] = max(restores, key=lambda each: each["peak"])
+        for name, sharded in (("restore", False), ("restore_sharded", True)):
+            restores = run_ranks(WORLD_SIZE, restore_once, uri, size, sharded)
+            results[name][size] = max(restores, key=lambda each: each["peak"])
     return results
