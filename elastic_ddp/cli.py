@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib
 import importlib.util
 import json
@@ -206,7 +207,8 @@ def show(
     storage = Storage(run)
     summary = summarize(read_ledger(storage), storage=storage.uri)
     if not summary["sessions"]:
-        raise ConfigError(f"{run}: there is no run here; give <storage>/<name>")
+        here = [str(path) for path in Path().glob(f"*/{glob.escape(run)}") if read_ledger(Storage(path))]
+        raise ConfigError(f"{run}: there is no run here; give {' or '.join(here) or '<storage>/<name>'}")
     if summary["status"] == "unfinished" and (driver := holder(storage)) is not None and driver.is_alive():
         summary["status"] = "running"
     if as_json:

@@ -76,8 +76,9 @@ def connect(address: str | None = None) -> None:
     except OSError:
         raise ConfigError(
             f"there is no Ray cluster {'' if address == 'auto' else f'at {address} '}to ask; set RAY_ADDRESS to the "
-            "address that the run printed, or run this on a node of the cluster. If the driver of a run was killed, "
-            f"its cluster may be gone with it, and {RESUMES}"
+            "address that the run printed, or run this on a node of the cluster. What a run starts ends with it: "
+            "`elastic-ddp show <storage>/<name>` tells what became of the run. If its driver was killed, "
+            f"{RESUMES}"
         ) from None
 
 

@@ -93,7 +93,7 @@ def read_chunks(index: DatasetIndex, plan: FeedPlan) -> Iterator[pa.Table]:
             ends_block = position == last_in_block
             wrapped = _wrap(chunk, window.slice(start, chunk.stop - chunk.start), ends_block=ends_block)
             yield block.add(wrapped, send=ends_block)
-            if ends_block:  # the next one holds twice as many, unless it is full before
+            if ends_block:  # the next one holds twice as many; it may be full before, here or after the transform
                 last_in_block = 2 * position + in_first_step
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -104,17 +104,20 @@ class _Block:
 
     Ray Data sends a block when it is larger than `BLOCK_BYTES`; ballast makes up the difference. It counts among what
     waits in the object store, so that early blocks fill the room as full ones do, with less that was read for them.
+
+    A block that a chunk of half of it and more takes beyond one and a half is cut by Ray between chunks of unequal
+    sizes, and what is left over waits for the next block: nothing is lost, and an early block may come late.
     """
 
     def __init__(self) -> None:
         self._bytes = 0
 
     def add(self, table: pa.Table, *, send: bool) -> pa.Table:
-        self._bytes += table.nbytes
+        self._bytes += table.nbytes + _NO_BALLAST.nbytes
         ballast = max(BLOCK_BYTES + 1 - self._bytes, 0) if send else 0
         if self._bytes + ballast > BLOCK_BYTES:
             self._bytes = 0
-        return table.append_column("ballast", _as_binary(np.zeros(ballast, np.uint8)))
+        return table.append_column("ballast", _as_binary(np.zeros(ballast, np.uint8)) if ballast else _NO_BALLAST)
 
 
 def _with_windows(
@@ -309,6 +312,9 @@ def _as_binary(values: Array) -> pa.Array:
     data = pa.py_buffer(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
     offsets = pa.py_buffer(np.array([0, data.size], dtype=np.int64))
     return pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data])
+
+
+_NO_BALLAST = _as_binary(np.zeros(0, np.uint8))
 
 
 def unpack(block: pa.Table) -> Iterator[PreparedChunk]:

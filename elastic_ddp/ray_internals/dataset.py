@@ -21,7 +21,8 @@ from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
 _GATHERED = 4
-"""Blocks that are kept at most when the tasks are stopped: enough for many steps, and no burden on the object store."""
+"""Blocks that are kept at most when the tasks are stopped, which is all that the limit on waiting blocks lets wait: of
+some steps where the pipeline has just begun and its blocks are small, and else of many."""
 _REST_S = 1.0
 """How long an executor rests at most while its consumer has blocks to take, or waits for none and has no room."""
 

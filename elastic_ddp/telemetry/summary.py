@@ -133,7 +133,7 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     facts.add_row("status", Text(status, style=_STYLES.get(status, "bold")))
     rows = {
         "error": summary["error"],
-        "steps": _count(summary["steps"]),
+        "steps": _steps(summary),
         "epochs": None if summary["epochs"] is None else _number(summary["epochs"]),
         "samples": _samples(summary),
         "time": _duration(summary["wall_seconds"]),
@@ -261,6 +261,8 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
                 about["last_step"] = max(step, about["last_step"])  # a commit is told of when it is complete
             if event["event"] == "generation_ended":
                 about["ended_by"] = event.get("reason")
+            elif event["event"] == "finished" and event.get("status") == "stopped":
+                current["ended_by"] = "the run was stopped"  # its workers know only that their loop ended
             elif event["event"] in ("finished", "failed") and current["ended_by"] is None:
                 current["ended_by"] = event.get("status", "failed")
     return rows
@@ -275,6 +277,12 @@ def _close(row: dict[str, Any], following: Mapping[str, Any]) -> None:
     if row["ended_by"] is None:
         row["last_step"] = max(row["last_step"], following["first_step"])
         row["ended_by"] = "the driver was lost" if row["session"] != following["session"] else PEER_LOST
+
+
+def _steps(summary: Mapping[str, Any]) -> str | None:
+    """How many, and of how many, where the run has not come to its end."""
+    steps, total = summary["steps"], summary["total_steps"]
+    return _count(steps) + (f" of {total:,}" if steps is not None and total not in (None, steps) else "")
 
 
 def _samples(summary: Mapping[str, Any]) -> str | None:

@@ -100,6 +100,20 @@ def test_show_prints_the_facts_and_the_generations_of_a_run(tmp_path: Path) -> N
         assert fact in shown
 
 
+def test_show_of_a_stopped_run_says_what_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger_of_a_run(tmp_path / "runs" / "lm")
+    with closing(Ledger(Storage(tmp_path / "runs" / "lm"), "s2")) as ledger:
+        ledger.append("session_started", resumed_from_step=40, config={"name": "lm"}, versions={})
+        ledger.append("generation", generation=1, world_size=3, first_step=40, reason="resume")
+        ledger.append("generation_ended", generation=1, last_step=50, reason="the run ended")
+        ledger.append("finished", status="stopped", steps=50, total_steps=2000, samples=200)
+    shown = invoke("show", str(tmp_path / "runs" / "lm")).output
+    assert "50 of 2,000" in shown and "the run was stopped" in shown
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^lm: there is no run here; give {re.escape(str(Path('runs', 'lm')))}$"):
+        invoke("show", "lm")
+
+
 def test_show_prints_json_that_a_program_can_read(tmp_path: Path) -> None:
     ledger_of_a_run(tmp_path)
     summary = json.loads(invoke("show", str(tmp_path), "--json").stdout)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
 from elastic_ddp.config import DataConfig
 from elastic_ddp.data.columns import to_numpy
@@ -78,18 +80,32 @@ def test_rows_come_out_under_their_row_ids(index: DatasetIndex) -> None:
 
 
 def test_a_pipeline_starts_slowly(index: DatasetIndex) -> None:
-    """Each of its blocks holds twice as many chunks as the one before it, and is large enough to be sent."""
-    stage = PrepareChunks(3, lengths)
-    read = list(read_chunks(index, plan_of(index)))
-    for blocks in (read, [packed for block in read for packed in stage(block)]):
-        chunks, size, sent = 0, 0, []
-        for block in blocks:
-            chunks, size = chunks + block.num_rows, size + block.nbytes
-            if size > BLOCK_BYTES:
-                sent.append(chunks)
-                chunks, size = 0, 0
-        assert sent == [2, 4, 8]  # two lanes
-        assert chunks > 0
+    """Each of its blocks holds twice as many chunks as the one before it, and one that is full before goes as ever."""
+    for first_step, transform, expected in (
+        (0, lengths, [2, 4, 8, 14]),  # two lanes, of 28 chunks
+        (5, lengths, [3, 6, 11]),  # entered in the midst of chunks: one lane needs two of them for a step
+        (0, three_mebibytes, [2, 3, 1, 3, 3, 2, 3, 3, 3, 3, 2]),  # ends of 2, 6 and 14 chunks, and full ones
+    ):
+        plan, stage = plan_of(index, first_step=first_step), PrepareChunks(3, transform)
+        read = list(blocks_of_ray_data(read_chunks(index, plan)))
+        packed = blocks_of_ray_data(chunk for block in read for chunk in stage(block))
+        assert [block.num_rows for block in packed] == expected
+        if transform is lengths:
+            assert [block.num_rows for block in read] == expected
+
+
+def blocks_of_ray_data(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """What Ray Data makes of a stage's tables."""
+    buffer = BlockOutputBuffer(OutputBlockSizeOption(target_max_block_size=BLOCK_BYTES))
+    for table in tables:
+        buffer.add_block(table)
+        yield from buffer.iter_ready_blocks()
+    buffer.finalize()
+    yield from buffer.iter_ready_blocks()
+
+
+def three_mebibytes(rows: Arrays, random: np.random.Generator) -> Arrays:
+    return {"large": np.zeros((len(rows["id"]), (3 << 20) // len(rows["id"])), np.uint8)}
 
 
 def test_a_random_transform_gives_the_same_rows_to_anyone_at_any_time(index: DatasetIndex) -> None:
