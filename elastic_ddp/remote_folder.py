@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from elastic_ddp.failures import is_missing_bucket
-from elastic_ddp.s3 import Upload, abort_on_s3, create_on_s3, delete_on_s3_if, read_on_s3, uploads_on_s3
+from elastic_ddp.s3 import Upload, abort_on_s3, create_on_s3, delete_on_s3_if, read_on_s3, uploads_on_s3, write_on_s3
 
 PART_BYTES = 8 << 20
 """Of a large object on S3, sent at once."""
@@ -54,8 +54,8 @@ class RemoteFolder:
     def write(self, key: str, data: bytes | memoryview) -> None:
         fs, base = self._open()
         self._make_parent(fs, f"{base}/{key}")
-        if self._is_s3 and len(data) >= 2 * PART_BYTES:
-            fs.pipe_file(f"{base}/{key}", _InParts(data), chunksize=PART_BYTES, max_concurrency=PARALLEL_PARTS)
+        if self._is_s3 and len(data) > PART_BYTES:
+            write_on_s3(fs, f"{base}/{key}", memoryview(data), PART_BYTES, PARALLEL_PARTS)
         else:
             fs.pipe_file(f"{base}/{key}", bytes(data))
 
@@ -163,19 +163,6 @@ class RemoteFolder:
             for name, info in found.items()
             if info["type"] == "file" and name.startswith(inside) and name != inside
         }
-
-
-class _InParts:
-    """What s3fs cuts a large object from: only the parts on their way are copied."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, part: slice) -> bytes:
-        return bytes(self._data[part])
 
 
 def _check_creates(fs: Any) -> None:

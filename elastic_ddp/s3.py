@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import io
 import time
 import uuid
 from collections.abc import Callable
@@ -76,6 +78,78 @@ def read_on_s3(fs: Any, path: str, start: int, buffer: memoryview) -> int:
 
     count: int = sync(fs.loop, read)
     return count
+
+
+def write_on_s3(fs: Any, path: str, data: memoryview, part_bytes: int, num_parallel: int) -> None:
+    """An object in parts, `num_parallel` of which are on their way, that are read from where they lie.
+
+    fsspec takes parts as `bytes`, a copy each, of which a connection's buffer is another. It would take files, but
+    s3fs repeats a request with the same one, which is then read from where the first try stopped: what is left of it
+    would be stored, under a length and a checksum of its own. botocore, which repeats requests too, has its files begin
+    anew. So parts go to botocore.
+    """
+    bucket, key, _ = fs.split_path(path)
+
+    async def write() -> None:
+        upload = {"Bucket": bucket, "Key": key}
+        upload["UploadId"] = (await fs._call_s3("create_multipart_upload", **upload))["UploadId"]
+        client = await fs.get_s3(bucket)  # there is none before s3fs' first request
+        may_send = asyncio.Semaphore(num_parallel)
+
+        async def send(number: int) -> dict[str, Any]:
+            part = data[(number - 1) * part_bytes : number * part_bytes]
+            async with may_send:
+                request = {**upload, "PartNumber": number, "Body": _File(part)}
+                answer = await client.upload_part(**fs._get_s3_method_kwargs(client.upload_part, **request))
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                sent = [group.create_task(send(1 + each)) for each in range(-(-len(data) // part_bytes))]
+            parts = {"Parts": [each.result() for each in sent]}
+            await fs._call_s3("complete_multipart_upload", **upload, MultipartUpload=parts)
+        except BaseException as error:
+            with suppress(Exception):  # otherwise it is collected later, with those of workers that were killed
+                await fs._call_s3("abort_multipart_upload", **upload)
+            said = _as_s3fs_says(error)
+            raise said from said.__cause__  # which holds S3's answer
+
+    sync(fs.loop, write)
+
+
+def _as_s3fs_says(error: BaseException) -> BaseException:
+    """The first of a group's errors, as s3fs makes one of Python's out of botocore's."""
+    from s3fs.errors import translate_boto_error
+
+    first = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+    translated: BaseException = translate_boto_error(first)
+    return translated
+
+
+class _File(io.RawIOBase):
+    """Memory as a file that is read, without a copy of it."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def create_on_s3(fs: Any, path: str, data: bytes, before_again: Callable[[], None]) -> None:

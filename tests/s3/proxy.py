@@ -39,6 +39,7 @@ class Fault(enum.Enum):
     """Each ends the connection as a host does that is gone (RST)."""
 
     RESET = "before anything was passed on"
+    HALF_READ = "when the client has sent half of its request"
     HALF_SENT = "when the server has the first half of the request"
     LOST = "when the server is done, without its answer"
     HALF_ANSWERED = "within the answer"
@@ -100,12 +101,15 @@ class Proxy:
         headers = http.client.parse_headers(stream)
         if "100-continue" in headers.get("Expect", "").lower():
             client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        body = _body(stream, headers)
         with self._lock:
             request = Request(self._count, method, target)
             self._count += 1
             if fate := self.plan(request):
                 self.met.append((request, fate))
+        if fate is Fault.HALF_READ:
+            stream.read(int(headers.get("Content-Length", 0)) // 2)
+            return _cut_off(client)
+        body = _body(stream, headers)
         if isinstance(fate, Refusal):
             client.sendall(_refused(fate, method))
             return True

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+from s3fs import S3FileSystem
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.errors import StorageError
@@ -135,7 +136,7 @@ def test_a_commit_stands_whose_answer_was_lost_and_was_not_to_be_had(bucket: Buc
     is_whole(bucket.storage(), 1, 2)
 
 
-@pytest.mark.parametrize("what", [SLOW_DOWN, Fault.LOST], ids=str)
+@pytest.mark.parametrize("what", [SLOW_DOWN, Fault.HALF_READ, Fault.LOST], ids=str)
 @pytest.mark.parametrize("which", ["?uploads", "partNumber=2", "POST complete"])
 def test_a_large_object_goes_through_what_passes(
     bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, which: str, what: Fault | Refusal
@@ -153,6 +154,29 @@ def test_a_large_object_goes_through_what_passes(
     assert isinstance(outcome, Commit) and len(proxy.met) == 1, outcome
     WholeStore(bucket.storage(), keep=1).verify(outcome)
     assert bucket.storage().list() == sorted(keys_of(outcome))
+
+
+def test_a_large_object_may_be_the_first_request_of_a_process(bucket: Bucket) -> None:
+    S3FileSystem.clear_instance_cache()
+    data = random.Random(0).randbytes((16 << 20) + 5)
+    bucket.storage().write("a", data)
+    assert bucket.storage().read("a") == data
+
+
+def test_a_large_object_whose_part_is_refused_says_so_and_leaves_nothing(
+    bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.remote_folder.PART_BYTES", PART_BYTES)
+    storage, state = bucket.storage(endpoint=proxy.endpoint, is_patient=True), large_state(1, 2)
+    for which, what, said in (
+        ("partNumber=2", Refusal(403, "ExpiredToken"), "ExpiredToken, 403"),
+        ("uploadId=", Refusal(404, "NoSuchBucket"), "create the bucket"),  # its abortion is refused, too
+    ):
+        proxy.plan = lambda request, which=which, what=what: what if which in request.target else None  # type: ignore[misc]
+        outcome = save_on_ranks([storage], 1, retry_s=10.0, state=state)
+        assert isinstance(outcome, StorageError) and said in str(outcome)
+        if which == "partNumber=2":
+            assert not bucket.storage().uploads() and not bucket.storage().list()
 
 
 @pytest.mark.parametrize("what", [SLOW_DOWN, Fault.RESET, Fault.HALF_ANSWERED], ids=str)
