@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from contextlib import suppress
 
 import pytest
 from s3fs import S3FileSystem
@@ -154,6 +155,17 @@ def test_a_large_object_goes_through_what_passes(
     assert isinstance(outcome, Commit) and len(proxy.met) == 1, outcome
     WholeStore(bucket.storage(), keep=1).verify(outcome)
     assert bucket.storage().list() == sorted(keys_of(outcome))
+
+
+def test_a_part_that_breaks_off_again_and_again_is_stored_whole(bucket: Bucket, proxy: Proxy) -> None:
+    """Also where each library above the connection has tried it as often as it does."""
+    storage, data = bucket.storage(endpoint=proxy.endpoint, is_patient=True), random.Random(0).randbytes(17 << 20)
+    proxy.plan = first(2, Fault.HALF_READ, lambda request: "partNumber=2" in request.target)
+    for _ in range(3):
+        with suppress(StorageError):
+            storage.write("a", data)
+            break
+    assert len(proxy.met) == 2 and bucket.storage().read("a") == data
 
 
 def test_a_large_object_may_be_the_first_request_of_a_process(bucket: Bucket) -> None:
