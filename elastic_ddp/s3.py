@@ -84,9 +84,9 @@ def write_on_s3(fs: Any, path: str, data: memoryview, part_bytes: int, num_paral
     """An object in parts, `num_parallel` of which are on their way, that are read from where they lie.
 
     fsspec takes parts as `bytes`, a copy each, of which a connection's buffer is another. It would take files, but
-    s3fs repeats a request with the same one, which is then read from where the first try stopped: what is left of it
-    would be stored, under a length and a checksum of its own. botocore, which repeats requests too, has its files begin
-    anew. So parts go to botocore.
+    nothing has s3fs begin a file anew when it repeats a request: a part that is read from where the first try stopped
+    has a length and a checksum that fit. botocore, which repeats requests too, does (`reset_stream`). So parts go to
+    botocore.
     """
     bucket, key, _ = fs.split_path(path)
 
