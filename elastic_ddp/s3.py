@@ -84,9 +84,8 @@ def write_on_s3(fs: Any, path: str, data: memoryview, part_bytes: int, num_paral
     """An object in parts, `num_parallel` of which are on their way, that are read from where they lie.
 
     fsspec takes parts as `bytes`, a copy each, of which a connection's buffer is another. It would take files, but
-    nothing has s3fs begin a file anew when it repeats a request: a part that is read from where the first try stopped
-    has a length and a checksum that fit. botocore, which repeats requests too, does (`reset_stream`). So parts go to
-    botocore.
+    nothing of its own has s3fs begin a file anew when it repeats a request, which might send what the first try left
+    of a part. botocore, which repeats requests too, begins anew (`reset_stream`). So parts go to botocore.
     """
     bucket, key, _ = fs.split_path(path)
 
