@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, for the systems that run on Ray."""
+"""A Ray cluster of several nodes on this machine, whose nodes come and go."""
 
 from __future__ import annotations
 
@@ -20,53 +20,83 @@ NOTICE_S = 10
 _WORKERS_OF_HEAD = 2
 
 
-class RaySystem(System):
-    """A node with two CPUs, where the driver runs, and others with one each, which come and go."""
+class Nodes:
+    """A head with room for two workers, where the driver runs, and others with one each, which come and go."""
 
-    system_config: ClassVar[dict[str, Any]] = {}
-    _cluster: Cluster | None = None
-
-    def start(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, system_config: dict[str, Any] | None = None) -> None:
         head = {
             "num_cpus": min(num_workers, _WORKERS_OF_HEAD),
             "include_dashboard": False,
             "object_store_memory": 3 * 10**8,
-            "_system_config": self.system_config,
+            "_system_config": system_config or {},
         }
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self._nodes = [self._add_node() for _ in range(num_workers - _WORKERS_OF_HEAD)]
-        self.start_driver(self._cluster.address)
+        self._others: list[Any] = []
+        for _ in range(num_workers - _WORKERS_OF_HEAD):
+            self.add()
 
-    def start_driver(self, address: str) -> None:
-        raise NotImplementedError
+    @property
+    def address(self) -> str:
+        address: str = self._cluster.address
+        return address
 
-    def _add_node(self) -> Any:
-        assert self._cluster is not None
-        return self._cluster.add_node(num_cpus=1, object_store_memory=10**8)
+    @property
+    def newest(self) -> str:
+        """Ray's name for the node that was added last."""
+        name: str = self._others[-1].node_id
+        return name
 
-    def add_worker(self) -> None:
-        self._nodes.append(self._add_node())
+    def add(self) -> None:
+        self._others.append(self._cluster.add_node(num_cpus=1, object_store_memory=10**8))
 
-    def drain_worker(self) -> None:
-        """Ray is told as a cloud would tell it, and the node ends when the time is over."""
-        assert self._cluster is not None
-        node = self._nodes.pop()
-        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self._cluster.address]
+    def drain_newest(self) -> None:
+        """Ray is told as a cloud would tell it, and the node that was added last ends when the time is over."""
+        node = self._others.pop()
+        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self.address]
         command += ["--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
         command += ["--reason-message", "spot", "--deadline-remaining-seconds", str(NOTICE_S)]
         subprocess.run(command, check=True, capture_output=True)
         time.sleep(NOTICE_S)
         self._cluster.remove_node(node)
 
+    def forget_newest(self) -> set[int]:
+        """The processes of the node that was added last, for whoever ends them."""
+        processes = self._others.pop().all_processes.values()
+        return set().union(*(tree(each.process.pid) for kind in processes for each in kind))
+
+    def shut_down(self) -> None:
+        self._cluster.shutdown()
+
+
+class RaySystem(System):
+    """A system that runs on such a cluster."""
+
+    system_config: ClassVar[dict[str, Any]] = {}
+    _nodes: Nodes | None = None
+
+    def start(self, num_workers: int) -> None:
+        self._nodes = Nodes(num_workers, self.system_config)
+        self.start_driver(self._nodes.address)
+
+    def start_driver(self, address: str) -> None:
+        raise NotImplementedError
+
+    def add_worker(self) -> None:
+        assert self._nodes is not None
+        self._nodes.add()
+
+    def drain_worker(self) -> None:
+        assert self._nodes is not None
+        self._nodes.drain_newest()
+
     def newest_machine(self) -> set[int]:
-        return set().union(
-            *(tree(each.process.pid) for kind in self._nodes.pop().all_processes.values() for each in kind)
-        )
+        assert self._nodes is not None
+        return self._nodes.forget_newest()
 
     def stop(self) -> None:
         super().stop()
-        if self._cluster is not None:
-            self._cluster.shutdown()
+        if self._nodes is not None:
+            self._nodes.shut_down()
         for pid in {end.pid for end in self.step_ends()}:  # one whose node is gone may live on for a while
             with suppress(OSError):
                 if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
