@@ -16,9 +16,9 @@ import os
 import random
 import signal
 import tempfile
-import threading
 import time
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -106,18 +106,16 @@ def fit(folder: Path, name: str, steps: int, step_s: float, workers: tuple[int, 
     return ed.ElasticTrainer(make_train(step_s), str(folder / "data"), config).fit()
 
 
-class Trouble(threading.Thread):
-    """Makes it, until `over` is set."""
+class Trouble:
+    """Makes it. In the main thread, where alone Ray lets nodes be started."""
 
     def __init__(self, name: str, nodes: Nodes, seed: int, every_s: float) -> None:
-        super().__init__(name="trouble", daemon=True)
-        self.over = threading.Event()
         self.made: Counter[str] = Counter()
         self._nodes = nodes
         self._run_name, self._random, self._every_s = name, random.Random(seed), every_s
 
-    def run(self) -> None:
-        while not self.over.wait(self._random.uniform(0.5, 1.5) * self._every_s):
+    def make_until(self, run: Future[ed.RunResult]) -> None:
+        while wait([run], timeout=self._random.uniform(0.5, 1.5) * self._every_s).not_done:
             with suppress(ed.ElasticDDPError, ProcessLookupError):
                 self.made[self._make()] += 1
 
@@ -159,14 +157,15 @@ def main() -> None:
         folder = Path(temporary)
         (folder / "data").mkdir()
         write_rows(folder / "data")
+        ended: list[float] = []
         steps = round(options.minutes * 60 / STEP_S)
         trouble = Trouble("stormy", nodes, options.seed, options.every_s)
-        trouble.start()
-        began = time.monotonic()
-        stormy = fit(folder, "stormy", steps, STEP_S, (1, 3))
-        outside_s = time.monotonic() - began
-        trouble.over.set()
-        trouble.join()
+        with ThreadPoolExecutor(1) as thread:
+            began = time.monotonic()
+            run = thread.submit(fit, folder, "stormy", steps, STEP_S, (1, 3))
+            run.add_done_callback(lambda _: ended.append(time.monotonic()))
+            trouble.make_until(run)
+        stormy, outside_s = run.result(), ended[0] - began
         calm = fit(folder, "calm", steps, 0.0, (1, 1))
         report(options.seed, trouble.made, stormy, calm, outside_s)
     ray.shutdown()

@@ -55,7 +55,7 @@ def ls(
         metrics = "  ".join(_told(name, row) for name in row["metrics"] or {}) or None
         facts = [row["step"], at, row["epoch"], row["samples"], size, row["objects"], metrics]
         cells = [*facts, row["error"] or "complete"]
-        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
+        table.add_row(*("-" if cell is None else _printable(str(cell)) for cell in cells))
     _console.print(table)
 
 
@@ -75,7 +75,7 @@ def verify(
             found = "it was removed meanwhile, as a live run does with what it does not keep"
         except (CheckpointError, UnreadableError) as error:
             found, bad = f"bad: {error}", True
-        _console.print(f"step {number}: {found}")
+        _console.print(_printable(f"step {number}: {found}"))
     if bad:
         raise typer.Exit(1)
 
@@ -132,7 +132,7 @@ def prune(
     if going:
         _console.print(table)
     for step, error in unreadable.items():
-        _console.print(f"step {step} stays, with all that was written at it: {error}")
+        _console.print(_printable(f"step {step} stays, with all that was written at it: {error}"))
     total = sum(each.num_bytes for each in going) / 2**20
     _console.print(f"{total:,.1f} MiB {'would be' if dry_run else 'were'} removed")
 
@@ -306,3 +306,8 @@ def _told(metric: str, row: dict[str, Any]) -> str:
     """A value, and of which step it is where that is another one."""
     value, step = row["metrics"][metric], row["measured_at"][metric]
     return f"{metric} {value:.4g}" + (f" (step {step:,})" if step != row["step"] else "")
+
+
+def _printable(text: str) -> str:
+    """What manifests say, without what a terminal would take for an order."""
+    return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)

@@ -197,7 +197,7 @@ class Commits:
         been none. Every rank calls it; `spread` is as for `restoring.restore`.
 
         Raises:
-            CheckpointError: on rank 0: there are commits, and none can be used.
+            CheckpointError: on rank 0: there are commits, or were until they were set aside, and none can be used.
             ConfigError: some rank has not the memory for it.
             StorageError: the storage could not be read.
         """
@@ -216,6 +216,12 @@ class Commits:
                 raise CheckpointError(
                     f"no commit of run {self._job.config.name!r} can be used: {dict(self._store.rejected)}. Repair "
                     "them, make them readable or delete them, or use another name; the run does not silently start over"
+                )
+            if group.rank == 0 and (aside := self._storage.list("set-aside")):
+                raise CheckpointError(
+                    f"run {self._job.config.name!r} has no commit but those set aside because they did not verify: "
+                    f"{aside}. Repair one and move it back to commits/, or delete set-aside/, or use another name; the "
+                    "run does not silently start over"
                 )
             # What this worker knows is of steps that are made once more.
             self.step, self._known_step, self._at, self._metrics = None, None, time.monotonic(), {}

@@ -85,7 +85,7 @@ def remedy(error: BaseException) -> str:
     if isinstance(error, NotImplementedError) or (isinstance(error, OSError) and error.errno in _UNABLE):
         return (
             "use one that creates an object only where there is none, as commits need it: a folder that all nodes "
-            "mount, S3 of AWS or a server that heeds If-None-Match (a newer version of this one may), gs:// or az://"
+            "mount, S3 of AWS or a server that heeds If-None-Match (a newer version of this one may)"
         )
     if isinstance(error, FileNotFoundError):
         return "create the bucket or the file system first, or correct its name"

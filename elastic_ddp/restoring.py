@@ -253,8 +253,8 @@ def what_is_wrong(error: Exception | None, group: ProcessGroup) -> Wrong | None:
     Raises:
         ConfigError, StorageError, PeerLostError: some rank met one, which says nothing of the commit.
     """
-    word = "" if error is None else f"{_kind(error)}\n{error}"
-    met = [each.decode().split("\n", 1) for each in group.all_gather_bytes(word.encode()) if each]
+    word = b"" if error is None else f"{_kind(error)}\n{error}".encode(errors="backslashreplace")
+    met = [each.decode().split("\n", 1) for each in group.all_gather_bytes(word) if each]
     for name, kind in _COUNT.items():
         for text in (text for each, text in met if each == name):
             found = kind(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -20,6 +21,10 @@ _log = logging.getLogger(__name__)
 ORPHAN_AGE_S = 24 * 3600.0
 """An attempt that no manifest stands for is nobody's any more when nothing of it was written for so long: an object is
 written within minutes, or given up."""
+
+
+_IN_VAIN_S = 60.0
+"""After so many seconds of failing, the storage is away rather than some of what is in it held."""
 
 
 class Housekeeping:
@@ -179,12 +184,23 @@ def abort_uploads(age_s: float, storage: Storage, uploads: Sequence[Upload], dea
 
 
 def remove(storage: Storage, manifests: Iterable[str], prefixes: Iterable[str]) -> None:
-    """Manifests first: wherever it is interrupted, no manifest lists what is gone.
+    """Manifests first: wherever it is interrupted, no manifest lists what is gone. What cannot be removed, as it may be
+    held or somebody else's, does not keep the rest.
 
     Raises:
-        StorageError: the storage failed.
+        StorageError: the first one that the storage failed with, once all has been tried, or for a minute in vain. No
+            folder is removed if that was at a manifest.
     """
-    for key in manifests:
-        storage.delete(key)
-    for prefix in prefixes:
-        storage.delete_tree(prefix)
+    for delete, names in ((storage.delete, manifests), (storage.delete_tree, prefixes)):
+        first, in_vain_s = None, 0.0
+        for name in names:
+            begun = time.monotonic()
+            try:
+                delete(name)
+            except StorageError as error:
+                first = first or error
+                in_vain_s += time.monotonic() - begun
+                if in_vain_s > _IN_VAIN_S:
+                    break
+        if first is not None:
+            raise first

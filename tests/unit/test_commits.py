@@ -25,7 +25,7 @@ from elastic_ddp import commits
 from elastic_ddp.checkpoint import Commit, CommitCatalog, patience, stalls
 from elastic_ddp.checkpoint.interval import FIRST_INTERVAL_S
 from elastic_ddp.checkpoint.saving import RankLostError
-from elastic_ddp.errors import DriverReplacedError, PeerLostError, StorageError
+from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import DriverLease
 from elastic_ddp.run import Run
@@ -176,6 +176,21 @@ def test_a_driver_that_cannot_be_read_once_costs_no_commit(
     train(run)
     assert failed and link_of(run).steps_of("commit") and not link_of(run).steps_of("commit_failed")
     assert "tried again in 0.01 s: 503 SlowDown" in caplog.text
+
+
+def test_a_run_whose_commits_were_all_set_aside_does_not_start_over(new_run: NewRun, tmp_path: Path) -> None:
+    """As where a saver that stood still removed the commit before, once its own was found bad."""
+    storage = Storage(tmp_path / "run").at(COMMITS)
+    store = WholeStore(storage, keep=1)
+    bad = store.save({"user": {}}, step=10, record={})
+    store.set_aside(bad.key, bad.attempt)
+    [aside] = storage.list("set-aside")
+    commits = new_run()._loop.commits
+    with pytest.raises(CheckpointError, match=r"no commit but those set aside .* not silently") as said:
+        commits.restore(alone(), lambda: None)
+    assert aside in str(said.value)
+    storage.delete(aside)
+    assert commits.restore(alone(), lambda: None) is None
 
 
 def test_a_worker_that_was_presumed_dead_restores_and_sets_nothing_aside(new_run: NewRun, tmp_path: Path) -> None:

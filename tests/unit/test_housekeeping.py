@@ -137,6 +137,28 @@ def test_a_commit_that_was_made_anew_after_going_back_counts_with_its_own_value(
     assert steps_in(storage) == [30], "20 was the best before it was set aside"
 
 
+class Held(Storage):
+    """A folder in it is under a legal hold, or somebody else's."""
+
+    held = ""
+
+    def delete_tree(self, prefix: str) -> None:
+        if self.held and prefix.startswith(self.held):
+            raise StorageError(f"cannot delete {prefix}")
+        super().delete_tree(prefix)
+
+
+def test_a_folder_that_cannot_be_removed_keeps_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = Held(tmp_path)
+    storage.held = "step=1/"
+    store = WholeStore(storage, keep=2)
+    for step in range(1, 9):
+        save(store, step)
+    assert steps_in(storage) == [7, 8]
+    assert {key.split("/")[0] for key in storage.list() if key.startswith("step=")} == {"step=1", "step=7", "step=8"}
+    assert "cannot delete step=1/" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("keep", "left"),
     [
