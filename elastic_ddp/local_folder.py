@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import os
@@ -16,6 +17,7 @@ from elastic_ddp.s3 import Upload
 TEMPORARY = ".tmp-"
 """Begins the name of a file that is no object yet."""
 
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _CANNOT_SYNC = frozenset({errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM})
 """How file systems say that a directory cannot be opened to be synced, or be synced. Anything else says that it failed:
 what was written may be gone after a crash."""
@@ -66,9 +68,12 @@ class LocalFolder:
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
                     raise
-                # No hard links here: still exclusive, but a crash can leave a part, which checksums tell.
-                with target.open("xb") as file:
-                    _write_through(file, data)
+                if not _renamed_if_new(temporary, target):
+                    # Still exclusive, but a crash can leave a part, which checksums tell.
+                    with target.open("xb") as file:
+                        _write_through(file, data)
+                        if not os.fstat(file.fileno()).st_nlink:
+                            raise OSError(errno.ESTALE, "removed while it was written", str(target)) from error
         _sync_directory(target.parent)
 
     def sizes(self, prefix: str) -> dict[str, int]:
@@ -137,6 +142,22 @@ class LocalFolder:
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _renamed_if_new(old: Path, new: Path) -> bool:
+    """Whether this is Linux's renameat2, which many file systems without hard links have.
+
+    Raises:
+        FileExistsError: there is one.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), _RENAME_NOREPLACE) == 0:
+        return True
+    if (code := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(code, os.strerror(code), str(new))
 
 
 def _raise_unless_missing(error: OSError) -> None:

@@ -29,7 +29,7 @@ from elastic_ddp.state import dtype_of
 
 FORMAT: Final = 2
 MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**27, 2**22
-"""Enough for 400,000 blocks, and little enough to be read whole: a value, however short, takes up to 0.1 KB then."""
+"""Enough for 400,000 blocks, and little enough to be read whole: a value, however short, takes up to 0.3 KB then."""
 MAX_SKELETON_BYTES, MAX_SKELETON_VALUES = 2**25, 2**21
 """The same, of all that is no tensor in a state: enough for 50,000 parameters under AdamW, at 0.2 KB a value."""
 MAX_OBJECT_BYTES = 2**48

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from pathlib import Path
@@ -296,6 +297,51 @@ def test_what_a_mesh_replicates_is_shared_out_like_a_plain_tensor(world_size: in
     ]
     for _, found, is_replicated in every:
         assert found == [[*range(6)]] * 2 and is_replicated
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int64, torch.uint8, torch.bool)
+SHAPES = ((7,), (5, 3), (1, 4), (4, 2, 3), (0, 2))
+"""Of which some ranks have less than others, and some nothing."""
+
+
+def _shards_of_all_kinds() -> dict[str, DTensor]:
+    assert dist.group.WORLD is not None
+    mesh, random = DeviceMesh.from_group(dist.group.WORLD, "cpu"), torch.Generator().manual_seed(0)
+    found = {}
+    for dtype, shape in itertools.product(DTYPES, SHAPES):
+        bits = torch.randint(256, (math.prod(shape), dtype.itemsize), generator=random, dtype=torch.uint8)
+        bits = bits % 2 if dtype == torch.bool else bits
+        found[f"{dtype} {shape}"] = distribute_tensor(
+            bits.view(dtype).reshape(shape), mesh, [Shard(0)], src_data_rank=None
+        )
+    return found
+
+
+def _save_shards(group: ProcessGroup, folder: Path) -> None:
+    with mock.patch("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(8)):
+        save(group, folder, {"x": _shards_of_all_kinds(), "position": {"step": 0}})
+
+
+def _same_shards(group: ProcessGroup, folder: Path) -> dict[str, bool]:
+    """Whether this rank's have the same bits when they are restored."""
+    expected, storage = _shards_of_all_kinds(), Storage(folder)
+    layout = {f"x.{name}": each for name, each in expected.items()}.get
+    restored = restore(CheckpointStore(storage, keep=1), storage, group, lambda: layout)
+    assert restored is not None
+    found = {name: (each.to_local(), restored[1]["x"][name].to_local()) for name, each in expected.items()}
+    return {
+        name: (a.shape, a.dtype) == (b.shape, b.dtype)
+        and a.contiguous().flatten().view(torch.uint8).equal(b.contiguous().flatten().view(torch.uint8))
+        for name, (a, b) in found.items()
+    }
+
+
+@pytest.mark.parametrize("saved_on", WORLD_SIZES)
+def test_shards_of_every_dtype_have_the_same_bits_at_every_world_size(saved_on: int, tmp_path: Path) -> None:
+    run_ranks(saved_on, _save_shards, tmp_path)
+    for world_size in WORLD_SIZES:
+        for same in run_ranks(world_size, _same_shards, tmp_path):
+            assert len(same) == len(DTYPES) * len(SHAPES) and all(same.values()), same
 
 
 class Average:

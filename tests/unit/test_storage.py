@@ -18,6 +18,7 @@ from botocore.exceptions import ClientError
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from elastic_ddp import local_folder
 from elastic_ddp.checkpoint import patience
 from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.errors import ConfigError, PeerLostError, StorageError
@@ -425,18 +426,58 @@ def test_a_temporary_file_of_a_killed_writer_is_not_an_object(tmp_path: Path) ->
     assert Storage(tmp_path).list() == []
 
 
-def test_a_local_folder_without_hard_links_still_creates_only_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def refuse_hard_links(monkeypatch: pytest.MonkeyPatch, *, can_rename: bool) -> None:
     def refuses(*_: object) -> None:
         raise PermissionError(errno.EPERM, "no hard links")
 
     monkeypatch.setattr(os, "link", refuses)
+    if not can_rename:
+        monkeypatch.setattr(local_folder, "_renamed_if_new", lambda old, new: False)
+
+
+@pytest.mark.parametrize("can_rename", [True, False])
+def test_a_local_folder_without_hard_links_still_creates_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_rename: bool
+) -> None:
+    refuse_hard_links(monkeypatch, can_rename=can_rename)
     storage = Storage(tmp_path)
     storage.create("a", b"1")
     with pytest.raises(FileExistsError):
         storage.create("a", b"2")
     assert storage.read("a") == b"1" and os.listdir(tmp_path) == ["a"]
+
+
+def test_without_hard_links_an_object_is_there_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_hard_links(monkeypatch, can_rename=True)
+    write_through, seen = local_folder._write_through, []
+
+    def writes(file: Any, data: bytes) -> None:
+        file.write(data[:1])
+        file.flush()
+        seen.append(Storage(tmp_path).list())
+        write_through(file, data[1:])
+
+    monkeypatch.setattr(local_folder, "_write_through", writes)
+    Storage(tmp_path).create("a", b"12")
+    assert seen == [[]] and Storage(tmp_path).read("a") == b"12"
+
+
+def test_an_object_that_is_removed_while_it_is_written_was_not_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it shows meanwhile: somebody may have found that it is no manifest, and set it aside."""
+    refuse_hard_links(monkeypatch, can_rename=False)
+    write_through = local_folder._write_through
+
+    def writes(file: Any, data: bytes) -> None:
+        write_through(file, data)
+        (tmp_path / "a").unlink(missing_ok=True)
+
+    monkeypatch.setattr(local_folder, "_write_through", writes)
+    with pytest.raises(StorageError, match="removed while it was written"):
+        Storage(tmp_path).create("a", b"1")
 
 
 def test_a_file_in_the_way_is_not_taken_for_an_object_that_exists(tmp_path: Path) -> None:
