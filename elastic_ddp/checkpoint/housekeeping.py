@@ -65,6 +65,10 @@ class Housekeeping:
         staying = kept(steps, measured, self._retention) | self._unreadable
         keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
         going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
+        if going.manifests:  # asked again: to look at commits may have taken long
+            fence()
+            if not is_current():
+                return
         remove(storage, going.manifests, [*going.dead, *clocks(sizes)])
         remove(storage, [], older_than(ORPHAN_AGE_S, storage, going.orphans))
         abort_uploads(ORPHAN_AGE_S, storage, uploads, going.dead)

@@ -137,6 +137,22 @@ def test_a_commit_that_was_made_anew_after_going_back_counts_with_its_own_value(
     assert steps_in(storage) == [30], "20 was the best before it was set aside"
 
 
+def test_a_saver_is_asked_for_once_more_right_before_commits_are_removed(tmp_path: Path) -> None:
+    storage = Elsewhere(tmp_path)
+    store, asked = WholeStore(storage, keep=1), 0
+
+    def fence() -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1 and manifest_key(30) in storage.read_keys:  # it has looked at what is there
+            raise PeerLostError("the generation is over")
+
+    for step in (20, 30):
+        asked = 0
+        store.save({"user": {}}, step=step, record={}, fence=fence)
+    assert steps_in(storage) == [20, 30]
+
+
 class Held(Storage):
     """A folder in it is under a legal hold, or somebody else's."""
 
