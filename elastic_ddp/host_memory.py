@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +16,19 @@ LARGE_BYTES = 4 << 20
 first time takes several times as long as to fill it, and with them a fraction of that."""
 ALIGNMENT = 64
 """Of torch's own tensors."""
+
+
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""A container's limit, of version 2 and of version 1."""
+
+
+def total_bytes(cgroups: Sequence[str | os.PathLike[str]] = _CGROUPS) -> int:
+    """Of this machine, or of the container that this process is in."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in cgroups:
+        with suppress(OSError, ValueError):  # there is none, or it is "max"
+            limits.append(int(Path(file).read_text()))
+    return min(limits)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -40,8 +39,7 @@ LARGE_BYTES = 8 << 20
 """A block of so many bytes is read alone: into its tensor, if that takes it as it is."""
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
-MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-"""Of this machine."""
+MEMORY_BYTES = host_memory.total_bytes()
 
 
 def read_manifest(storage: Storage, key: str) -> Commit:
@@ -248,7 +246,7 @@ def _check_room(commit: Commit, num_bytes: int) -> None:
     it."""
     try:
         if num_bytes > MEMORY_BYTES:
-            raise MemoryError(f"this machine has {MEMORY_BYTES} bytes")
+            raise MemoryError(f"this machine, or container, has {MEMORY_BYTES} bytes")
         torch.empty(num_bytes, dtype=torch.uint8)
     except (MemoryError, RuntimeError) as error:
         raise ConfigError(

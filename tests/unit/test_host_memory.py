@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 
@@ -46,3 +47,11 @@ def has_huge_pages(address: int) -> bool:
         elif is_it and line.startswith("VmFlags:"):
             return "hg" in line.split()
     raise AssertionError(f"nothing is mapped at {address:x}")
+
+
+def test_a_container_has_no_more_memory_than_it_may_use(tmp_path: Path) -> None:
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    (unlimited := tmp_path / "memory.max").write_text("max\n")
+    assert host_memory.total_bytes([unlimited, tmp_path / "missing"]) == machine
+    (limited := tmp_path / "memory.limit_in_bytes").write_text("1073741824\n")
+    assert host_memory.total_bytes([unlimited, limited]) == 2**30 < machine
