@@ -23,7 +23,7 @@ from rich.text import Text
 
 from elastic_ddp import cli_checkpoints
 from elastic_ddp.config import RunConfig, read_toml
-from elastic_ddp.errors import ConfigError, ElasticDDPError, described
+from elastic_ddp.errors import ConfigError, ElasticDDPError, described, printable
 from elastic_ddp.lease import holder
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import read_ledger, render, summarize
@@ -265,7 +265,7 @@ def main() -> None:
         app()
     except ElasticDDPError as error:
         Console(stderr=True).print("[bold red]error:[/] ", end="")
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         raise SystemExit(1) from None
 
 

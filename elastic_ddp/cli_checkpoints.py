@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, UnreadableError, described, some
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, UnreadableError, described, printable, some
 from elastic_ddp.lease import DriverLease, holder
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import new_session
@@ -55,7 +55,7 @@ def ls(
         metrics = "  ".join(_told(name, row) for name in row["metrics"] or {}) or None
         facts = [row["step"], at, row["epoch"], row["samples"], size, row["objects"], metrics]
         cells = [*facts, row["error"] or "complete"]
-        table.add_row(*("-" if cell is None else _printable(str(cell)) for cell in cells))
+        table.add_row(*("-" if cell is None else printable(str(cell)) for cell in cells))
     _console.print(table)
 
 
@@ -75,7 +75,7 @@ def verify(
             found = "it was removed meanwhile, as a live run does with what it does not keep"
         except (CheckpointError, UnreadableError) as error:
             found, bad = f"bad: {error}", True
-        _console.print(_printable(f"step {number}: {found}"))
+        _console.print(printable(f"step {number}: {found}"))
     if bad:
         raise typer.Exit(1)
 
@@ -132,7 +132,7 @@ def prune(
     if going:
         _console.print(table)
     for step, error in unreadable.items():
-        _console.print(_printable(f"step {step} stays, with all that was written at it: {error}"))
+        _console.print(printable(f"step {step} stays, with all that was written at it: {error}"))
     total = sum(each.num_bytes for each in going) / 2**20
     _console.print(f"{total:,.1f} MiB {'would be' if dry_run else 'were'} removed")
 
@@ -163,7 +163,7 @@ def export(
         left_out = (_write_safetensors if file.suffix == ".safetensors" else _write_for_torch)(weights, beside)
     _console.print(f"the weights of step {commit.step} are in {file}")
     if left_out:
-        _console.print(f"without what is no tensor, which .pt has room for: {', '.join(left_out)}")
+        _console.print(printable(f"without what is no tensor, which .pt has room for: {', '.join(left_out)}"))
 
 
 def _write_safetensors(weights: dict[str, Any], file: Path) -> list[str]:
@@ -306,8 +306,3 @@ def _told(metric: str, row: dict[str, Any]) -> str:
     """A value, and of which step it is where that is another one."""
     value, step = row["metrics"][metric], row["measured_at"][metric]
     return f"{metric} {value:.4g}" + (f" (step {step:,})" if step != row["step"] else "")
-
-
-def _printable(text: str) -> str:
-    """What manifests say, without what a terminal would take for an order."""
-    return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)

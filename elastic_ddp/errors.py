@@ -53,6 +53,11 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def printable(text: str) -> str:
+    """A text with names that somebody else chose, without what a terminal would take for an order."""
+    return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
 def some(names: Sequence[str], most: int = 10, between: str = ", ") -> str:
     """The first of some names, as an error gives them."""
     return between.join([*names[:most], *(["…"] if len(names) > most else [])]) or "none"

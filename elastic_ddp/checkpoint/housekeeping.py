@@ -21,8 +21,6 @@ _log = logging.getLogger(__name__)
 ORPHAN_AGE_S = 24 * 3600.0
 """An attempt that no manifest stands for is nobody's any more when nothing of it was written for so long: an object is
 written within minutes, or given up."""
-
-
 _IN_VAIN_S = 60.0
 """After so many seconds of failing, the storage is away rather than some of what is in it held."""
 
@@ -65,13 +63,14 @@ class Housekeeping:
         staying = kept(steps, measured, self._retention) | self._unreadable
         keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
         going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
-        if going.manifests:  # asked again: to look at commits may have taken long
-            fence()
-            if not is_current():
-                return
-        remove(storage, going.manifests, [*going.dead, *clocks(sizes)])
-        remove(storage, [], older_than(ORPHAN_AGE_S, storage, going.orphans))
+        fence()  # to look at commits may have taken long
+        if not is_current():
+            return
         abort_uploads(ORPHAN_AGE_S, storage, uploads, going.dead)
+        try:
+            remove(storage, going.manifests, [*going.dead, *clocks(sizes)])
+        finally:
+            remove(storage, [], older_than(ORPHAN_AGE_S, storage, going.orphans))
 
     def _read_last(
         self, storage: Storage, newest: Commit, steps: Iterable[int], sizes: Mapping[str, int]

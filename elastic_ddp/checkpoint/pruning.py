@@ -101,5 +101,5 @@ def prune(storage: Storage, chosen: list[Removal], *, orphan_age_s: float = ORPH
     """
     manifests = [each.manifest for each in chosen if each.manifest is not None]
     folders = [folder for each in chosen for folder in each.folders]
-    remove(storage, manifests, [*folders, *clocks(storage.list())])
     abort_uploads(orphan_age_s, storage, unfinished(storage), folders)
+    remove(storage, manifests, [*folders, *clocks(storage.list())])

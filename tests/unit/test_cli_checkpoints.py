@@ -88,6 +88,14 @@ def test_a_commit_that_cannot_be_read_is_named_and_the_others_are_looked_at(
     assert result.exit_code == 1 and bad == [True, True, False]
 
 
+def test_names_in_a_manifest_give_a_terminal_no_orders(tmp_path: Path) -> None:
+    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=9)
+    record = {"metrics": {"\x1b]0;a title\x07\x1b[2Jloss": {"value": 5.5, "step": 200}}}
+    store.save(make_state(200), step=200, record=record)
+    text = invoke("ls", str(tmp_path / "lm")).stdout
+    assert "loss 5.5" in text and all(each.isprintable() for each in text.replace("\n", ""))
+
+
 def test_a_value_that_is_older_than_its_commit_is_listed_with_its_step(tmp_path: Path) -> None:
     store, of_before = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=9), {"value": 5.5, "step": 0}
     store.save(make_state(200), step=200, record={"metrics": {"validation": of_before}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from elastic_ddp.storage import Storage
 from elastic_ddp.weights import Weights
 from tests.ranks import run_ranks
 from tests.unit.alone import Model, NewRun, link_of, prepared, train
+from tests.unit.forging import plant
 from tests.whole import WholeStore
 
 
@@ -83,6 +85,14 @@ def test_what_does_not_fit_is_refused_by_name_before_the_first_step(new_run: New
     assert "0.bias is (4,) there and (5,) here" in said
     said = refused(new_run(folder="typo"), torch.nn.ModuleDict({"net": Model()}), trained, strict=False)
     assert "not one name is the same: there 0.bias, 0.weight" in said and "and here net.0.bias" in said
+
+
+def test_a_name_that_is_no_unicode_text_does_not_fit_like_any_other(new_run: NewRun, tmp_path: Path) -> None:
+    tensor = {"kind": "tensor", "value": "w", "dtype": "float32", "shape": [1]}
+    skeleton = json.dumps({"model": {"kind": "dict", "value": [["\ud800w", tensor]]}}).encode()
+    plant(Storage(tmp_path / "crafted").at(COMMITS), 1, skeleton, {"model.w": torch.ones(1)})
+    said = refused(new_run(folder="tuned"), Model(), str(tmp_path / "crafted"))
+    assert r"\ud800w is unexpected" in said
 
 
 def test_what_is_left_out_or_converted_is_told_by_name(
