@@ -68,7 +68,14 @@ def measure(part: str, uri: str, options: argparse.Namespace) -> dict[str, Any]:
         from saves import held
 
         with ray_here():
-            results = held.measure(f"{uri}/held", size_mib=size_mib, tensor_kib=tensor_kib, rounds=rounds)
+            results = held.measure(
+                f"{uri}/held",
+                size_mib=size_mib,
+                tensor_kib=tensor_kib,
+                rounds=rounds,
+                gpu=options.gpu,
+                without=options.without.split("/"),
+            )
         seconds = results["held_s"]
         results["ours_to"] = {name: ratios(seconds["ours"], seconds[name]) for name in seconds if name != "ours"}
         return results
@@ -175,6 +182,8 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=9, help="turns of each side; medians are reported")
     parser.add_argument("--folder", help="where commits go that go to a disk; a temporary one by default")
+    parser.add_argument("--gpu", action="store_true", help="the state is on a GPU, which two ranks share (held)")
+    parser.add_argument("--without", default="", help="sides that are left out, with slashes between (held)")
     parser.add_argument("--s3", help="`ceph`, `moto`, or s3://bucket/folder: measure there, too")
     parser.add_argument("--no-disk", action="store_true", help="measure on S3 alone")
     options = parser.parse_args()

@@ -218,7 +218,8 @@ class RunConfig(_Settings):
     resources_per_worker: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
         default_factory=lambda: {"CPU": 1.0}
     )
-    """What Ray reserves for one worker, for example `{CPU = 4, GPU = 1}`. With a GPU, training runs on it."""
+    """What Ray reserves for one worker, for example `{CPU = 4, GPU = 1}`. With a GPU, training runs on it;
+    with a part of one, such as 0.5, workers share it, and gradients go through the host (gloo): for tests."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """`ddp`: every worker holds the whole model. `fsdp`: each holds a shard of its parameters, gradients and optimizer
     state; when membership changes, training goes on from the newest commit, which is made right before a change that is
@@ -340,8 +341,10 @@ class RunConfig(_Settings):
                 "a hang is what is left when all workers are alive; raise it"
             )
         gpus = self.resources_per_worker.get("GPU", 0.0)
-        if gpus not in (0.0, 1.0):
-            raise ValueError(f"resources_per_worker GPU={gpus:g}: a worker trains on one GPU or none; use 0 or 1")
+        if gpus > 1.0:
+            raise ValueError(
+                f"resources_per_worker GPU={gpus:g}: a worker trains on one GPU, a part of one, or none; use 1 or less"
+            )
         if not any(self.resources_per_worker.values()):
             raise ValueError(
                 f"resources_per_worker={self.resources_per_worker} reserves nothing, so Ray could not count how many "
@@ -357,6 +360,11 @@ class RunConfig(_Settings):
     @property
     def use_gpu(self) -> bool:
         return self.resources_per_worker.get("GPU", 0.0) > 0
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether workers get a part of a GPU each."""
+        return 0.0 < self.resources_per_worker.get("GPU", 0.0) < 1.0
 
     @property
     def num_threads(self) -> int:

@@ -134,6 +134,7 @@ class Generation:
                 store=store,
                 device=device,
                 timeout_s=job.config.collective_timeout_s,
+                shares_device=job.config.shares_gpu,
                 attempt=attempt,
                 on_forming=begin,
             )

@@ -19,6 +19,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from ray.train import Checkpoint, CheckpointConfig, CheckpointUploadMode, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.utils._pytree import tree_map
 
 from elastic_ddp.storage import Storage
 from saves.state import make_state, num_bytes, tensors_of
@@ -52,11 +54,14 @@ class Side(Protocol):
 class Copy:
     def __init__(self, state: dict[str, Any]) -> None:
         self._share = tensors_of(state)[dist.get_rank() :: WORLD_SIZE]
-        self._copies = [torch.zeros_like(tensor) for tensor in self._share]
+        pinned = self._share[0].is_cuda
+        self._copies = [torch.zeros_like(tensor, device="cpu", pin_memory=pinned) for tensor in self._share]
 
     def save(self, step: int) -> None:
         for copy, tensor in zip(self._copies, self._share, strict=True):
-            copy.copy_(tensor)
+            copy.copy_(tensor, non_blocking=True)
+        if self._share[0].is_cuda:
+            torch.cuda.synchronize()
 
     def settle(self) -> None:
         pass
@@ -90,8 +95,9 @@ class Dcp:
             self._writer: Any = FsspecWriter(self._folder, thread_count=2)
         else:
             self._writer = dcp.FileSystemWriter(self._folder, thread_count=2)
+        on_gpu = tensors_of(state)[0].is_cuda
         plain = StagingOptions(
-            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
         )
         self._stager = DefaultStager(plain) if is_cached else None
         self._future: Any = None
@@ -162,25 +168,30 @@ def sync(path: Path) -> None:
             os.close(descriptor)
 
 
-def sides(state: dict[str, Any], uri: str) -> dict[str, Side]:
-    return {
-        "copy": Copy(state),
-        "ours": Ours(state, uri),
-        "dcp": Dcp(state, uri, is_cached=False),
-        "dcp, cached": Dcp(state, uri, is_cached=True),
-        "ray": Ray(state, f"{uri}/ray", CheckpointUploadMode.SYNC),
-        "ray, async": Ray(state, f"{uri}/ray", CheckpointUploadMode.ASYNC),
-        "torch": Torch(state, uri),
+def sides(state: dict[str, Any], uri: str, without: list[str]) -> dict[str, Side]:
+    makers: dict[str, Callable[[], Side]] = {
+        "copy": lambda: Copy(state),
+        "ours": lambda: Ours(state, uri),
+        "dcp": lambda: Dcp(state, uri, is_cached=False),
+        "dcp, cached": lambda: Dcp(state, uri, is_cached=True),
+        "ray": lambda: Ray(state, f"{uri}/ray", CheckpointUploadMode.SYNC),
+        "ray, async": lambda: Ray(state, f"{uri}/ray", CheckpointUploadMode.ASYNC),
+        "torch": lambda: Torch(state, uri),
     }
+    return {name: make() for name, make in makers.items() if name not in without}
 
 
 def take_turns(settings: dict[str, Any]) -> None:
     """On each rank; rank 0 writes down how long a step was held up, by side and round."""
     torch.set_num_threads(1)
     state = make_state(settings["size_mib"], settings["tensor_kib"])
-    all_sides = sides(state, settings["uri"])
+    if settings["gpu"]:
+        state = tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf, state)
+    all_sides = sides(state, settings["uri"], settings["without"])
     held: dict[str, list[float]] = {name: [] for name in all_sides}
     for step, name in turns([*all_sides], settings["rounds"] + 1):
+        if settings["gpu"]:
+            torch.cuda.synchronize()
         dist.barrier()
         begin = time.perf_counter()
         all_sides[name].save(step)
@@ -193,8 +204,10 @@ def take_turns(settings: dict[str, Any]) -> None:
         Path(settings["output"]).write_text(json.dumps({"held_s": kept, "state_bytes": num_bytes(state)}))
 
 
-def measure(uri: str, *, size_mib: int, tensor_kib: int, rounds: int) -> dict[str, Any]:
-    """Seconds by side and round, and how large the state is."""
+def measure(uri: str, *, size_mib: int, tensor_kib: int, rounds: int, gpu: bool, without: list[str]) -> dict[str, Any]:
+    """Seconds by side and round, and how large the state is. With `gpu` it is on one that the ranks share. `without`
+    are sides that are left out."""
+    share = {"GPU": 1 / WORLD_SIZE} if gpu else {}
     filesystem, path = Storage(uri).at("ray").filesystem_and_path()
     with tempfile.TemporaryDirectory() as folder:
         output = f"{folder}/held.json"
@@ -205,10 +218,12 @@ def measure(uri: str, *, size_mib: int, tensor_kib: int, rounds: int) -> dict[st
                 "size_mib": size_mib,
                 "tensor_kib": tensor_kib,
                 "rounds": rounds,
+                "gpu": gpu,
+                "without": without,
                 "output": output,
             },
             torch_config=TorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(num_workers=WORLD_SIZE, resources_per_worker={"CPU": 1}),
+            scaling_config=ScalingConfig(num_workers=WORLD_SIZE, resources_per_worker={"CPU": 1, **share}, use_gpu=gpu),
             run_config=RunConfig(
                 name="held",
                 storage_path=path,

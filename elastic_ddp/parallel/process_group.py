@@ -77,6 +77,8 @@ class ProcessGroup:
     device: torch.device
     store: StoreConnection = field(repr=False)
     """Outlives the group."""
+    shares_device: bool = False
+    """Other ranks may be on the same GPU, which NCCL refuses: gloo carries CUDA tensors, through the host."""
     _sockets: frozenset[Socket] = field(default=frozenset(), repr=False)
     _is_cut: bool = False
     _nccl: Any = field(default=None, repr=False)
@@ -91,6 +93,11 @@ class ProcessGroup:
         return self.assignment.world_size
 
     @property
+    def carrier(self) -> torch.device:
+        """Where tensors have to be to travel without a copy."""
+        return torch.device("cpu") if self.shares_device else self.device
+
+    @property
     def is_cut(self) -> bool:
         """Whether it was broken here, as a peer is lost."""
         return self._is_cut
@@ -103,10 +110,11 @@ class ProcessGroup:
         store: StoreConnection,
         device: torch.device,
         timeout_s: float,
+        shares_device: bool = False,
         attempt: int = 0,
         on_forming: Callable[[ProcessGroup], None] = lambda group: None,
     ) -> ProcessGroup:
-        """Joins the generation's group: gloo for CPU tensors and, with a GPU, NCCL for CUDA tensors.
+        """Joins the generation's group: gloo for CPU tensors and, with a GPU to itself, NCCL for CUDA tensors.
 
         The store is a long-lived one in the rendezvous; a prefix for each generation makes forming a group take
         milliseconds, and keeps a stale member of an older generation out of it.
@@ -119,30 +127,25 @@ class ProcessGroup:
             store: this process's connection. A peer that is lost while the group forms costs it, because a wait in the
                 store ends in no other way.
             timeout_s: for every collective.
+            shares_device: other ranks may be on the same GPU.
             attempt: how often in a row that has failed; each time it may take twice as long.
             on_forming: told of the group before it waits for its peers, so that it can be cut from there on.
         """
+        group = cls(assignment, device, store, shares_device)
         try:
-            return cls._form(assignment, store, device, timeout_s, min(timeout_s, FORM_S * 2**attempt), on_forming)
+            group._form(timeout_s, min(timeout_s, FORM_S * 2**attempt), on_forming)
+            return group
         except BaseException:
             store.drop()
             raise
 
-    @classmethod
-    def _form(
-        cls,
-        assignment: Assignment,
-        store: StoreConnection,
-        device: torch.device,
-        timeout_s: float,
-        forming_s: float,
-        on_forming: Callable[[ProcessGroup], None],
-    ) -> ProcessGroup:
-        everyones = store.at(assignment.store_host, assignment.store_port)
+    def _form(self, timeout_s: float, forming_s: float, on_forming: Callable[[ProcessGroup], None]) -> None:
+        assignment, has_nccl = self.assignment, self.device.type == "cuda" and not self.shares_device
+        everyones = self.store.at(assignment.store_host, assignment.store_port)
         everyones.set_timeout(datetime.timedelta(seconds=timeout_s))
         before = tcp_sockets().keys()
-        group = cls(assignment, device, store, store.sockets)
-        on_forming(group)
+        self._sockets = self.store.sockets
+        on_forming(self)
         own = dist.PrefixStore(f"generation{assignment.generation}", everyones)
         if own.add("here", 1) == assignment.world_size:
             own.set("all", "")
@@ -150,11 +153,11 @@ class ProcessGroup:
         # Peers look for each other in the store under the group's number in its process, and torch counts one that
         # could not be formed too: who failed once would never meet who did not.
         dist.distributed_c10d._world.group_count = 0
-        if device.type == "cuda":
+        if has_nccl:
             # A collective that breaks is cut by us. By default torch ends the process.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
             store=own,
             rank=assignment.rank,
             world_size=assignment.world_size,
@@ -162,14 +165,13 @@ class ProcessGroup:
         )
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
         everyones.set_timeout(datetime.timedelta(seconds=forming_s))  # a peer that fails here may not be missed yet
-        group._sockets = group._find_sockets(own, before)
-        if device.type == "cuda":
+        self._sockets = self._find_sockets(own, before)
+        if has_nccl:
             assert dist.group.WORLD is not None
-            group._nccl = dist.group.WORLD._get_backend(device)
-        if group._is_cut:
+            self._nccl = dist.group.WORLD._get_backend(self.device)
+        if self._is_cut:
             raise PeerLostError("a peer was lost while the group was formed")
         dist.barrier()
-        return group
 
     def _find_sockets(self, own: dist.Store, before: Collection[Socket]) -> frozenset[Socket]:
         """The group's connections, among those that some thread of this process has opened since it began to form. The

@@ -195,22 +195,26 @@ class CanonicalReduction:
                 if rest:
                     send[full, place, :rest] = flat[full * chunk :]
             send = send.view(-1)
+        send = send.to(self._group.carrier)
         output_sizes = [len(subtrees) * chunk for subtrees in self._subtrees]
-        received = buffer.new_empty(sum(output_sizes))
+        received = send.new_empty(sum(output_sizes))
         exchange = dist.all_to_all_single(received, send, output_sizes, [len(mine) * chunk] * world_size, async_op=True)
         nodes = [node for subtrees in self._subtrees for node in subtrees]
 
         def finish() -> None:
             exchange.wait()
-            pieces = dict(zip(nodes, received.split(chunk), strict=True))
+            pieces = dict(zip(nodes, received.to(buffer.device).split(chunk), strict=True))
             mean = root(pieces, self._num_leaves, _add).div_(self._divisor)
             whole = buffer if size == chunk * world_size else buffer.new_empty(world_size * chunk)
             self._keep(parameters, whole)
-            gather = all_gather_single(whole, mean, async_op=True)
+            carried = whole.to(self._group.carrier)
+            gather = all_gather_single(carried, mean.to(self._group.carrier), async_op=True)
 
             def settle(gathered: torch.futures.Future[object]) -> None:
                 try:
                     gathered.value()
+                    if carried is not whole:
+                        whole.copy_(carried)
                     done.set_result(whole[:size])
                 except Exception as error:  # handed on: DDP would wait for `done` forever
                     done.set_exception(error)  # type: ignore[arg-type]

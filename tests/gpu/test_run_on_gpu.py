@@ -1,9 +1,11 @@
-"""A whole run on a GPU: pinned copies, NCCL, the canonical reduction and bf16 on the device."""
+"""Whole runs on a GPU: pinned copies, NCCL, the canonical reduction and bf16 on the device. Two workers share it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -13,26 +15,99 @@ from tests.integration import jobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
+ALONE, SHARED = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 0.5}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("gpu")
     (folder / "data").mkdir()
     jobs.write_rows(str(folder / "data"))
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="WARNING")
+    ray.init("local", num_cpus=4, include_dashboard=False, logging_level="WARNING")
     yield folder
     ray.shutdown()
 
 
-def fit(folder: Path, name: str, resources: dict[str, float], precision: str) -> ed.RunResult:
-    config = jobs.settings(str(folder / "runs"), name, 1, resources_per_worker=resources, precision=precision)
-    return ed.ElasticTrainer(jobs.make_train(), str(folder / "data"), config, transform=jobs.jitter).fit()
+def fit(
+    folder: Path,
+    name: str,
+    resources: dict[str, float],
+    train: Callable[..., None] | None = None,
+    *,
+    workers: int = 1,
+    **changes: Any,
+) -> Mapping[str, Any]:
+    settings = {"resources_per_worker": resources, "min_workers": 1, "resize_interval_s": 1.0, **changes}
+    config = jobs.settings(str(folder / "runs"), name, workers, **settings)
+    trainer = ed.ElasticTrainer(train or jobs.make_train(), str(folder / "data"), config, transform=jobs.jitter)
+    return trainer.fit().summary
+
+
+def lose_and_regain(marker: Path, *, rank: int, step: int) -> Callable[..., None]:
+    """A fault: a worker is killed in a step, and who is left waits for another in the one after the next."""
+    kill = jobs.kill_once(str(marker), rank=rank, step=step)
+
+    def fault(run: ed.Run, at: int) -> None:
+        kill(run, at)
+        if marker.exists() and run.world_size == 1 and at == step + 2:
+            jobs.hold_for_others(str(marker.with_suffix(".held")), step=at)(run, at)
+
+    return fault
+
+
+@pytest.fixture(scope="module")
+def calm(folder: Path) -> Callable[..., Mapping[str, Any]]:
+    """By resources and precision, the summary of a run that nothing happens to; trained once."""
+
+    @cache
+    def fit_calm(precision: str, gpu: float, workers: int = 1) -> Mapping[str, Any]:
+        resources = {"CPU": 1.0, "GPU": gpu}
+        return fit(folder, f"calm-{precision}-{gpu}-{workers}", resources, workers=workers, precision=precision)
+
+    return fit_calm
+
+
+Calm = Callable[..., Mapping[str, Any]]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_on_a_gpu_repeats_its_bits_and_sees_the_samples_of_one_on_a_cpu(folder: Path, precision: str) -> None:
-    gpu = {"CPU": 1.0, "GPU": 1.0}
-    first, again = (fit(folder, f"{precision}-{number}", gpu, precision) for number in range(2))
-    assert first.weights_sha256 == again.weights_sha256
-    on_cpu = fit(folder, f"{precision}-cpu", {"CPU": 1.0}, precision)
-    assert first.samples_sha256 == on_cpu.samples_sha256
+def test_a_run_on_a_gpu_repeats_its_bits_and_sees_the_samples_of_one_on_a_cpu(
+    folder: Path, calm: Calm, precision: str
+) -> None:
+    again = fit(folder, f"{precision}-again", ALONE, precision=precision)
+    assert jobs.same_bits(calm(precision, 1.0), again)
+    assert again["samples_sha256"] == calm(precision, 0.0)["samples_sha256"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_workers_on_a_gpu_train_as_one_does(calm: Calm, precision: str) -> None:
+    assert jobs.same_bits(calm(precision, 0.5, 2), calm(precision, 1.0))
+
+
+@pytest.mark.parametrize(("precision", "rank"), [("fp32", 0), ("bf16", 1)])
+def test_one_of_two_workers_on_a_gpu_is_killed_and_replaced(
+    folder: Path, tmp_path: Path, calm: Calm, precision: str, rank: int
+) -> None:
+    fault = lose_and_regain(tmp_path / "killed", rank=rank, step=13)
+    killed = fit(folder, f"killed-{rank}", SHARED, jobs.make_train(fault), workers=2, precision=precision)
+    assert jobs.same_bits(killed, calm(precision, 1.0))
+    assert killed["workers_lost"] == 1
+    assert [each["world_size"] for each in killed["generations"]] == [2, 1, 2]
+
+
+def test_the_only_worker_of_a_gpu_is_killed_and_its_successor_goes_on_from_the_newest_commit(
+    folder: Path, tmp_path: Path, calm: Calm
+) -> None:
+    fault = jobs.kill_once(str(tmp_path / "killed"), rank=0, step=23)
+    killed = fit(folder, "alone-killed", ALONE, jobs.make_train(fault), precision="fp32")
+    assert killed["workers_lost"] == 1
+    assert jobs.same_bits(killed, calm("fp32", 1.0))
+
+
+def test_shards_on_a_gpu_are_restored_by_fewer_workers(folder: Path, tmp_path: Path) -> None:
+    calm = fit(folder, "fsdp-calm", SHARED, workers=2, strategy="fsdp", precision="bf16")
+    fault = jobs.kill_once(str(tmp_path / "killed"), rank=1, step=23)
+    killed = fit(folder, "fsdp-killed", SHARED, jobs.make_train(fault), workers=2, strategy="fsdp", precision="bf16")
+    assert killed["workers_lost"] == 1
+    assert killed["samples_sha256"] == calm["samples_sha256"]
+    assert killed["loss"]["last"] == pytest.approx(calm["loss"]["last"], rel=0.05)

@@ -193,11 +193,7 @@ def test_a_name_may_have_up_to_a_hundred_letters_digits_dots_and_dashes() -> Non
         ),
         (
             {"resources_per_worker": {"GPU": 2}},
-            "resources_per_worker GPU=2: a worker trains on one GPU or none; use 0 or 1",
-        ),
-        (
-            {"resources_per_worker": {"GPU": 0.5}},
-            "resources_per_worker GPU=0.5: a worker trains on one GPU or none; use 0 or 1",
+            "resources_per_worker GPU=2: a worker trains on one GPU, a part of one, or none; use 1 or less",
         ),
         (
             {"resources_per_worker": {}},
@@ -237,6 +233,9 @@ def test_what_a_refusal_proposes_is_accepted() -> None:
         assert config(global_batch_size=size, micro_batch_size=32).num_micro_batches == size // 32
     assert config(max_workers=4).max_workers == 4
     assert config(resources_per_worker={"GPU": 1}).use_gpu
+    assert not config(resources_per_worker={"GPU": 1}).shares_gpu
+    assert config(resources_per_worker={"GPU": 0.5}).use_gpu
+    assert config(resources_per_worker={"GPU": 0.5}).shares_gpu
     assert not config(resources_per_worker={"GPU": 0, "CPU": 1}).use_gpu
 
 

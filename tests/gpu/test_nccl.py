@@ -1,0 +1,62 @@
+"""A process group with NCCL's backend: cut, and formed again."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_ddp.errors import PeerLostError
+from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
+from elastic_ddp.parallel.store import StoreConnection
+from tests.ranks import empty_store
+
+pytestmark = pytest.mark.gpu
+
+CYCLES = 4_000_000_000
+"""Some seconds of a GPU."""
+
+
+def form(generation: int) -> ProcessGroup:
+    port = empty_store().port
+    place = Assignment(
+        generation=generation, rank=0, world_size=1, store_host="127.0.0.1", store_port=port, reason="start"
+    )
+    store = StoreConnection()
+    store.find(lambda: ("127.0.0.1", port))
+    return ProcessGroup.form(place, store=store, device=torch.device("cuda", 0), timeout_s=60)
+
+
+def test_a_group_that_is_cut_while_the_device_is_at_work_is_aborted_and_another_one_formed() -> None:
+    for generation in range(1, 4):
+        group = form(generation)
+        value = torch.full((1 << 20,), float(generation), device="cuda")
+        dist.all_reduce(value)
+        torch.cuda._sleep(CYCLES)
+        work = dist.all_reduce(value, async_op=True)
+        cutter = threading.Timer(0.2, group.cut)
+        cutter.start()
+        with pytest.raises(PeerLostError, match="before the device had reduced"):
+            group.settle()
+        cutter.join()
+        assert group.is_cut
+        del work
+        group.close(intact=False)
+        assert not dist.is_initialized()
+        assert float(value.sum()) == generation * (1 << 20)
+
+
+def test_groups_one_after_the_other_leave_the_device_as_they_found_it() -> None:
+    held = []
+    for generation in range(1, 6):
+        group = form(generation)
+        value = torch.ones(1 << 10, device="cuda")
+        dist.all_reduce(value)
+        group.settle()
+        group.meet()
+        group.close(intact=True)
+        torch.cuda.synchronize()
+        held.append(torch.cuda.mem_get_info()[0])
+    assert held[-1] >= held[1] - (64 << 20), "communicators pile up"
