@@ -33,6 +33,8 @@ from elastic_ddp.checkpoint.reading import PARALLEL_PIECES, PIECE_BYTES  # noqa:
 from elastic_ddp.restoring import IN_FLIGHT  # noqa: E402
 
 PARTS = ("held", "throughput", "overhead", "memory")
+OTHERS = ("dcp", "dcp, cached", "ray", "ray, async", "torch")
+"""Beside whom a step is held up."""
 MIB = 1 << 20
 MOST_OF_A_COPY = 1.10
 LEAST_OF_BARE = 0.9
@@ -74,7 +76,7 @@ def measure(part: str, uri: str, options: argparse.Namespace) -> dict[str, Any]:
                 tensor_kib=tensor_kib,
                 rounds=rounds,
                 gpu=options.gpu,
-                without=options.without.split("/"),
+                without=options.without,
             )
         seconds = results["held_s"]
         results["ours_to"] = {name: ratios(seconds["ours"], seconds[name]) for name in seconds if name != "ours"}
@@ -183,7 +185,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="turns of each side; medians are reported")
     parser.add_argument("--folder", help="where commits go that go to a disk; a temporary one by default")
     parser.add_argument("--gpu", action="store_true", help="the state is on a GPU, which two ranks share (held)")
-    parser.add_argument("--without", default="", help="sides that are left out, with slashes between (held)")
+    parser.add_argument(
+        "--without", action="append", default=[], choices=OTHERS, help="a side that is left out; several times (held)"
+    )
     parser.add_argument("--s3", help="`ceph`, `moto`, or s3://bucket/folder: measure there, too")
     parser.add_argument("--no-disk", action="store_true", help="measure on S3 alone")
     options = parser.parse_args()

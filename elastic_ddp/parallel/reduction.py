@@ -195,7 +195,8 @@ class CanonicalReduction:
                 if rest:
                     send[full, place, :rest] = flat[full * chunk :]
             send = send.view(-1)
-        send = send.to(self._group.carrier)
+        carrier = self._group.carrier
+        send = send.to(carrier)
         output_sizes = [len(subtrees) * chunk for subtrees in self._subtrees]
         received = send.new_empty(sum(output_sizes))
         exchange = dist.all_to_all_single(received, send, output_sizes, [len(mine) * chunk] * world_size, async_op=True)
@@ -207,8 +208,8 @@ class CanonicalReduction:
             mean = root(pieces, self._num_leaves, _add).div_(self._divisor)
             whole = buffer if size == chunk * world_size else buffer.new_empty(world_size * chunk)
             self._keep(parameters, whole)
-            carried = whole.to(self._group.carrier)
-            gather = all_gather_single(carried, mean.to(self._group.carrier), async_op=True)
+            carried = torch.empty_like(whole, device=carrier) if self._group.shares_device else whole
+            gather = all_gather_single(carried, mean.to(carrier), async_op=True)
 
             def settle(gathered: torch.futures.Future[object]) -> None:
                 try:

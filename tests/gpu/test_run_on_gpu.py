@@ -15,6 +15,7 @@ from tests.integration import jobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
+Calm = Callable[..., Mapping[str, Any]]
 ALONE, SHARED = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 0.5}
 
 
@@ -43,20 +44,8 @@ def fit(
     return trainer.fit().summary
 
 
-def lose_and_regain(marker: Path, *, rank: int, step: int) -> Callable[..., None]:
-    """A fault: a worker is killed in a step, and who is left waits for another in the one after the next."""
-    kill = jobs.kill_once(str(marker), rank=rank, step=step)
-
-    def fault(run: ed.Run, at: int) -> None:
-        kill(run, at)
-        if marker.exists() and run.world_size == 1 and at == step + 2:
-            jobs.hold_for_others(str(marker.with_suffix(".held")), step=at)(run, at)
-
-    return fault
-
-
 @pytest.fixture(scope="module")
-def calm(folder: Path) -> Callable[..., Mapping[str, Any]]:
+def calm(folder: Path) -> Calm:
     """By resources and precision, the summary of a run that nothing happens to; trained once."""
 
     @cache
@@ -65,9 +54,6 @@ def calm(folder: Path) -> Callable[..., Mapping[str, Any]]:
         return fit(folder, f"calm-{precision}-{gpu}-{workers}", resources, workers=workers, precision=precision)
 
     return fit_calm
-
-
-Calm = Callable[..., Mapping[str, Any]]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -88,7 +74,7 @@ def test_two_workers_on_a_gpu_train_as_one_does(calm: Calm, precision: str) -> N
 def test_one_of_two_workers_on_a_gpu_is_killed_and_replaced(
     folder: Path, tmp_path: Path, calm: Calm, precision: str, rank: int
 ) -> None:
-    fault = lose_and_regain(tmp_path / "killed", rank=rank, step=13)
+    fault = jobs.lose_and_regain(tmp_path / "killed", rank=rank, step=13)
     killed = fit(folder, f"killed-{rank}", SHARED, jobs.make_train(fault), workers=2, precision=precision)
     assert jobs.same_bits(killed, calm(precision, 1.0))
     assert killed["workers_lost"] == 1

@@ -169,6 +169,18 @@ def hold_for_others(marker: str, *, step: int) -> Callable[..., None]:
     return fault
 
 
+def lose_and_regain(marker: Path, *, rank: int, step: int) -> Callable[..., None]:
+    """A fault: a worker is killed in a step, and who is left waits for another in the one after the next."""
+    kill = kill_once(str(marker), rank=rank, step=step)
+
+    def fault(run: ed.Run, at: int) -> None:
+        kill(run, at)
+        if marker.exists() and run.world_size == 1 and at == step + 2:
+            hold_for_others(str(marker.with_suffix(".held")), step=at)(run, at)
+
+    return fault
+
+
 def hold_until_asked(marker: str, *, step: int) -> Callable[..., None]:
     """A fault: the worker of rank 0 goes no further than `step`, until `marker` exists, but to do what the run is asked
     for."""

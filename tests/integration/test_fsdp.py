@@ -45,22 +45,12 @@ def assert_alike(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
-def grow_again(marker: Path, *, step: int) -> Callable[..., None]:
-    """A fault: rank 1 is killed in a step, and rank 0 then waits for another in the one after the next."""
-    kill = jobs.kill_once(str(marker), rank=1, step=step)
-
-    def fault(run: ed.Run, at: int) -> None:
-        kill(run, at)
-        if marker.exists() and run.world_size == 1 and at == step + 2:
-            jobs.hold_for_others(str(marker.with_suffix(".held")), step=at)(run, at)
-
-    return fault
-
-
 @pytest.mark.usefixtures("local_ray")
 def test_a_sharded_run_goes_on_from_its_newest_commit_when_membership_changes(folder: Path) -> None:
     replicated, expected = fit(folder, "replicated", reduction="native")
-    disturbed, ends = fit(folder, "disturbed", grow_again(folder / "killed", step=17), strategy="fsdp")
+    disturbed, ends = fit(
+        folder, "disturbed", jobs.lose_and_regain(folder / "killed", rank=1, step=17), strategy="fsdp"
+    )
     for key in ("status", "steps", "samples", "samples_sha256"):
         assert disturbed[key] == replicated[key], key
     assert disturbed["validation"] == pytest.approx(replicated["validation"], rel=1e-3)

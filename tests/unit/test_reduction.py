@@ -102,7 +102,8 @@ class Trained:
 
 def three_steps(group: ProcessGroup) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, bucket_cap_mb in (("many", MANY_BUCKETS), ("one", ONE_BUCKET)):
+    for name, bucket_cap_mb in (("many", MANY_BUCKETS), ("one", ONE_BUCKET), ("shared", MANY_BUCKETS)):
+        group.shares_device = name == "shared"
         trained = Trained(group, bucket_cap_mb)
         # DDP forms its buckets anew after its first backward.
         gradients = [trained.step(FULL), trained.step(FULL)]
@@ -194,6 +195,12 @@ def test_the_gradient_is_the_tree_sum_over_micro_batches_bit_by_bit(world_size: 
     expected = [explicit(FULL), explicit(FULL), explicit(SHORT)]
     for steps, _ in results(world_size):
         assert steps["one"]["gradients"] == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_bits_are_the_same_where_ranks_share_a_device(world_size: int) -> None:
+    for steps, _ in results(world_size):
+        assert steps["shared"]["gradients"] == steps["one"]["gradients"]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
