@@ -68,7 +68,18 @@ _CHATTERS = ("scaling_policy", "worker_group", "failure_handling.default")
 failed."""
 
 
-class InPlaceController(TrainController):
+class RestartingController(TrainController):
+    """Ray Train's own, which restarts the whole group; but it says less, and asks more often what room there is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for module in _CHATTERS:
+            logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
+        super().__init__(*args, **kwargs)
+        logging.getLogger(TrainController.__module__).addFilter(_is_news)
+        hasten()
+
+
+class InPlaceController(RestartingController):
     """See the module. Subclasses set `rendezvous`, what the names of placement groups begin with, and how long a
     worker that was let go may take to end its save."""
 
@@ -78,12 +89,8 @@ class InPlaceController(TrainController):
     save_within_s = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for module in _CHATTERS:
-            logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
         super().__init__(*args, **kwargs)
         ElasticWorkerGroup.rooms = self.rooms
-        logging.getLogger(TrainController.__module__).addFilter(_is_news)
-        hasten()
         self._calm_interval_s = self._health_check_interval_s
         self._wanted: int | None = None
         """How many workers there should be, if that has been seen since it was acted on."""
@@ -287,13 +294,13 @@ class ElasticTorchTrainer(TorchTrainer):
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         get_or_create_stats_actor()  # Ray Data's first pipeline would, on a worker's node, which then is never idle
-        controller_class: Any = TrainController
+        controller_class: Any = RestartingController
         rooms = f"elastic_ddp-{uuid.uuid4().hex}-"
         if self._rendezvous is not None:
             attributes = {"rendezvous": self._rendezvous, "rooms": rooms, "save_within_s": self._save_within_s}
             controller_class = type("ElasticController", (InPlaceController,), attributes)
-            if isinstance(policy := arguments["scaling_policy"], ElasticScalingPolicy):
-                arguments["scaling_policy"] = LimitedScalingPolicy(policy.scaling_config)
+        if isinstance(policy := arguments["scaling_policy"], ElasticScalingPolicy):
+            arguments["scaling_policy"] = LimitedScalingPolicy(policy.scaling_config)
         here = {NODE_ID: ray.get_runtime_context().get_node_id()}
         environment = {**get_env_vars_to_propagate(), "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
         options = {"num_cpus": 0, "label_selector": here, "runtime_env": {"env_vars": environment}}

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources, ResourceDict
-from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client, elastic
+from ray.exceptions import RayError
+from ray.train.v2._internal.execution.scaling_policy import (
+    ScalingDecision,
+    autoscaling_coordinator_client,
+    elastic,
+)
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2.api.config import ScalingConfig
 
@@ -63,7 +70,10 @@ class _Request(ScalingConfig):
 
 class LimitedScalingPolicy(ElasticScalingPolicy):
     """Asks for room for as many workers as the run may have now, which is not always `max_workers`, beside what there
-    is of it on nodes that the run has to avoid: Ray would hand out that as well, which is not counted."""
+    is of it on nodes that the run has to avoid: Ray would hand out that as well, which is not counted.
+
+    Where a group is to be started, Ray looks at the cluster anew: what it says otherwise is up to 20 s old, and with a
+    node in it that is dead every try would wait for workers that cannot be."""
 
     limit: int | None = None
     avoid: frozenset[str] = frozenset()
@@ -95,6 +105,14 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
     def ask(self) -> None:
         """Asks Ray now, and not at the next interval."""
         self._send_resource_request()
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        self._maybe_send_resource_request()
+        if time.monotonic() - self._latest_reserved_resources_query_time >= self.GET_RESERVED_RESOURCES_INTERVAL_S:
+            look = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
+            with suppress(RayError):  # if it cannot be reached, the question below says so
+                ray.get(look, timeout=ROOM_IS_TOLD_WITHIN_S)
+        return super().make_decision_for_non_running_worker_group()
 
     def _get_reserved_resources(self) -> ReservedResources | None:
         reserved: ReservedResources | None = super()._get_reserved_resources()

@@ -10,7 +10,7 @@ import pytest
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import ActorDiedError
 from ray.train import ScalingConfig
-from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client
+from ray.train.v2._internal.execution.scaling_policy import ResizeDecision, autoscaling_coordinator_client
 
 from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy, managed_nodes
 
@@ -87,15 +87,33 @@ def test_nodes_that_an_autoscaler_started_are_known_by_the_names_of_their_machin
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
-    """Takes what Ray is asked for."""
+def coordinator(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Who knows of room."""
     coordinator = mock.Mock()
     monkeypatch.setattr(
         autoscaling_coordinator_client, "get_or_create_autoscaling_coordinator", mock.Mock(return_value=coordinator)
     )
-    monkeypatch.setattr("ray.get", mock.Mock())
+    monkeypatch.setattr("ray.get", mock.Mock(return_value={"one": CPU}))
+    return coordinator
+
+
+@pytest.fixture
+def asked(coordinator: mock.Mock) -> mock.Mock:
+    """Takes what Ray is asked for."""
     ask: mock.Mock = coordinator.request_resources.remote
     return ask
+
+
+def test_ray_looks_at_the_cluster_anew_before_a_group_is_started(coordinator: mock.Mock) -> None:
+    policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 1}))
+    policy._coordinator_client = autoscaling_coordinator_client.TrainAutoscalingCoordinatorClient("run")
+    policy._requester_id = "run"
+    decision = policy.make_decision_for_non_running_worker_group()
+    assert isinstance(decision, ResizeDecision) and decision.num_workers == 1
+    looks = [mock.call("run", recompute=True), mock.call("run")]
+    assert coordinator.get_reserved_resources.remote.mock_calls == looks
+    policy.make_decision_for_non_running_worker_group()
+    assert coordinator.get_reserved_resources.remote.mock_calls == looks, "it was asked a moment ago"
 
 
 def a_policy(**scaling: Any) -> LimitedScalingPolicy:
