@@ -204,7 +204,7 @@ class Loop:
         if part.generation is None:
             raise ConfigError("run.evaluate was called before run.steps(); call it inside the loop or after it")
         if self.rank == 0:
-            self.link.say("evaluating", name=name)
+            self.link.say("evaluating", generation=part.generation.number, name=name)
         if step is not None and step.is_under_way:  # a part of it: where a peer is lost here, it comes again
             with step.remembering_failure():
                 value = figure(part.generation)
@@ -216,7 +216,9 @@ class Loop:
                 return math.nan
         self.commits.measured(self.position.step, {name: value})
         if self.rank == 0:
-            self.link.say("evaluation", step=self.position.step, name=name, loss=value)
+            self.link.say(
+                "evaluation", generation=part.generation.number, step=self.position.step, name=name, loss=value
+            )
         return value
 
     # The end.

@@ -29,9 +29,12 @@ A_WORKER_WAS_LOST = "a worker was lost"
 
 
 class Session:
-    """See the module. `run` it once, then `end_workers`, whatever became of it."""
+    """See the module. `run` it once, then `end_workers`, whatever became of it. What went before, since `began_at`, is
+    start-up as well."""
 
-    def __init__(self, job: Job, rendezvous: RendezvousHandle, resumed: Commit | None, lease: DriverLease) -> None:
+    def __init__(
+        self, job: Job, rendezvous: RendezvousHandle, resumed: Commit | None, lease: DriverLease, began_at: float
+    ) -> None:
         self._job = job
         self._lease = lease
         resumed_from_step = resumed.step if resumed else None
@@ -46,10 +49,12 @@ class Session:
         self._progress = Progress(job.total_steps)
         self._stop_requests = StopRequests()
         self._error: BaseException | None = None
+        self._is_over = False
         self._controllers: list[Any] = []
         self._thread = threading.Thread(target=self._run_workers, name="ray-train", daemon=True)
         self._ledger.append(
             "session_started",
+            at=began_at,
             resumed_from_step=resumed_from_step,
             config=job.config.model_dump(),
             versions=versions(),
@@ -65,7 +70,8 @@ class Session:
         if outcome["status"] == "failed":
             self._ledger.append("failed", error=outcome["error"])
         self._ledger.append("finished", **outcome)
-        self._ledger.close()
+        self._ledger.flush()
+        self._is_over = True
         return outcome
 
     def _run_workers(self) -> None:
@@ -152,6 +158,9 @@ class Session:
         for controller in self._controllers:
             ray.kill(controller)
         self._thread.join(WORKERS_LEAVE_S)
+        if self._is_over:
+            self._ledger.append("session_ended")
+            self._ledger.close()
 
     def _stopped(self) -> dict[str, Any]:
         """Stopped with no worker in a generation: the run stands where its newest commit does."""
@@ -214,6 +223,8 @@ class Session:
             self._progress.note(f"nobody got anywhere for {event['seconds']:g} s; the ledger has everybody's stacks")
         elif name == "rendezvous_restarted":
             self._progress.note("the rendezvous was restarted; training went on meanwhile")
+        elif name == "start_failed":
+            self._progress.note(f"workers are started again: {event['error'].rstrip().splitlines()[-1]}")
         elif name == "newcomer_lost":
             self._progress.note(f"a worker was lost before it trained: {event['error'].rstrip().splitlines()[-1]}")
         elif name == "evaluating":

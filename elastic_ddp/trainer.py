@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -137,13 +138,14 @@ class ElasticTrainer:
             ElasticDDPError: ranks ended with different weights.
             KeyboardInterrupt: the second Ctrl-C.
         """
+        began_at = time.time()
         with (
             DriverLease(self._storage, self.config.name, new_session(), _note) as lease,
             tempfile.TemporaryDirectory(prefix="elastic_ddp-") as memory,
         ):
-            return self._fit(lease, memory)
+            return self._fit(lease, memory, began_at)
 
-    def _fit(self, lease: DriverLease, memory: str) -> RunResult:
+    def _fit(self, lease: DriverLease, memory: str, began_at: float) -> RunResult:
         if self._finished(0) is None:  # else nothing is written, unless it is to make more steps
             lease.acquire()
         index = self._open_data()
@@ -201,7 +203,7 @@ class ElasticTrainer:
                 driver={"host": socket.gethostname(), "pid": os.getpid(), "uri": self._storage.uri},
             ),
         )
-        session = Session(job, rendezvous, resumed, lease)
+        session = Session(job, rendezvous, resumed, lease, began_at)
         try:
             outcome = session.run()
         finally:

@@ -23,6 +23,8 @@ START_S = 120.0
 """What a worker may take to get ready to train, at least; longer if `hang_timeout_s` is longer."""
 STACKS_S = 2.0
 """How long workers that hang may take to say where."""
+_OF_TRAINING = ("generation", "first_step", "steps", "evaluating", "evaluation", "generation_ended")
+"""What members say of the generation that they are in."""
 
 
 class Assembly:
@@ -411,7 +413,7 @@ class Assembly:
         if is_lost:
             # What it counted meanwhile was no time of the run's, and how far it is nobody's word any more.
             progress = None
-            messages = [{**each, "account": None} if each["event"] == "generation_ended" else each for each in messages]
+            messages = [self._without_hindsight(each) for each in messages]
         messages = self.journal.take(messages, progress, sender, first)
         for each in messages:
             if each["event"] == "first_step":
@@ -426,6 +428,15 @@ class Assembly:
                 if each["counts"] and not is_lost:
                     self._count_failed_save(each["error"], "the storage" if each["of_storage"] else "what that names")
         self.has_news = self.has_news or bool(messages)
+
+    def _without_hindsight(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What a lost member says of training, when that has gone on without it, is put on record, but not as news."""
+        if message["event"] not in _OF_TRAINING:
+            return message
+        if message["generation"] < self.membership.generation:
+            told = {key: message[key] for key in ("time", "generation")}
+            return {"event": "told_too_late", "what": message["event"], **told}
+        return {**message, "account": None} if message["event"] == "generation_ended" else message
 
     def _count_failed_save(self, error: str, to_mend: str) -> None:
         """Ends the run when there are too many."""

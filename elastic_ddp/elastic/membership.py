@@ -430,7 +430,7 @@ class Membership:
             source=source,
             receivers=receivers,
             first_step=newest,
-            reason="workers leave" if brief else self._reason(chosen),
+            reason=self._reason(chosen, brief=brief),
             brief=brief,
             amid=not brief and any(not each.between_steps for each in chosen),
             again=self.current is not None and self.current.ids == {each.member.id for each in chosen},
@@ -442,11 +442,13 @@ class Membership:
         self.current, self.loss = formed, None
         return formed
 
-    def _reason(self, chosen: list[Arrival]) -> str:
+    def _reason(self, chosen: list[Arrival], *, brief: bool) -> str:
         if self.current is None:
             return "start"
         if self.loss not in (None, OVERDUE):
             return WORKER_LOST
+        if brief:
+            return "workers leave"
         before = {each.id for each in self.current.members}
         after = {each.member.id for each in chosen}
         changes = [word for word, moved in (("joined", after - before), ("left", before - after)) if moved]

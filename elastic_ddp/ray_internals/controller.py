@@ -21,7 +21,7 @@ from ray.data._internal.stats import get_or_create_stats_actor
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult
 from ray.train.v2._internal.execution.controller.state import (
@@ -39,6 +39,7 @@ from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import WorkerGroupError
 
 from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, hasten, managed_nodes
+from elastic_ddp.ray_internals.starting import CountingFailurePolicy, why_not_started_before
 from elastic_ddp.ray_internals.turnover import sort_out
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, give_back
 
@@ -102,6 +103,8 @@ class InPlaceController(RestartingController):
         self._have_trained: set[str] = set()
         self._not_before = 0.0
         """When another worker may be started."""
+        self._failed_start: TrainControllerState | None = None
+        """The state that the newest group which could not be started led to."""
 
     async def _step(self) -> TrainControllerLoopIterationResult:
         state = self.get_state()
@@ -129,6 +132,8 @@ class InPlaceController(RestartingController):
         if status is None or orders is None:
             self._wanted = None
             await asyncio.sleep(0.1)
+            if orders is not None and await self._is_too_soon(state):
+                return self._to(state, state)
             return await super()._step()
         assert group is not None
         return await self._turn_over(group, status, orders)
@@ -167,6 +172,16 @@ class InPlaceController(RestartingController):
             staying = sum(actor_id(worker) not in going for worker in group.get_workers())
             self._adjust(group, status, staying, orders.limit)
         return self._to(state, RunningState())
+
+    async def _is_too_soon(self, state: TrainControllerState) -> bool:
+        """Whether a group is to wait that follows one which could not be started; that one goes on record."""
+        if (why := why_not_started_before(state)) is None:
+            return False
+        if state is not self._failed_start:
+            self._failed_start = state
+            self._wait_after(1)
+            await self.rendezvous.take.remote([{"event": "start_failed", "time": time.time(), "error": why}], None)
+        return time.monotonic() < self._not_before
 
     def _see_who_has_trained(self, workers: set[str]) -> None:
         """One who had not before ends the row of newcomers that were lost."""
@@ -248,9 +263,10 @@ def counts_as_failure(worker: Worker, orders: Orders) -> bool:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """That there is no room for workers is told by the run's state, and not with a traceback every ten seconds."""
+    """That there is no room for workers, or that one died while all started, is told by the run's state and its record,
+    and not with a traceback every ten seconds."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, WorkerGroupStartupTimeoutError)
+    return not isinstance(error, WorkerGroupStartupTimeoutError | WorkerGroupStartupFailedError)
 
 
 def _draining() -> dict[str, float]:
@@ -299,6 +315,7 @@ class ElasticTorchTrainer(TorchTrainer):
         if self._rendezvous is not None:
             attributes = {"rendezvous": self._rendezvous, "rooms": rooms, "save_within_s": self._save_within_s}
             controller_class = type("ElasticController", (InPlaceController,), attributes)
+        arguments["failure_policy"] = CountingFailurePolicy(arguments["failure_policy"].failure_config)
         if isinstance(policy := arguments["scaling_policy"], ElasticScalingPolicy):
             arguments["scaling_policy"] = LimitedScalingPolicy(policy.scaling_config)
         here = {NODE_ID: ray.get_runtime_context().get_node_id()}

@@ -1,9 +1,9 @@
 """Where a run's wall time went, from the events of its ledger: pure functions of plain values.
 
-A session lasts from `session_started` to `finished` or `failed`, otherwise to its last event. Each second of it is in
-one part. What happens in a generation is told by its *account*: seconds of each phase (see `stopwatch`) since it was
-formed, until it is left, as one of its members measured them. The longest one counts; one longer than its generation is
-scaled down.
+A session lasts from the call of `fit` (the `at` of `session_started`) until its workers are gone (`session_ended`, or
+`finished` or `failed` without one), otherwise to its last event. Each second of it is in one part. What happens in a
+generation is told by its *account*: seconds of each phase (see `stopwatch`) since it was formed, until it is left, as
+one of its members measured them. The longest one counts; one longer than its generation is scaled down.
 
 useful: as accounted, but for what turns out to be lost. `goodput` is this over the whole.
 redone: as accounted; where nobody survived a loss, also the time from the account's end to the loss; and the useful
@@ -176,7 +176,7 @@ def _sessions(events: Iterable[Event]) -> list[_Session]:
 
 def _session(name: str, events: list[Event]) -> _Session:
     started = next((event for event in events if event["event"] == "session_started"), None)
-    over = [event for event in events if event["event"] in ("finished", "failed")]
+    over = [event for event in events if event["event"] in ("finished", "failed", "session_ended")]
     began_at = _moment(started or events[0])
     length_s = max(0.0, max(_moment(event) for event in over or events) - began_at)
     generations: dict[int, _Generation] = {}

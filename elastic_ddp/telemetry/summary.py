@@ -44,7 +44,7 @@ def summarize(
     Returns:
         name, status ("finished", "stopped", "failed", or "unfinished" for a run that is running or was killed),
         error, steps, total_steps (those of the configuration), epochs,
-        samples, wall_seconds (from the first to the last event, summed over the sessions),
+        samples, wall_seconds (of all sessions, from the call of `fit` to the end),
         samples_per_second (of that time), goodput (seconds of each part of that time, see `goodput`), sessions and
         commits (how many), commit_interval_s (the newest choice, where it follows from what was measured), restarts
         (generations that followed a lost worker), workers_lost (that died or were given up in a generation; several
@@ -58,7 +58,8 @@ def summarize(
     config = started.get("config") or {}
     end = _end(events)
     progress = [event for event in events if event["event"] == "steps"]
-    wall_seconds = _wall_seconds(events)
+    seconds = goodput(events)
+    wall_seconds = seconds["total"] or 0.0
     samples = end.get("samples")
     if samples is None and progress:
         samples = progress[-1].get("samples")
@@ -83,7 +84,7 @@ def summarize(
         "samples": samples,
         "wall_seconds": round(wall_seconds, 3),
         "samples_per_second": round(samples / wall_seconds, 3) if samples and wall_seconds else None,
-        "goodput": goodput(events),
+        "goodput": seconds,
         "sessions": len({event["session"] for event in events}),
         "restarts": sum(row["reason"] == WORKER_LOST for row in generations),
         "workers_lost": len({event.get("member") for event in events if event["event"] == "worker_lost"} - {None}),
@@ -215,14 +216,6 @@ def _step_of(event: Event) -> int | None:
         "finished": "steps",
     }.get(event["event"])
     return None if field is None else event.get(field)
-
-
-def _wall_seconds(events: list[Event]) -> float:
-    spans: dict[str, tuple[float, float]] = {}
-    for event in events:
-        first, last = spans.get(event["session"], (event["time"], event["time"]))
-        spans[event["session"]] = (min(first, event["time"]), max(last, event["time"]))
-    return float(sum(last - first for first, last in spans.values()))
 
 
 def _generations(events: list[Event]) -> list[dict[str, Any]]:

@@ -12,10 +12,9 @@ from unittest import mock
 import pytest
 from ray.exceptions import ActorDiedError
 from ray.train import FailureConfig, ScalingConfig
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
-from ray.train.v2._internal.execution.controller.state import RestartingState, RunningState
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.execution.controller.state import ReschedulingState, RestartingState, RunningState
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
-from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import (
     NoopDecision,
     ResizeDecision,
@@ -34,6 +33,7 @@ from elastic_ddp.ray_internals.controller import (
     counts_as_failure,
 )
 from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy
+from elastic_ddp.ray_internals.starting import CountingFailurePolicy
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup
 
 NOBODY = Orders(lost={}, newcomers=[], dismissed=[], leaving=[], avoid=[], limit=3, is_over=False)
@@ -103,6 +103,7 @@ def controller(clock: Clock) -> Any:
     """One of a run on exactly three workers, whose failure policy always has another try."""
     controller: Any = object.__new__(InPlaceController)
     controller._num_failed, controller._have_trained, controller._not_before = 0, set(), 0.0
+    controller._failed_start = None
     controller._wanted, controller._hurry, controller._limit, controller._dismissed_at = None, False, 0, {}
     controller._scaling_policy = SimpleNamespace(scaling_config=ScalingConfig(num_workers=3))
     controller._failure_policy = mock.Mock(make_decision=mock.Mock(return_value=FailureDecision.RETRY))
@@ -300,12 +301,35 @@ def test_a_worker_that_dies_while_all_start_does_not_end_the_run(monkeypatch: py
     monkeypatch.setattr(WorkerGroup, "_start_impl", start)
     with pytest.raises(WorkerGroupStartupFailedError, match="while all of them started") as caught:
         group._start_impl(mock.sentinel.builder)
-    policy = DefaultFailurePolicy(FailureConfig(max_failures=0))
-    assert policy.make_decision(ControllerError(caught.value)) is FailureDecision.RETRY
+    policy, error = CountingFailurePolicy(FailureConfig(max_failures=2)), ControllerError(caught.value)
+    decisions = [policy.make_decision(error) for _ in range(3)]
+    assert decisions == [FailureDecision.RETRY, FailureDecision.RETRY, FailureDecision.RAISE]
     has_state = dies != "when it is made"
     assert state.shutdown.called is has_state
     assert removed == ([room] if has_state else [])  # Ray Train removes the others itself
     assert not group.has_started()
+
+
+def test_a_group_that_could_not_be_started_is_recorded_once_and_the_next_one_waits(
+    controller: Any, clock: Clock
+) -> None:
+    async def take(messages: list[dict[str, Any]], _: Any) -> None:
+        said.extend(each["error"] for each in messages)
+
+    def is_too_soon(state: Any) -> bool:
+        return asyncio.run(controller._is_too_soon(state))
+
+    said: list[str] = []
+    controller.rendezvous = SimpleNamespace(take=SimpleNamespace(remote=take))
+    died = [ReschedulingState(ControllerError(WorkerGroupStartupFailedError(f"number {each}"))) for each in (1, 2)]
+    assert is_too_soon(died[0]) and is_too_soon(died[0])
+    clock.now += PAUSES_S[0]
+    assert not is_too_soon(died[0]) and is_too_soon(died[1])
+    clock.now += PAUSES_S[0]
+    assert is_too_soon(died[1]), "the longer, the more were in a row"
+    assert not is_too_soon(ReschedulingState(ControllerError(WorkerGroupStartupTimeoutError(2)))), "there was no room"
+    assert not is_too_soon(START)
+    assert said == ["number 1", "number 2"]
 
 
 def test_newcomers_and_what_goes_with_a_drained_node_are_no_failures_of_the_run() -> None:

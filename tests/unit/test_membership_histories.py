@@ -206,12 +206,12 @@ class Histories(RuleBasedStateMachine):
         assert formed.number == (before.number + 1 if before is not None else 1)
         before_ids = {each.id for each in before.members} if before is not None else set()
         ids = {each.id for each in formed.members}
-        if formed.brief:
-            expected = "workers leave"
-        elif before is None:
+        if before is None:
             expected = "start"
         elif broken:
             expected = "worker lost"
+        elif formed.brief:
+            expected = "workers leave"
         else:
             words = [word for word, moved in (("joined", ids - before_ids), ("left", before_ids - ids)) if moved]
             expected = f"workers {' and '.join(words)}" if words else "formed again"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_ddp.elastic.members import AT_ONCE, DRAIN, RESIZE, Notice
-from elastic_ddp.elastic.membership import LEFT, PATIENCE_S
+from elastic_ddp.elastic.membership import LEFT, PATIENCE_S, WORKER_LOST
 from tests.unit.club import BROKEN, DEAD, Club, club_of
 
 
@@ -70,6 +70,15 @@ def test_one_who_should_leave_is_kept_when_nobody_else_is_there() -> None:
     club.all_arrive("a", 5)
     generation = club.formed()
     assert ([each.id for each in generation.members], generation.reason) == (["a"], "workers leave")
+
+
+def test_a_loss_is_what_a_generation_of_those_who_leave_is_formed_for() -> None:
+    club = club_of("ab")
+    club.membership.ask_to_leave("b")
+    club.membership.lose("a", DEAD)
+    club.arrive("b", 5, lost="a peer was lost")
+    generation = club.formed()
+    assert (generation.brief, generation.reason) == (True, WORKER_LOST)
 
 
 def test_members_that_all_leave_go_once_the_newest_state_is_committed() -> None:

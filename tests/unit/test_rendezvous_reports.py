@@ -176,6 +176,27 @@ def test_of_one_presumed_dead_neither_progress_nor_time_counts(play: Play, long_
     play(scenario)
 
 
+def test_what_one_presumed_dead_says_of_training_when_that_has_gone_on_is_no_news(play: Play, long_polls: None) -> None:
+    said = [
+        {"event": "steps", "time": 1.0, "generation": 1, "step": 4, "loss": 9.0, "metrics": {"error": 9.0}},
+        {"event": "generation_ended", "time": 2.0, "generation": 1, "last_step": 4, "account": {"useful": 60.0}},
+        {"event": "commit_failed", "time": 3.0, "counts": False},
+    ]
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        await rendezvous._on_lost("a0", "it was silent for 5 s")
+        await join(rendezvous, member("a", 1), 1, 7, True, BROKEN)
+        await rendezvous.take(said, {"step": 4}, "a0", 1)
+        await rendezvous.take(said, None, "a0", 1)
+        late = [{key: each[key] for key in ("time", "what")} for each in await events_of(rendezvous, "told_too_late")]
+        assert late == [{"time": 1.0, "what": "steps"}, {"time": 2.0, "what": "generation_ended"}]
+        assert len(await events_of(rendezvous, "commit_failed")) == 1
+        assert not await events_of(rendezvous, "steps") and not await events_of(rendezvous, "generation_ended")
+
+    play(scenario)
+
+
 # What it is asked for.
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ def drive(new_run: NewRun, rendezvous_here: Callable[..., RendezvousHere], monke
         monkeypatch.setattr(session_module, "run_workers", work)
         with DriverLease(job.storage, "test", "session", print) as lease:
             lease.acquire()
-            assert Session(job, rendezvous, None, lease).run()["error"] == "the loss is no number"
+            assert Session(job, rendezvous, None, lease, time.time()).run()["error"] == "the loss is no number"
         return read_ledger(job.storage)
 
     return run
@@ -90,7 +91,7 @@ def test_what_is_shown_never_goes_back_to_the_generation_before(
     lost = {"event": "worker_lost", "time": 0.0, "generation": 1, "error": "its process ended"}
     job = new_run(min_workers=2, max_workers=2, global_batch_size=8, micro_batch_size=4)._loop.job
     with DriverLease(job.storage, "test", "session", print) as lease:
-        session = Session(job, None, None, lease)  # type: ignore[arg-type]
+        session = Session(job, None, None, lease, 0.0)  # type: ignore[arg-type]
         session._record({**generation, "reason": "start", "world_size": 2, "generation": 1, "first_step": 0})
         told = {"step": 31, "samples": 31, "world_size": 2, "generation": 1, "loss": 0.5}
         session._show(news := News([], told, None, num_alive=2, stopping=False, is_saving=False))
