@@ -51,7 +51,7 @@ def ls(
         table.add_column(column, justify="left" if column in ("committed", "metrics", "state") else "right")
     for row in rows:
         at = datetime.fromtimestamp(row["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S") if row["time"] else "-"
-        size = "-" if row["bytes"] is None else f"{row['bytes'] / 2**20:,.1f} MiB"
+        size = "-" if row["bytes"] is None else _size(row["bytes"])
         metrics = "  ".join(_told(name, row) for name in row["metrics"] or {}) or None
         facts = [row["step"], at, row["epoch"], row["samples"], size, row["objects"], metrics]
         cells = [*facts, row["error"] or "complete"]
@@ -128,13 +128,13 @@ def prune(
         table.add_column(column, justify="left" if column in ("what", "folder") else "right")
     for each in going:
         folders = "\n".join(each.folders) or "-"
-        table.add_row(str(each.step), each.what, f"{each.num_bytes / 2**20:,.1f} MiB", folders)
+        table.add_row(str(each.step), each.what, _size(each.num_bytes), folders)
     if going:
         _console.print(table)
     for step, error in unreadable.items():
         _console.print(printable(f"step {step} stays, with all that was written at it: {error}"))
-    total = sum(each.num_bytes for each in going) / 2**20
-    _console.print(f"{total:,.1f} MiB {'would be' if dry_run else 'were'} removed")
+    total = _size(sum(each.num_bytes for each in going))
+    _console.print(f"{total} {'would be' if dry_run else 'were'} removed" if going else "there is nothing to remove")
 
 
 @app.command()
@@ -149,14 +149,22 @@ def export(
     """
     if file.suffix not in (".safetensors", ".pt", ".pth"):
         raise ConfigError(f"{file}: end the file's name in .safetensors or, for torch.load, in .pt or .pth")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"{file}: there is no folder {file.absolute().parent}; make it, or give another")
     store = _store_of(run)
-    _, commit = _chosen(store, run, step)[0]
-    if isinstance(commit, StorageError):
-        raise commit
+    chosen = _chosen(store, run, step)
+    commit, older = chosen[0][1], [number for number, each in chosen[1:] if not isinstance(each, StorageError)]
     try:
+        if isinstance(commit, StorageError):
+            raise commit
         weights: dict[str, Any] = store.load(commit, {"model"})["model"]
     except FileNotFoundError as error:
+        assert not isinstance(commit, StorageError)
         raise CheckpointError(f"{commit.key} was removed while it was read; run the command again") from error
+    except CheckpointError as error:
+        if not older:
+            raise
+        raise CheckpointError(f"{error}. The commit before it is that of step {older[0]}: --step {older[0]}") from error
     if not isinstance(weights, dict):
         raise CheckpointError(f"{commit.key} does not hold the weights of a model")
     with _whole_or_not_at_all(file) as beside:
@@ -229,8 +237,12 @@ def _retention(keep: int | None, every_steps: int | None, best: int, metric: str
 
     if mode not in ("min", "max"):
         raise ConfigError(f"--best-mode {mode}: the best value of a metric is the min or the max; give one of them")
-    if bool(best) != (metric is not None):
-        raise ConfigError(f"--keep-best {best} with --best-metric {metric}: give both, or neither")
+    if best and metric is None:
+        raise ConfigError(f"--keep-best {best} without --best-metric: the best by what? `ls` shows what commits know")
+    if metric is not None and not best:
+        raise ConfigError(
+            f"--best-metric {metric} without --keep-best: nothing is kept by it; give the number of commits"
+        )
     if keep is None:
         if every_steps is not None or best:
             raise ConfigError(
@@ -285,7 +297,7 @@ def _nothing_in(run: str) -> ConfigError:
 
 
 def _row(step: int, commit: Commit | StorageError) -> dict[str, Any]:
-    from elastic_ddp.checkpoint.retention import measurements
+    from elastic_ddp.checkpoint.metrics import measurements
 
     if isinstance(commit, StorageError):
         empty = dict.fromkeys(("time", "epoch", "samples", "bytes", "objects", "metrics", "measured_at"))
@@ -300,6 +312,13 @@ def _row(step: int, commit: Commit | StorageError) -> dict[str, Any]:
         "measured_at": {name: each.step for name, each in measured.items()},
         "error": None,
     }
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:,.1f} {name}"
+    return f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def _told(metric: str, row: dict[str, Any]) -> str:

@@ -8,14 +8,13 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, CommitCatalog, Retention, Save, Saver
 from elastic_ddp.checkpoint.interval import MeasuredInterval
+from elastic_ddp.checkpoint.metrics import METRICS, Metrics
 from elastic_ddp.checkpoint.patience import PatientStorage
-from elastic_ddp.checkpoint.retention import METRICS, Measurement, measurements
 from elastic_ddp.checkpoint.saving import RankLostError, is_of_storage
 from elastic_ddp.checkpoint.stalls import STALLED_S
 from elastic_ddp.elastic.hang import STORING, Place
@@ -70,8 +69,8 @@ class Commits:
         self._at = time.monotonic()
         self._answered = 0
         """The newest request to commit that was met."""
-        self._metrics: dict[str, Measurement] = {}
-        """The newest of each, as far as this worker knows. One that has just come knows none yet."""
+        self._metrics = Metrics(settings.best_metric, settings.keep_best or 0, settings.best_mode)
+        """As far as this worker knows. One that has just come knows those of the newest commit, once it is rank 0."""
         self._failed = 0
         """How many in a row, where this worker was rank 0 in them."""
         self._rests_until = -math.inf
@@ -98,7 +97,7 @@ class Commits:
         """A generation, and how many were begun in it."""
         self._current: int | None = None
         """The generation that the newest one was begun in, while that goes on."""
-        self._has_said_unmeasured = False
+        self._num_unmeasured = 0
         self._mailbox: tuple[int, StoreMailbox] | None = None
         """That of the newest generation with a save."""
         self._outcome: Commit | Exception | None = None
@@ -169,6 +168,8 @@ class Commits:
         except StorageError as error:
             _log.warning("what was committed last cannot be read: %s", error)
             return
+        if newest is not None:
+            self._metrics.learn(newest.record)
         found = newest.step if newest is not None else None
         if self.step == noted:  # none was begun meanwhile
             self._known_step = found
@@ -224,12 +225,13 @@ class Commits:
                     "run does not silently start over"
                 )
             # What this worker knows is of steps that are made once more.
-            self.step, self._known_step, self._at, self._metrics = None, None, time.monotonic(), {}
+            self.step, self._known_step, self._at = None, None, time.monotonic()
+            self._metrics.go_on_from({})
             return None
         commit, state = newest
         self._note(commit.step)
         self._known_step = commit.step
-        self._metrics = measurements(commit.record)
+        self._metrics.go_on_from(commit.record)
         if self._interval is not None:
             self._interval.go_on_from(commit.record)
             if group.assignment.reason == WORKER_LOST and not self._has_counted:  # those who could tell are lost
@@ -253,7 +255,7 @@ class Commits:
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         """Values of metrics, by name, of the state after so many steps: the next commit has them in its record."""
-        self._metrics |= {name: Measurement(float(value), step) for name, value in metrics.items()}
+        self._metrics.take(step, metrics, is_late=self.step == step)
 
     def save(self, state: TrainState, group: ProcessGroup, *, account: dict[str, float]) -> None:
         """Begins to make the state durable, once the save before has ended. Every rank calls it, and may change the
@@ -360,11 +362,13 @@ class Commits:
 
     def _warn_unmeasured(self, record: Mapping[str, Any]) -> None:
         metric = self._job.config.checkpoint.best_metric
-        if metric is not None and metric not in record[METRICS] and not self._has_said_unmeasured:
-            self._has_said_unmeasured = True
+        if metric is None or metric in record[METRICS]:
+            return
+        self._num_unmeasured += 1
+        if self._num_unmeasured == 2:  # the first may be of a state that is evaluated right after it was committed
             known = ", ".join(record[METRICS]) or "none"
             _log.warning(
-                "checkpoint.best_metric=%r has no value at this commit, which therefore cannot be one of the best; "
+                "checkpoint.best_metric=%r has no value so far, and no commit can be the best by it; "
                 "give it to step.log or as the name of run.evaluate. Metrics that have one: %s",
                 metric,
                 known,
@@ -421,7 +425,6 @@ class Commits:
 
     def _record(self, state: TrainState, generation: int) -> dict[str, Any]:
         position = state.position
-        metrics = {name: asdict(each) for name, each in self._metrics.items() if math.isfinite(each.value)}
         return {
             "time": time.time(),
             "samples": position.samples,
@@ -431,7 +434,7 @@ class Commits:
             "data": self._job.index.fingerprint,
             "identity": self._job.config.identity(),
             "versions": versions(),
-            METRICS: metrics,
+            **self._metrics.record(),
             **(self._interval.record() if self._interval is not None else {}),
         }
 

@@ -92,8 +92,9 @@ class CheckpointConfig(_Settings):
     keep_every_steps: PositiveInt | None = None
     """The first commit at or after every multiple of this many steps is kept for good, too."""
     keep_best: PositiveInt | None = None
-    """This many commits with the best value of `best_metric` are kept, too. A commit has the newest value that rank 0
-    knew when it was made, and of several with the same one, the first counts."""
+    """This many commits with the best value of `best_metric` are kept, too. A value is of the first
+    commit at or after the state that was measured, also where it was measured when that had begun; of a commit with
+    several, the one nearest to its own state counts."""
     best_metric: str | None = None
     """A name given to `step.log` (known every `log_every_steps` steps), the `name` of a `run.evaluate`, or `loss`, the
     training loss of a step."""
@@ -244,7 +245,7 @@ class RunConfig(_Settings):
     """How often the cluster is asked for room for more workers, up to `max_workers`."""
     heartbeat_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 5.0
     """Silence of a worker that is taken for its death: it is stopped, or its machine is cut off. One whose process ends
-    is noticed at once. A worker that computes for long is not silent."""
+    is noticed at once. A worker that computes for long is not silent, unless one call holds Python's lock so long."""
     hang_timeout_s: Seconds = 600.0
     """For how long no worker may get anywhere (to the next micro-batch, through a collective) before the run is taken
     to hang. A save or a restore gets somewhere as long as the storage is at work: an operation of it may take five
@@ -336,6 +337,11 @@ class RunConfig(_Settings):
                 raise ValueError(
                     f"resources_per_worker {name}: Ray knows no such resource; did you mean {name.upper()}?"
                 )
+        if self.strategy != "fsdp" and self.fsdp.shard_classes:
+            raise ValueError(
+                f"fsdp.shard_classes={list(self.fsdp.shard_classes)} with strategy={self.strategy!r}, which shards "
+                'nothing; use strategy="fsdp", or leave it out'
+            )
         if self.hang_timeout_s < self.heartbeat_timeout_s:
             raise ValueError(
                 f"hang_timeout_s={self.hang_timeout_s:g} is below heartbeat_timeout_s={self.heartbeat_timeout_s:g}: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from elastic_ddp import ray_internals
 from elastic_ddp.config import RunConfig
 from elastic_ddp.elastic.members import Member
 from elastic_ddp.elastic.rendezvous import RendezvousHandle
+from elastic_ddp.errors import StorageError
 from elastic_ddp.storage import Storage
 
 _RAY_TRAIN_SETTINGS = {
@@ -74,12 +76,14 @@ def run_workers(
         work: importable by the workers.
         job, rendezvous: handed to every worker.
         config: for the number of workers, their resources and how often they may be lost.
-        storage: the run's folder; Ray Train's own files go to a folder in it.
+        storage: the run's folder; Ray Train's own files are in a folder in it meanwhile.
         on_controller: told of Ray Train's controller actor; to kill it ends all workers.
 
     Raises:
         ray.train.TrainingFailedError: workers were lost more often than `max_restarts`, or could not be started.
     """
+    # A name of its own for each session: what Ray Train would resume from is not ours.
+    session = f"session-{uuid.uuid4().hex[:8]}"
     filesystem, path = storage.at("ray_train").filesystem_and_path()
     scaling: dict[str, Any] = {"num_workers": config.max_workers}
     if config.min_workers != config.max_workers:
@@ -102,14 +106,17 @@ def run_workers(
             **scaling,
         ),
         run_config=ray.train.RunConfig(
-            # A name of its own for each session: what Ray Train would resume from is not ours.
-            name=f"session-{uuid.uuid4().hex[:8]}",
+            name=session,
             storage_path=path,
             storage_filesystem=filesystem,
             failure_config=ray.train.FailureConfig(max_failures=config.max_restarts),
         ),
     )
-    trainer.fit()
+    try:
+        trainer.fit()
+    finally:
+        with suppress(StorageError):
+            storage.delete_tree(f"ray_train/{session}")
 
 
 def is_in_place(config: RunConfig) -> bool:

@@ -68,7 +68,7 @@ class Session:
         with self._progress, self._stop_requests:
             outcome = self._follow()
         if outcome["status"] == "failed":
-            self._ledger.append("failed", error=outcome["error"])
+            self._ledger.append("failed", error=outcome["error"], kind=outcome.get("kind"))
         self._ledger.append("finished", **outcome)
         self._ledger.flush()
         self._is_over = True
@@ -213,9 +213,9 @@ class Session:
             self._progress.note(f"step {event['step']} is not committed: the commit before is still being written")
         elif name == "worker_lost":
             self._state = A_WORKER_WAS_LOST
-            self._progress.note(
-                f"a worker was lost in generation {event['generation']}: {event['error'].splitlines()[0]}"
-            )
+            # Who reports it has seen that a connection broke, as that to a worker whose training function fails does.
+            what = "a connection between workers broke" if event.get("reported_by") else "a worker was lost"
+            self._progress.note(f"{what} in generation {event['generation']}: {event['error'].splitlines()[0]}")
         elif name == "worker_left":
             why = "it, or its node, was to go" if event["kind"] == "drain" else "the run was resized"
             self._progress.note(f"a worker left: {why}")

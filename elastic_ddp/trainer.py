@@ -245,6 +245,8 @@ class ElasticTrainer:
             if theirs.get("data") != index.fingerprint:
                 now = "is the same, with other contents" if before == str(index) else f"is {index}"
                 changed.append(f"data was {before} and {now} (files are told by path, size and time of change or ETag)")
+            if self.config.strategy == "fsdp" and theirs.get("reduction") == "canonical":
+                changed.append('strategy is "fsdp", which reduces natively')
             if changed:
                 raise ConfigError(
                     f"run {self.config.name!r} in {self.config.storage} began with other settings: "

@@ -37,7 +37,8 @@ class TorchFT(System):
         name="torchft",
         settings=(
             "0.2.0 with a fix of its DDP hook on gloo; --min_replicas 1 --quorum_tick_ms 50 --join_timeout_ms 1000 "
-            "--heartbeat_timeout_ms 1000; torchrun --max-restarts=10 for each replica"
+            "--heartbeat_timeout_ms 1000; torchrun --max-restarts=10 for each replica; collectives over gloo time out "
+            "after 5 s, which is what ends its wait for a silent machine, all else after 30 s"
         ),
         not_kept=NOT_KEPT,
         remarks={"kill": "the torchrun of the killed replica starts it again"},

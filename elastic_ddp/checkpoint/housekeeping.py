@@ -8,8 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from elastic_ddp.checkpoint.manifest import Commit, attempt_of, committed_steps, manifest_key, set_aside
+from elastic_ddp.checkpoint.metrics import Measurement, measurements_of
 from elastic_ddp.checkpoint.reading import read_manifest
-from elastic_ddp.checkpoint.retention import Measurement, Retention, kept, measurements, removable
+from elastic_ddp.checkpoint.retention import Retention, kept, removable
 from elastic_ddp.checkpoint.verdicts import confirmed
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
 from elastic_ddp.local_folder import is_temporary
@@ -30,7 +31,7 @@ class Housekeeping:
 
     def __init__(self, retention: Retention) -> None:
         self._retention = retention
-        self._known: dict[int, tuple[str, Measurement | None]] = {}
+        self._known: dict[int, tuple[str, tuple[Measurement, ...]]] = {}
         """Complete commits that were there the last time, each with the folder of its attempt. Their manifests are not
         read again: what is kept for good grows for as long as the run does."""
         self._unreadable: set[int] = set()
@@ -59,7 +60,7 @@ class Housekeeping:
         self._known = {commit.step: self._as_known(commit) for commit in read} | self._older(
             storage, steps, read, sizes
         )
-        measured = {step: measurement for step, (_, measurement) in self._known.items()}
+        measured = {step: told for step, (_, told) in self._known.items()}
         staying = kept(steps, measured, self._retention) | self._unreadable
         keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
         going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
@@ -88,7 +89,7 @@ class Housekeeping:
 
     def _older(
         self, storage: Storage, steps: Iterable[int], read: Collection[Commit], sizes: Mapping[str, int]
-    ) -> dict[int, tuple[str, Measurement | None]]:
+    ) -> dict[int, tuple[str, tuple[Measurement, ...]]]:
         """The complete ones before those, if any of them can stay."""
         found = {}
         alone = attempts_alone(sizes)
@@ -113,9 +114,8 @@ class Housekeeping:
             self._unreadable.add(step)
             return None
 
-    def _as_known(self, commit: Commit) -> tuple[str, Measurement | None]:
-        metric = self._retention.metric
-        return commit.prefix, measurements(commit.record).get(metric) if metric is not None else None
+    def _as_known(self, commit: Commit) -> tuple[str, tuple[Measurement, ...]]:
+        return commit.prefix, measurements_of(self._retention.metric, commit.record)
 
 
 def complete_commit(storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit | None:

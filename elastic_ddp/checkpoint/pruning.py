@@ -16,8 +16,9 @@ from elastic_ddp.checkpoint.housekeeping import (
     unfinished,
 )
 from elastic_ddp.checkpoint.manifest import attempt_of, attempt_prefix, committed_steps, set_aside, step_of_attempt
-from elastic_ddp.checkpoint.retention import Retention, kept, measurements, removable
-from elastic_ddp.errors import UnreadableError
+from elastic_ddp.checkpoint.metrics import measurements, measurements_of
+from elastic_ddp.checkpoint.retention import Retention, kept, removable
+from elastic_ddp.errors import ConfigError, UnreadableError, some
 from elastic_ddp.storage import Storage
 
 Kind = Literal["commit", "set aside", "orphan"]
@@ -48,6 +49,7 @@ def removals(
         with_set_aside: whether commits that were set aside can go.
 
     Raises:
+        ConfigError: the best by a metric are to stay, of which no commit has a value.
         StorageError: the storage is away.
     """
     uploads = unfinished(storage)
@@ -62,8 +64,13 @@ def removals(
             unreadable[step] = error
     staying = set(steps)
     if retention is not None and complete:
-        metric = retention.metric or ""
-        measured = {step: measurements(commit.record).get(metric) for step, commit in complete.items()}
+        measured = {step: measurements_of(retention.metric, commit.record) for step, commit in complete.items()}
+        if retention.best and not any(measured.values()):
+            names = sorted({name for commit in complete.values() for name in measurements(commit.record)})
+            raise ConfigError(
+                f"no commit has a value of {retention.metric!r}, so none is the best by it; nothing is removed. They "
+                f"have {some(names, 10) if names else 'no metrics at all'}"
+            )
         staying = kept(steps, measured, retention) | unreadable.keys()
     aside = {}
     if with_set_aside:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from elastic_ddp.checkpoint.manifest import Commit, attempt_of, attempt_prefix, committed_steps, manifest_key, set_aside
-
-METRICS = "metrics"
-"""Where a commit's record has the metrics that were known when it was made."""
+from elastic_ddp.checkpoint.metrics import Measurement, Mode, best_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +20,7 @@ class Retention:
     best: int = 0
     """And so many with the best value of `metric`."""
     metric: str | None = None
-    mode: Literal["min", "max"] = "min"
+    mode: Mode = "min"
 
     def __post_init__(self) -> None:
         if self.last < 1:
@@ -35,26 +32,13 @@ class Retention:
         return self.every_steps is not None or self.best > 0
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """A value of a metric, and the steps that the state had behind it of which it is."""
-
-    value: float
-    step: int
-
-
-def measurements(record: Mapping[str, Any]) -> dict[str, Measurement]:
-    """All metrics of a commit's record."""
-    return {name: Measurement(float(each["value"]), each["step"]) for name, each in record.get(METRICS, {}).items()}
-
-
-def kept(steps: Collection[int], complete: Mapping[int, Measurement | None], retention: Retention) -> set[int]:
+def kept(steps: Collection[int], complete: Mapping[int, Collection[Measurement]], retention: Retention) -> set[int]:
     """The steps whose commits stay.
 
     Args:
         steps: those that have a manifest, up to the newest commit that counts. Commits of later steps were passed over
             when the run resumed: they push out no good ones.
-        complete: those of them whose commits are complete, each with its measurement of the metric. At least one.
+        complete: those of them whose commits are complete, each with what it tells of the metric. At least one.
     """
     last = sorted(complete, reverse=True)[: retention.last]
     # Bad ones among the newest are for the next restore to set aside.
@@ -62,7 +46,7 @@ def kept(steps: Collection[int], complete: Mapping[int, Measurement | None], ret
     if retention.every_steps is not None:
         staying |= _first_of_each(retention.every_steps, steps, complete)
     if retention.best:
-        staying |= set(_by_value(complete, retention.mode)[: retention.best])
+        staying |= set(best_first(complete, retention.mode)[: retention.best])
     return staying
 
 
@@ -76,17 +60,6 @@ def _first_of_each(every_steps: int, steps: Collection[int], complete: Collectio
             if step in complete:
                 served = step // every_steps
     return found
-
-
-def _by_value(complete: Mapping[int, Measurement | None], mode: Literal["min", "max"]) -> list[int]:
-    """Steps in the order of their values, the best first. Where several commits know the same measurement, the first
-    stands for it: its state is the nearest to the one that was measured."""
-    sign = 1 if mode == "min" else -1
-    firsts: dict[Measurement, int] = {}
-    for step in sorted(complete):
-        if (measured := complete[step]) is not None:
-            firsts.setdefault(measured, step)
-    return [step for _, step in sorted((sign * measured.value, step) for measured, step in firsts.items())]
 
 
 @dataclass(frozen=True)

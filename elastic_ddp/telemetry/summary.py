@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from elastic_ddp.errors import WorkersLostError
 from elastic_ddp.telemetry.account import PEER_LOST
 from elastic_ddp.telemetry.goodput import PARTS, STALLS, Event, goodput, stalls
 
@@ -256,6 +257,8 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
                 about["ended_by"] = event.get("reason")
             elif event["event"] == "finished" and event.get("status") == "stopped":
                 current["ended_by"] = "the run was stopped"  # its workers know only that their loop ended
+            elif event["event"] == "failed" and event.get("kind") not in (None, WorkersLostError.__name__):
+                current["ended_by"] = "an error"  # the others may have seen no more than that a peer was gone
             elif event["event"] in ("finished", "failed") and current["ended_by"] is None:
                 current["ended_by"] = event.get("status", "failed")
     return rows

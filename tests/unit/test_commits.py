@@ -24,6 +24,7 @@ import torch.distributed as dist
 from elastic_ddp import commits
 from elastic_ddp.checkpoint import Commit, CommitCatalog, patience, stalls
 from elastic_ddp.checkpoint.interval import FIRST_INTERVAL_S
+from elastic_ddp.checkpoint.metrics import Metrics
 from elastic_ddp.checkpoint.saving import RankLostError
 from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError
 from elastic_ddp.job import COMMITS
@@ -60,6 +61,18 @@ def test_a_commit_that_was_made_sets_the_clock_for_the_next_rank_0_too(new_run: 
     commits.look(20)
     assert commits.have(20, GROUP) and commits._at == noted_at
     assert not commits.are_due(21) and commits.are_due(30)
+
+
+def test_a_new_rank_0_knows_what_was_measured_before_it_came(new_run: NewRun, tmp_path: Path) -> None:
+    run = new_run(checkpoint={"every_steps": 10, "keep_best": 1, "best_metric": "accuracy"})
+    before = Metrics("accuracy", 1)
+    before.take(10, {"accuracy": 0.75}, is_late=True)
+    store = WholeStore(Storage(tmp_path / "run").at(COMMITS), keep=2)
+    store.save({"user": {}}, step=20, record=before.record())
+    run._loop.commits.look(20)
+    assert run._loop.commits.have(20, GROUP)
+    record = run._loop.commits._record(run._loop.state, 2)
+    assert {name: record[name] for name in before.record()} == before.record()
 
 
 @pytest.mark.parametrize("steps_done", [15, 20])
@@ -360,19 +373,25 @@ def test_the_loss_of_all_workers_counts_when_others_go_on(new_run: NewRun) -> No
 # What a commit knows of metrics, and which commits are kept by them.
 
 
-def log_and_evaluate(run: Run, values: dict[int, float]) -> None:
-    """Evaluates after some steps, with a commit behind each step."""
+def log_and_evaluate(run: Run, values: dict[int, float], *, before: bool = False) -> None:
+    """Evaluates after some steps, or before them, with a commit behind each step."""
+
+    def evaluate(value: float) -> None:
+        run.evaluate(lambda *_: torch.tensor(value), "held-out")
+
     model = prepared(run)
     for step in run.steps():
         run._loop.commits.close(60)  # of the step before
+        if before and step.index in values:
+            evaluate(values[step.index])
         with step:
             for batch in step.micro_batches():
                 loss = model(batch["x"]).square().mean()
                 step.backward(loss)
                 step.log(index=float(step.index))
             step.optimize()
-        if step.index in values:
-            run.evaluate(lambda *_: torch.tensor(values[run.position.step - 1]), "held-out")
+        if not before and step.index in values:
+            evaluate(values[step.index])
     run._loop.finish()
 
 
@@ -413,6 +432,15 @@ def test_the_commits_with_the_best_evaluations_stay(new_run: NewRun, tmp_path: P
     settings = {"every_steps": 1, "keep": 1, "keep_best": 2, "best_metric": "validation_loss", "keep_every_steps": 4}
     log_and_evaluate(new_run(checkpoint=settings), {0: 0.9, 1: 0.3, 2: 0.6, 4: 0.5})
     assert sorted(records(tmp_path)) == [2, 4, 5, 6], "4 as a multiple, and 6 as the newest"
+
+
+@pytest.mark.usefixtures("_evaluations")
+def test_an_evaluation_before_a_step_counts_for_the_commit_after_the_one_before(
+    new_run: NewRun, tmp_path: Path
+) -> None:
+    run = new_run(checkpoint={"every_steps": 1, "keep": 1, "keep_best": 1, "best_metric": "validation_loss"})
+    log_and_evaluate(run, {1: 0.9, 2: 0.3, 3: 0.6, 4: 0.5, 5: 0.7}, before=True)
+    assert sorted(records(tmp_path)) == [2, 6]
 
 
 @pytest.mark.usefixtures("_evaluations")

@@ -256,6 +256,14 @@ def test_a_missing_setting_is_named() -> None:
     )
 
 
+def test_what_only_sharding_uses_is_refused_without_it() -> None:
+    with pytest.raises(ConfigError, match=r"fsdp\.shard_classes=\['Block'\] with strategy='ddp', which shards nothing"):
+        config(fsdp={"shard_classes": ["Block"]})
+    assert config(strategy="fsdp", reduction="native", fsdp={"shard_classes": ["Block"]}).fsdp.shard_classes == (
+        "Block",
+    )
+
+
 def test_with_no_interval_a_run_commits_every_minute() -> None:
     assert config().checkpoint == CheckpointConfig(every_seconds=60.0)
     assert (config().checkpoint.every_seconds, config().checkpoint.every_steps) == (60.0, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from typer.testing import CliRunner
 
 from elastic_ddp import cli, cli_checkpoints
 from elastic_ddp.checkpoint.interval import MeasuredInterval
-from elastic_ddp.checkpoint.record import Facts
-from elastic_ddp.checkpoint.retention import Retention, measurements
-from elastic_ddp.errors import CheckpointError
+from elastic_ddp.checkpoint.metrics import Metrics, measurements
+from elastic_ddp.checkpoint.record import Facts, check_facts
+from elastic_ddp.checkpoint.retention import Retention
+from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.storage import Storage
 from tests.unit.forging import signed
@@ -91,9 +93,9 @@ ANYTHING = st.recursive(
     max_leaves=6,
 )
 METRICS = st.dictionaries(st.sampled_from(["loss", "[/red]", ""]), ANYTHING)
-RECORDS = st.fixed_dictionaries(
-    {}, optional={name: METRICS if name == "metrics" else ANYTHING for name in Facts.model_fields}
-)
+LATER = st.dictionaries(st.sampled_from(["loss", ""]), st.lists(ANYTHING, max_size=2))
+FORMS = {"metrics": METRICS, "measured_later": LATER}
+RECORDS = st.fixed_dictionaries({}, optional={name: FORMS.get(name, ANYTHING) for name in Facts.model_fields})
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,11 @@ def test_whatever_a_record_holds_its_commit_is_used_or_the_one_before(run: str, 
     assert 0 < measured.seconds < math.inf
     for as_json in (False, True):
         cli_checkpoints.ls(run, as_json)
-    cli_checkpoints.prune(run, keep=1, keep_best=1, best_metric="loss", dry_run=True)
+    metrics = Metrics("loss", 1)
+    metrics.learn(commit.record)
+    check_facts(json.dumps(metrics.record()))
+    with suppress(ConfigError):  # no commit has a value
+        cli_checkpoints.prune(run, keep=1, keep_best=1, best_metric="loss", dry_run=True)
 
 
 def test_what_a_run_keeps_of_the_best_does_not_stumble_over_a_crafted_record() -> None:

@@ -172,6 +172,15 @@ def test_a_failed_run_keeps_its_error_until_it_is_resumed() -> None:
     assert (summarize(resumed)["status"], summarize(resumed)["error"]) == ("unfinished", None)
 
 
+def test_a_generation_in_which_the_training_function_failed_did_not_end_by_a_loss() -> None:
+    """Its peers see a connection that breaks."""
+    ended = ("generation_ended", {"generation": 0, "last_step": 3, "reason": "a worker was lost"})
+    events = session("s1", 0.0, STARTED, generation(0, 2, 0, "start"), steps(3), ended)
+    for kind, by in {"TrainFunctionError": "an error", "WorkersLostError": "a worker was lost"}.items():
+        failed = events + session("s1", 4.0, ("failed", {"error": "boom", "kind": kind}))
+        assert summarize(failed)["generations"][0]["ended_by"] == by
+
+
 def test_a_stopped_run_says_so_and_arguments_win_over_events() -> None:
     stopped = session("s1", 0.0, STARTED, ("finished", {"status": "stopped", "steps": 5, "samples": 50}))
     summary = summarize(stopped, name="other", storage="/runs", versions={"ray": "2.60.0"})
