@@ -276,6 +276,11 @@ class RunConfig(_Settings):
             raise ValueError(
                 f"storage={storage!r} is neither a path nor a URI; did you mean {storage.replace(':/', '://')}?"
             )
+        if protocol in ("http", "https"):
+            raise ValueError(
+                f"storage={storage!r} is the address of a server, which nothing can be written to by itself; for an S3 "
+                "server use s3://bucket/runs, and give its address as AWS_ENDPOINT_URL"
+            )
         if separator and protocol not in ("file", "local"):
             if protocol not in fsspec.available_protocols():
                 raise ValueError(

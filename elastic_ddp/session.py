@@ -100,7 +100,12 @@ class Session:
             news: News = self._ask(self._rendezvous.follow, seen)
             if news.stopping and not stopping:
                 stopping, self._state = True, "stopping"
-                self._progress.note("stopping: committing at the next step boundary (Ctrl-C again to stop at once)")
+                how = (
+                    "committing at the next step boundary"
+                    if news.num_alive
+                    else "at the newest commit, as nobody trains"
+                )
+                self._progress.note(f"stopping: {how} (Ctrl-C again to stop at once)")
             for event in news.events:
                 self._record(dict(event))
                 seen += 1

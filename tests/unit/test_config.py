@@ -334,6 +334,10 @@ def test_storage_that_cannot_be_written_is_refused_when_the_configuration_is_bui
     for storage in (str(tmp_path / "file" / "runs"), f"file://{tmp_path}/file/runs"):
         with pytest.raises(ConfigError, match=r"storage='.*' cannot be written: .*/file is not a folder; choose"):
             config(storage=storage)
+    with pytest.raises(
+        ConfigError, match=r"for an S3 server use s3://bucket/runs, and give its address as AWS_ENDPOINT_URL"
+    ):
+        config(storage="http://localhost:9000/bucket")
     with pytest.raises(ConfigError, match=r"storage='s4://b/runs': there is no file system 's4'; use a path"):
         config(storage="s4://b/runs")
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path))  # root may write anywhere
