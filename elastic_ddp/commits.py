@@ -18,7 +18,14 @@ from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.saving import RankLostError, is_of_storage
 from elastic_ddp.checkpoint.stalls import STALLED_S
 from elastic_ddp.elastic.hang import STORING, Place
-from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError, described
+from elastic_ddp.errors import (
+    CheckpointError,
+    DriverReplacedError,
+    PeerLostError,
+    ReplicasDifferError,
+    StorageError,
+    described,
+)
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import holder
 from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
@@ -148,8 +155,9 @@ class Commits:
         Raises:
             PeerLostError: this worker was presumed dead.
             DriverReplacedError: nothing is committed any more.
+            ReplicasDifferError: ranks do not hold the same.
         """
-        if isinstance(self._outcome, PeerLostError | DriverReplacedError):
+        if isinstance(self._outcome, PeerLostError | DriverReplacedError | ReplicasDifferError):
             outcome, self._outcome = self._outcome, None
             raise outcome
 
@@ -264,6 +272,7 @@ class Commits:
         Raises:
             CheckpointError: the state holds something that cannot be kept.
             PeerLostError: the generation broke before the save before had ended.
+            ReplicasDifferError: on rank 0: ranks do not hold the same, as the save before has shown.
         """
         generation, step, begun_at = group.assignment.generation, state.position.step, time.monotonic()
         number = self._begun[1] + 1 if self._begun[0] == generation else 1
@@ -292,7 +301,8 @@ class Commits:
             for_want_of_a_rank = isinstance(outcome, RankLostError) and self._current != generation
             if for_want_of_a_rank:  # the others can do it, at once
                 self.step, self._at = self._known_step, float("-inf")
-            counts = not (for_want_of_a_rank or isinstance(outcome, PeerLostError | DriverReplacedError))
+            ends = PeerLostError | DriverReplacedError | ReplicasDifferError
+            counts = not (for_want_of_a_rank or isinstance(outcome, ends))
             if counts:
                 self._failed += 1
                 doublings = min(self._failed - 1, 30)
@@ -323,6 +333,8 @@ class Commits:
         if group.rank == 0:
             self._warn_unmeasured(save.record)
         self._wait_in(group)
+        if isinstance(self._outcome, ReplicasDifferError):  # the next sample might not show it
+            raise self._outcome
         self._outcome = None
         copied_at = time.monotonic()
         with self._link.activity.within("collective"):  # registered state may put its shards together

@@ -44,6 +44,10 @@ class DriverReplacedError(ElasticDDPError):
     """Another driver took the run over while this one was silent, as on a machine that was suspended."""
 
 
+class ReplicasDifferError(ElasticDDPError):
+    """Ranks hold different values of what they should hold alike, such as weights."""
+
+
 class PeerLostError(Exception):
     """What was waited for will not come, as the generation broke. Never leaves a worker: the step comes again."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_ddp.commits import Commits
 from elastic_ddp.elastic.hang import STORING
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
-from elastic_ddp.errors import ConfigError, ElasticDDPError, WorkersLostError, described
+from elastic_ddp.errors import ConfigError, ReplicasDifferError, WorkersLostError, described
 from elastic_ddp.generation import Generation
 from elastic_ddp.job import Job
 from elastic_ddp.parallel.process_group import is_lost_peer
@@ -251,7 +251,7 @@ class Loop:
         if lost is not None and part.generation is not None:
             self._losses.forget_unless_again(part.generation)
         if len(set(everyone)) > 1:
-            raise ElasticDDPError(
+            raise ReplicasDifferError(
                 f"ranks ended with different weights: {dict(enumerate(everyone))}; something in the training function "
                 "depends on the rank, the host or the time, or uses a nondeterministic operation"
             )

@@ -135,7 +135,7 @@ class ElasticTrainer:
                 they do together, again and again.
             StorageError: more saves in a row failed than `checkpoint.max_failed_saves`, or the storage does not answer.
             CheckpointError: there are commits, and none can be used; or a worker could not keep what it is to commit.
-            ElasticDDPError: ranks ended with different weights.
+            ReplicasDifferError: ranks hold different values of what they should hold alike.
             KeyboardInterrupt: the second Ctrl-C.
         """
         began_at = time.time()

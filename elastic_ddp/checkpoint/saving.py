@@ -139,7 +139,7 @@ class Saver:
         # harm, as nothing of that attempt is ever committed; memory of its own for every such save might run out.
         begin = time.monotonic()
         with _uncollected():
-            self._writer.stage(state, rank=save.rank, world_size=save.world_size)
+            self._writer.stage(state, rank=save.rank, world_size=save.world_size, seed=save.attempt)
         copying_s = time.monotonic() - begin
         self._broke.clear()
         self._thread = threading.Thread(target=self._run, args=[save, copying_s], name=f"save-{save.step}", daemon=True)

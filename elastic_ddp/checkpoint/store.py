@@ -74,6 +74,7 @@ class CheckpointStore(CommitCatalog):
 
         Raises:
             CheckpointError: something was not written or is not there any more, or the record cannot be kept.
+            ReplicasDifferError: ranks do not hold the same.
             StorageError: the storage failed. The commit may or may not exist.
         """
         try:

@@ -29,7 +29,8 @@ from elastic_ddp.checkpoint.manifest import (
     num_values,
     padded,
 )
-from elastic_ddp.checkpoint.planning import BlockPlanner, Box, num_bytes, share_of
+from elastic_ddp.checkpoint.planning import BlockPlanner, Box, is_in_shards, num_bytes, share_of
+from elastic_ddp.checkpoint.sampling import Sample, Sampler, check_same
 from elastic_ddp.checkpoint.stalls import Crew
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.state import dtype_name, flatten
@@ -66,6 +67,8 @@ class Part(BaseModel):
     """From rank 0."""
     bytes_of_rank_0: int = 0
     """Of tensors that rank 0 writes for all, as this rank has them: shares depend on that."""
+    samples: tuple[Sample, ...] = ()
+    """Of what all ranks hold; none where one rank is alone."""
 
 
 class StateWriter:
@@ -80,7 +83,9 @@ class StateWriter:
         self._blocks = BlockWriter()
         self._planner = BlockPlanner()
         self._skeleton = b""
-        self._share: tuple[Any, SavePlan] | None = None
+        self._sampler = Sampler()
+        self._share: tuple[Any, SavePlan, list[WriteItem]] | None = None
+        """For states of one kind: what this rank writes, and the blocks that all hold."""
         self._rank = self._bytes_of_rank_0 = 0
         self.names: frozenset[str] = frozenset()
         """Of all tensors in the state that was staged last."""
@@ -98,11 +103,13 @@ class StateWriter:
         _check_manifest(tensors, self._planner.num_blocks)
         self._planner.set_up_planner({})
 
-    def stage(self, state: dict[str, Any], *, rank: int, world_size: int) -> None:
+    def stage(self, state: dict[str, Any], *, rank: int, world_size: int, seed: str = "") -> None:
         """Copies this rank's share. When this returns the state may change.
 
         Args:
             state: components by name (letters, digits, `_` and `-`), each a tree for `elastic_ddp.state.flatten`.
+            rank: this one's, of `world_size`.
+            seed: the same on every rank, of the sample by which it is seen that they hold the same.
 
         Raises:
             CheckpointError: the state holds something that cannot be kept.
@@ -121,8 +128,9 @@ class StateWriter:
                 is_for_rank_0=self._is_for_rank_0,
             )
             _check_manifest(tensors, self._planner.num_blocks)
-            self._share = kind, share
+            self._share = kind, share, self._held_by_all(tensors)
         self._blocks.stage(self._share[1], self._planner)
+        self._sampler.stage(self._share[2] if world_size > 1 else [], self._planner, seed)
         self._planner.set_up_planner({})  # tensors that go before the next commit are not kept for it
 
     def write(self, storage: Storage, prefix: str) -> Part:
@@ -132,13 +140,19 @@ class StateWriter:
             StorageError: the storage failed.
         """
         part = self._blocks.write(storage, prefix, str(self._rank))
-        part = part.model_copy(update={"bytes_of_rank_0": self._bytes_of_rank_0})
+        told = {"bytes_of_rank_0": self._bytes_of_rank_0, "samples": self._sampler.samples()}
+        part = part.model_copy(update=told)
         if self._rank != 0:
             return part
         key = f"{prefix}/{SKELETON}"
         storage.write(key, self._skeleton)
         state = Skeleton(key=key, size=len(self._skeleton), crc32=zlib_ng.crc32(self._skeleton))
         return part.model_copy(update={"state": state})
+
+    def _held_by_all(self, tensors: Mapping[str, torch.Tensor]) -> list[WriteItem]:
+        """The blocks that were planned of what all ranks hold alike."""
+        names = {name for name, each in tensors.items() if not is_in_shards(each) and not self._is_for_rank_0(name)}
+        return [item for item in self._planner.plan.items if item.index.fqn in names and num_bytes(item)]
 
     def _is_for_rank_0(self, name: str) -> bool:
         return name.partition(".")[0] in self._of_rank_0
@@ -223,6 +237,7 @@ def put_together(
 
     Raises:
         CheckpointError: something is missing, or was written twice.
+        ReplicasDifferError: ranks do not hold the same, as a sample shows.
     """
     parts = list(parts)
     sizes = [part.bytes_of_rank_0 for part in parts]
@@ -244,6 +259,7 @@ def put_together(
         objects += part.objects
     if different := blocks.keys() ^ set(expected):
         raise CheckpointError(f"not all that belongs to the state was written: {sorted(different)[:5]}")
+    check_same(part.samples for part in parts)
     try:
         tensors = {
             name: StoredTensor(dtype=dtype, shape=shape, blocks=tuple(blocks[name]))

@@ -22,7 +22,7 @@ import torch
 
 import elastic_ddp as ed
 from elastic_ddp import ray_internals
-from elastic_ddp.errors import ConfigError, DataError, TrainFunctionError, WorkersLostError
+from elastic_ddp.errors import ConfigError, DataError, ReplicasDifferError, TrainFunctionError, WorkersLostError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.storage import Storage
 from elastic_ddp.telemetry import read_ledger
@@ -246,6 +246,26 @@ def test_survivors_go_on_alone_and_a_replacement_joins_them(folder: Path, calm: 
     generations = [(g["world_size"], g["first_step"], g["reason"]) for g in result.summary["generations"]]
     assert generations[:2] == [(3, 0, "start"), (2, 12, "worker lost")]
     assert generations[2:] in ([(3, 31, "workers joined")], [(3, 32, "workers joined")]), "once all are ready for it"
+
+
+def test_nothing_is_committed_of_replicas_that_differ_and_the_same_command_mends_that(
+    folder: Path, calm: ed.RunResult
+) -> None:
+    """A bit that flips in one worker's memory."""
+    marker = folder / "flipped"
+
+    def fault(run: ed.Run, step: int) -> None:
+        if run.rank == 1 and step == 24 and not marker.exists():
+            marker.touch()
+            weight = next(run._loop.state.module.parameters())
+            weight.data.view(-1).view(torch.int32)[7] ^= 1
+
+    train = jobs.make_train(fault, str(folder / "held-out"))
+    with pytest.raises(ReplicasDifferError, match=r"ranks 0 and 1 hold different values of model\.0\.weight, "):
+        fit(folder, "flipped", 2, train=train)
+    newest = WholeStore(Storage(folder / "runs" / "flipped").at(COMMITS), keep=1).latest()
+    assert marker.exists() and newest is not None and newest.step == 20
+    assert_same(fit(folder, "flipped", 2, train=train), calm)
 
 
 def test_workers_that_are_not_resized_in_place_restart_from_the_newest_commit(folder: Path, calm: ed.RunResult) -> None:
