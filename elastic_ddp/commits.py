@@ -215,6 +215,7 @@ class Commits:
             self._storage,
             group,
             spread,
+            check_ours=self._check_ours,
             fence=partial(self._check_may_commit, group.assignment.generation),
             tick=self._link.activity.tick,
         )
@@ -247,6 +248,19 @@ class Commits:
         if group.rank == 0:
             self._link.say("resumed", step=commit.step)
         return state
+
+    def _check_ours(self, commit: Commit) -> None:
+        """Raises a CheckpointError if what defines the run is something else for a commit, which somebody has put here.
+        What only one of both knows, of versions of this package, says nothing."""
+        mine = {**self._job.config.identity(), "data": self._job.index.fingerprint}
+        theirs = commit.record.get("identity")
+        theirs = {**(theirs if isinstance(theirs, dict) else {}), "data": commit.record.get("data", mine["data"])}
+        if others := [f"{key} is {theirs[key]!r}" for key in mine if key in theirs and theirs[key] != mine[key]]:
+            ours = ", ".join(f"{key} is {mine[key]!r}" for key in mine if key in theirs and theirs[key] != mine[key])
+            raise CheckpointError(
+                f"{commit.key} is of another run, where {', '.join(others)}; here {ours}. To begin with its weights, "
+                "use run.load_weights"
+            )
 
     def _say_rejected(self, key: str, reason: str) -> None:
         self._link.say("commit_rejected", key=key, reason=reason)

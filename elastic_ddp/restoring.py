@@ -49,6 +49,7 @@ def restore(
     group: ProcessGroup,
     spread: Callable[[], Layout | None] = lambda: None,
     *,
+    check_ours: Callable[[Commit], None] = lambda commit: None,
     fence: Callable[[], None] = lambda: None,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Commit, dict[str, Any]] | None:
@@ -62,6 +63,7 @@ def restore(
         store: the commits, of which rank 0's word counts.
         storage: the folder that they are in.
         spread: called once there is a commit to read; tells of which tensors this rank is to have only a shard.
+        check_ours: called on rank 0 with what may be read; raises a CheckpointError if it is none of this run's.
         fence: called on rank 0 before anything is set aside; raises if this rank may not do that any more.
         tick: called whenever this rank has one more piece.
 
@@ -76,6 +78,7 @@ def restore(
         store.candidates(),
         group,
         lambda commit, skeleton: read_together(commit, skeleton, storage, group, layout=layout(), tick=tick),
+        check_ours,
     )
     if found is not None and group.rank == 0:
         store.set_aside_rejected(fence)
@@ -87,18 +90,20 @@ def first_usable(
     candidates: Iterator[Commit],
     group: ProcessGroup,
     read: Callable[[Commit, bytes], tuple[dict[str, Any] | None, Wrong | None]],
+    check_ours: Callable[[Commit], None] = lambda commit: None,
 ) -> tuple[Commit, dict[str, Any]] | None:
     """The first of rank 0's candidates that all ranks can use, and its state; None if there is none. Those before it
     are rejected. What looking for them fails at is raised on every rank.
 
     Args:
         read: from a commit and its skeleton to the state, or why there is none, on all ranks.
+        check_ours: as for `restore`.
 
     Raises:
         PeerLostError: on a rank that does not get what rank 0 sent. The others lose it.
     """
     while True:
-        offer = json.loads(_as_sent(_next(store, candidates) if group.rank == 0 else None, group))
+        offer = json.loads(_as_sent(_next(store, candidates, check_ours) if group.rank == 0 else None, group))
         if offer is None:
             return None
         if "error" in offer:
@@ -120,12 +125,13 @@ def _as_sent(data: bytes | None, group: ProcessGroup) -> bytes:
     return sent[32:]
 
 
-def _next(store: CommitCatalog, candidates: Iterator[Commit]) -> bytes:
+def _next(store: CommitCatalog, candidates: Iterator[Commit], check_ours: Callable[[Commit], None]) -> bytes:
     """The next commit that seems to be complete, for all ranks, if there is one, or what looking for it failed at."""
     offer = None
     try:
         for commit in candidates:
             try:
+                check_ours(commit)
                 skeleton = store.skeleton(commit).decode()
             except (CheckpointError, UnreadableError) as error:
                 store.reject(commit.key, commit.attempt, error)

@@ -34,6 +34,7 @@ from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from tests.ranks import alone
 from tests.unit.alone import LOST_PEER, NewRun, Place, link_of, prepared, train, train_and_count
+from tests.unit.forging import signed
 from tests.unit.test_checkpoint import corrupt
 from tests.whole import WholeStore
 
@@ -441,6 +442,36 @@ def test_an_evaluation_before_a_step_counts_for_the_commit_after_the_one_before(
     run = new_run(checkpoint={"every_steps": 1, "keep": 1, "keep_best": 1, "best_metric": "validation_loss"})
     log_and_evaluate(run, {1: 0.9, 2: 0.3, 3: 0.6, 4: 0.5, 5: 0.7}, before=True)
     assert sorted(records(tmp_path)) == [2, 6]
+
+
+@pytest.mark.parametrize("what", ["seed", "data"])
+def test_a_commit_of_another_run_is_passed_over(new_run: NewRun, tmp_path: Path, what: str) -> None:
+    first = new_run(checkpoint={"every_steps": 2, "keep": 9})
+    train(first, closes_first(first))
+    storage = Storage(tmp_path / "run").at(COMMITS)
+    body = json.loads(storage.read("commits/6.json"))
+    (body["record"] if what == "data" else body["record"]["identity"])[what] = "other"
+    body["record"]["identity"] |= {"of a version to come": 1}
+    storage.write("commits/6.json", signed(body))
+    resumed = new_run(checkpoint={"every_steps": 2, "keep": 9}, steps=8)
+    train(resumed)
+    assert link_of(resumed).steps_of("resumed") == [4]
+    [reason] = {said["reason"] for said in link_of(resumed).said if said["event"] == "commit_rejected"}
+    assert f"commits/6.json is of another run, where {what} is 'other'; here {what} is " in reason
+    [aside] = storage.list("set-aside")
+    assert aside.startswith("set-aside/6-")
+
+
+def test_a_commit_that_knows_more_or_less_of_what_defines_a_run_is_used(new_run: NewRun, tmp_path: Path) -> None:
+    train(new_run(checkpoint={"every_steps": 2}))
+    storage = Storage(tmp_path / "run").at(COMMITS)
+    body = json.loads(storage.read("commits/6.json"))
+    for identity in ({"of a version to come": 1}, None):
+        body["record"]["identity"] = identity
+        storage.write("commits/6.json", signed(body))
+        resumed = new_run(checkpoint={"every_steps": 2}, steps=6)
+        train(resumed)
+        assert link_of(resumed).steps_of("resumed") == [6]
 
 
 @pytest.mark.usefixtures("_evaluations")

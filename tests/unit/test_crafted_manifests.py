@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
+import operator
 import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ddp import cli_checkpoints
 from elastic_ddp.checkpoint.manifest import MAX_SKELETON_BYTES, Commit, StoredTensor
 from elastic_ddp.errors import CheckpointError
+from elastic_ddp.job import COMMITS
 from elastic_ddp.storage import Storage
 from tests.unit.forging import in_little_memory, signed
-from tests.unit.test_checkpoint import make_state, save
+from tests.unit.test_checkpoint import make_state, save, step_of
 from tests.whole import WholeStore
 
 
@@ -175,3 +183,63 @@ def test_a_state_whose_skeleton_could_not_be_read_again_is_refused(
     with pytest.raises(CheckpointError, match=message):
         store.save({**make_state(2), "user": {"names": ["a name"] * 1000}}, step=2, record={})
     assert Storage(tmp_path).list("commits") == ["commits/1.json"]
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.integers(-3, 40), st.floats(allow_nan=False),
+    st.sampled_from(["../../etc/passwd", "float32", "bool", "step=1", "model.weight", "", "\x00", "9" * 40, "\ud800"]),
+)  # fmt: skip
+ANYTHING = st.one_of(LEAVES, st.lists(LEAVES, max_size=3), st.dictionaries(st.sampled_from("ab"), LEAVES, max_size=2))
+
+
+def places_in(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all values in a body of JSON."""
+    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [place for key, value in inner for place in [(*path, key), *places_in(value, (*path, key))]]
+
+
+def put(tree: Any, path: tuple[Any, ...], change: Callable[[Any, Any], None]) -> None:
+    for key in path[:-1]:
+        tree = tree[key]
+    change(tree, path[-1])
+
+
+@pytest.fixture(scope="module")
+def run() -> str:
+    """With commits 1 and 2."""
+    uri = f"memory://{uuid.uuid4().hex}"
+    save(Storage(uri).at(COMMITS), 1, 2)
+    Storage(uri).at(COMMITS).write("as-it-was", Storage(uri).at(COMMITS).read("commits/2.json"))
+    return uri
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_is_changed_in_a_manifest_its_commit_is_used_or_the_one_before(run: str, data: st.DataObject) -> None:
+    """With a right checksum. Nothing but that comes of it: no other error, and nothing outside of the run's folder."""
+    storage = Storage(run).at(COMMITS)
+    body = json.loads(storage.read("as-it-was"))
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(places_in(body)))
+        how = data.draw(st.sampled_from(["replace", "remove", "another's"]))
+        if how == "another's":
+            value = body
+            for key in data.draw(st.sampled_from(places_in(body))):
+                value = value[key]
+        else:
+            value = data.draw(ANYTHING)
+        value = copy.deepcopy(value)
+        put(
+            body, path, operator.delitem if how == "remove" else lambda at, key, value=value: at.__setitem__(key, value)
+        )
+    storage.write("commits/2.json", signed(body))
+    store = WholeStore(storage, keep=2)
+    found = store.load_latest()
+    assert found is not None
+    if found[0].step == 1:
+        assert step_of(found[1]) == 1 and [key for key, _ in store.rejected] == ["commits/2.json"]
+    for as_json in (False, True):
+        cli_checkpoints.ls(run, as_json)
+    with suppress(typer.Exit):
+        cli_checkpoints.verify(run)
+    cli_checkpoints.prune(run, keep=1, dry_run=True)

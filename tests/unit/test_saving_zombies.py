@@ -31,6 +31,7 @@ class Zombie:
     - `lists`: they have written everything, and now look whether it is there.
     - `asks`: they have written everything, and now ask whether they may commit.
     - `may commit`: the same, and they were told so when it was still true.
+    - `removes`: they have committed while theirs was the newest generation, and begin to remove what is not kept.
     """
 
     def __init__(self, uri: str, step: int, kind: str) -> None:
@@ -78,6 +79,11 @@ class SlowToList(Storage):
             self._zombie.hold()
         return found
 
+    def delete(self, key: str) -> None:
+        if self._zombie.kind == "removes":
+            self._zombie.hold()
+        super().delete(key)
+
 
 def save_beside(zombie_step: int, kind: str, rank: int, when: str, at: int) -> tuple[Storage, Zombie, Any, bool]:
     """A save of two ranks, in which a zombie goes on before or after an operation of one of them: where, who, what came
@@ -90,8 +96,8 @@ def save_beside(zombie_step: int, kind: str, rank: int, when: str, at: int) -> t
     ranks.begin(STEP)
     came = ranks.wait()
     met = faulty.operations > at
-    if not met:
-        zombie.go_on()  # after all of it
+    if zombie.came is None:
+        zombie.go_on()  # after all of it; an operation that fails has no end to go on at
     return Storage(uri), zombie, came, met
 
 
@@ -150,6 +156,26 @@ def test_one_that_was_suspended_in_the_moment_of_its_commit_does_no_harm(zombie_
                     check_next(storage, commit.step)
                 at += 1
             assert at > (8 if rank == 0 else 2)
+
+
+@pytest.mark.parametrize("zombie_step", [STEP - 1, STEP, STEP + 2], ids=["older", "same", "later"])
+def test_one_that_was_suspended_in_the_moment_of_its_removals_does_no_harm(zombie_step: int) -> None:
+    """It was asked whether its generation goes on when that was still true. What it removes is older than its own."""
+    for rank in (0, 1):
+        for when in ("before", "after"):
+            at, met = 0, True
+            while met:
+                storage, zombie, came, met = save_beside(zombie_step, "removes", rank, when, at)
+                what = f"{when} operation {at} of rank {rank}: {came!r:.200}; {zombie.came!r:.200}"
+                assert isinstance(zombie.came, Commit) and isinstance(came, Commit), what
+                commit, state = restored(storage)
+                newest = max(STEP, zombie_step)
+                assert commit.step == newest, what
+                assert state == (zombie_step + OTHER if zombie_step >= STEP else STEP), what
+                if (rank, when) == (0, "before"):
+                    check_next(storage, commit.step)
+                at += 1
+            assert at > (4 if rank == 0 else 0)
 
 
 # A commit that is bad: both find that, and set it aside to make it again.
