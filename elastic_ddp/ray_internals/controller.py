@@ -14,11 +14,12 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.data._internal.stats import get_or_create_stats_actor
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
@@ -180,7 +181,9 @@ class InPlaceController(RestartingController):
         if state is not self._failed_start:
             self._failed_start = state
             self._wait_after(1)
-            await self.rendezvous.take.remote([{"event": "start_failed", "time": time.time(), "error": why}], None)
+            said = {"event": "start_failed", "time": time.time(), "error": why}
+            with suppress(RayError):  # the rendezvous may be dead for a moment, and it is only for the record
+                await self.rendezvous.take.remote([said], None)
         return time.monotonic() < self._not_before
 
     def _see_who_has_trained(self, workers: set[str]) -> None:

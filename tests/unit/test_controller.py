@@ -315,6 +315,8 @@ def test_a_group_that_could_not_be_started_is_recorded_once_and_the_next_one_wai
 ) -> None:
     async def take(messages: list[dict[str, Any]], _: Any) -> None:
         said.extend(each["error"] for each in messages)
+        if len(said) == 2:
+            raise ActorDiedError
 
     def is_too_soon(state: Any) -> bool:
         return asyncio.run(controller._is_too_soon(state))
