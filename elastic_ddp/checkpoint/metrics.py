@@ -47,7 +47,8 @@ def best_first(told: Mapping[int, Iterable[Measurement]], mode: Mode) -> list[in
     """Steps of commits in the order of their values, those without one left out; of equal ones the earlier is better.
 
     A measurement is of the first commit at or after the state that was measured. A commit may have several: the one of
-    its own state counts, or of the nearest before it.
+    its own state counts, or of the nearest before it. The newest commit has a value only if its own state was measured:
+    that may be still to come, and be worse than what was measured on the way to it.
 
     Args:
         told: of each commit, what its record tells of the metric.
@@ -56,6 +57,8 @@ def best_first(told: Mapping[int, Iterable[Measurement]], mode: Mode) -> list[in
     for each in sorted((each for step in steps for each in told[step]), key=lambda each: each.step):
         if (place := bisect_left(steps, each.step)) < len(steps):
             values[steps[place]] = each
+    if steps and steps[-1] in values and values[steps[-1]].step != steps[-1]:
+        del values[steps[-1]]
     return sorted(values, key=lambda step: (_cost(values[step], mode), step))
 
 

@@ -32,6 +32,14 @@ def test_of_several_measurements_on_the_way_to_a_commit_the_nearest_counts() -> 
     assert best_first(told, "max") == [100, 200]
 
 
+def test_a_value_from_before_the_newest_commit_pushes_out_no_good_one() -> None:
+    """It is measured itself right after that, perhaps, and is worse."""
+    told = {100: [Measurement(0.1, 100)], 200: [Measurement(0.05, 150)]}
+    assert best_first(told, "min") == [100]
+    assert best_first({**told, 300: [Measurement(0.8, 200)]}, "min") == [100, 200]
+    assert best_first({**told, 300: []}, "min") == [200, 100], "it was not measured itself"
+
+
 def test_a_value_of_a_state_beyond_all_commits_is_of_none() -> None:
     assert best_first({100: [Measurement(0.1, 150)]}, "min") == []
 
