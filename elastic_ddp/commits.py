@@ -104,7 +104,7 @@ class Commits:
         """A generation, and how many were begun in it."""
         self._current: int | None = None
         """The generation that the newest one was begun in, while that goes on."""
-        self._num_unmeasured = 0
+        self._num_unmeasured, self._was_measured = 0, False
         self._mailbox: tuple[int, StoreMailbox] | None = None
         """That of the newest generation with a save."""
         self._outcome: Commit | Exception | None = None
@@ -388,7 +388,8 @@ class Commits:
 
     def _warn_unmeasured(self, record: Mapping[str, Any]) -> None:
         metric = self._job.config.checkpoint.best_metric
-        if metric is None or metric in record[METRICS]:
+        self._was_measured = self._was_measured or metric in record[METRICS]
+        if metric is None or self._was_measured:
             return
         self._num_unmeasured += 1
         if self._num_unmeasured == 2:  # the first may be of a state that is evaluated right after it was committed

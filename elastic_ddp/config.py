@@ -234,9 +234,9 @@ class RunConfig(_Settings):
     clip_grad_norm: PositiveFloat | None = None
     """The total 2-norm that gradients are clipped to."""
     max_restarts: Annotated[int, Field(ge=-1)] = 100
-    """Times that workers may be lost, before they train or later; -1 for no limit. What does not count: workers that
-    never trained while others do, and those whose node was drained, by Ray or a person. Errors of the training function
-    are never retried."""
+    """Times that workers may be lost, or a group of them not be started as one died meanwhile; -1 for no limit. What
+    does not count: workers that never trained while others do, and those whose node was drained, by Ray or a person,
+    when they had started. Errors of the training function are never retried."""
     log_every_steps: PositiveInt = 10
     """How often logged values are written to the ledger."""
     in_place: bool = True

@@ -14,7 +14,11 @@ from elastic_ddp.errors import described
 
 _log = logging.getLogger(__name__)
 
+_TERMINATED = 128 + signal.SIGTERM
+"""What a process exits with that SIGTERM has ended, as shells have it."""
+
 _noticed = threading.Event()
+_is_over = threading.Event()
 _listeners: list[Callable[[], None]] = []
 _lock = threading.Lock()
 
@@ -41,10 +45,18 @@ def on_sigterm(tell: Callable[[], None]) -> None:
     tell()
 
 
+def work_is_over() -> None:
+    """From now on SIGTERM ends the process: nobody is left to be told. Ray sends it to a worker whose room is taken
+    back, and where its node is just shutting down, nothing else."""
+    _is_over.set()
+
+
 def _read(reader: int) -> None:
     while data := os.read(reader, 64):
         if signal.SIGTERM not in data:
             continue
+        if _is_over.is_set():
+            os._exit(_TERMINATED)
         with _lock:
             if _noticed.is_set():
                 continue

@@ -49,6 +49,13 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
             lost peer through, from a collective of its own, for example; or Ray fails on this node; or this worker
             failed before it ever trained. Ray Train replaces it.
     """
+    try:
+        _work(job, rendezvous, context)
+    finally:
+        signals.work_is_over()
+
+
+def _work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None:
     _make_deterministic(job.config)
     # Or every worker asks Prometheus for figures of the cluster every ten seconds, and tells an actor of each pipeline.
     os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")

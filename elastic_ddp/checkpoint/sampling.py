@@ -92,7 +92,12 @@ def check_same(drawn: Iterable[Sequence[Sample]]) -> None:
     """
     first, *others = drawn
     for rank, other in enumerate(others, start=1):
-        if different := [mine.tensor for mine, theirs in zip(first, other, strict=False) if mine != theirs]:
+        if [each.tensor for each in first] != [each.tensor for each in other]:  # drawn of other tensors
+            raise ReplicasDifferError(
+                f"the state of rank {rank} has not the tensors that rank 0's has, by name and shape; what a training "
+                "function prepares has to be the same on every rank"
+            )
+        if different := [mine.tensor for mine, theirs in zip(first, other, strict=True) if mine != theirs]:
             names = some([*dict.fromkeys(different)], 5)
             raise ReplicasDifferError(
                 f"ranks 0 and {rank} hold different values of {names}, which all ranks hold alike; of such a state "

@@ -41,6 +41,9 @@ OBJECT_BYTES = 32 << 20
 PARALLEL_OBJECTS = 8
 """Objects that a rank writes at the same time; a storage sends the pieces of a large one at the same time, too."""
 
+_EXTRA_STATE = "_extra_state"
+"""In the names of what modules keep beside tensors, which may be anything: nothing keeps that alike on all ranks."""
+
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
 
@@ -151,7 +154,11 @@ class StateWriter:
 
     def _held_by_all(self, tensors: Mapping[str, torch.Tensor]) -> list[WriteItem]:
         """The blocks that were planned of what all ranks hold alike."""
-        names = {name for name, each in tensors.items() if not is_in_shards(each) and not self._is_for_rank_0(name)}
+        names = {
+            name
+            for name, each in tensors.items()
+            if not is_in_shards(each) and not self._is_for_rank_0(name) and _EXTRA_STATE not in name
+        }
         return [item for item in self._planner.plan.items if item.index.fqn in names and num_bytes(item)]
 
     def _is_for_rank_0(self, name: str) -> bool:

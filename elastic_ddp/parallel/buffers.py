@@ -33,6 +33,11 @@ def own_buffers(module: torch.nn.Module) -> None:
                 part._buffers[name] = owned.setdefault(id(buffer), buffer.contiguous())
 
 
+def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Whether a bit does: numbers that are equal may have signs of zero that are not."""
+    return (one.reshape(-1).view(torch.uint8) != other.reshape(-1).view(torch.uint8)).any()
+
+
 def _shares_memory(buffer: torch.Tensor) -> bool:
     if is_lazy(buffer) or buffer.layout is not torch.strided:
         return False
@@ -95,7 +100,7 @@ class StepBuffers:
                     owner, name, f"had the shape {tuple(start.shape)} before a forward made it {tuple(end.shape)}"
                 )
         # One transfer from the device for all buffers together.
-        changed = torch.stack([(end != start).any() for end, start in zip(ends, starts, strict=True)]).tolist()
+        changed = torch.stack([_differ(end, start) for end, start in zip(ends, starts, strict=True)]).tolist()
         if weight is not None:
             self.changed = self.changed or any(changed)
             deltas: Changes = [

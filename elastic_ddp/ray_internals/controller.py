@@ -73,11 +73,14 @@ failed."""
 class RestartingController(TrainController):
     """Ray Train's own, which restarts the whole group; but it says less, and asks more often what room there is."""
 
+    _no_news: tuple[type[Exception], ...] = (WorkerGroupStartupTimeoutError,)
+    """That there is no room for workers is told by the run's state, and not with a traceback every ten seconds."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for module in _CHATTERS:
             logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
         super().__init__(*args, **kwargs)
-        logging.getLogger(TrainController.__module__).addFilter(_is_news)
+        logging.getLogger(TrainController.__module__).addFilter(lambda record: not _tells_of(record, *self._no_news))
         hasten()
 
 
@@ -85,6 +88,8 @@ class InPlaceController(RestartingController):
     """See the module. Subclasses set `rendezvous`, what the names of placement groups begin with, and how long a
     worker that was let go may take to end its save."""
 
+    _no_news = (WorkerGroupStartupTimeoutError, WorkerGroupStartupFailedError)
+    """That one died while all started is on record here."""
     worker_group_cls = ElasticWorkerGroup
     rendezvous: Any = None
     rooms = ""
@@ -265,11 +270,8 @@ def counts_as_failure(worker: Worker, orders: Orders) -> bool:
     return actor_id(worker) not in orders.newcomers and worker.metadata.node_id not in orders.avoid
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """That there is no room for workers, or that one died while all started, is told by the run's state and its record,
-    and not with a traceback every ten seconds."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, WorkerGroupStartupTimeoutError | WorkerGroupStartupFailedError)
+def _tells_of(record: logging.LogRecord, *errors: type[Exception]) -> bool:
+    return isinstance(record.exc_info[1] if record.exc_info else None, errors)
 
 
 def _draining() -> dict[str, float]:

@@ -11,7 +11,6 @@ from typing import Any
 import ray
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources, ResourceDict
-from ray.exceptions import RayError
 from ray.train.v2._internal.execution.scaling_policy import (
     ScalingDecision,
     autoscaling_coordinator_client,
@@ -109,8 +108,8 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         self._maybe_send_resource_request()
         if time.monotonic() - self._latest_reserved_resources_query_time >= self.GET_RESERVED_RESOURCES_INTERVAL_S:
-            look = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
-            with suppress(RayError):  # if it cannot be reached, the question below says so
+            with suppress(Exception):  # whatever Ray's coordinator meets: the question below says it, and waits
+                look = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
                 ray.get(look, timeout=ROOM_IS_TOLD_WITHIN_S)
         return super().make_decision_for_non_running_worker_group()
 

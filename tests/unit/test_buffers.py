@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -249,3 +249,21 @@ def test_a_step_can_be_taken_back_with_a_buffer_whose_elements_shared_their_memo
     buffers.put_back()
     step(model, 2, ALONE)
     assert model.causal.sum() == 6 and model.allowed.all()
+
+
+class Decaying(torch.nn.Module):
+    """A micro-batch leaves a zero of the other sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(2))
+
+    def compute(self, micro_batch: int) -> None:
+        self.average.mul_(-0.9)
+
+
+def test_every_micro_batch_starts_from_zeros_of_the_same_sign() -> None:
+    for num_micro_batches in (1, 2, 3):
+        model = Decaying()
+        step(cast(Any, model), num_micro_batches, ALONE)
+        assert not model.average.signbit().any()

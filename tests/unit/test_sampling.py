@@ -95,3 +95,20 @@ def test_a_save_of_ranks_that_differ_commits_nothing_and_leaves_nothing(tmp_path
     assert Storage(tmp_path).list() == there
     newest = CheckpointStore(Storage(tmp_path), keep=2).latest()
     assert newest is not None and newest.step == 1
+
+
+def test_what_modules_keep_beside_tensors_may_differ() -> None:
+    def samples(value: float) -> Any:
+        writer = StateWriter()
+        model = {"w": torch.ones(3), "layer._extra_state": {"scale": torch.tensor(value)}}
+        writer.stage({"model": model}, rank=0, world_size=2, seed="a")
+        return writer.write(Storage(f"memory://{uuid.uuid4().hex}"), "step=1/attempt=a").samples
+
+    check_same([samples(1.0), samples(2.0)])
+    assert [each.tensor for each in samples(1.0)] == ["model.w"]
+
+
+def test_ranks_with_other_tensors_are_told_so() -> None:
+    one, other = drawn({"a": torch.ones(3), "b": torch.ones(2)}), drawn({"a": torch.ones(3)})
+    with pytest.raises(ReplicasDifferError, match="rank 1 has not the tensors that rank 0's has"):
+        check_same([one, other])
