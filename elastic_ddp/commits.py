@@ -250,16 +250,10 @@ class Commits:
         return state
 
     def _check_ours(self, commit: Commit) -> None:
-        """Raises a CheckpointError if what defines the run is something else for a commit, which somebody has put here.
-        What only one of both knows, of versions of this package, says nothing."""
-        mine = {**self._job.config.identity(), "data": self._job.index.fingerprint}
-        theirs = commit.record.get("identity")
-        theirs = {**(theirs if isinstance(theirs, dict) else {}), "data": commit.record.get("data", mine["data"])}
-        if others := [f"{key} is {theirs[key]!r}" for key in mine if key in theirs and theirs[key] != mine[key]]:
-            ours = ", ".join(f"{key} is {mine[key]!r}" for key in mine if key in theirs and theirs[key] != mine[key])
+        """Raises a CheckpointError for a commit of another run, which somebody has put here."""
+        if (difference := self._job.difference_to(commit.record)) is not None:
             raise CheckpointError(
-                f"{commit.key} is of another run, where {', '.join(others)}; here {ours}. To begin with its weights, "
-                "use run.load_weights"
+                f"{commit.key} is of another run, where {difference}. To begin with its weights, use run.load_weights"
             )
 
     def _say_rejected(self, key: str, reason: str) -> None:

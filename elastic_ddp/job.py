@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,16 @@ class Job:
     """The run's own folder, `<storage>/<name>`."""
     session: str = ""
     """Of the driver, which holds the lease on the run."""
+
+    def difference_to(self, record: Mapping[str, Any]) -> str | None:
+        """What defines the run of a commit with this record and is something else here; None if it is the same run.
+        What only one of both knows, of versions of this package, says nothing."""
+        mine = {**self.config.identity(), "data": self.index.fingerprint}
+        theirs = record.get("identity")
+        theirs = {**(theirs if isinstance(theirs, dict) else {}), "data": record.get("data", mine["data"])}
+        different = [key for key in mine if key in theirs and theirs[key] != mine[key]]
+        there, here = (", ".join(f"{key} is {what[key]!r}" for key in different) for what in (theirs, mine))
+        return f"{there}; here {here}" if different else None
 
     @property
     def shape(self) -> EpochShape:

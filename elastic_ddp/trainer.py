@@ -162,7 +162,8 @@ class ElasticTrainer:
             _note(f"run {self.config.name!r} is finished already, after {done.steps} steps; more steps resume it")
             return done
         lease.acquire()
-        resumed = CommitCatalog(self._storage.at(COMMITS)).latest()
+        commits = CommitCatalog(self._storage.at(COMMITS)).candidates()
+        resumed = next((commit for commit in commits if job.difference_to(commit.record) is None), None)
         if resumed is not None and resumed.step > job.total_steps:
             raise ConfigError(
                 f"run {self.config.name!r} has {resumed.step:,} steps behind it, and is to have {job.total_steps:,}: a "

@@ -178,6 +178,44 @@ def test_one_that_was_suspended_in_the_moment_of_its_removals_does_no_harm(zombi
             assert at > (4 if rank == 0 else 0)
 
 
+@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("zombie_step", [STEP - 1, STEP, STEP + 2], ids=["older", "same", "later"])
+@pytest.mark.parametrize("kind", ["writes", "lists", "asks", "may commit", "removes"])
+def test_a_zombie_goes_on_when_a_rank_of_the_newer_generation_has_died(kind: str, zombie_step: int, dies: int) -> None:
+    """At every operation. What is restored was committed, by one of the two."""
+    at, met = 0, True
+    while met:
+        uri = new_folder()
+        save(Storage(uri), 1, 2, keep=2)
+        zombie = Zombie(uri, zombie_step, kind)
+        faulty = FaultyStorage(uri, "dies before", at)
+        ranks = ranks_of_many_blocks(
+            lambda rank, uri=uri, faulty=faulty: faulty if rank == dies else FaultyStorage(uri, "", None),  # type: ignore[misc]
+            2,
+        )
+        ranks.begin(STEP)
+        while any(saver.is_busy for saver in ranks.savers):
+            if faulty.dead:
+                for saver in ranks.savers:
+                    saver.generation_broke()  # as the other finds out at once
+            ranks.savers[0].wait(within_s=0.005)
+        met = faulty.dead
+        zombie.go_on()
+        what = f"operation {at}: {ranks.ended!r:.200}; {zombie.came!r:.200}"
+        commit, state = restored(Storage(uri))
+        own, others = zombie_step, kind in ("may commit", "removes")
+        allowed = {(2, 2), (STEP, STEP), *([(own, own + OTHER)] if others else [])}
+        assert (commit.step, state) in allowed, what
+        if ranks.ended and isinstance(ranks.ended[0], Commit):
+            assert commit.step >= STEP, what
+        if not others:
+            assert isinstance(zombie.came, PeerLostError), what
+        if at % 3 == 0:
+            check_next(Storage(uri), commit.step)
+        at += 1
+    assert at > (6 if dies == 0 else 2)
+
+
 # A commit that is bad: both find that, and set it aside to make it again.
 
 
