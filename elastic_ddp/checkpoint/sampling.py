@@ -18,8 +18,8 @@ from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.errors import ReplicasDifferError, some
 
 NUM_PIECES = 16
-PIECE_BYTES = 256 << 10
-"""So a commit takes up to 4 MiB more, to copy and in memory. What is drawn is another part of the state in each."""
+PIECE_BYTES = 64 << 10
+"""So a commit takes up to 1 MiB more, to copy and in memory. What is drawn is another part of the state in each."""
 
 
 class Sample(BaseModel):
