@@ -53,6 +53,10 @@ LOOK_S = 0.05
 """How often whoever waits for a save looks whether its generation broke."""
 
 
+_NOT_OF_THE_SAVE = (PeerLostError, DriverReplacedError, ReplicasDifferError)
+"""What a save may find out beside whether it succeeds: this worker, or the run, may not go on."""
+
+
 class Commits:
     """The commits of a run, as one worker sees them. All ranks write them, behind training; rank 0 makes them complete,
     and its clock and its ear say when.
@@ -157,7 +161,7 @@ class Commits:
             DriverReplacedError: nothing is committed any more.
             ReplicasDifferError: ranks do not hold the same.
         """
-        if isinstance(self._outcome, PeerLostError | DriverReplacedError | ReplicasDifferError):
+        if isinstance(self._outcome, _NOT_OF_THE_SAVE):
             outcome, self._outcome = self._outcome, None
             raise outcome
 
@@ -309,8 +313,7 @@ class Commits:
             for_want_of_a_rank = isinstance(outcome, RankLostError) and self._current != generation
             if for_want_of_a_rank:  # the others can do it, at once
                 self.step, self._at = self._known_step, float("-inf")
-            ends = PeerLostError | DriverReplacedError | ReplicasDifferError
-            counts = not (for_want_of_a_rank or isinstance(outcome, ends))
+            counts = not (for_want_of_a_rank or isinstance(outcome, _NOT_OF_THE_SAVE))
             if counts:
                 self._failed += 1
                 doublings = min(self._failed - 1, 30)

@@ -15,6 +15,8 @@ from elastic_ddp.batching import Node, insert, maximal_subtrees, root
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.process_group import ProcessGroup, all_gather_single
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By bytes. Other elements are as long as an int64, or twice as long."""
 Changes = list[torch.Tensor | None]
 """What a subtree of micro-batches adds to each floating-point buffer; None where nothing changed."""
 
@@ -35,7 +37,10 @@ def own_buffers(module: torch.nn.Module) -> None:
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Whether a bit does: numbers that are equal may have signs of zero that are not."""
-    return (one.reshape(-1).view(torch.uint8) != other.reshape(-1).view(torch.uint8)).any()
+    if one.dtype != other.dtype:
+        return (one != other).any()
+    integer = _INTEGERS.get(one.itemsize, torch.int64)  # complex128 is two of them
+    return (one.reshape(-1).view(integer) != other.reshape(-1).view(integer)).any()
 
 
 def _shares_memory(buffer: torch.Tensor) -> bool:

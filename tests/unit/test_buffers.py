@@ -10,7 +10,7 @@ import torch
 
 from elastic_ddp.batching import micro_batch_ranges, processing_order
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.parallel.buffers import StepBuffers, own_buffers
+from elastic_ddp.parallel.buffers import StepBuffers, _differ, own_buffers
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
 from elastic_ddp.parallel.store import StoreConnection
 from tests.ranks import run_ranks
@@ -249,6 +249,16 @@ def test_a_step_can_be_taken_back_with_a_buffer_whose_elements_shared_their_memo
     buffers.put_back()
     step(model, 2, ALONE)
     assert model.causal.sum() == 6 and model.allowed.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex128], ids=str)
+def test_what_differs_is_told_by_bits(dtype: torch.dtype) -> None:
+    for shape in [(), (3,), (2, 3)]:
+        one = torch.ones(shape, dtype=dtype)
+        other = one.clone()
+        assert not _differ(one, other)
+        other.view(-1)[-1] = 0
+        assert _differ(one, other) and _differ(one.to(torch.float32), other)
 
 
 class Decaying(torch.nn.Module):
