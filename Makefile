@@ -44,6 +44,7 @@ bench: $(VENV)/.installed-dev ## measure what data, steps, commits and changes o
 	$(VENV)/bin/python benchmarks/elasticity.py
 	$(VENV)/bin/python benchmarks/rendezvous.py
 	$(VENV)/bin/python benchmarks/checkpoint.py
+	$(VENV)/bin/python benchmarks/interval.py
 
 soak: $(VENV)/.installed-dev ## train for twenty minutes while something happens every twenty seconds
 	$(VENV)/bin/python benchmarks/soak.py $(ARGS)

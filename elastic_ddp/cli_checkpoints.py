@@ -39,7 +39,8 @@ def ls(
     run: RunFolder,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List a run's commits, newest first."""
+    """List a run's commits, newest first. One is complete if all of its objects are there, in their sizes: `verify`
+    reads their bytes, too."""
     rows = [_row(step, commit) for step, commit in _store_of(run).all_commits()]
     if not rows:
         raise _nothing_in(run)

@@ -26,7 +26,9 @@ from elastic_ddp.errors import ConfigError
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-PositiveInt = Annotated[int, Field(ge=1)]
+MAX_STEP = 10**15
+"""A run of a microsecond a step would get there in thirty years; every reader of JSON has such a number exactly."""
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_STEP)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LONGEST_S = 1e8
 """Three years; timers of libraries do not take any number."""

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint.record import check_facts
+from elastic_ddp.config import MAX_STEP
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.state import dtype_of
 
@@ -36,7 +37,6 @@ MAX_OBJECT_BYTES = 2**48
 MAX_BLOCK_BYTES = 2**24
 """What is read at once: a block has one checksum, and nothing of it counts before that was looked at. Writers cut
 tensors into blocks of at most so many."""
-MAX_STEP = 10**15
 ALIGNMENT = 16
 """Blocks begin at multiples of so many bytes, so that their memory can be used as any dtype."""
 

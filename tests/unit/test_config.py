@@ -93,6 +93,7 @@ def test_a_value_of_the_wrong_type_is_refused_rather_than_converted(changes: dic
     ("changes", "message"),
     [
         ({"steps": 0}, "steps=0: input should be greater than or equal to 1"),
+        ({"steps": 10**30}, f"steps={10**30}: input should be less than or equal to {10**15}"),
         ({"micro_batch_size": -16}, "micro_batch_size=-16: input should be greater than or equal to 1"),
         ({"min_workers": 0}, "min_workers=0: input should be greater than or equal to 1"),
         ({"heartbeat_timeout_s": 1e-6}, "heartbeat_timeout_s=1e-06: input should be greater than or equal to 0.1"),

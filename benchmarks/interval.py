@@ -1,0 +1,112 @@
+"""What `checkpoint.interval = "auto"` loses: `python benchmarks/interval.py` lives through runs that lose all of their
+workers again and again.
+
+When to commit is decided by the code of a run, after every step. Time, saves and losses are simulated, the losses by a
+seed. Lost is what saves hold up, and what is made again after a loss; starts take as long in all. The same losses hit
+fixed intervals: the default, ten minutes, and whichever of a grid loses the least, which one knows afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from elastic_ddp.checkpoint.interval import MeasuredInterval
+
+STEP_S = 0.5
+STALLS_S = (0.05, 0.5, 5.0)
+"""For which a save holds training up."""
+SAVE_TO_STALL = 10
+"""How many times as long it is until it is durable."""
+BETWEEN_LOSSES_S = {"10 min": 600.0, "1 h": 3600.0, "8 h": 28_800.0}
+DEFAULT_S, LONG_S = 60.0, 600.0
+GRID_S = [DEFAULT_S, LONG_S, *(10 * 1.1**power for power in range(60))]
+"""Up to some 45 minutes."""
+
+
+class Save(NamedTuple):
+    durable_at: float
+    worked_s: float
+    """Of the steps in it, since the run was started or resumed."""
+    record: dict[str, Any]
+
+
+class Run:
+    """A run, and its time.
+
+    Args:
+        stall_s: for which a save holds it up.
+        fixed_s: from one commit to the next; None for `auto`.
+    """
+
+    def __init__(self, stall_s: float, fixed_s: float | None) -> None:
+        self._stall_s, self._save_s, self._fixed_s = stall_s, SAVE_TO_STALL * stall_s, fixed_s
+        self._now = 0.0
+        self._record: dict[str, Any] | None = None
+        """Of the newest commit; None before the first life."""
+
+    def live(self, seconds: float) -> float:
+        """From a start until all workers are lost. Returns the seconds of steps that were made and kept."""
+        auto, end, noted_at = self._begin(), self._now + seconds, self._now
+        worked_s = kept_s = 0.0
+        save: Save | None = None
+        while True:
+            interval_s = auto.seconds if self._fixed_s is None else self._fixed_s
+            steps = math.ceil(max(0.0, noted_at + interval_s - self._now) / STEP_S)
+            spent_s = steps * STEP_S if steps else self._stall_s
+            if save is not None and save.durable_at <= min(end, self._now + spent_s):
+                kept_s, self._record, save = save.worked_s, save.record, None
+                auto.saved(self._save_s)
+            if self._now + spent_s > end:
+                self._now = end
+                return kept_s
+            self._now += spent_s
+            worked_s += steps * STEP_S
+            if not steps:
+                auto.stalled(self._stall_s)
+                noted_at, save = self._now, Save(self._now + self._save_s, worked_s, auto.record())
+
+    def _begin(self) -> MeasuredInterval:
+        """As a run goes on from a commit whose workers are all gone."""
+        auto = MeasuredInterval("auto", None, lambda: self._now)
+        if self._record is None:
+            self._record = {}
+        else:
+            auto.go_on_from(self._record)
+            auto.lost()
+        return auto
+
+
+def lost_share(stall_s: float, fixed_s: float | None, lives_s: list[float]) -> float:
+    """Of the time that workers lived."""
+    run = Run(stall_s, fixed_s)
+    return 1 - sum(run.live(seconds) for seconds in lives_s) / sum(lives_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--losses", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    table = Table(title="lost, % of the time", box=None, padding=(0, 2))
+    for column in ("losses every", "held up", "auto", "60 s", "10 min", "best", "of"):
+        table.add_column(column, justify="right")
+    for label, between_s in BETWEEN_LOSSES_S.items():
+        draw = random.Random(f"{options.seed} {label}")
+        lives_s = [draw.expovariate(1 / between_s) for _ in range(options.losses)]
+        for stall_s in STALLS_S:
+            auto, default, long = (lost_share(stall_s, fixed_s, lives_s) for fixed_s in (None, DEFAULT_S, LONG_S))
+            grid_s = [each for each in GRID_S if each > SAVE_TO_STALL * stall_s]  # there is one save at a time
+            best, best_s = min((lost_share(stall_s, fixed_s, lives_s), fixed_s) for fixed_s in grid_s)
+            shares = (f"{100 * share:.2f}" for share in (auto, default, long, best))
+            table.add_row(label, f"{stall_s:g} s", *shares, f"{best_s:,.0f} s")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
