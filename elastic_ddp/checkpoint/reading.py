@@ -159,9 +159,16 @@ class Targets:
             metadata = TensorStorageMetadata(
                 TensorProperties(stored.torch_dtype), torch.Size(stored.shape), chunks=chunks
             )
+            filled = 0
             for item in create_read_items_for_chunk_list(name, metadata, [ChunkStorageMetadata(origin, target.shape)]):
                 assert item.storage_index.offset is not None
                 self._copies.setdefault((name, tuple(item.storage_index.offset)), []).append(item)
+                filled += math.prod(item.lengths)
+            if filled != target.numel():  # it would keep whatever was in that memory; the commit is not to blame
+                raise RuntimeError(
+                    f"{name} has the shape {stored.shape}, and {tuple(target.shape)} from {tuple(origin)} on, which this "
+                    f"rank is to have of it, is not in that"
+                )
 
     def need(self, piece: Piece) -> bool:
         """Whether anything in a piece is of use."""

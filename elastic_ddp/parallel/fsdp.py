@@ -57,7 +57,10 @@ class FSDPStrategy(Strategy):
         module = self._model.module
         names = {id(each): name for name, each in module.named_parameters()}
         assert dist.group.WORLD is not None, "the generation's group is formed"
-        mesh = DeviceMesh.from_group(dist.group.WORLD, self._group.device.type)
+        # Meshes of the same ranks are equal in all else, whichever of them this process is, and torch keeps what came
+        # of one for its equals: a rank that has moved would take the place in a tensor that it had at this size before.
+        names_of_dimensions = (f"generation_{self._group.assignment.generation}",)
+        mesh = DeviceMesh.from_group(dist.group.WORLD, self._group.device.type, mesh_dim_names=names_of_dimensions)
         inside, outside = (BF16, BF16_AS_A_WHOLE) if self._is_bf16 else (FP32, FP32)
         parts = [each for each in module.modules() if each is not module]
         # As FSDP1 did it: statistics are in fp32, and a normalization takes parameters of their dtype.

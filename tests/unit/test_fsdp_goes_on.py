@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,38 @@ def test_a_run_that_was_interrupted_has_the_bits_of_one_that_was_not(world_size:
         assert {"AdamW", "SGD"} < every.keys()
         for optimizer, (calm, interrupted) in every.items():
             assert _same(calm, interrupted), optimizer
+
+
+def _moved_up(group: ProcessGroup, folder: Path) -> dict[int, Everything]:
+    """By generation, what this process ends it with: two train, and then the second and a third go on from a commit."""
+    first, found = group.assignment, {}
+    group.meet()
+    group.close(intact=True)
+    for number, members in ((2, (0, 1)), (3, (1, 2))):
+        if first.rank in members:
+            place = replace(first, generation=number, rank=members.index(first.rank), world_size=2)
+            now = ProcessGroup.form(place, store=group.store, device=group.device, timeout_s=60)
+            state, strategy = begun(now, "AdamW", folder=None if number == 2 else folder)
+            if number == 2:
+                train_on(strategy, now, state, ROWS, range(2))
+                save(now, folder, state.state_dict())
+            train_on(strategy, now, state, ROWS, range(2, 4))
+            found[number] = everything(state)
+            save(now, folder.with_name(f"of-{number}"), state.state_dict())
+            del state, strategy
+            now.close(intact=True)
+    return found
+
+
+def test_a_process_whose_rank_has_changed_has_the_shards_of_its_new_one(tmp_path: Path) -> None:
+    first, second, third = run_ranks(3, _moved_up, tmp_path / "commits")
+    for found in (second[2], second[3], third[3]):
+        assert _same(found, first[2])
+    assert [*first, *third] == [2, 3]
+    for number in (2, 3):
+        store = CheckpointStore(Storage(tmp_path / f"of-{number}"), keep=1)
+        assert (newest := store.latest()) is not None
+        store.verify(newest)
 
 
 MADE: dict[str, Callable[[Any], torch.Tensor]] = {
