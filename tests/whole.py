@@ -56,7 +56,7 @@ class WholeStore(CheckpointStore):
             self.discard(prefix)
             raise
         return self.complete(
-            step=step, attempt=attempt, parts=[part], names=self._writer.names, record=record, fence=fence
+            step=step, attempt=attempt, parts=[part], kinds=self._writer.kinds, record=record, fence=fence
         )
 
     def load_latest(self) -> tuple[Commit, dict[str, Any]] | None:

@@ -171,7 +171,14 @@ def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: torch.Size) ->
     return tensor
 
 
-def share_of(planner: BlockPlanner, *, rank: int, world_size: int, is_for_rank_0: Callable[[str], bool]) -> SavePlan:
+def share_of(
+    planner: BlockPlanner,
+    *,
+    rank: int,
+    world_size: int,
+    is_for_rank_0: Callable[[str], bool],
+    may_differ: Callable[[str], bool] = lambda name: False,
+) -> SavePlan:
     """What a rank is to write: its shards, and its share of what all ranks hold. Nobody has to ask the others for that:
     what they all hold, they plan alike, and share out alike: a block goes to the rank that has the least to write so
     far. DCP's own way takes time by the number of ranks, as it takes a plan of each, and counts a block as large as its
@@ -180,12 +187,16 @@ def share_of(planner: BlockPlanner, *, rank: int, world_size: int, is_for_rank_0
     Args:
         planner: for the state of this rank.
         is_for_rank_0: tells by its name whether rank 0 alone is to write what all may hold.
+        may_differ: tells that of what ranks may hold in other shapes each, or not at all. Rank 0 writes it, too, and
+            nobody else's share depends on it.
     """
     mine = planner.create_local_plan().items
     sharded = {name for name, tensor in planner.state_dict.items() if is_in_shards(tensor)}
-    held_by_all = [item for item in mine if item.index.fqn not in sharded]
+    different = [item for item in mine if item.index.fqn not in sharded and may_differ(item.index.fqn)]
+    not_alike = sharded | {item.index.fqn for item in different}
+    held_by_all = [item for item in mine if item.index.fqn not in not_alike]
     of_rank_0 = [item for item in held_by_all if is_for_rank_0(item.index.fqn)]
-    share = of_rank_0 if rank == 0 else []
+    share = [*different, *of_rank_0] if rank == 0 else []
     loads = [(sum(map(num_bytes, of_rank_0)), 0), *((0, other) for other in range(1, world_size))]
     heapq.heapify(loads)
     alone = {item.index.fqn for item in of_rank_0}

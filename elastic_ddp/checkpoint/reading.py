@@ -166,8 +166,8 @@ class Targets:
                 filled += math.prod(item.lengths)
             if filled != target.numel():  # it would keep whatever was in that memory; the commit is not to blame
                 raise RuntimeError(
-                    f"{name} has the shape {stored.shape}, and {tuple(target.shape)} from {tuple(origin)} on, which this "
-                    f"rank is to have of it, is not in that"
+                    f"{name} has the shape {stored.shape}, and this rank was to have {tuple(target.shape)} of it, from "
+                    f"{tuple(origin)} on, which is not all there"
                 )
 
     def need(self, piece: Piece) -> bool:

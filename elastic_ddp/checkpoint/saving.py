@@ -206,7 +206,7 @@ class Saver:
                     step=save.step,
                     attempt=save.attempt,
                     parts=parts,
-                    names=self._writer.names,
+                    kinds=self._writer.kinds,
                     record=save.record,
                     fence=save.fence,
                     on_commit=tell,

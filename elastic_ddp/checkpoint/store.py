@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -11,7 +11,7 @@ from elastic_ddp.checkpoint.catalog import Bad, CommitCatalog
 from elastic_ddp.checkpoint.housekeeping import Housekeeping
 from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix, check_record, manifest_key
 from elastic_ddp.checkpoint.retention import Retention
-from elastic_ddp.checkpoint.writing import Part, put_together
+from elastic_ddp.checkpoint.writing import Kind, Part, put_together
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError, described
 from elastic_ddp.storage import Storage
 
@@ -47,7 +47,7 @@ class CheckpointStore(CommitCatalog):
         step: int,
         attempt: str,
         parts: Sequence[Part],
-        names: Iterable[str],
+        kinds: Mapping[str, Kind],
         record: dict[str, Any],
         fence: Callable[[], None],
         is_current: Callable[[], bool] = lambda: True,
@@ -63,7 +63,7 @@ class CheckpointStore(CommitCatalog):
             step: Steps that the state has behind it.
             attempt: 32 hexadecimal digits that no other has.
             parts: What was written, by rank.
-            names: Of all tensors that should have been.
+            kinds: Of all tensors that should have been, by name.
             record: Facts to keep in the manifest; JSON values.
             fence: Called when all is there but the manifest, right before that is stored and whenever that is tried
                 again, and before anything is removed or set aside; raises if this saver may not commit any more, and
@@ -79,7 +79,7 @@ class CheckpointStore(CommitCatalog):
         """
         try:
             check_record(record, step=step)
-            objects, tensors = put_together(parts, names)
+            objects, tensors = put_together(parts, kinds)
             state = next((part.state for part in parts if part.state is not None), None)
             if state is None:
                 raise CheckpointError("not all that belongs to the state was written: its skeleton is missing")

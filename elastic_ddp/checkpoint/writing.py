@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 from zlib_ng import zlib_ng
@@ -32,7 +32,7 @@ from elastic_ddp.checkpoint.manifest import (
 from elastic_ddp.checkpoint.planning import BlockPlanner, Box, is_in_shards, num_bytes, share_of
 from elastic_ddp.checkpoint.sampling import Sample, Sampler, check_same
 from elastic_ddp.checkpoint.stalls import Crew
-from elastic_ddp.errors import CheckpointError
+from elastic_ddp.errors import CheckpointError, ReplicasDifferError
 from elastic_ddp.state import dtype_name, flatten
 from elastic_ddp.storage import Storage
 
@@ -42,9 +42,14 @@ PARALLEL_OBJECTS = 8
 """Objects that a rank writes at the same time; a storage sends the pieces of a large one at the same time, too."""
 
 _EXTRA_STATE = "_extra_state"
-"""In the names of what modules keep beside tensors, which may be anything: nothing keeps that alike on all ranks."""
+"""In the names of what modules keep beside tensors, which may be anything: nothing keeps that alike on all ranks, so it
+is taken from rank 0, whole."""
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+
+
+Kind = tuple[str, tuple[int, ...]]
+"""Of a tensor: the name of its dtype, and its shape."""
 
 
 class WrittenBlock(BaseModel):
@@ -91,8 +96,6 @@ class StateWriter:
         self._share: tuple[Any, SavePlan, list[WriteItem]] | None = None
         """For states of one kind: what this rank writes, and the blocks that all hold."""
         self._rank = self._bytes_of_rank_0 = 0
-        self.names: frozenset[str] = frozenset()
-        """Of all tensors in the state that was staged last."""
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Plans what can be planned for a state while the number of ranks is not known; `stage` then takes less time.
@@ -119,23 +122,33 @@ class StateWriter:
             CheckpointError: the state holds something that cannot be kept.
         """
         skeletons, tensors = flattened(state)
-        self._rank, self.names = rank, frozenset(tensors)
+        self._rank = rank
         self._bytes_of_rank_0 = sum(each.nbytes for name, each in tensors.items() if self._is_for_rank_0(name))
         self._skeletons = skeletons if rank == 0 else {}
         self._planner.set_up_planner(tensors)
-        kind = rank, world_size, *_kinds_of(tensors)
+        kind = rank, world_size, _kinds_of(tensors)
         if self._share is None or self._share[0] != kind:  # else it is the one of the commit before
             share = share_of(
                 self._planner,
                 rank=rank,
                 world_size=world_size,
                 is_for_rank_0=self._is_for_rank_0,
+                may_differ=_may_differ,
             )
             _check_manifest(tensors, self._planner.num_blocks)
             self._share = kind, share, self._held_by_all(tensors)
         self._blocks.stage(self._share[1], self._planner)
         self._sampler.stage(self._share[2] if world_size > 1 else [], self._planner, seed)
         self._planner.set_up_planner({})  # tensors that go before the next commit are not kept for it
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Of all tensors in the state that was staged last, by name."""
+        assert self._share is not None
+        _, _, (names, dtypes, shapes, _) = self._share[0]
+        return {
+            name: (dtype_name(dtype), tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        }
 
     def write(self, storage: Storage, prefix: str) -> Part:
         """Writes what was staged, once, under keys that begin with the rank.
@@ -162,7 +175,7 @@ class StateWriter:
         names = {
             name
             for name, each in tensors.items()
-            if not is_in_shards(each) and not self._is_for_rank_0(name) and _EXTRA_STATE not in name
+            if not is_in_shards(each) and not self._is_for_rank_0(name) and not _may_differ(name)
         }
         return [item for item in self._planner.plan.items if item.index.fqn in names and num_bytes(item)]
 
@@ -243,9 +256,9 @@ class BlockWriter:
 
 
 def put_together(
-    parts: Iterable[Part], expected: Iterable[str]
+    parts: Iterable[Part], expected: Mapping[str, Kind]
 ) -> tuple[tuple[StoredObject, ...], dict[str, StoredTensor]]:
-    """The objects and the tensors of a commit, from what all ranks wrote of it.
+    """The objects and the tensors of a commit, from what all ranks wrote of it, where these are to be in it.
 
     Raises:
         CheckpointError: something is missing, or was written twice.
@@ -259,26 +272,29 @@ def put_together(
             f"{other}; keep what is given to run.register the same on every rank, or out of tensors and arrays"
         )
     objects: list[StoredObject] = []
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     blocks: dict[str, list[StoredBlock]] = {}
     for part in parts:
         for each in part.blocks:
             kind = (each.dtype, each.shape)
-            if kinds.setdefault(each.tensor, kind) != kind:
-                raise CheckpointError(f"{each.tensor} is {kinds[each.tensor]} on one rank and {kind} on another")
+            if (wanted := expected.get(each.tensor, kind)) != kind:
+                raise ReplicasDifferError(
+                    f"{each.tensor} is {wanted} on rank 0 and {kind} on another; what a training function prepares has "
+                    "to have the same dtype and shape on every rank"
+                )
             stored = each.block.model_copy(update={"object": len(objects) + each.block.object})
             blocks.setdefault(each.tensor, []).append(stored)
         objects += part.objects
-    if different := blocks.keys() ^ set(expected):
+    if different := blocks.keys() ^ expected.keys():
         raise CheckpointError(f"not all that belongs to the state was written: {sorted(different)[:5]}")
     check_same(part.samples for part in parts)
     try:
         tensors = {
             name: StoredTensor(dtype=dtype, shape=shape, blocks=tuple(blocks[name]))
-            for name, (dtype, shape) in kinds.items()
+            for name, (dtype, shape) in expected.items()
         }
-    except ValueError as error:
-        raise CheckpointError(f"not all that belongs to the state was written: {error}") from error
+    except ValidationError as error:
+        what = error.errors(include_url=False)[0]["msg"]
+        raise CheckpointError(f"not all that belongs to the state was written: {what}") from error
     return tuple(objects), tensors
 
 
@@ -297,6 +313,10 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Te
             raise CheckpointError(f"{component}.{error}") from error
         tensors |= {f"{component}.{name}": tensor for name, tensor in found.items()}
     return skeletons, tensors
+
+
+def _may_differ(name: str) -> bool:
+    return _EXTRA_STATE in name
 
 
 def _encoded(skeletons: dict[str, Any]) -> bytes:
@@ -338,7 +358,7 @@ def _in_manifest(num_dimensions: int) -> tuple[bytes, bytes]:
     return tensor.model_dump_json().encode(), block.model_dump_json().encode()
 
 
-def _kinds_of(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+def _kinds_of(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
     """What a share depends on. Nothing of where tensors are: that may be another place in every commit."""
     return (
         [*tensors],

@@ -49,7 +49,7 @@ def save(group: ProcessGroup, folder: Path, state: dict[str, Any]) -> None:
     parts = [Part.model_validate_json(each) for each in group.all_gather_bytes(part.model_dump_json().encode())]
     if group.rank == 0:
         store = CheckpointStore(storage, keep=1)
-        store.complete(step=step, attempt=attempt, parts=parts, names=writer.names, record={}, fence=lambda: None)
+        store.complete(step=step, attempt=attempt, parts=parts, kinds=writer.kinds, record={}, fence=lambda: None)
     group.meet()
 
 

@@ -183,7 +183,8 @@ def test_a_process_whose_rank_has_changed_has_the_shards_of_its_new_one(tmp_path
     assert [*first, *third] == [2, 3]
     for number in (2, 3):
         store = CheckpointStore(Storage(tmp_path / f"of-{number}"), keep=1)
-        assert (newest := store.latest()) is not None
+        newest = store.latest()
+        assert newest is not None
         store.verify(newest)
 
 

@@ -429,7 +429,7 @@ def begun(storage: Storage, step: int) -> Callable[..., Commit]:
     def complete(**options: Any) -> Commit:
         options = {"fence": lambda: None, **options}
         store = WholeStore(storage, keep=1)
-        return store.complete(step=step, attempt=attempt, parts=[part], names=writer.names, record={}, **options)
+        return store.complete(step=step, attempt=attempt, parts=[part], kinds=writer.kinds, record={}, **options)
 
     return complete
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
+from elastic_ddp.checkpoint.manifest import attempt_prefix
 from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.checkpoint.sampling import NUM_PIECES, PIECE_BYTES, Sampler, _piece_of, check_same
 from elastic_ddp.checkpoint.writing import StateWriter
@@ -112,3 +113,42 @@ def test_ranks_with_other_tensors_are_told_so() -> None:
     one, other = drawn({"a": torch.ones(3), "b": torch.ones(2)}), drawn({"a": torch.ones(3)})
     with pytest.raises(ReplicasDifferError, match="rank 1 has not the tensors that rank 0's has"):
         check_same([one, other])
+
+
+def test_what_modules_keep_beside_tensors_is_rank_0s_whatever_others_have(tmp_path: Path) -> None:
+    """In other shapes, or not at all; and nobody's share of all else depends on it."""
+    storage, attempt = Storage(tmp_path), uuid.uuid4().hex
+    extra = [
+        {"history": torch.zeros(4), "scale": torch.tensor(0.0)},
+        {"history": torch.ones(5), "scale": torch.tensor(1.0), "more": torch.ones(2, 2)},
+        {},
+    ]
+    parts = []
+    writers = [StateWriter() for _ in extra]
+    for rank, (writer, each) in enumerate(zip(writers, extra, strict=True)):
+        model = {"a": torch.arange(40.0), "layer._extra_state": each, "z": torch.arange(90.0)}
+        state = {"model": model, "position": {"step": 1}}
+        writer.stage(state, rank=rank, world_size=len(extra), seed=attempt)
+        parts.append(writer.write(storage, attempt_prefix(1, attempt)))
+    store, kinds = CheckpointStore(storage, keep=1), writers[0].kinds
+    commit = store.complete(step=1, attempt=attempt, parts=parts, kinds=kinds, record={}, fence=lambda: None)
+    found = store.load(commit)["model"]
+    assert torch.equal(found["a"], torch.arange(40.0)) and torch.equal(found["z"], torch.arange(90.0))
+    assert found["layer._extra_state"].keys() == extra[0].keys()
+    assert all(torch.equal(value, extra[0][name]) for name, value in found["layer._extra_state"].items())
+
+
+def test_a_tensor_that_another_rank_has_in_another_shape_is_in_no_commit(tmp_path: Path) -> None:
+    storage, attempt = Storage(tmp_path), uuid.uuid4().hex
+    parts = []
+    writers = [StateWriter(), StateWriter()]
+    for rank, writer in enumerate(writers):
+        model = {"a": torch.zeros(100), "b": torch.zeros(9 + rank)}
+        writer.stage({"model": model}, rank=rank, world_size=2, seed=attempt)
+        parts.append(writer.write(storage, attempt_prefix(1, attempt)).model_copy(update={"samples": ()}))
+    assert [each.tensor for each in parts[1].blocks] == ["model.b"]
+    with pytest.raises(ReplicasDifferError, match=r"model\.b is \('float32', \(9,\)\) on rank 0 and .*\(10,\)"):
+        CheckpointStore(storage, keep=1).complete(
+            step=1, attempt=attempt, parts=parts, kinds=writers[0].kinds, record={}, fence=lambda: None
+        )
+    assert storage.list() == []
