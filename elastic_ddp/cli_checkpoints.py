@@ -103,7 +103,7 @@ def prune(
 ) -> None:
     """Remove of a run's commits what is not to be kept, and what was never committed; no run may be live meanwhile.
 
-    The newest commit that is complete always stays, and so does what cannot be read.
+    The newest commit of which every byte verifies always stays, and so does what is newer, or cannot be read.
     """
     from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S, unfinished
     from elastic_ddp.checkpoint.pruning import prune as remove

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_ddp.commits import Commits
 from elastic_ddp.elastic.hang import STORING
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
-from elastic_ddp.errors import ConfigError, ReplicasDifferError, WorkersLostError, described
+from elastic_ddp.errors import CheckpointError, ConfigError, ReplicasDifferError, WorkersLostError, described
 from elastic_ddp.generation import Generation
 from elastic_ddp.job import Job
 from elastic_ddp.parallel.process_group import is_lost_peer
@@ -274,6 +274,12 @@ class Loop:
             if self._is_durable(generation):
                 break
             self.participation.commit(may_fail=tries_left > 0)
+        else:
+            if not self._is_durable(generation):  # a save that does not say how it ended is a mistake of ours
+                raise CheckpointError(
+                    f"the save of step {self.position.step} has ended, and there is no commit of it; the same command "
+                    "goes on from the newest one"
+                )
         with generation.activity.within("collective"):
             generation.group.meet()
 

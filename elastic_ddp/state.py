@@ -25,7 +25,8 @@ _NUMPY_ARRAYS = "biufcmMSU"
 _FACTORIES: dict[str, Callable[[], Any]] = {
     factory.__name__: factory for factory in (bool, bytes, dict, float, int, list, str, tuple)
 }
-_MAX_DEPTH = 200
+_MAX_DEPTH = 100
+"""Three calls each, of the thousand that Python allows, to take a state apart and to put it together again."""
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _NUMPY_DTYPE = re.compile(rf"[<>|=]?[{_NUMPY_ARRAYS}][0-9]+(\[[0-9]*[a-zA-Z]+\])?")
 

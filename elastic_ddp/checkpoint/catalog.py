@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_ddp.checkpoint.manifest import Commit, committed_steps, manifest_key, set_aside_key
-from elastic_ddp.checkpoint.reading import pieces_of, read_manifest, state_of, state_to_fill
+from elastic_ddp.checkpoint.reading import empty_tensors, pieces_of, read_manifest, state_of, state_to_fill
 from elastic_ddp.checkpoint.verdicts import confirmed, confirmed_pieces
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
 from elastic_ddp.storage import Storage
@@ -62,15 +62,15 @@ class CommitCatalog:
             return state_of(commit, skeleton, tensors, components)
 
     def verify(self, commit: Commit) -> None:
-        """Reads every byte of a commit.
+        """Reads every byte of a commit, and sees that they make up a state.
 
         Raises:
-            CheckpointError: names the object that is missing or is not what was committed.
+            CheckpointError: names the object that is missing or is not what was committed, or says what makes it none.
             UnreadableError: names the object that cannot be read, while others can.
             FileNotFoundError: the commit was removed meanwhile.
         """
         with self._unless_removed(commit):
-            self.skeleton(commit)
+            state_of(commit, self.skeleton(commit), empty_tensors(commit))
             for _ in confirmed_pieces(self._storage, pieces_of(commit, commit.tensors)):
                 pass
 

@@ -7,7 +7,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from elastic_ddp.checkpoint.manifest import Commit, attempt_of, committed_steps, manifest_key, set_aside
+from elastic_ddp.checkpoint.manifest import (
+    Commit,
+    attempt_of,
+    committed_steps,
+    manifest_key,
+    set_aside,
+    step_of_attempt,
+)
 from elastic_ddp.checkpoint.metrics import Measurement, measurements_of
 from elastic_ddp.checkpoint.reading import read_manifest
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
@@ -34,8 +41,9 @@ class Housekeeping:
         self._known: dict[int, tuple[str, tuple[Measurement, ...]]] = {}
         """Complete commits that were there the last time, each with the folder of its attempt. Their manifests are not
         read again: what is kept for good grows for as long as the run does."""
-        self._unreadable: set[int] = set()
-        """Steps whose manifest could not be read. They are not tried again: that may take minutes at every commit."""
+        self._left: set[int] = set()
+        """Steps whose manifest could not be read, and those with a bad commit that might be one to keep for good. They
+        are not looked at again: that may take minutes at every commit."""
 
     def tidy(self, storage: Storage, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
         """Removes what is not kept once a commit is complete. See `CheckpointStore.complete` for the arguments.
@@ -55,23 +63,24 @@ class Housekeeping:
         if not is_current():
             return
         steps = [step for step in committed_steps(sizes) if step <= newest.step]
-        self._unreadable.discard(newest.step)  # it was written, or read, just now
+        self._left.discard(newest.step)  # it was written, or read, just now
         read = self._read_last(storage, newest, steps, sizes)
         self._known = {commit.step: self._as_known(commit) for commit in read} | self._older(
             storage, steps, read, sizes
         )
         measured = {step: told for step, (_, told) in self._known.items()}
-        staying = kept(steps, measured, self._retention) | self._unreadable
+        staying = kept(steps, measured, self._retention) | self._left
         keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
         going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
+        dead, orphans = (without_manifest(storage, each, steps) for each in (going.dead, going.orphans))
         fence()  # to look at commits may have taken long
         if not is_current():
             return
-        abort_uploads(ORPHAN_AGE_S, storage, uploads, going.dead)
+        abort_uploads(ORPHAN_AGE_S, storage, uploads, dead)
         try:
-            remove(storage, going.manifests, [*going.dead, *clocks(sizes)])
+            remove(storage, going.manifests, [*dead, *clocks(sizes)])
         finally:
-            remove(storage, [], older_than(ORPHAN_AGE_S, storage, going.orphans))
+            remove(storage, [], older_than(ORPHAN_AGE_S, storage, orphans))
 
     def _read_last(
         self, storage: Storage, newest: Commit, steps: Iterable[int], sizes: Mapping[str, int]
@@ -104,34 +113,65 @@ class Housekeeping:
 
     def _complete(self, storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit | None:
         """The commit of a step if it is known to be complete. One that cannot be read may be: it counts for nothing,
-        and stays."""
-        if step in self._unreadable:
+        and stays, as does a bad one where others than the newest are kept."""
+        if step in self._left:
             return None
         try:
             return complete_commit(storage, step, sizes)
-        except UnreadableError as error:
-            _log.warning("step %d stays, with all that was written at it: %s", step, error)
-            self._unreadable.add(step)
-            return None
+        except (CheckpointError, UnreadableError) as error:
+            if self._retention.looks_back or isinstance(error, UnreadableError):
+                _log.warning("step %d stays, with all that was written at it: %s", step, error)
+                self._left.add(step)
+        except FileNotFoundError:
+            pass
+        return None
 
     def _as_known(self, commit: Commit) -> tuple[str, tuple[Measurement, ...]]:
         return commit.prefix, measurements_of(self._retention.metric, commit.record)
 
 
-def complete_commit(storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit | None:
-    """The commit of a step if it is complete, among objects of these sizes, by key.
+def complete_commit(storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit:
+    """The commit of a step, which is complete.
+
+    Args:
+        sizes: of objects, by key, as they were listed. What is missing there is looked for once more: a listing may
+            be of some time ago, on network mounts above all.
 
     Raises:
+        CheckpointError: it is not complete.
+        FileNotFoundError: there is none.
         UnreadableError: its manifest cannot be read, and others can.
         StorageError: the storage is away.
     """
     key = manifest_key(step)
+    commit = confirmed(storage, key, lambda storage: read_manifest(storage, key))
     try:
-        commit = confirmed(storage, key, lambda storage: read_manifest(storage, key))
         commit.check_present(sizes)
-    except (CheckpointError, FileNotFoundError):
-        return None
+    except CheckpointError:
+        confirmed(storage, commit.prefix, lambda storage: commit.check_present(storage.sizes(commit.prefix)))
     return commit
+
+
+def without_manifest(storage: Storage, prefixes: Iterable[str], listed: Collection[int]) -> list[str]:
+    """Folders of attempts at steps that no manifest stands for, unless that was listed and is known. One that was not
+    is asked for by its name: a listing may be of some time ago.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    found = []
+    for prefix in prefixes:
+        step = step_of_attempt(prefix)
+        if step not in listed:
+            try:
+                storage.size(manifest_key(step))
+            except FileNotFoundError:
+                pass
+            else:
+                _log.warning("%s stays: its step has a manifest, which was not listed", prefix)
+                continue
+        found.append(prefix)
+    return found
 
 
 def attempts_alone(keys: Iterable[str]) -> dict[int, str]:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from elastic_ddp.checkpoint.catalog import CommitCatalog
 from elastic_ddp.checkpoint.housekeeping import (
     ORPHAN_AGE_S,
     abort_uploads,
@@ -14,11 +15,19 @@ from elastic_ddp.checkpoint.housekeeping import (
     older_than,
     remove,
     unfinished,
+    without_manifest,
 )
-from elastic_ddp.checkpoint.manifest import attempt_of, attempt_prefix, committed_steps, set_aside, step_of_attempt
+from elastic_ddp.checkpoint.manifest import (
+    Commit,
+    attempt_of,
+    attempt_prefix,
+    committed_steps,
+    set_aside,
+    step_of_attempt,
+)
 from elastic_ddp.checkpoint.metrics import measurements, measurements_of
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
-from elastic_ddp.errors import ConfigError, UnreadableError, some
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, UnreadableError, some
 from elastic_ddp.storage import Storage
 
 Kind = Literal["commit", "set aside", "orphan"]
@@ -38,9 +47,10 @@ class Removal:
 
 def removals(
     storage: Storage, retention: Retention | None, *, orphan_age_s: float, with_set_aside: bool
-) -> tuple[list[Removal], dict[int, UnreadableError]]:
-    """What can go, in that order, and the steps whose manifest cannot be read, with the reason. The newest commit that
-    is complete never goes, nor one that is newer, nor anything of a step whose manifest cannot be read: it may be good.
+) -> tuple[list[Removal], dict[int, StorageError]]:
+    """What can go, in that order, and steps of which nothing goes because they cannot be read, or are bad where good
+    ones are to be kept, with the reason. The newest commit of which every byte verifies never goes, nor one that is
+    newer, nor anything of a step that cannot be read: it may be good.
 
     Args:
         storage: a folder of commits.
@@ -55,13 +65,7 @@ def removals(
     uploads = unfinished(storage)
     sizes = storage.sizes()
     steps = committed_steps(sizes)
-    complete, unreadable = {}, {}
-    for step in steps:
-        try:
-            if (commit := complete_commit(storage, step, sizes)) is not None:
-                complete[step] = commit
-        except UnreadableError as error:
-            unreadable[step] = error
+    complete, doubtful = _complete(storage, steps, sizes, has_verified=retention is None)
     staying = set(steps)
     if retention is not None and complete:
         measured = {step: measurements_of(retention.metric, commit.record) for step, commit in complete.items()}
@@ -71,10 +75,10 @@ def removals(
                 f"no commit has a value of {retention.metric!r}, so none is the best by it; nothing is removed. They "
                 f"have {some(names, 10) if names else 'no metrics at all'}"
             )
-        staying = kept(steps, measured, retention) | unreadable.keys()
+        staying = kept(steps, measured, retention) | doubtful.keys()
     aside = {}
     if with_set_aside:
-        aside = {key: each for key in sizes if (each := set_aside(key)) is not None and each[0] not in unreadable}
+        aside = {key: each for key in sizes if (each := set_aside(key)) is not None and each[0] not in doubtful}
     keys = [*(sizes.keys() - aside.keys()), *(each.key for each in uploads if attempt_of(each.key) is not None)]
     going = removable(keys, staying, complete.values(), newest=max(steps, default=0))
     num_bytes = Counter[str]()
@@ -94,9 +98,41 @@ def removals(
         own = attempt_prefix(step, attempt) if attempt is not None else None
         found.append(removal("set aside", step, manifest, [each for each in going.orphans if each == own]))
     known = {folder for each in found for folder in each.folders}
-    for folder in older_than(orphan_age_s, storage, [each for each in going.orphans if each not in known]):
+    orphans = without_manifest(storage, [each for each in going.orphans if each not in known], steps)
+    for folder in older_than(orphan_age_s, storage, orphans):
         found.append(removal("orphan", step_of_attempt(folder), None, [folder]))
-    return found, unreadable
+    return found, doubtful
+
+
+def _complete(
+    storage: Storage, steps: list[int], sizes: dict[str, int], *, has_verified: bool
+) -> tuple[dict[int, Commit], dict[int, StorageError]]:
+    """The complete commits by step, and those of which there is no telling, or which are newer and have bad bytes.
+
+    Args:
+        steps: with a manifest, newest first.
+        has_verified: whether no byte has to be read. Otherwise the newest commit verifies.
+    """
+    complete: dict[int, Commit] = {}
+    doubtful: dict[int, StorageError] = {}
+    for step in steps:
+        try:
+            commit = complete_commit(storage, step, sizes)
+        except UnreadableError as error:
+            doubtful[step] = error
+            continue
+        except (CheckpointError, FileNotFoundError):
+            continue
+        try:
+            if not has_verified:
+                CommitCatalog(storage).verify(commit)
+        except (CheckpointError, UnreadableError) as error:
+            doubtful[step] = error
+        except FileNotFoundError:
+            continue
+        else:
+            complete[step], has_verified = commit, True
+    return complete, doubtful
 
 
 def prune(storage: Storage, chosen: list[Removal], *, orphan_age_s: float = ORPHAN_AGE_S) -> None:

@@ -158,8 +158,7 @@ class Saver:
     def _run(self, save: Save, copying_s: float) -> None:
         if save.world_size > 1:
             time.sleep(min(MOST_LET_BE_S, copying_s))
-        # Those who train at the same time come first; threads that this one starts are as nice.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
+        _be_nice()
         storage = WatchedStorage(self._storage)
         if save.rank == 0:
             self._commit(save, storage)
@@ -262,6 +261,15 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _be_nice() -> None:
+    """Lets those come first who train at the same time; threads that this one starts are as nice. A container may not
+    allow it."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
+    except OSError as error:
+        _log.debug("a save takes as much of the processors as training: %s", error)
 
 
 class _First:

@@ -28,6 +28,7 @@ from elastic_ddp.checkpoint.manifest import (
     StoredTensor,
     num_values,
     padded,
+    stored_dtype,
 )
 from elastic_ddp.checkpoint.planning import BlockPlanner, Box, is_in_shards, num_bytes, share_of
 from elastic_ddp.checkpoint.sampling import Sample, Sampler, check_same
@@ -321,7 +322,10 @@ def _may_differ(name: str) -> bool:
 
 def _encoded(skeletons: dict[str, Any]) -> bytes:
     """Raises a CheckpointError where it is too large to be read again."""
-    encoded = json.dumps(skeletons, separators=(",", ":"), check_circular=False).encode()  # `flatten` saw to that
+    try:
+        encoded = json.dumps(skeletons, separators=(",", ":"), check_circular=False).encode()  # `flatten` saw to that
+    except ValueError as error:  # an integer of more digits than Python writes
+        raise CheckpointError(f"without its tensors the state cannot be made JSON: {error}") from error
     count = num_values(encoded)
     if len(encoded) > MAX_SKELETON_BYTES or count > MAX_SKELETON_VALUES:
         raise CheckpointError(
@@ -332,10 +336,14 @@ def _encoded(skeletons: dict[str, Any]) -> bytes:
 
 
 def _check_manifest(tensors: Mapping[str, torch.Tensor], num_blocks: Mapping[str, int]) -> None:
-    """CheckpointError where the manifest would be too large to be read again, whatever else is in it: before anything
-    is written."""
+    """CheckpointError where the manifest would be too large to be read again, whatever else is in it, or would have a
+    dtype that none may have: before anything is written."""
     num_bytes = count = 0
     for name, each in tensors.items():
+        try:
+            stored_dtype(dtype_name(each.dtype))
+        except ValueError as error:
+            raise CheckpointError(f"{name} has the dtype {each.dtype}, which is not kept: {error}") from error
         whole, further = _in_manifest(each.dim())
         text, num_further = json.dumps(name).encode(), num_blocks[name] - 1
         num_bytes += len(text) + len(whole) + num_further * len(further)

@@ -8,7 +8,7 @@ import os
 import resource
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor, attempt_prefix
 from elastic_ddp.checkpoint.planning import BlockPlanner
-from elastic_ddp.checkpoint.writing import BlockWriter, put_together
+from elastic_ddp.checkpoint.writing import BlockWriter, Kind, Part, put_together
 from elastic_ddp.storage import Storage
 from tests.ranks import PROCESSES
 
@@ -32,8 +32,14 @@ def plant(storage: Storage, step: int, skeleton: bytes, tensors: dict[str, torch
     share = planner.create_local_plan()
     writer = BlockWriter()
     writer.stage(share, planner)
-    objects, stored = put_together([writer.write(storage, prefix, "0")], tensors)
+    part = writer.write(storage, prefix, "0")
+    objects, stored = put_together([part], kinds_in([part]))
     return _put(storage, step, skeleton, objects, stored)
+
+
+def kinds_in(parts: Iterable[Part]) -> dict[str, Kind]:
+    """Of the tensors that ranks have written."""
+    return {each.tensor: (each.dtype, each.shape) for part in parts for each in part.blocks}
 
 
 def plant_sparse(folder: Path, step: int, tensors: dict[str, tuple[int, int]]) -> Commit:

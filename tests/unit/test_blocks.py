@@ -27,6 +27,7 @@ from elastic_ddp.checkpoint.writing import BlockWriter, Part, StateWriter, put_t
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.state import flatten, unflatten
 from elastic_ddp.storage import Storage
+from tests.unit.forging import kinds_in
 from tests.whole import WholeStore
 
 ATTEMPT = "0" * 32
@@ -74,7 +75,9 @@ def write(
 
 
 def commit_of(parts: list[Part], names: Any) -> Commit:
-    objects, tensors = put_together(parts, names)
+    kinds = kinds_in(parts)
+    assert kinds.keys() == set(names)
+    objects, tensors = put_together(parts, kinds)
     state = Skeleton(key=f"{PREFIX}/state.json", size=0, crc32=0)
     return Commit(step=7, attempt=ATTEMPT, state=state, objects=objects, tensors=tensors, record={})
 
@@ -274,6 +277,18 @@ def test_a_writer_keeps_nothing_of_a_state() -> None:
     assert memory.expired()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8, torch.quint8], ids=str)
+def test_a_dtype_that_is_not_kept_is_refused_before_training(dtype: torch.dtype) -> None:
+    state = {"model": {"weight": torch.ones(2), "codes": torch.empty(4, dtype=dtype)}}
+    with pytest.raises(CheckpointError, match=r"codes"):
+        StateWriter().prepare(state)
+
+
+def test_an_integer_that_python_does_not_write_is_refused_before_training() -> None:
+    with pytest.raises(CheckpointError, match=r"without its tensors the state cannot be made JSON"):
+        StateWriter().prepare({"user": {"count": 10**5000}})
+
+
 def test_planning_is_done_before_the_first_commit_as_far_as_ranks_have_no_part_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -352,13 +367,14 @@ def test_any_part_of_a_tensor_can_be_read_whoever_wrote_it(
 def test_a_commit_is_not_made_where_something_of_it_was_not_written(tmp_path: Path) -> None:
     tensors = some_tensors()
     parts = write(Storage(tmp_path), tensors, 3)
+    kinds = kinds_in(parts)
     for missing in range(3):
         with pytest.raises(CheckpointError, match="not all that belongs to the state was written"):
-            put_together(parts[:missing] + parts[missing + 1 :], tensors)
+            put_together(parts[:missing] + parts[missing + 1 :], kinds)
     with pytest.raises(CheckpointError, match="not all that belongs to the state was written"):
-        put_together([*parts, parts[0]], tensors)
+        put_together([*parts, parts[0]], kinds)
     with pytest.raises(CheckpointError, match=r"not all that belongs to the state was written: \['another'\]"):
-        put_together(parts, [*tensors, "another"])
+        put_together(parts, {**kinds, "another": ("float32", (1,))})
 
 
 def test_every_flipped_bit_of_every_object_is_noticed_and_where_is_said(tmp_path: Path) -> None:

@@ -193,6 +193,8 @@ def corrupt(storage: Storage, key: str, how: str) -> None:
         data += b" "
     elif how == "empty":
         data.clear()
+    else:
+        raise ValueError(how)
     storage.write(key, bytes(data))
 
 

@@ -117,6 +117,15 @@ def test_verify_reads_everything_and_exits_with_1_if_anything_is_bad(tmp_path: P
         invoke("verify", run, "--step", "7")
 
 
+def test_verify_calls_bad_what_no_restore_takes(tmp_path: Path) -> None:
+    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store.save({**make_state(7), "position": {"step": 8}}, step=7, record={})
+    found = invoke("verify", str(tmp_path / "lm"))
+    assert found.exit_code == 1 and "is not a state of step 7: its position is {'step': 8}" in " ".join(
+        found.stdout.split()
+    )
+
+
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
 def test_weights_are_exported_for_other_tools(tmp_path: Path, commits: list[Commit], suffix: str) -> None:
     file = tmp_path / f"weights.{suffix}"
@@ -314,6 +323,20 @@ def test_the_newest_complete_commit_always_stays_and_what_may_be_newer(tmp_path:
     assert storage.list(commits[2].key.split("/")[0]) == ["commits/20.json", "commits/30.json"]
     corrupt(storage, commits[1].objects[0].key, "missing")
     assert prune(tmp_path, "--keep", "1", "--orphans-older-than-s", "0") == [], "none is complete"
+
+
+def test_prune_reads_the_newest_commit_before_it_removes_the_good_ones_before_it(
+    tmp_path: Path, commits: list[Commit]
+) -> None:
+    storage, run = Storage(tmp_path / "lm").at(COMMITS), str(tmp_path / "lm")
+    corrupt(storage, commits[2].objects[0].key, "flip")
+    assert prune(tmp_path, "--keep", "1", "--dry-run") == [(10, "commit")]
+    text = " ".join(invoke("prune", run, "--keep", "1").stdout.split())
+    assert "step 30 stays, with all that was written at it" in text and "does not have the checksum" in text
+    assert storage.list("commits") == [commits[1].key, commits[2].key]
+    WholeStore(storage, keep=1).verify(commits[1])
+    corrupt(storage, commits[1].objects[0].key, "flip")
+    assert prune(tmp_path, "--keep", "1") == [], "none verifies"
 
 
 def test_what_was_never_committed_goes_when_it_is_old(tmp_path: Path, commits: list[Commit]) -> None:

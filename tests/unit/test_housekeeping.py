@@ -153,6 +153,49 @@ def test_a_saver_is_asked_for_once_more_right_before_commits_are_removed(tmp_pat
     assert steps_in(storage) == [20, 30]
 
 
+class Stale(Storage):
+    """Its first listing of everything is without something, as one of some time ago may be."""
+
+    without = ""
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        found = super().sizes(prefix)
+        if not prefix and self.without:
+            found.pop(self.without)
+        return found
+
+
+@pytest.mark.parametrize("what", ["manifest", "object"])
+def test_what_is_missing_in_one_listing_is_not_removed_for_it(tmp_path: Path, what: str) -> None:
+    storage, keep = Stale(tmp_path), Retention(last=1, best=1, metric="loss")
+    best = save(WholeStore(storage, keep=keep), 10, 0.1)
+    save(WholeStore(storage, keep=keep), 20, 0.5)
+    assert steps_in(storage) == [10, 20]
+    storage.without = best.key if what == "manifest" else best.state.key
+    save(WholeStore(storage, keep=keep), 30, 0.6)
+    assert manifest_key(10) in storage.list("commits")
+    storage.without = ""
+    store = WholeStore(storage, keep=keep)
+    store.verify(best)
+    save(store, 40, 0.7)
+    assert steps_in(storage) == [10, 40]
+
+
+def test_a_bad_commit_that_might_be_the_best_is_left_and_counts_for_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage, keep = Elsewhere(tmp_path), Retention(last=1, best=1, metric="loss")
+    best = save(WholeStore(storage, keep=keep), 10, 0.1)
+    save(WholeStore(storage, keep=keep), 20, 0.3)
+    corrupt(storage, best.state.key, "missing")
+    store = WholeStore(storage, keep=keep)
+    for step in (30, 40, 50):
+        save(store, step, 0.5)
+    assert steps_in(storage) == [10, 20, 50], "20 is the best of those that are left"
+    told = [each for each in caplog.messages if each.startswith("step 10 stays, with all that was written at it")]
+    assert len(told) == 1 and best.state.key in told[0]
+
+
 class Held(Elsewhere):
     """A folder in it is under a legal hold, or somebody else's."""
 

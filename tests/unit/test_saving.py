@@ -285,6 +285,16 @@ def test_a_state_that_cannot_be_kept_is_refused_at_once(tmp_path: Path) -> None:
     assert not ranks.savers[0].is_busy and gc.isenabled()
 
 
+def test_a_save_that_may_not_be_nice_is_made_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(which: int, who: int, priority: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("elastic_ddp.checkpoint.saving.os.setpriority", refuse)
+    ranks = Ranks(lambda rank: Storage(tmp_path), 2)
+    ranks.begin(5)
+    assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 5
+
+
 def test_no_garbage_is_looked_for_while_training_waits_for_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,19 @@ def test_loops_and_endless_depth_are_refused() -> None:
     assert round_trip([shared, shared]) == [[1], [1]]
 
 
+def test_what_is_nested_as_deep_as_may_be_is_kept_and_read_deep_in_a_program() -> None:
+    deep: Any = 7
+    for _ in range(50):
+        deep = {"in": [deep]}
+
+    def at(depth: int) -> Any:
+        return at(depth - 1) if depth else round_trip(deep)
+
+    assert at(400) == deep
+    with pytest.raises(CheckpointError, match="nested deeper than 100 levels"):
+        flatten([deep])
+
+
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=6)),
     lambda inner: st.one_of(
