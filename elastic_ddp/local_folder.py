@@ -134,14 +134,25 @@ class LocalFolder:
     @contextmanager
     def _temporary(self, target: Path, data: bytes | memoryview) -> Iterator[Path]:
         """A synced file with the data beside the target; removed afterwards if it is still there."""
-        _make_folder(target.parent)
         temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+        file = _opened(temporary)
         try:
-            with temporary.open("xb") as file:
+            with file:
                 _write_through(file, data)
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _opened(path: Path) -> Any:
+    """A new file, to be written. `delete_tree` of another one takes an empty folder above it along, perhaps in between:
+    it is made once more then."""
+    try:
+        _make_folder(path.parent)
+        return path.open("xb")
+    except FileNotFoundError:
+        _make_folder(path.parent)
+        return path.open("xb")
 
 
 def _renamed_if_new(old: Path, new: Path) -> bool:

@@ -3,6 +3,7 @@ later."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -217,7 +218,7 @@ class BlockWriter:
         sizes = [_end(blocks) for blocks in self._items]
         if [len(buffer) for buffer in self._buffers] != sizes:
             self._buffers, self._places = [], []  # before there are others
-            self._buffers = [_buffer(size) for size in sizes]
+            self._buffers = _buffers(sizes)
         self._places = [
             _place_in(buffer, item, start)
             for buffer, blocks in zip(self._buffers, self._items, strict=True)
@@ -394,10 +395,32 @@ def _end(blocks: list[tuple[WriteItem, int]]) -> int:
     return start + padded(num_bytes(item))
 
 
-def _buffer(size: int) -> torch.Tensor:
-    if torch.cuda.is_available():
-        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-    return host_memory.empty([size], torch.uint8).zero_()
+def _buffers(sizes: list[int]) -> list[torch.Tensor]:
+    """Memory for objects; with a GPU pinned, as copies into it need not wait for each other then."""
+    if not torch.cuda.is_available():
+        return [host_memory.empty([size], torch.uint8).zero_() for size in sizes]
+    buffers: list[torch.Tensor] = []
+    for together in in_slabs(sizes):
+        buffers += torch.zeros(sum(together), dtype=torch.uint8, pin_memory=True).split(together)
+    return buffers
+
+
+def in_slabs(sizes: list[int]) -> list[list[int]]:
+    """Objects to be put into one piece of memory each, in their order, which leave little of it where a piece has a power
+    of two of bytes: torch takes so many of pinned memory, whatever it is asked for."""
+    slabs, first = [], 0
+    while first < len(sizes):
+        room = _power_of_two(max(sizes[first], _power_of_two(sum(sizes[first:]) // 2 + 1)))
+        ends = itertools.accumulate(sizes[first:])
+        count = sum(1 for _ in itertools.takewhile(lambda end: end <= room, ends))  # noqa: B023
+        slabs.append(sizes[first : first + count])
+        first += count
+    return slabs
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is no less."""
+    return 1 << max(0, number - 1).bit_length()
 
 
 def _place_in(buffer: torch.Tensor, item: WriteItem, start: int) -> torch.Tensor:

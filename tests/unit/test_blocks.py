@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import math
+import random
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from elastic_ddp.checkpoint import Commit, writing
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredTensor, num_values
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, BlockPlanner, blocks_of, share_of
 from elastic_ddp.checkpoint.reading import Targets, pieces_of, read_pieces
-from elastic_ddp.checkpoint.writing import BlockWriter, Part, StateWriter, put_together
+from elastic_ddp.checkpoint.writing import BlockWriter, Part, StateWriter, in_slabs, put_together
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.state import flatten, unflatten
 from elastic_ddp.storage import Storage
@@ -264,6 +266,44 @@ def test_what_changed_since_the_commit_before_is_noticed(tmp_path: Path) -> None
         with torch.no_grad():
             for name, tensor in state.items():
                 tensor.copy_(expected[f"model.{name}"])
+
+
+@given(st.lists(st.integers(0, 48 << 20), max_size=300))
+def test_pinned_memory_of_powers_of_two_has_room_for_one_share_and_little_more(sizes: list[int]) -> None:
+    slabs = in_slabs(sizes)
+    assert list(itertools.chain(*slabs)) == sizes and all(slabs)
+    taken = sum(1 << max(0, sum(each) - 1).bit_length() for each in slabs)
+    most_wasted = max(sizes, default=0) * len(slabs) + 1
+    assert taken <= sum(sizes) + most_wasted
+
+
+@pytest.mark.parametrize(("share_mib", "most"), [(300, 1.35), (1000, 1.1), (4000, 1.05)])
+def test_shares_of_usual_objects_take_little_more_than_themselves(share_mib: int, most: float) -> None:
+    draw = random.Random(share_mib)
+    sizes: list[int] = []
+    while sum(sizes) < share_mib << 20:
+        sizes.append(draw.randrange(32 << 20, 48 << 20))
+    taken = sum(1 << (sum(each) - 1).bit_length() for each in in_slabs(sizes))
+    assert taken <= most * sum(sizes)
+
+
+def test_what_was_staged_in_pinned_memory_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a GPU, but that the memory is not pinned here."""
+    taken: list[int] = []
+    zeros = torch.zeros
+
+    def not_pinned(size: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        taken.append(size)
+        return zeros(size, dtype=dtype)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.zeros", not_pinned)
+    tensors = some_tensors()
+    parts = write(Storage(tmp_path), tensors, object_bytes=500, block_bytes=128)
+    assert len(parts[0].objects) > len(taken) > 1 and sum(taken) == sum(each.size for each in parts[0].objects)
+    found = read(Storage(tmp_path), commit_of(parts, tensors))
+    assert all(same(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_writer_keeps_nothing_of_a_state() -> None:

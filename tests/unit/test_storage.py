@@ -637,3 +637,21 @@ def test_a_denied_request_is_a_storage_error_with_its_cause(s3: str, monkeypatch
     with pytest.raises(StorageError, match=r"cannot create 'a' in s3://.*AccessDenied") as caught:
         storage.create("a", b"mine")
     assert isinstance(caught.value.__cause__, PermissionError) and time.monotonic() - began < 5
+
+
+def test_a_folder_that_goes_with_another_one_is_made_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an attempt at a step is removed when the next one at that step begins."""
+    storage, plain, gone = Storage(tmp_path), Path.open, []
+
+    def opened(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.parent.name == "attempt=b" and not gone:
+            gone.append(path)
+            path.parent.rmdir()
+            storage.delete_tree("step=1/attempt=a")
+            assert not (tmp_path / "step=1").exists()
+        return plain(path, *arguments, **options)
+
+    storage.write("step=1/attempt=a/0.bin", b"first")
+    monkeypatch.setattr(Path, "open", opened)
+    storage.write("step=1/attempt=b/0.bin", b"second")
+    assert gone and storage.list() == ["step=1/attempt=b/0.bin"]
