@@ -406,8 +406,8 @@ def _buffers(sizes: list[int]) -> list[torch.Tensor]:
 
 
 def in_slabs(sizes: list[int]) -> list[list[int]]:
-    """Objects to be put into one piece of memory each, in their order, which leave little of it where a piece has a power
-    of two of bytes: torch takes so many of pinned memory, whatever it is asked for."""
+    """Objects to be put into one piece of memory each, in their order. They leave little of it, though torch takes a
+    power of two of bytes for each piece of pinned memory, whatever it is asked for."""
     slabs, first = [], 0
     while first < len(sizes):
         room = _power_of_two(max(sizes[first], _power_of_two(sum(sizes[first:]) // 2 + 1)))

@@ -317,7 +317,7 @@ def test_a_writer_keeps_nothing_of_a_state() -> None:
     assert memory.expired()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8, torch.quint8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8], ids=str)
 def test_a_dtype_that_is_not_kept_is_refused_before_training(dtype: torch.dtype) -> None:
     state = {"model": {"weight": torch.ones(2), "codes": torch.empty(4, dtype=dtype)}}
     with pytest.raises(CheckpointError, match=r"codes"):
