@@ -115,9 +115,10 @@ def prune(
     commits = Storage(run).at(COMMITS)
     if not commits.list() and not unfinished(commits):
         raise ConfigError(f"{run}: there is nothing to prune here; give <storage>/<name>")
-    with nullcontext() if dry_run else _alone_with(run):
+    with nullcontext() if dry_run else _alone_with(run) as lease:
         going, unreadable = removals(commits, keep_what, orphan_age_s=age_s, with_set_aside=set_aside)
-        if not dry_run:
+        if lease is not None:
+            lease.renew()  # to read a commit may have taken long
             remove(commits, going, orphan_age_s=age_s)
     if as_json:
         told = {step: str(error) for step, error in unreadable.items()}
@@ -257,7 +258,7 @@ def _retention(keep: int | None, every_steps: int | None, best: int, metric: str
 
 
 @contextmanager
-def _alone_with(run: str) -> Iterator[None]:
+def _alone_with(run: str) -> Iterator[DriverLease]:
     """Holds the run's lease: no driver is live, and none begins meanwhile. ConfigError if one is live.
 
     A live run removes what it does not keep itself, and may be reading, or writing, what a person would remove.
@@ -271,7 +272,7 @@ def _alone_with(run: str) -> Iterator[None]:
                 f"{run}: nothing is removed while the run is live. Its driver is {holder(storage)}. Stop it first, or "
                 "leave it to the run's own settings (checkpoint.keep and those after it); --dry-run says what there is"
             ) from None
-        yield
+        yield lease
 
 
 def _store_of(run: str) -> CommitCatalog:

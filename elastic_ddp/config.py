@@ -102,7 +102,7 @@ class CheckpointConfig(_Settings):
     training loss of a step."""
     best_mode: Literal["min", "max"] = "min"
     """Whether a smaller or a larger value of it is better."""
-    max_failed_saves: Annotated[int, Field(ge=0)] = 3
+    max_failed_saves: Annotated[int, Field(ge=0, le=MAX_STEP)] = 3
     """Saves in a row that may fail, for want of the storage for example, before the run ends with an error. After each
     training goes on, and the commit before is the newest. A save in which nothing that was asked of the storage
     comes to an end for ten minutes has failed, too."""
@@ -235,7 +235,7 @@ class RunConfig(_Settings):
     gradients and optimizer stay fp32."""
     clip_grad_norm: PositiveFloat | None = None
     """The total 2-norm that gradients are clipped to."""
-    max_restarts: Annotated[int, Field(ge=-1)] = 100
+    max_restarts: Annotated[int, Field(ge=-1, le=MAX_STEP)] = 100
     """Times that workers may be lost, or a group of them not be started as one died meanwhile; -1 for no limit. What
     does not count: workers that never trained while others do, and those whose node was drained, by Ray or a person,
     when they had started. Errors of the training function are never retried."""

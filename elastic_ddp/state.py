@@ -134,7 +134,7 @@ class _Flattener:
             if kind is deque:
                 return {"kind": "deque", "value": self._items(value, path), "maxlen": value.maxlen}
             pairs = [
-                [key if type(key) is str else self._key(key, path), self.encode(item, (*path, key))]
+                [key if type(key) is str else self._key(key, path, len(path)), self.encode(item, (*path, key))]
                 for key, item in value.items()
             ]
             if kind is dict:
@@ -152,9 +152,11 @@ class _Flattener:
     def _items(self, values: Iterable[Any], path: tuple[Any, ...]) -> list[Any]:
         return [self.encode(item, (*path, index)) for index, item in enumerate(values)]
 
-    def _key(self, key: Any, path: tuple[Any, ...]) -> Any:
+    def _key(self, key: Any, path: tuple[Any, ...], depth: int) -> Any:
+        if depth >= _MAX_DEPTH:
+            raise CheckpointError(f"{_place(path)} has a key that is nested too deeply; flatten it")
         if type(key) is tuple:
-            return {"kind": "tuple", "value": [self._key(part, path) for part in key]}
+            return {"kind": "tuple", "value": [self._key(part, path, depth + 1) for part in key]}
         if key is None or type(key) in (bool, int, float, str, bytes):
             return self.encode(key, path)
         raise CheckpointError(

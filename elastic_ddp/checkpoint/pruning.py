@@ -48,9 +48,9 @@ class Removal:
 def removals(
     storage: Storage, retention: Retention | None, *, orphan_age_s: float, with_set_aside: bool
 ) -> tuple[list[Removal], dict[int, StorageError]]:
-    """What can go, in that order, and steps of which nothing goes because they cannot be read, or are bad where good
-    ones are to be kept, with the reason. The newest commit of which every byte verifies never goes, nor one that is
-    newer, nor anything of a step that cannot be read: it may be good.
+    """What can go, in that order, and steps of which nothing goes because they cannot be read, or are bad and newer
+    than the newest that is good, with the reason. The newest commit of which every byte verifies never goes, nor one
+    that is newer, nor anything of a step that cannot be read: it may be good. Others that stay are not read.
 
     Args:
         storage: a folder of commits.
@@ -65,17 +65,11 @@ def removals(
     uploads = unfinished(storage)
     sizes = storage.sizes()
     steps = committed_steps(sizes)
-    complete, doubtful = _complete(storage, steps, sizes, has_verified=retention is None)
-    staying = set(steps)
-    if retention is not None and complete:
-        measured = {step: measurements_of(retention.metric, commit.record) for step, commit in complete.items()}
-        if retention.best and not any(measured.values()):
-            names = sorted({name for commit in complete.values() for name in measurements(commit.record)})
-            raise ConfigError(
-                f"no commit has a value of {retention.metric!r}, so none is the best by it; nothing is removed. They "
-                f"have {some(names, 10) if names else 'no metrics at all'}"
-            )
-        staying = kept(steps, measured, retention) | doubtful.keys()
+    complete, doubtful = _complete(storage, steps, sizes)
+    staying = _staying(steps, complete, doubtful, retention)
+    if staying < set(steps):  # what is removed may be all that is good
+        doubtful |= _verified(storage, complete)
+        staying = _staying(steps, complete, doubtful, retention)
     aside = {}
     if with_set_aside:
         aside = {key: each for key in sizes if (each := set_aside(key)) is not None and each[0] not in doubtful}
@@ -105,34 +99,50 @@ def removals(
 
 
 def _complete(
-    storage: Storage, steps: list[int], sizes: dict[str, int], *, has_verified: bool
+    storage: Storage, steps: list[int], sizes: dict[str, int]
 ) -> tuple[dict[int, Commit], dict[int, StorageError]]:
-    """The complete commits by step, and those of which there is no telling, or which are newer and have bad bytes.
-
-    Args:
-        steps: with a manifest, newest first.
-        has_verified: whether no byte has to be read. Otherwise the newest commit verifies.
-    """
+    """The commits whose objects are all there, and those whose manifest cannot be read, by step, newest first."""
     complete: dict[int, Commit] = {}
-    doubtful: dict[int, StorageError] = {}
+    unreadable: dict[int, StorageError] = {}
     for step in steps:
         try:
-            commit = complete_commit(storage, step, sizes)
+            complete[step] = complete_commit(storage, step, sizes)
         except UnreadableError as error:
-            doubtful[step] = error
-            continue
+            unreadable[step] = error
         except (CheckpointError, FileNotFoundError):
             continue
+    return complete, unreadable
+
+
+def _verified(storage: Storage, complete: dict[int, Commit]) -> dict[int, StorageError]:
+    """Takes those out that are newer than the newest of which every byte verifies; returns them, and why."""
+    doubtful: dict[int, StorageError] = {}
+    for step, commit in [*complete.items()]:
         try:
-            if not has_verified:
-                CommitCatalog(storage).verify(commit)
+            CommitCatalog(storage).verify(commit)
+            break
         except (CheckpointError, UnreadableError) as error:
             doubtful[step] = error
         except FileNotFoundError:
-            continue
-        else:
-            complete[step], has_verified = commit, True
-    return complete, doubtful
+            pass
+        del complete[step]
+    return doubtful
+
+
+def _staying(
+    steps: list[int], complete: dict[int, Commit], doubtful: dict[int, StorageError], retention: Retention | None
+) -> set[int]:
+    """The steps whose commits stay."""
+    if retention is None or not complete:
+        return set(steps)
+    measured = {step: measurements_of(retention.metric, commit.record) for step, commit in complete.items()}
+    if retention.best and not any(measured.values()):
+        names = sorted({name for commit in complete.values() for name in measurements(commit.record)})
+        raise ConfigError(
+            f"no commit has a value of {retention.metric!r}, so none is the best by it; nothing is removed. They "
+            f"have {some(names, 10) if names else 'no metrics at all'}"
+        )
+    return kept(steps, measured, retention) | doubtful.keys()
 
 
 def prune(storage: Storage, chosen: list[Removal], *, orphan_age_s: float = ORPHAN_AGE_S) -> None:

@@ -40,6 +40,9 @@ from elastic_ddp.storage import Storage
 
 OBJECT_BYTES = 32 << 20
 """An object gets no more blocks when it has so many bytes."""
+SLAB_BYTES = 512 << 20
+"""Of pinned memory that is taken at once, at most, but for a larger object. Torch keeps what it has had, and has a use
+for it again if later pieces are as large, as most of them are then, whatever the share."""
 PARALLEL_OBJECTS = 8
 """Objects that a rank writes at the same time; a storage sends the pieces of a large one at the same time, too."""
 
@@ -92,7 +95,7 @@ class StateWriter:
         self._of_rank_0 = of_rank_0
         self._blocks = BlockWriter()
         self._planner = BlockPlanner()
-        self._skeletons: dict[str, Any] = {}
+        self._skeletons: dict[str, Any] | None = None
         """Of what was staged and is to be written, by rank 0; nothing in them is the state's, which may change."""
         self._sampler = Sampler()
         self._share: tuple[Any, SavePlan, list[WriteItem]] | None = None
@@ -125,7 +128,9 @@ class StateWriter:
         """
         skeletons, tensors = flattened(state)
         self._rank = rank
-        self._bytes_of_rank_0 = sum(each.nbytes for name, each in tensors.items() if self._is_for_rank_0(name))
+        self._bytes_of_rank_0 = sum(
+            each.nbytes for name, each in tensors.items() if self._is_for_rank_0(name) and not _may_differ(name)
+        )
         self._skeletons = skeletons if rank == 0 else {}
         self._planner.set_up_planner(tensors)
         kind = rank, world_size, _kinds_of(tensors)
@@ -160,7 +165,8 @@ class StateWriter:
             StorageError: the storage failed.
         """
         # Here rather than in `stage`, as nobody waits for it: it takes a third as long as to take the state apart.
-        skeletons, self._skeletons = self._skeletons, {}
+        skeletons, self._skeletons = self._skeletons, None
+        assert skeletons is not None, "what was staged is written once"
         encoded = _encoded(skeletons) if self._rank == 0 else b""
         part = self._blocks.write(storage, prefix, str(self._rank))
         told = {"bytes_of_rank_0": self._bytes_of_rank_0, "samples": self._sampler.samples()}
@@ -318,7 +324,7 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Te
 
 
 def _may_differ(name: str) -> bool:
-    return _EXTRA_STATE in name
+    return _EXTRA_STATE in name.split(".")
 
 
 def _encoded(skeletons: dict[str, Any]) -> bytes:
@@ -408,13 +414,19 @@ def _buffers(sizes: list[int]) -> list[torch.Tensor]:
 def in_slabs(sizes: list[int]) -> list[list[int]]:
     """Objects to be put into one piece of memory each, in their order. They leave little of it, though torch takes a
     power of two of bytes for each piece of pinned memory, whatever it is asked for."""
-    slabs, first = [], 0
+    slabs: list[list[int]] = []
+    first = 0
     while first < len(sizes):
-        room = _power_of_two(max(sizes[first], _power_of_two(sum(sizes[first:]) // 2 + 1)))
+        rest = sum(sizes[first:])
+        room = _power_of_two(max(sizes[first], min(_power_of_two(rest // 2 + 1), SLAB_BYTES)))
         ends = itertools.accumulate(sizes[first:])
         count = sum(1 for _ in itertools.takewhile(lambda end: end <= room, ends))  # noqa: B023
         slabs.append(sizes[first : first + count])
         first += count
+    for place in range(len(slabs)):  # one piece may take less than the several that the last ones came to
+        apart, together = slabs[place:], list(itertools.chain(*slabs[place:]))
+        if _power_of_two(sum(together)) <= min(SLAB_BYTES, sum(_power_of_two(sum(each)) for each in apart)):
+            return [*slabs[:place], together]
     return slabs
 
 

@@ -23,7 +23,7 @@ from elastic_ddp import cli
 from elastic_ddp.checkpoint import Commit, CommitCatalog, Retention, pruning, reading
 from elastic_ddp.checkpoint.manifest import attempt_prefix, set_aside_key
 from elastic_ddp.driver import Driver, started
-from elastic_ddp.errors import CheckpointError, ConfigError, StorageError
+from elastic_ddp.errors import CheckpointError, ConfigError, DriverReplacedError, StorageError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import DriverLease, holder
 from elastic_ddp.local_folder import TEMPORARY
@@ -337,6 +337,32 @@ def test_prune_reads_the_newest_commit_before_it_removes_the_good_ones_before_it
     WholeStore(storage, keep=1).verify(commits[1])
     corrupt(storage, commits[1].objects[0].key, "flip")
     assert prune(tmp_path, "--keep", "1") == [], "none verifies"
+
+
+def test_prune_reads_nothing_where_nothing_goes_and_asks_for_its_lease_before_it_removes(
+    tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    plain = CommitCatalog.verify
+
+    def verify(self: CommitCatalog, commit: Commit) -> None:
+        read.append(commit.step)
+        plain(self, commit)
+
+    monkeypatch.setattr(CommitCatalog, "verify", verify)
+    assert prune(tmp_path, "--keep", "3") == [] and read == []
+    with pytest.raises(ConfigError, match="no commit has a value of 'los'"):
+        prune(tmp_path, "--keep", "1", "--keep-best", "1", "--best-metric", "los")
+    assert read == []
+
+    def taken_over(self: DriverLease, **options: Any) -> None:
+        assert read == [30]
+        raise DriverReplacedError("another driver has taken the run over")
+
+    monkeypatch.setattr(DriverLease, "renew", taken_over)
+    with pytest.raises(DriverReplacedError):
+        invoke("prune", str(tmp_path / "lm"), "--keep", "1")
+    assert steps_left(tmp_path) == [30, 20, 10]
 
 
 def test_what_was_never_committed_goes_when_it_is_old(tmp_path: Path, commits: list[Commit]) -> None:

@@ -124,10 +124,14 @@ def test_what_modules_keep_beside_tensors_is_rank_0s_whatever_others_have(tmp_pa
         {},
     ]
     parts = []
-    writers = [StateWriter() for _ in extra]
+    writers = [StateWriter(of_rank_0=frozenset({"user"})) for _ in extra]
     for rank, (writer, each) in enumerate(zip(writers, extra, strict=True)):
         model = {"a": torch.arange(40.0), "layer._extra_state": each, "z": torch.arange(90.0)}
-        state = {"model": model, "position": {"step": 1}}
+        state = {
+            "model": model,
+            "position": {"step": 1},
+            "user": {"copy.l": {"_extra_state": each}, "n": torch.ones(3)},
+        }
         writer.stage(state, rank=rank, world_size=len(extra), seed=attempt)
         parts.append(writer.write(storage, attempt_prefix(1, attempt)))
     store, kinds = CheckpointStore(storage, keep=1), writers[0].kinds

@@ -225,6 +225,11 @@ def test_what_is_nested_as_deep_as_may_be_is_kept_and_read_deep_in_a_program() -
     assert at(400) == deep
     with pytest.raises(CheckpointError, match="nested deeper than 100 levels"):
         flatten([deep])
+    key: Any = ()
+    for _ in range(150):  # which no restore would take
+        key = (key,)
+    with pytest.raises(CheckpointError, match="a key that is nested too deeply"):
+        flatten({"user": {key: 1}})
 
 
 JSON = st.recursive(
