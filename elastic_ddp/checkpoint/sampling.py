@@ -17,9 +17,10 @@ from elastic_ddp.checkpoint.manifest import padded
 from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.errors import ReplicasDifferError, some
 
-NUM_PIECES = 16
-PIECE_BYTES = 64 << 10
-"""So a commit takes up to 1 MiB more, to copy and in memory. What is drawn is another part of the state in each."""
+SAMPLE_BYTES, PIECE_BYTES = 1 << 20, 64 << 10
+"""What a commit takes more, at most, to copy and in memory. What is drawn is another part of the state in each."""
+NUM_PIECES = 64
+"""At most, where tensors are small: each is looked up in Python."""
 
 
 class Sample(BaseModel):
@@ -50,9 +51,13 @@ class Sampler:
         """
         draw = random.Random(seed)
         boxes = planner.boxes(draw.sample(items, min(NUM_PIECES, len(items))))
-        pieces = [_piece_of(block, draw) for block in planner.blocks(boxes)]
+        pieces: list[torch.Tensor] = []
         self._places, end = [], 0
-        for box, piece in zip(boxes, pieces, strict=True):
+        for box, block in zip(boxes, planner.blocks(boxes), strict=True):
+            piece = _piece_of(block, draw)
+            if pieces and end + piece.nbytes > SAMPLE_BYTES:
+                break
+            pieces.append(piece)
             self._places.append((box.tensor, end, end + piece.nbytes))
             end += padded(piece.nbytes)
         if len(self._buffer) < end:

@@ -14,7 +14,7 @@ import torch
 from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.checkpoint.manifest import attempt_prefix
 from elastic_ddp.checkpoint.planning import BlockPlanner
-from elastic_ddp.checkpoint.sampling import NUM_PIECES, PIECE_BYTES, Sampler, _piece_of, check_same
+from elastic_ddp.checkpoint.sampling import NUM_PIECES, PIECE_BYTES, SAMPLE_BYTES, Sampler, _piece_of, check_same
 from elastic_ddp.checkpoint.writing import StateWriter
 from elastic_ddp.errors import ReplicasDifferError
 from elastic_ddp.storage import Storage
@@ -30,8 +30,9 @@ def drawn(tensors: dict[str, torch.Tensor], seed: str = "a") -> Any:
 
 
 def test_of_a_small_state_every_bit_is_compared() -> None:
-    state = {name: torch.randn(4, 3, generator=torch.Generator().manual_seed(1)) for name in ("a", "b", "c")}
-    for name in state:
+    names = ["a", "b", "c", *map(str, range(NUM_PIECES - 3))]  # as many as a small model and its optimizer have
+    state = {name: torch.randn(4, 3, generator=torch.Generator().manual_seed(1)) for name in names}
+    for name in ("a", "b", "c"):
         for place in range(12):
             other = copy.deepcopy(state)
             other[name].view(-1).view(torch.int32)[place] ^= 1
@@ -45,13 +46,13 @@ def test_of_a_large_one_every_save_takes_another_part_and_no_more_than_a_bit() -
     state = {f"layer{number}": torch.zeros(1 << 20) for number in range(40)}  # 160 MiB
     found = [drawn(state, str(each)) for each in range(3)]
     names = [{sample.tensor for sample in each} for each in found]
-    assert all(len(each) == NUM_PIECES for each in found) and len(set(map(frozenset, names))) == 3
+    assert all(len(each) == SAMPLE_BYTES // PIECE_BYTES for each in found) and len(set(map(frozenset, names))) == 3
     sampler, planner = Sampler(), BlockPlanner()
     planner.set_up_planner(state)
     items = planner.create_local_plan().items
     for seed in range(5):
         sampler.stage(items, planner, str(seed))
-        assert len(sampler._buffer) == NUM_PIECES * PIECE_BYTES
+        assert len(sampler._buffer) == SAMPLE_BYTES
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (300_000,), (3, 400, 500), (2, 1, 3, 100_000), (1 << 20, 3)], ids=str)
