@@ -1,9 +1,9 @@
 """What `checkpoint.interval = "auto"` loses: `python benchmarks/interval.py` lives through runs that lose all of their
 workers again and again.
 
-When to commit is decided by the code of a run, after every step. Time, saves and losses are simulated, the losses by a
-seed. Lost is what saves hold up, and what is made again after a loss; starts take as long in all. The same losses hit
-fixed intervals: the default, ten minutes, and whichever of a grid loses the least, which one knows afterwards.
+How often to commit is decided by the code of a run. Time, saves and losses are simulated, the losses by a seed. Lost is
+what saves hold up, and what is made again after a loss; starts take as long in all. The same losses hit fixed
+intervals: the default, ten minutes, and whichever of a grid loses the least, which one knows afterwards.
 """
 
 from __future__ import annotations
