@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from elastic_ddp import local_folder
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, UnreadableError, described, printable, some
 from elastic_ddp.lease import DriverLease, holder
 from elastic_ddp.storage import Storage
@@ -216,18 +217,22 @@ def _write_for_torch(weights: dict[str, Any], file: Path) -> list[str]:
 
 @contextmanager
 def _whole_or_not_at_all(file: Path) -> Iterator[Path]:
-    """Where to write a file that takes the place of another only once it is whole."""
+    """Where to write a file that takes the place of another only once it is whole, and on the disk. A symbolic link
+    stays one, to the new file."""
     from safetensors import SafetensorError
 
-    beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+    place = file.resolve()
+    beside = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
     try:
         yield beside
-        os.replace(beside, file)
+        local_folder.sync(beside)
+        os.replace(beside, place)
+        local_folder.sync_directory(place.parent)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, as torch and safetensors say it
         what = described(error.__context__ if isinstance(error.__context__, OSError) else error).splitlines()[0]
         raise StorageError(
             f"cannot write {file}: {what}; what was there before is as it was. Is there room in "
-            f"{file.absolute().parent}, and may you write there?"
+            f"{place.parent}, and may you write there?"
         ) from error
     finally:
         beside.unlink(missing_ok=True)

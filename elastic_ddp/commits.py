@@ -170,11 +170,11 @@ class Commits:
         state of so many steps. It is asked in the background, by a store of its own: all the others would wait for the
         answer."""
         self._look = threading.Thread(
-            target=self._ask_storage, args=[self.step, steps_done], name="newest-commit", daemon=True
+            target=self._ask_storage, args=[self.step, self._begun, steps_done], name="newest-commit", daemon=True
         )
         self._look.start()
 
-    def _ask_storage(self, noted: int | None, steps_done: int) -> None:
+    def _ask_storage(self, noted: int | None, begun: tuple[int, int], steps_done: int) -> None:
         try:
             newest = _newest(CommitCatalog(self._storage, self._say_rejected), steps_done)
         except StorageError as error:
@@ -183,7 +183,7 @@ class Commits:
         if newest is not None:
             self._metrics.learn(newest.record)
         found = newest.step if newest is not None else None
-        if self.step == noted:  # none was begun meanwhile
+        if (self.step, self._begun) == (noted, begun):  # else one was begun meanwhile, perhaps at the same step
             self._known_step = found
             if noted != found:  # the one that was noted did not come to be, so far
                 self.step, self._at = found, float("-inf") if noted is not None else self._at

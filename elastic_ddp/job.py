@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from elastic_ddp.checkpoint.record import different_runs, identity_of
 from elastic_ddp.config import RunConfig
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.order import EpochShape
@@ -40,12 +41,9 @@ class Job:
     """Of the driver, which holds the lease on the run."""
 
     def difference_to(self, record: Mapping[str, Any]) -> str | None:
-        """What defines the run of a commit with this record and is something else here; None if it is the same run.
-        What only one of both knows, of versions of this package, says nothing."""
-        mine = {**self.config.identity(), "data": self.index.fingerprint}
-        theirs = record.get("identity")
-        theirs = {**(theirs if isinstance(theirs, dict) else {}), "data": record.get("data", mine["data"])}
-        different = [key for key in mine if key in theirs and theirs[key] != mine[key]]
+        """What defines the run of a commit with this record and is something else here; None if it is the same run."""
+        mine, theirs = {**self.config.identity(), "data": self.index.fingerprint}, identity_of(record)
+        different = different_runs(mine, theirs)
         there, here = (", ".join(f"{key} is {what[key]!r}" for key in different) for what in (theirs, mine))
         return f"{there}; here {here}" if different else None
 

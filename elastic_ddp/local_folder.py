@@ -53,7 +53,7 @@ class LocalFolder:
         target = self._path / key
         with self._temporary(target, data) as temporary:
             os.replace(temporary, target)
-        _sync_directory(target.parent)
+        sync_directory(target.parent)
 
     def create(self, key: str, data: bytes, before_again: Callable[[], None]) -> None:
         target = self._path / key
@@ -63,7 +63,7 @@ class LocalFolder:
             except FileExistsError:
                 # NFS may lose the answer to a link that was made.
                 if not os.path.samefile(temporary, target):
-                    _sync_directory(target.parent)  # it may be our own, of a try that failed at that
+                    sync_directory(target.parent)  # it may be our own, of a try that failed at that
                     raise
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
@@ -74,7 +74,7 @@ class LocalFolder:
                         _write_through(file, data)
                         if not os.fstat(file.fileno()).st_nlink:
                             raise OSError(errno.ESTALE, "removed while it was written", str(target)) from error
-        _sync_directory(target.parent)
+        sync_directory(target.parent)
 
     def sizes(self, prefix: str) -> dict[str, int]:
         files = (each for each in self._files(prefix) if not each[0].name.startswith(TEMPORARY))
@@ -176,6 +176,15 @@ def _raise_unless_missing(error: OSError) -> None:
         raise error
 
 
+def sync(path: Path) -> None:
+    """Makes durable what was written to a file, or the names in a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _write_through(file: Any, data: bytes | memoryview) -> None:
     file.write(data)
     file.flush()
@@ -192,7 +201,7 @@ def _make_folder(path: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of this folder", str(path)) from None
     try:
         for folder in reversed(missing):
-            _sync_directory(folder.parent)
+            sync_directory(folder.parent)
     except OSError:
         with suppress(OSError):  # unless somebody has written into it; else who tries again would find it, not synced
             for folder in missing:
@@ -200,14 +209,10 @@ def _make_folder(path: Path) -> None:
         raise
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """Make names durable; file systems that cannot sync a directory (some network mounts) are left to their ways."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
     except OSError as error:
         if error.errno not in _CANNOT_SYNC:
             raise

@@ -29,21 +29,23 @@ _log = logging.getLogger(__name__)
 ORPHAN_AGE_S = 24 * 3600.0
 """An attempt that no manifest stands for is nobody's any more when nothing of it was written for so long: an object is
 written within minutes, or given up."""
+LOOK_AGAIN_S = 3600.0
+"""After so long, what could not be read, or was bad, is looked at once more: that may take minutes."""
 _IN_VAIN_S = 60.0
 """After so many seconds of failing, the storage is away rather than some of what is in it held."""
 
 
 class Housekeeping:
-    """What one saver of a run removes, commit after commit."""
+    """What one saver of a run removes, commit after commit. `clock` is in seconds."""
 
-    def __init__(self, retention: Retention) -> None:
-        self._retention = retention
+    def __init__(self, retention: Retention, clock: Callable[[], float] = time.monotonic) -> None:
+        self._retention, self._clock = retention, clock
         self._known: dict[int, tuple[str, tuple[Measurement, ...]]] = {}
         """Complete commits that were there the last time, each with the folder of its attempt. Their manifests are not
         read again: what is kept for good grows for as long as the run does."""
-        self._left: set[int] = set()
-        """Steps whose manifest could not be read, and those with a bad commit that might be one to keep for good. They
-        are not looked at again: that may take minutes at every commit."""
+        self._left: dict[int, float] = {}
+        """Steps whose manifest could not be read, and those with a bad commit that might be one to keep for good, and
+        when they were looked at."""
 
     def tidy(self, storage: Storage, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
         """Removes what is not kept once a commit is complete. See `CheckpointStore.complete` for the arguments.
@@ -63,13 +65,14 @@ class Housekeeping:
         if not is_current():
             return
         steps = [step for step in committed_steps(sizes) if step <= newest.step]
-        self._left.discard(newest.step)  # it was written, or read, just now
+        now = self._clock()
+        self._left = {step: at for step, at in self._left.items() if now - at < LOOK_AGAIN_S and step != newest.step}
         read = self._read_last(storage, newest, steps, sizes)
         self._known = {commit.step: self._as_known(commit) for commit in read} | self._older(
             storage, steps, read, sizes
         )
         measured = {step: told for step, (_, told) in self._known.items()}
-        staying = kept(steps, measured, self._retention) | self._left
+        staying = kept(steps, measured, self._retention) | self._left.keys()
         keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
         going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
         dead, orphans = (without_manifest(storage, each, steps) for each in (going.dead, going.orphans))
@@ -121,7 +124,7 @@ class Housekeeping:
         except (CheckpointError, UnreadableError) as error:
             if self._retention.looks_back or isinstance(error, UnreadableError):
                 _log.warning("step %d stays, with all that was written at it: %s", step, error)
-                self._left.add(step)
+                self._left[step] = self._clock()
         except FileNotFoundError:
             pass
         return None

@@ -22,10 +22,12 @@ from elastic_ddp.checkpoint.manifest import (
     attempt_of,
     attempt_prefix,
     committed_steps,
+    manifest_key,
     set_aside,
     step_of_attempt,
 )
 from elastic_ddp.checkpoint.metrics import measurements, measurements_of
+from elastic_ddp.checkpoint.record import different_runs, identity_of
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, UnreadableError, some
 from elastic_ddp.storage import Storage
@@ -59,7 +61,8 @@ def removals(
         with_set_aside: whether commits that were set aside can go.
 
     Raises:
-        ConfigError: the best by a metric are to stay, of which no commit has a value.
+        ConfigError: the best by a metric are to stay, of which no commit has a value; or a commit of another run would
+            stay in place of this one's.
         StorageError: the storage is away.
     """
     uploads = unfinished(storage)
@@ -70,6 +73,7 @@ def removals(
     if staying < set(steps):  # what is removed may be all that is good
         doubtful |= _verified(storage, complete)
         staying = _staying(steps, complete, doubtful, retention)
+        _check_of_one_run(complete, staying)
     aside = {}
     if with_set_aside:
         aside = {key: each for key in sizes if (each := set_aside(key)) is not None and each[0] not in doubtful}
@@ -143,6 +147,19 @@ def _staying(
             f"have {some(names, 10) if names else 'no metrics at all'}"
         )
     return kept(steps, measured, retention) | doubtful.keys()
+
+
+def _check_of_one_run(complete: dict[int, Commit], staying: set[int]) -> None:
+    """A run passes over another's commits, which somebody has put here: they are not what it goes on from."""
+    runs = {step: identity_of(commit.record) for step, commit in complete.items()}
+    for step in sorted(complete.keys() - staying):
+        for newer in sorted(complete.keys() & staying):
+            if names := different_runs(runs[step], runs[newer]):
+                raise ConfigError(
+                    f"the commits of steps {step} and {newer} are of different runs, as they differ in "
+                    f"{some(names, 5)}; nothing is removed, as those that stay may be the other run's. Move that run's "
+                    f"commits away ({manifest_key(step)} or {manifest_key(newer)} and the folder beside it) first"
+                )
 
 
 def prune(storage: Storage, chosen: list[Removal], *, orphan_age_s: float = ORPHAN_AGE_S) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -51,3 +52,17 @@ def check_facts(record: str) -> None:
         mistakes = error.errors(include_url=False, include_input=False, include_context=False)[:5]
         what = "; ".join(f"{'.'.join(map(str, each['loc']))!r:.80}: {each['msg']}" for each in mistakes)
         raise ValueError(f"its record cannot be one of a run: {what}") from error
+
+
+def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What defines the run of a commit, as far as its record tells: settings by name, and the fingerprint of its
+    data."""
+    settings = record.get("identity")
+    known = dict(settings) if isinstance(settings, dict) else {}
+    return known | ({"data": record["data"]} if "data" in record else {})
+
+
+def different_runs(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The names of what defines a run and is not the same in two of them. What only one of both knows, of versions of
+    this package, says nothing."""
+    return [name for name in one if name in other and one[name] != other[name]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
+from elastic_ddp.checkpoint.behind import Behind
 from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix
 from elastic_ddp.checkpoint.stalls import WatchedStorage
 from elastic_ddp.checkpoint.store import CheckpointStore
@@ -28,8 +28,6 @@ from elastic_ddp.storage import Storage
 
 _log = logging.getLogger(__name__)
 
-NICE = 10
-"""By how much less than the training that it runs beside a save gets of the processors."""
 MOST_LET_BE_S = 0.25
 """Ranks copy at about the same time, and training waits for the last: a rank that is through lets the others have the
 memory's bandwidth for as long as it took itself, and for no longer than this."""
@@ -113,14 +111,14 @@ class Saver:
     ) -> None:
         self._storage, self._store = storage, store
         self._writer = StateWriter(of_rank_0=of_rank_0)
-        self._thread: threading.Thread | None = None
+        self._behind = Behind("save")
         self._broke = threading.Event()
         self.awaits_others = False
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way, as far as this rank has to do with it."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._behind.is_busy
 
     def warm_up(self, state: dict[str, Any]) -> None:
         """Refuses now what `begin` would refuse, and has what it needs in memory, and planned as far as that depends
@@ -142,14 +140,11 @@ class Saver:
             self._writer.stage(state, rank=save.rank, world_size=save.world_size, seed=save.attempt)
         copying_s = time.monotonic() - begin
         self._broke.clear()
-        self._thread = threading.Thread(target=self._run, args=[save, copying_s], name=f"save-{save.step}", daemon=True)
-        self._thread.start()
+        self._behind.do(lambda: self._run(save, copying_s))
 
     def wait(self, within_s: float | None = None) -> bool:
         """Until this rank is through with the save at hand. Returns whether it is."""
-        if self._thread is not None:
-            self._thread.join(within_s)
-        return not self.is_busy
+        return self._behind.wait(within_s)
 
     def generation_broke(self) -> None:
         """A rank of the generation in which the save at hand began is lost, or presumed so."""
@@ -158,7 +153,7 @@ class Saver:
     def _run(self, save: Save, copying_s: float) -> None:
         if save.world_size > 1:
             time.sleep(min(MOST_LET_BE_S, copying_s))
-        _be_nice()
+        threading.current_thread().name = f"save-{save.step}"
         storage = WatchedStorage(self._storage)
         if save.rank == 0:
             self._commit(save, storage)
@@ -261,15 +256,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _be_nice() -> None:
-    """Lets those come first who train at the same time; threads that this one starts are as nice. A container may not
-    allow it."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
-    except OSError as error:
-        _log.debug("a save takes as much of the processors as training: %s", error)
 
 
 class _First:

@@ -136,6 +136,34 @@ def test_weights_are_exported_for_other_tools(tmp_path: Path, commits: list[Comm
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_an_export_is_on_the_disk_and_a_link_to_its_place_stays_one(
+    tmp_path: Path, commits: list[Commit], suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, file = tmp_path / f"newest.{suffix}", tmp_path / "shelf" / f"weights.{suffix}"
+    file.parent.mkdir()
+    file.write_text("what was there before")
+    link.symlink_to(file)
+    done: list[str] = []
+    fsync, replace_file = os.fsync, os.replace
+
+    def sync(descriptor: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def put(source: Any, target: Any) -> None:
+        assert str(source) in done
+        done.append("put")
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", put)
+    invoke("export", str(tmp_path / "lm"), str(link))
+    assert link.is_symlink() and done[-2:] == ["put", str(file.parent)]
+    found = load_file(file) if suffix == "safetensors" else torch.load(file, weights_only=True)
+    assert found.keys() == make_state(30)["model"].keys() and [*file.parent.iterdir()] == [file]
+
+
 def test_verify_does_not_call_a_commit_bad_that_a_live_run_removed_meanwhile(
     tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +365,24 @@ def test_prune_reads_the_newest_commit_before_it_removes_the_good_ones_before_it
     WholeStore(storage, keep=1).verify(commits[1])
     corrupt(storage, commits[1].objects[0].key, "flip")
     assert prune(tmp_path, "--keep", "1") == [], "none verifies"
+
+
+def test_prune_removes_nothing_where_commits_of_another_run_would_stay(tmp_path: Path) -> None:
+    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=9)
+    for step, batch, data in ((10, 64, "a"), (20, 64, "a"), (30, 32, "a"), (40, 64, "b")):
+        record = {"identity": {"global_batch_size": batch}, "data": data}
+        store.save({"model": {}, "user": {"step": step}}, step=step, record=record)
+    with pytest.raises(ConfigError, match=r"the commits of steps 10 and 40 are of different runs, .* differ in data;"):
+        prune(tmp_path, "--keep", "1")
+    assert steps_left(tmp_path) == [40, 30, 20, 10]
+    (tmp_path / "lm" / COMMITS / "commits" / "40.json").unlink()
+    with pytest.raises(ConfigError, match=r"steps 10 and 30 are of different runs, .* differ in global_batch_size;"):
+        prune(tmp_path, "--keep", "1", "--orphans-older-than-s", "0")
+    (tmp_path / "lm" / COMMITS / "commits" / "30.json").unlink()
+    assert prune(tmp_path, "--keep", "1", "--orphans-older-than-s", "0") == [
+        (10, "commit"), (30, "orphan"), (40, "orphan"),
+    ]  # fmt: skip
+    assert steps_left(tmp_path) == [20]
 
 
 def test_prune_reads_nothing_where_nothing_goes_and_asks_for_its_lease_before_it_removes(

@@ -146,7 +146,19 @@ def test_what_is_committed_while_the_storage_is_asked_counts(new_run: NewRun, tm
     commit(tmp_path, 10)
     commits._note(20)
     commits._known_step = 20  # by this worker
-    commits._ask_storage(10, 20)
+    commits._ask_storage(10, (0, 0), 20)
+    assert commits.have(20, GROUP)
+
+
+def test_what_is_committed_once_more_at_the_same_step_while_the_storage_is_asked_counts(
+    new_run: NewRun, tmp_path: Path
+) -> None:
+    commits = new_run()._loop.commits
+    commit(tmp_path, 10)
+    commits._note(20)  # by those who were lost with it
+    begun = commits._begun
+    commits._begun, commits._known_step = (3, 1), 20  # by this worker
+    commits._ask_storage(20, begun, 20)
     assert commits.have(20, GROUP)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_ddp.checkpoint import Commit, Retention
-from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S
+from elastic_ddp.checkpoint.housekeeping import LOOK_AGAIN_S, ORPHAN_AGE_S, Housekeeping
 from elastic_ddp.checkpoint.manifest import attempt_prefix, manifest_key
 from elastic_ddp.checkpoint.pruning import prune, removals
 from elastic_ddp.checkpoint.writing import StateWriter
@@ -246,6 +246,23 @@ def test_a_manifest_that_cannot_be_read_stays_with_all_at_its_step_and_the_rest_
     caplog.clear()
     save(store, 60, 0.8)
     assert "commits/10.json" not in caplog.text, "this saver does not try it again"
+
+
+def test_what_could_not_be_read_counts_again_when_it_can(tmp_path: Path) -> None:
+    now, keep = [100.0], Retention(last=1, best=1, metric="loss")
+    before = WholeStore(Storage(tmp_path), keep=9)
+    commits = {step: save(before, step, value) for step, value in {10: 0.1, 20: 0.5}.items()}
+    storage = BadSector(str(tmp_path), commits[10].key)
+    store = WholeStore(storage, keep=keep)
+    store._housekeeping = Housekeeping(keep, clock=lambda: now[0])
+    save(store, 30, 0.7)
+    assert steps_in(storage) == [10, 20, 30], "20 is the best of those that can be read"
+    storage.key = ""
+    save(store, 40, 0.7)
+    assert steps_in(storage) == [10, 20, 40], "to look again may take minutes"
+    now[0] += LOOK_AGAIN_S
+    save(store, 50, 0.7)
+    assert steps_in(storage) == [10, 50]
 
 
 def test_a_commit_is_not_removed_because_the_newest_cannot_be_read(tmp_path: Path) -> None:

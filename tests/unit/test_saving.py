@@ -289,7 +289,7 @@ def test_a_save_that_may_not_be_nice_is_made_all_the_same(tmp_path: Path, monkey
     def refuse(which: int, who: int, priority: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("elastic_ddp.checkpoint.saving.os.setpriority", refuse)
+    monkeypatch.setattr("elastic_ddp.checkpoint.behind.os.setpriority", refuse)
     ranks = Ranks(lambda rank: Storage(tmp_path), 2)
     ranks.begin(5)
     assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 5
