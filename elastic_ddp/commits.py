@@ -148,8 +148,9 @@ class Commits:
         return self._storage.worked_s()
 
     def leave_out(self, steps_done: int) -> None:
-        """One is due while another is under way: the next comes when its time has come again. Rank 0 calls it."""
-        if not self.is_asked_for:
+        """One is due while another is under way: the next comes when its time has come again, unless it is to make up
+        for one that did not come to be. Rank 0 calls it."""
+        if not self.is_asked_for and self._at > -math.inf:
             self._note(steps_done)
             self._link.say("commit_left_out", step=steps_done)
 
@@ -182,11 +183,13 @@ class Commits:
             return
         if newest is not None:
             self._metrics.learn(newest.record)
+            if self._interval is not None:
+                self._interval.go_on_from(newest.record)
         found = newest.step if newest is not None else None
         if (self.step, self._begun) == (noted, begun):  # else one was begun meanwhile, perhaps at the same step
             self._known_step = found
             if noted != found:  # the one that was noted did not come to be, so far
-                self.step, self._at = found, float("-inf") if noted is not None else self._at
+                self.step, self._at = found, -math.inf if noted is not None else self._at
 
     def have(self, step: int, group: ProcessGroup) -> bool:
         """Whether the state after so many steps is durable. Rank 0 calls it; it waits for the save at hand, and on a
@@ -312,7 +315,7 @@ class Commits:
                 return
             for_want_of_a_rank = isinstance(outcome, RankLostError) and self._current != generation
             if for_want_of_a_rank:  # the others can do it, at once
-                self.step, self._at = self._known_step, float("-inf")
+                self.step, self._at = self._known_step, -math.inf
             counts = not (for_want_of_a_rank or isinstance(outcome, _NOT_OF_THE_SAVE))
             if counts:
                 self._failed += 1

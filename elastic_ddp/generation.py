@@ -119,6 +119,7 @@ class Generation:
         """
         forming: list[ProcessGroup] = []
         opened: list[MicroBatchFeed] = []
+        strategy: Strategy | None = None
         owned = micro_batches_of(
             assignment.rank, num_micro_batches=job.config.num_micro_batches, world_size=assignment.world_size
         )
@@ -161,6 +162,8 @@ class Generation:
         except BaseException:
             for feed in opened:
                 feeds.close(feed)
+            if strategy is not None:
+                strategy.close()
             for group in forming:
                 group.close(intact=False)
             raise

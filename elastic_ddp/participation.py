@@ -92,7 +92,6 @@ class Participation:
         if not self.holds_state:
             # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that
             # has been imported and built, and next to nothing among what is new since now.
-            gc.unfreeze()  # where the user's function has begun again: what it had built is garbage now, and large
             gc.collect()
             gc.freeze()
         while self._broken < FORMED_AGAIN:

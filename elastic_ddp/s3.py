@@ -126,7 +126,9 @@ def _as_s3fs_says(error: BaseException) -> BaseException:
 
 
 class _File(io.RawIOBase):
-    """Memory as a file that is read, without a copy of it."""
+    """Memory as a file that is read, without a copy of it: what is read are views, which botocore and aiohttp take as
+    they take bytes. Copies would be gone as soon as they are sent, but the memory for them would not: threads of
+    aiohttp's would have made them, each of which keeps some of what it has had."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data, 0
@@ -139,6 +141,13 @@ class _File(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
+
+    def read(self, size: int | None = -1) -> memoryview:
+        """As much as is asked for, or left."""
+        end = len(self._data) if size is None or size < 0 else self._at + size
+        data = self._data[self._at : end]
+        self._at += len(data)
+        return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]

@@ -352,6 +352,11 @@ def check_model(module: torch.nn.Module) -> None:
         raise ConfigError(
             "run.prepare got a model without a parameter that requires a gradient; there is nothing to train"
         )
+    if sharded := [name for name, each in module.named_parameters() if isinstance(each, DTensor)]:
+        raise ConfigError(
+            f"run.prepare got a model that is in shards already, {some(sharded, 5)}; give it a new one, which the "
+            "training function builds: with FSDP that begins again whenever membership changes"
+        )
     for part in module.modules():
         kind = type(part).__name__
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:

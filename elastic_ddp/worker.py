@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from typing import Any
@@ -75,11 +76,15 @@ def _work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> Non
         )
         while not outcome:
             seed_all(job.config.seed, "init")
+            begins_again = False
             try:
                 job.train(Run(loop))
                 outcome = {"status": "finished", **loop.finish()}
             except TrainAgain:
+                begins_again = True
+            if begins_again:  # here the traceback is gone, which holds what the function has built
                 loop = loop.again()
+                forget_what_was_built()
     except RunStopped:
         # Outside a generation this worker has no say: it came too late, or the run stopped while it waited.
         outcome = {"status": "stopped", **loop.progress()} if loop.world_size else {}
@@ -111,6 +116,13 @@ def _work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> Non
     link.close()
     if lost is not None:
         raise WorkersLostError(lost)
+
+
+def forget_what_was_built() -> None:
+    """Before it is built again, or a model would be in memory twice."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _is_rays(error: BaseException) -> bool:

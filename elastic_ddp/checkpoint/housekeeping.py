@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from elastic_ddp.checkpoint.manifest import (
     Commit,
@@ -17,6 +18,7 @@ from elastic_ddp.checkpoint.manifest import (
 )
 from elastic_ddp.checkpoint.metrics import Measurement, measurements_of
 from elastic_ddp.checkpoint.reading import read_manifest
+from elastic_ddp.checkpoint.record import different_runs, identity_of
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
 from elastic_ddp.checkpoint.verdicts import confirmed
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
@@ -44,8 +46,10 @@ class Housekeeping:
         """Complete commits that were there the last time, each with the folder of its attempt. Their manifests are not
         read again: what is kept for good grows for as long as the run does."""
         self._left: dict[int, float] = {}
-        """Steps whose manifest could not be read, and those with a bad commit that might be one to keep for good, and
-        when they were looked at."""
+        """Steps whose manifest could not be read, those with a bad commit that might be one to keep for good, or with
+        another run's, and when they were looked at."""
+        self._run: dict[str, Any] = {}
+        """What defines the run."""
 
     def tidy(self, storage: Storage, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
         """Removes what is not kept once a commit is complete. See `CheckpointStore.complete` for the arguments.
@@ -65,6 +69,7 @@ class Housekeeping:
         if not is_current():
             return
         steps = [step for step in committed_steps(sizes) if step <= newest.step]
+        self._run = identity_of(newest.record)
         now = self._clock()
         self._left = {step: at for step, at in self._left.items() if now - at < LOOK_AGAIN_S and step != newest.step}
         read = self._read_last(storage, newest, steps, sizes)
@@ -75,10 +80,11 @@ class Housekeeping:
         staying = kept(steps, measured, self._retention) | self._left.keys()
         keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
         going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
-        dead, orphans = (without_manifest(storage, each, steps) for each in (going.dead, going.orphans))
         fence()  # to look at commits may have taken long
         if not is_current():
             return
+        # Last: a worker that has left may have committed meanwhile.
+        dead, orphans = (without_manifest(storage, each, steps) for each in (going.dead, going.orphans))
         abort_uploads(ORPHAN_AGE_S, storage, uploads, dead)
         try:
             remove(storage, going.manifests, [*dead, *clocks(sizes)])
@@ -116,11 +122,15 @@ class Housekeeping:
 
     def _complete(self, storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit | None:
         """The commit of a step if it is known to be complete. One that cannot be read may be: it counts for nothing,
-        and stays, as does a bad one where others than the newest are kept."""
+        and stays, as does another run's, and a bad one where others than the newest are kept."""
         if step in self._left:
             return None
         try:
-            return complete_commit(storage, step, sizes)
+            commit = complete_commit(storage, step, sizes)
+            if not different_runs(self._run, identity_of(commit.record)):
+                return commit
+            _log.warning("step %d stays, with all that was written at it: its commit is another run's", step)
+            self._left[step] = self._clock()
         except (CheckpointError, UnreadableError) as error:
             if self._retention.looks_back or isinstance(error, UnreadableError):
                 _log.warning("step %d stays, with all that was written at it: %s", step, error)

@@ -9,10 +9,10 @@ from typing import Any
 
 from elastic_ddp.checkpoint.catalog import Bad, CommitCatalog
 from elastic_ddp.checkpoint.housekeeping import Housekeeping
-from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix, check_record, manifest_key
+from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix, check_record, committed_steps, manifest_key
 from elastic_ddp.checkpoint.retention import Retention
 from elastic_ddp.checkpoint.writing import Kind, Part, put_together
-from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError, described
+from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError, UnreadableError, described
 from elastic_ddp.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class CheckpointStore(CommitCatalog):
 
         Raises:
             CheckpointError: something was not written or is not there any more, or the record cannot be kept.
+            PeerLostError: this saver has left, and those who go on have committed a later step.
             ReplicasDifferError: ranks do not hold the same.
             StorageError: the storage failed. The commit may or may not exist.
         """
@@ -87,12 +88,16 @@ class CheckpointStore(CommitCatalog):
             manifest = commit.to_bytes()
             commit = Commit.from_bytes(commit.key, manifest)
             self._check_stored(commit)
+            if not is_current():
+                self._check_newest(step)
             fence()  # last: a listing may take as long as it takes others to go on without this one
         except BaseException:
             self.discard(attempt_prefix(step, attempt))
             raise
         # From here on a failure leaves the objects alone: the manifest may have been stored and its answer lost.
-        commit = self._publish(commit, manifest, fence)
+        own, commit = commit, self._publish(commit, manifest, fence)
+        if commit is own and not is_current():
+            self._check_still_stored(commit, manifest)
         on_commit(commit)
         self._tidy(commit, fence, is_current)
         return commit
@@ -104,6 +109,22 @@ class CheckpointStore(CommitCatalog):
             commit.check_present(self._storage.sizes(commit.prefix))
         except CheckpointError as error:
             raise CheckpointError(f"what was written of step {commit.step} is not all there: {error}") from error
+
+    def _check_newest(self, step: int) -> None:
+        """For a worker that has left: those who go on take what was written of earlier steps for dead once there is a
+        commit of a later one."""
+        if later := [each for each in committed_steps(self._storage.list("commits")) if each > step]:
+            raise PeerLostError(
+                f"others have gone on, and committed step {max(later)} before step {step} was committed"
+            )
+
+    def _check_still_stored(self, commit: Commit, manifest: bytes) -> None:
+        """As `_check_newest`: they may have done so in the same moment. What they have removed has no manifest then."""
+        try:
+            self._check_stored(commit)
+        except CheckpointError as error:
+            self._storage.delete_if(commit.key, manifest)
+            raise PeerLostError(f"others have gone on before step {commit.step} was committed") from error
 
     def discard(self, prefix: str) -> None:
         """Removes what was written of an attempt that failed, or came second. Failing at that is only logged: what came

@@ -50,6 +50,7 @@ class FSDPStrategy(Strategy):
         super().__init__(model, config, group)
         self._gathered: dict[str, torch.nn.Parameter] = {}
         """What is trained, as it is while it is gathered: what a graph has in it, and gradients add up in."""
+        self._mesh: DeviceMesh | None = None
         self._options = config.fsdp
         self._is_bf16 = config.precision == "bf16"
 
@@ -61,6 +62,7 @@ class FSDPStrategy(Strategy):
         # of one for its equals: a rank that has moved would take the place in a tensor that it had at this size before.
         names_of_dimensions = (f"generation_{self._group.assignment.generation}",)
         mesh = DeviceMesh.from_group(dist.group.WORLD, self._group.device.type, mesh_dim_names=names_of_dimensions)
+        self._mesh = mesh
         inside, outside = (BF16, BF16_AS_A_WHOLE) if self._is_bf16 else (FP32, FP32)
         parts = [each for each in module.modules() if each is not module]
         # As FSDP1 did it: statistics are in fp32, and a normalization takes parameters of their dtype.
@@ -162,7 +164,13 @@ class FSDPStrategy(Strategy):
         return whole(super().clip_grad_norm(most))
 
     def close(self) -> None:
-        """The shards stay, and nothing can be made of them any more."""
+        """The shards stay, and nothing can be made of them any more.
+
+        Nor does anything hold on to the process group: torch's caches keep every mesh there was for good, and a mesh
+        its group, with all its threads and connections.
+        """
+        if self._mesh is not None:
+            getattr(self._mesh, "_pg_registry", {}).clear()  # torch >= 2.10 has it
 
 
 def _leaves(loss: torch.Tensor) -> set[torch.Tensor | None] | None:

@@ -65,6 +65,11 @@ def check_parts(places: list[Place]) -> None:
                 f"parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and FSDP shards "
                 "contiguous ones; build it as torch.nn.Parameter(tensor.contiguous()), and leave memory_format out"
             )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"parameter {name} has hooks on its gradient, and FSDP replaces parameters by shards, which have none; "
+                "change gradients in the loop, between step.backward and the clipping, or hook a module instead"
+            )
         tied = first.setdefault(parameter, place)
         if tied.part is not place.part:
             raise ConfigError(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.elastic.messages import Prospect
-from elastic_ddp.errors import StorageError, WorkersLostError
+from elastic_ddp.errors import ConfigError, StorageError, WorkersLostError
 from elastic_ddp.generation import Generation
 from elastic_ddp.parallel.process_group import Assignment
 from elastic_ddp.participation import TrainAgain
@@ -22,6 +22,7 @@ from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from elastic_ddp.train_state import TrainState
+from elastic_ddp.worker import forget_what_was_built
 from tests.unit.alone import LOST_PEER, FakeLink, Model, NewRun, link_of, prepared, train
 
 
@@ -37,6 +38,27 @@ def test_a_loop_that_ends_with_a_half_made_step_begins_again(new_run: NewRun) ->
         break
     with pytest.raises(TrainAgain):
         run._loop.finish()
+
+
+def test_a_sharded_run_refuses_a_model_that_it_has_sharded_before(new_run: NewRun) -> None:
+    run, module = new_run(strategy="fsdp", checkpoint={"every_steps": 1}), Model()
+    link_of(run).is_again = False
+    model = run.prepare(module)
+    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TrainAgain):
+        for step in run.steps():
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(model(batch["x"]).square().mean())
+                if step.index == 2:
+                    raise dist.DistNetworkError(LOST_PEER)
+                step.optimize()
+    again = Run(run._loop.again())
+    with pytest.raises(
+        ConfigError, match=r"is in shards already, .*; give it a new one, which the training function builds"
+    ):
+        again.prepare(module)
+    again._loop.close(intact=False)
 
 
 def train_until(run: Run, last: int, lose: Callable[[int], None], *, evaluates: str = "never") -> dict[str, Any]:
@@ -194,6 +216,7 @@ def test_what_was_built_before_a_worker_began_again_is_freed(new_run: NewRun) ->
                     raise dist.DistNetworkError(LOST_PEER)
         run = Run(run._loop.again())
         del model, step, batch
+        forget_what_was_built()
     for _ in run.steps() if prepared(run) else ():
         break
     run._loop.close(intact=True)

@@ -291,6 +291,21 @@ def test_what_was_measured_and_chosen_is_in_the_ledger_and_in_the_commit(new_run
     assert newest is not None and newest.record["losses"] == 0 and newest.record["watched_s"] > 0
 
 
+def test_a_worker_that_becomes_rank_0_knows_the_losses_that_those_before_have_counted(
+    new_run: NewRun, tmp_path: Path
+) -> None:
+    commits = new_run(checkpoint={"interval": "auto"})._loop.commits
+    WholeStore(Storage(tmp_path / "run").at(COMMITS), keep=2).save(
+        {"user": {}}, step=10, record={"losses": 20, "watched_s": 10_004.0}
+    )
+    commits._note(10)
+    commits.look(20)
+    commits._hear_of_newest()
+    assert commits._interval is not None
+    known = commits._interval.record()
+    assert known["losses"] == 20 and known["watched_s"] >= 10_004.0
+
+
 def test_a_fixed_interval_is_none_that_was_chosen(new_run: NewRun, tmp_path: Path) -> None:
     run = new_run(checkpoint={"every_steps": 3})
     train(run, closes_first(run))
@@ -707,6 +722,31 @@ def test_a_save_that_is_due_while_another_is_written_is_left_out_and_that_is_sai
     train(run, in_step)
     assert link_of(run).steps_of("commit_left_out") == [4, 6]
     assert link_of(run).steps_of("commit") == [2, 8, 10, 12]
+
+
+def test_a_commit_that_makes_up_for_one_of_a_dead_rank_0_comes_as_soon_as_it_can(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(steps=12, checkpoint={"every_steps": 4})
+    commits, go, write = run._loop.commits, threading.Event(), Storage.write
+
+    def slowly(storage: Storage, key: str, data: bytes | memoryview) -> None:
+        assert not key.startswith("step=4/") or go.wait(60)
+        write(storage, key, data)
+
+    monkeypatch.setattr(Storage, "write", slowly)
+
+    def in_step(step: Step) -> None:
+        if step.index == 4:  # rank 0 of the save of step 4 has died, and this worker, which takes its place, writes on
+            commits.look(4)
+            commits._hear_of_newest()
+        if step.index >= 6:
+            go.set()
+            commits.close(60)
+
+    train(run, in_step)
+    assert link_of(run).steps_of("commit_left_out") == []
+    assert link_of(run).steps_of("commit") == [4, 7, 11, 12]
 
 
 def test_a_commit_that_somebody_waits_for_is_not_left_out(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +188,33 @@ def test_a_process_whose_rank_has_changed_has_the_shards_of_its_new_one(tmp_path
         newest = store.latest()
         assert newest is not None
         store.verify(newest)
+
+
+def _lived_through(group: ProcessGroup, num_generations: int) -> list[tuple[int, int]]:
+    """Descriptors and threads of a process after each generation, in each of which it has another rank."""
+    first, found = group.assignment, []
+    group.meet()
+    group.close(intact=True)
+    for number in range(2, 2 + num_generations):
+        place = replace(first, generation=number, rank=(first.rank + number) % first.world_size)
+        now = ProcessGroup.form(place, store=group.store, device=group.device, timeout_s=60)
+        state, strategy = begun(now, "AdamW")
+        train_on(strategy, now, state, ROWS, range(1))
+        state.state_dict()
+        now.meet()
+        strategy.close()
+        del state, strategy
+        now.close(intact=True)
+        del now
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_process_that_lives_on_keeps_no_connection_of_generations_that_are_over(world_size: int) -> None:
+    for found in run_ranks(world_size, _lived_through, 5):
+        assert len({*found[1:]}) == 1, found
 
 
 MADE: dict[str, Callable[[Any], torch.Tensor]] = {

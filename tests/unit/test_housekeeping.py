@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import subprocess
@@ -9,12 +10,14 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from elastic_ddp.checkpoint import Commit, Retention
+from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
 from elastic_ddp.checkpoint.housekeeping import LOOK_AGAIN_S, ORPHAN_AGE_S, Housekeeping
 from elastic_ddp.checkpoint.manifest import attempt_prefix, manifest_key
 from elastic_ddp.checkpoint.pruning import prune, removals
@@ -263,6 +266,72 @@ def test_what_could_not_be_read_counts_again_when_it_can(tmp_path: Path) -> None
     now[0] += LOOK_AGAIN_S
     save(store, 50, 0.7)
     assert steps_in(storage) == [10, 50]
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [(Retention(last=2), [30, 35, 40]), (Retention(last=1, best=1, metric="loss"), [10, 35, 40])],
+    ids=str,
+)
+def test_a_commit_of_another_run_pushes_out_none_of_this_one_and_stays(
+    tmp_path: Path, keep: Retention, left: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    def put(step: int, value: float, batch: int) -> None:
+        metrics = {"loss": {"value": value, "step": step}}
+        record = {"metrics": metrics, "identity": {"global_batch_size": batch}}
+        store.save({"user": {"step": step}}, step=step, record=record)
+
+    storage = Storage(tmp_path)
+    store = WholeStore(storage, keep=9)
+    for step, value, batch in ((10, 0.5, 64), (20, 0.7, 64), (30, 0.8, 64), (35, 0.1, 32)):
+        put(step, value, batch)
+    store = WholeStore(storage, keep=keep)
+    put(40, 0.9, 64)
+    assert steps_in(storage) == left
+    assert "step 35 stays, with all that was written at it: its commit is another run's" in caplog.text
+    store.verify(next(commit for step, commit in store.all_commits() if step == 35 and isinstance(commit, Commit)))
+
+
+def written(storage: Storage, step: int) -> dict[str, Any]:
+    """All of a state, as `complete` takes it."""
+    attempt, writer = uuid.uuid4().hex, StateWriter()
+    writer.stage({"user": {"step": step}, "model": {"w": torch.full((64,), float(step))}}, rank=0, world_size=1)
+    part = writer.write(storage, attempt_prefix(step, attempt))
+    return {"step": step, "attempt": attempt, "parts": [part], "kinds": writer.kinds, "record": {}}
+
+
+@pytest.mark.parametrize("keep", [Retention(last=2), Retention(last=2, every_steps=1000)], ids=str)
+@pytest.mark.parametrize("at", range(12))
+def test_of_one_who_has_left_and_commits_late_no_manifest_without_its_objects_stays(
+    storage: Elsewhere, at: int, keep: Retention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It commits step 4 in any moment of the commit of step 6 by those who go on, or they do in one of its own."""
+    leaver, other = CheckpointStore(storage, keep=keep), CheckpointStore(storage, keep=keep)
+    other.complete(**written(storage, 2), fence=lambda: None)
+    late, mine = written(storage, 4), written(storage, 6)
+    moments, outcome = itertools.count(), []
+
+    def meanwhile() -> None:
+        if next(moments) == at:
+            outcome.append(None)
+            with suppress(PeerLostError):
+                leaver.complete(**late, fence=lambda: None, is_current=lambda: False)
+
+    for name in ("sizes", "list", "size", "read", "create", "uploads"):
+        plain = getattr(storage, name)
+
+        def asked(*arguments: Any, plain: Any = plain, **options: Any) -> Any:
+            meanwhile()
+            return plain(*arguments, **options)
+
+        monkeypatch.setattr(storage, name, asked)
+    other.complete(**mine, fence=meanwhile)
+    assert outcome, "there are as many moments"
+    for step, commit in CheckpointStore(storage, keep=keep).all_commits():
+        assert isinstance(commit, Commit), step
+        CheckpointStore(storage, keep=keep).verify(commit)
+    other.complete(**written(storage, 8), fence=lambda: None)
+    assert all(isinstance(commit, Commit) for _, commit in CheckpointStore(storage, keep=keep).all_commits())
 
 
 def test_a_commit_is_not_removed_because_the_newest_cannot_be_read(tmp_path: Path) -> None:

@@ -33,9 +33,19 @@ def shared_across() -> Model:
     return model
 
 
+def hooked(name: str, *, removed: bool = False) -> Model:
+    model = model_with(gain=torch.ones(3))
+    handle = getattr(model.blocks[1].gain, name)(lambda each: None)
+    if removed:
+        handle.remove()
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "kind", "message"),
     [
+        (hooked("register_hook"), Block, r"blocks\.1\.gain has hooks on its gradient"),
+        (hooked("register_post_accumulate_grad_hook"), Block, r"blocks\.1\.gain has hooks on its gradient"),
         (model_with(gain=torch.tensor(1.0)), Block, r"parameter blocks\.1\.gain has shape \(\), .* shape \(1,\)"),
         (model_with(gain=torch.ones(4, 3).t()), Block, r"blocks\.1\.gain of shape \(3, 4\).*\.contiguous\(\)"),
         (
@@ -48,12 +58,18 @@ def shared_across() -> Model:
         (Model(), torch.nn.Linear, r"embed\.weight and head\.weight are one parameter, .*Linear and Linear"),
         (Model(), torch.nn.ModuleList, r"blocks\.0\.scale lies in a ModuleList .* the class of what is in it"),
     ],
-    ids=["0-d", "not contiguous", "two dtypes", "tied", "shared", "tied units", "a container"],
+    ids=["hook", "hook after", "0-d", "not contiguous", "two dtypes", "tied", "shared", "tied units", "a container"],
 )
 def test_what_cannot_be_sharded_is_refused(model: Model, kind: type[torch.nn.Module], message: str) -> None:
     parts = {model, *(part for part in model.modules() if isinstance(part, kind))}
     with pytest.raises(ConfigError, match=message):
         check_parts(places_of(model, parts))
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_was_removed_is_none(name: str) -> None:
+    model = hooked(name, removed=True)
+    check_parts(places_of(model, {model}))
 
 
 def test_what_lies_in_one_part_may_be_tied_or_frozen_in_another_dtype() -> None:

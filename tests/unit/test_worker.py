@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -65,6 +67,35 @@ def test_a_collective_before_the_first_step_is_a_mistake_and_not_a_lost_peer(
     assert outcome["status"] == "failed" and outcome["kind"] == "TrainFunctionError"
     assert "Before the first step there is no process group" in outcome["error"]
     assert "Traceback" in outcome["error"]
+
+
+def test_what_the_training_function_has_built_is_gone_when_it_builds_it_again(
+    outcome_of: Callable[[Train], dict[str, Any]],
+) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.myself = self
+
+    built: list[weakref.ref[Trainer]] = []
+
+    def train(run: Run) -> None:
+        assert not any(each() for each in built)
+        trainer = Trainer()
+        built.append(weakref.ref(trainer))
+        model = prepared(run)
+        for step in run.steps():
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(model(batch["x"]).square().mean())
+                step.optimize()
+                if step.index == len(built) and len(built) < 3:
+                    raise dist.DistNetworkError(LOST_PEER)
+
+    gc.disable()  # by itself Python might look just then
+    try:
+        assert outcome_of(train)["status"] == "finished" and len(built) == 3
+    finally:
+        gc.enable()
 
 
 def test_a_lost_peer_that_the_training_function_lets_through_has_the_worker_replaced(
