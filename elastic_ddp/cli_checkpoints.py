@@ -42,7 +42,8 @@ def ls(
 ) -> None:
     """List a run's commits, newest first. One is complete if all of its objects are there, in their sizes: `verify`
     reads their bytes, too."""
-    rows = [_row(step, commit) for step, commit in _store_of(run).all_commits()]
+    store = _store_of(run)
+    rows = [_row(step, commit) for step, commit in store.all_commits()]
     if not rows:
         raise _nothing_in(run)
     if as_json:
@@ -56,9 +57,10 @@ def ls(
         size = "-" if row["bytes"] is None else _size(row["bytes"])
         metrics = "  ".join(_told(name, row) for name in row["metrics"] or {}) or None
         facts = [row["step"], at, row["epoch"], row["samples"], size, row["objects"], metrics]
-        cells = [*facts, row["error"] or "complete"]
+        cells = [*facts, "complete" if row["error"] is None else f"bad: {row['error']}"]
         table.add_row(*("-" if cell is None else printable(str(cell)) for cell in cells))
     _console.print(table)
+    _tell_of_set_aside(store)
 
 
 @app.command()
@@ -78,6 +80,7 @@ def verify(
         except (CheckpointError, UnreadableError) as error:
             found, bad = f"bad: {error}", True
         _console.print(printable(f"step {number}: {found}"))
+    _tell_of_set_aside(store)
     if bad:
         raise typer.Exit(1)
 
@@ -117,14 +120,14 @@ def prune(
     if not commits.list() and not unfinished(commits):
         raise ConfigError(f"{run}: there is nothing to prune here; give <storage>/<name>")
     with nullcontext() if dry_run else _alone_with(run) as lease:
-        going, unreadable = removals(commits, keep_what, orphan_age_s=age_s, with_set_aside=set_aside)
+        going, doubtful = removals(commits, keep_what, orphan_age_s=age_s, with_set_aside=set_aside)
         if lease is not None:
             lease.renew()  # to read a commit may have taken long
             remove(commits, going, orphan_age_s=age_s)
     if as_json:
-        told = {step: str(error) for step, error in unreadable.items()}
+        told = {step: str(error) for step, error in doubtful.items()}
         items = [asdict(each) for each in going]
-        print(json.dumps({"removed": not dry_run, "items": items, "unreadable": told}, indent=1))
+        print(json.dumps({"removed": not dry_run, "items": items, "doubtful": told}, indent=1))
         return
     table = Table(box=None, padding=(0, 2))
     for column in ("step", "what", "size", "folder"):
@@ -134,7 +137,7 @@ def prune(
         table.add_row(str(each.step), each.what, _size(each.num_bytes), folders)
     if going:
         _console.print(table)
-    for step, error in unreadable.items():
+    for step, error in doubtful.items():
         _console.print(printable(f"step {step} stays, with all that was written at it: {error}"))
     total = _size(sum(each.num_bytes for each in going))
     _console.print(f"{total} {'would be' if dry_run else 'were'} removed" if going else "there is nothing to remove")
@@ -224,7 +227,10 @@ def _whole_or_not_at_all(file: Path) -> Iterator[Path]:
     place = file.resolve()
     beside = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
     try:
+        beside.touch()
+        mode = (place if place.exists() else beside).stat().st_mode  # safetensors lets nobody else read what it writes
         yield beside
+        beside.chmod(mode)
         local_folder.sync(beside)
         os.replace(beside, place)
         local_folder.sync_directory(place.parent)
@@ -300,7 +306,17 @@ def _chosen(store: CommitCatalog, run: str, step: int | None) -> list[tuple[int,
 
 
 def _nothing_in(run: str) -> ConfigError:
-    return ConfigError(f"{run}: there are no commits of a run here; give <storage>/<name>")
+    from elastic_ddp.job import COMMITS
+
+    above, found, _ = run.partition(f"/{COMMITS}")
+    where = f"the run's folder, {above}" if found else "<storage>/<name>"
+    return ConfigError(f"{run}: there are no commits of a run here; give {where}")
+
+
+def _tell_of_set_aside(store: CommitCatalog) -> None:
+    if count := store.num_set_aside():
+        what = "1 commit that did not verify was" if count == 1 else f"{count} commits that did not verify were"
+        _console.print(f"{what} set aside, into set-aside/ beside commits/; `prune --set-aside` removes such")
 
 
 def _row(step: int, commit: Commit | StorageError) -> dict[str, Any]:

@@ -230,8 +230,9 @@ class Commits:
             self._say_rejected(key, reason)
         if newest is None:
             if self._store.rejected:
+                reasons = "; ".join(f"{key}: {reason}" for key, reason in self._store.rejected)
                 raise CheckpointError(
-                    f"no commit of run {self._job.config.name!r} can be used: {dict(self._store.rejected)}. Repair "
+                    f"no commit of run {self._job.config.name!r} can be used: {reasons}. Repair "
                     "them, make them readable or delete them, or use another name; the run does not silently start over"
                 )
             if group.rank == 0 and (aside := self._storage.list("set-aside")):

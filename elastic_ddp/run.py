@@ -44,7 +44,8 @@ class Run:
         with bf16 where the configuration says so. Optimizers and schedulers come back as they are, and are stepped,
         saved and restored by the run. State of an interrupted run is restored when `steps()` starts, which is also when
         a model is sharded, or refused by the name of a parameter that cannot be; the optimizer then has the sharded
-        parameters in the place of those it was built from.
+        parameters in the place of those it was built from, and whatever else took those has not (take them in the loop,
+        from the model). With FSDP this is done again whenever membership changes, with a model built anew.
 
         Args:
             thing: what to prepare.

@@ -49,7 +49,6 @@ class Session:
         self._progress = Progress(job.total_steps)
         self._stop_requests = StopRequests()
         self._error: BaseException | None = None
-        self._is_over = False
         self._controllers: list[Any] = []
         self._thread = threading.Thread(target=self._run_workers, name="ray-train", daemon=True)
         self._ledger.append(
@@ -71,7 +70,6 @@ class Session:
             self._ledger.append("failed", error=outcome["error"], kind=outcome.get("kind"))
         self._ledger.append("finished", **outcome)
         self._ledger.flush()
-        self._is_over = True
         return outcome
 
     def _run_workers(self) -> None:
@@ -163,9 +161,15 @@ class Session:
         for controller in self._controllers:
             ray.kill(controller)
         self._thread.join(WORKERS_LEAVE_S)
-        if self._is_over:
-            self._ledger.append("session_ended")
-            self._ledger.close()
+
+    def close_ledger(self) -> None:
+        """Puts the session's end on record, once all is over.
+
+        Raises:
+            StorageError: events are lost, as the storage still refuses them.
+        """
+        self._ledger.append("session_ended")
+        self._ledger.close()
 
     def _stopped(self) -> dict[str, Any]:
         """Stopped with no worker in a generation: the run stands where its newest commit does."""

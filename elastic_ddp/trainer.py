@@ -29,7 +29,7 @@ from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.source import check_columns
 from elastic_ddp.elastic.messages import RendezvousOptions
 from elastic_ddp.elastic.rendezvous import start_rendezvous
-from elastic_ddp.errors import ConfigError, TrainFunctionError
+from elastic_ddp.errors import ConfigError, StorageError, TrainFunctionError
 from elastic_ddp.job import COMMITS, Job, has_commits
 from elastic_ddp.lease import DriverLease
 from elastic_ddp.ray_internals import WRITTEN_FOR
@@ -210,8 +210,7 @@ class ElasticTrainer:
         finally:
             ray.kill(rendezvous)
             session.end_workers()
-        lease.renew()  # else the summary is another driver's to write
-        return self._conclude(outcome)
+        return self._conclude(outcome, session, lease)
 
     def _open_data(self) -> DatasetIndex:
         source = self._data
@@ -278,9 +277,17 @@ class ElasticTrainer:
             return None
         return None if total_steps > summary["total_steps"] else self._result(summary)
 
-    def _conclude(self, outcome: dict[str, Any]) -> RunResult:
-        summary = summarize(read_ledger(self._storage), name=self.config.name, storage=self._storage.uri)
-        self._storage.write(SUMMARY, json.dumps(summary, indent=1).encode())
+    def _conclude(self, outcome: dict[str, Any], session: Session, lease: DriverLease) -> RunResult:
+        summary = {}
+        try:
+            session.close_ledger()
+            lease.renew()  # else the summary is another driver's to write
+            summary = summarize(read_ledger(self._storage), name=self.config.name, storage=self._storage.uri)
+            self._storage.write(SUMMARY, json.dumps(summary, indent=1).encode())
+        except StorageError as error:
+            if outcome["status"] != "failed":
+                raise
+            _note(f"the ledger and the summary do not tell how the run ended: {error}")  # that may have been the reason
         if outcome["status"] == "failed":
             raise getattr(errors, outcome["kind"], TrainFunctionError)(outcome["error"])
         return self._result(summary)

@@ -93,8 +93,12 @@ class Weights:
         """Those that may be used, and an error when there are no more."""
         yield from store.candidates(self.step)
         if not store.rejected:
-            which = "no commit" if self.step is None else f"no commit at step {self.step}"
-            raise ConfigError(f"run.load_weights: there is {which} in {self.uri}; give a run's <storage>/<name>")
+            if self.step is not None and (there := store.steps()):
+                raise ConfigError(
+                    f"run.load_weights: there is no commit at step {self.step} in {self.uri}; there are those at "
+                    f"{', '.join(map(str, there))}"
+                )
+            raise ConfigError(f"run.load_weights: there is no commit in {self.uri}; give a run's <storage>/<name>")
         reasons = "; ".join(f"{key}: {reason}" for key, reason in store.rejected)
         raise CheckpointError(f"the weights in {self.uri} cannot be used: {reasons}")
 
@@ -146,10 +150,13 @@ class Fit:
         if not wrong and not self.matching:
             wrong = [f"not one name is the same: there {some(self.unexpected)}, and here {some(self.missing)}"]
         if wrong:
-            raise ConfigError(
-                f"the weights of {which} do not fit the model: {some(wrong, between='; ')}. Build the model that they "
-                "are of, or use strict=False where some of the names differ"
-            )
+            remedy = "Build the model that they are of, or use strict=False where some of the names differ"
+            if self.reshaped:
+                remedy = (
+                    "Build the model that they are of; or give what has another shape, such as a new head, another "
+                    "name in the model, and use strict=False, which leaves it as it was built"
+                )
+            raise ConfigError(f"the weights of {which} do not fit the model: {some(wrong, between='; ')}. {remedy}")
 
 
 def _shape_of(value: Any) -> str:

@@ -102,10 +102,18 @@ class CommitCatalog:
 
         return confirmed(self._storage, commit.state.key, read)
 
+    def steps(self) -> list[int]:
+        """Those that have a commit, newest first, whether it is complete or not."""
+        return committed_steps(self._storage.list("commits"))
+
+    def num_set_aside(self) -> int:
+        """How many commits were set aside, as they did not verify."""
+        return len(self._storage.list("set-aside"))
+
     def all_commits(self) -> list[tuple[int, Commit | StorageError]]:
         """The steps that have a commit, newest first, each with the commit or with why it is not complete, for all that
         can be read."""
-        found = ((step, self.complete_at(step)) for step in committed_steps(self._storage.list("commits")))
+        found = ((step, self.complete_at(step)) for step in self.steps())
         return [(step, each.error if isinstance(each, Bad) else each) for step, each in found if each is not None]
 
     def candidates(self, only: int | None = None) -> Iterator[Commit]:
@@ -117,9 +125,7 @@ class CommitCatalog:
     def _candidates(self, only: int | None) -> Iterator[Commit]:
         seen: set[int] = set()
         # Listed again when none was good: a saver may have committed and cleaned up behind the first listing.
-        while steps := [
-            step for step in committed_steps(self._storage.list("commits")) if step not in seen and only in (None, step)
-        ]:
+        while steps := [step for step in self.steps() if step not in seen and only in (None, step)]:
             for step in steps:
                 seen.add(step)
                 found = self.complete_at(step)

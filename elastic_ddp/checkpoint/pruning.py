@@ -50,9 +50,9 @@ class Removal:
 def removals(
     storage: Storage, retention: Retention | None, *, orphan_age_s: float, with_set_aside: bool
 ) -> tuple[list[Removal], dict[int, StorageError]]:
-    """What can go, in that order, and steps of which nothing goes because they cannot be read, or are bad and newer
-    than the newest that is good, with the reason. The newest commit of which every byte verifies never goes, nor one
-    that is newer, nor anything of a step that cannot be read: it may be good. Others that stay are not read.
+    """What can go, in that order, and the steps of commits that stay although they are bad, or cannot be read, with the
+    reason. The newest commit of which every byte verifies never goes, nor one that is newer, nor anything of a step
+    that cannot be read: it may be good. Others that stay are not read.
 
     Args:
         storage: a folder of commits.
@@ -68,7 +68,7 @@ def removals(
     uploads = unfinished(storage)
     sizes = storage.sizes()
     steps = committed_steps(sizes)
-    complete, doubtful = _complete(storage, steps, sizes)
+    complete, doubtful, bad = _complete(storage, steps, sizes)
     staying = _staying(steps, complete, doubtful, retention)
     if staying < set(steps):  # what is removed may be all that is good
         doubtful |= _verified(storage, complete)
@@ -99,23 +99,27 @@ def removals(
     orphans = without_manifest(storage, [each for each in going.orphans if each not in known], steps)
     for folder in older_than(orphan_age_s, storage, orphans):
         found.append(removal("orphan", step_of_attempt(folder), None, [folder]))
-    return found, doubtful
+    return found, doubtful | {step: error for step, error in bad.items() if step in staying}
 
 
 def _complete(
     storage: Storage, steps: list[int], sizes: dict[str, int]
-) -> tuple[dict[int, Commit], dict[int, StorageError]]:
-    """The commits whose objects are all there, and those whose manifest cannot be read, by step, newest first."""
+) -> tuple[dict[int, Commit], dict[int, StorageError], dict[int, StorageError]]:
+    """The commits whose objects are all there, those whose manifest cannot be read, and bad ones, by step, newest
+    first."""
     complete: dict[int, Commit] = {}
     unreadable: dict[int, StorageError] = {}
+    bad: dict[int, StorageError] = {}
     for step in steps:
         try:
             complete[step] = complete_commit(storage, step, sizes)
         except UnreadableError as error:
             unreadable[step] = error
-        except (CheckpointError, FileNotFoundError):
+        except CheckpointError as error:
+            bad[step] = error
+        except FileNotFoundError:
             continue
-    return complete, unreadable
+    return complete, unreadable, bad
 
 
 def _verified(storage: Storage, complete: dict[int, Commit]) -> dict[int, StorageError]:

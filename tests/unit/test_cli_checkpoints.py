@@ -143,6 +143,7 @@ def test_an_export_is_on_the_disk_and_a_link_to_its_place_stays_one(
     link, file = tmp_path / f"newest.{suffix}", tmp_path / "shelf" / f"weights.{suffix}"
     file.parent.mkdir()
     file.write_text("what was there before")
+    file.chmod(0o640)
     link.symlink_to(file)
     done: list[str] = []
     fsync, replace_file = os.fsync, os.replace
@@ -162,6 +163,11 @@ def test_an_export_is_on_the_disk_and_a_link_to_its_place_stays_one(
     assert link.is_symlink() and done[-2:] == ["put", str(file.parent)]
     found = load_file(file) if suffix == "safetensors" else torch.load(file, weights_only=True)
     assert found.keys() == make_state(30)["model"].keys() and [*file.parent.iterdir()] == [file]
+    assert file.stat().st_mode & 0o777 == 0o640
+    fresh = tmp_path / f"fresh.{suffix}"
+    invoke("export", str(tmp_path / "lm"), str(fresh))
+    (tmp_path / "plain").touch()
+    assert fresh.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_verify_does_not_call_a_commit_bad_that_a_live_run_removed_meanwhile(
@@ -367,6 +373,34 @@ def test_prune_reads_the_newest_commit_before_it_removes_the_good_ones_before_it
     assert prune(tmp_path, "--keep", "1") == [], "none verifies"
 
 
+def test_prune_names_the_bad_commits_that_stay(tmp_path: Path, commits: list[Commit]) -> None:
+    storage, run = Storage(tmp_path / "lm").at(COMMITS), str(tmp_path / "lm")
+    storage.write(commits[2].key, b"{}")
+    corrupt(storage, commits[0].objects[0].key, "missing")
+    text = " ".join(invoke("prune", run).stdout.split())
+    assert "step 30 stays, with all that was written at it" in text
+    assert f"step 10 stays, with all that was written at it: {commits[0].objects[0].key} is missing" in text
+    text = " ".join(invoke("prune", run, "--keep", "1").stdout.split())
+    assert "step 30 stays, with all that was written at it" in text and "step 10 stays" not in text
+    assert storage.list("commits") == [commits[1].key, commits[2].key]
+
+
+def test_what_was_set_aside_is_told(tmp_path: Path, commits: list[Commit]) -> None:
+    run = str(tmp_path / "lm")
+    assert "set aside" not in invoke("ls", run).stdout + invoke("verify", run).stdout
+    CommitCatalog(Storage(tmp_path / "lm").at(COMMITS)).set_aside(commits[2].key, commits[2].attempt)
+    for command in ("ls", "verify"):
+        text = " ".join(invoke(command, run).stdout.split())
+        assert "1 commit that did not verify was set aside, into set-aside/ beside commits/" in text
+    assert len(json.loads(invoke("ls", run, "--json").stdout)) == 2
+
+
+@pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/commits/30.json"])
+def test_what_lies_in_a_run_is_told_from_the_run(tmp_path: Path, commits: list[Commit], inside: str) -> None:
+    with pytest.raises(ConfigError, match=rf"give the run's folder, {tmp_path}/lm$"):
+        invoke("ls", f"{tmp_path}/lm/{inside}")
+
+
 def test_prune_removes_nothing_where_commits_of_another_run_would_stay(tmp_path: Path) -> None:
     store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=9)
     for step, batch, data in ((10, 64, "a"), (20, 64, "a"), (30, 32, "a"), (40, 64, "b")):
@@ -464,7 +498,7 @@ def test_what_cannot_be_read_stays_and_is_named_and_the_rest_goes(
     monkeypatch.setattr(Storage, "read", archived)
     options = ["--keep", "1", "--orphans-older-than-s", "0"]
     answer = json.loads(invoke("prune", str(tmp_path / "lm"), *options, "--dry-run", "--json").stdout)
-    assert answer["unreadable"] == {"10": "InvalidObjectState, 403; others in the same folder can be read"}
+    assert answer["doubtful"] == {"10": "InvalidObjectState, 403; others in the same folder can be read"}
     text = " ".join(invoke("prune", str(tmp_path / "lm"), *options).stdout.split())
     assert "step 10 stays, with all that was written at it: InvalidObjectState, 403" in text
     assert storage.list("commits") == [commits[0].key, commits[2].key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pytest
 import ray
 
 from elastic_ddp import ElasticTrainer
-from elastic_ddp.errors import ConfigError, DataError
+from elastic_ddp.errors import ConfigError, DataError, StorageError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.storage import Storage
 from tests.whole import WholeStore
@@ -85,3 +86,21 @@ def test_a_run_does_not_go_back(tmp_path: Path) -> None:
     (tmp_path / "runs/run/run.json").unlink()
     with pytest.raises(ConfigError, match="has 30 steps behind it, and is to have 20: a run does not go back"):
         trainer.fit()
+
+
+def test_a_storage_that_fails_still_does_not_hide_why_a_run_has_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"name": "run", "storage": str(tmp_path), "steps": 1, "global_batch_size": 8, "micro_batch_size": 1}
+    trainer = ElasticTrainer(takes_a_run, "data", settings)
+
+    def is_full() -> None:
+        raise StorageError("cannot write ledger/1.jsonl: no space left on device")
+
+    session, lease = SimpleNamespace(close_ledger=is_full), SimpleNamespace(renew=lambda: None)
+    outcome = {"status": "failed", "kind": "StorageError", "error": "2 saves in a row failed"}
+    with pytest.raises(StorageError, match=r"^2 saves in a row failed$"):
+        trainer._conclude(outcome, session, lease)  # type: ignore[arg-type]
+    assert "how the run ended: cannot write ledger/1.jsonl" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(StorageError, match="cannot write ledger"):
+        trainer._conclude({"status": "finished"}, session, lease)  # type: ignore[arg-type]
