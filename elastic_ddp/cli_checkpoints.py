@@ -7,7 +7,7 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -224,16 +224,15 @@ def _whole_or_not_at_all(file: Path) -> Iterator[Path]:
     stays one, to the new file."""
     from safetensors import SafetensorError
 
-    place = file.resolve()
+    place = Path(os.path.realpath(file))
     beside = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
     try:
         beside.touch()
         mode = (place if place.exists() else beside).stat().st_mode  # safetensors lets nobody else read what it writes
         yield beside
-        beside.chmod(mode)
         local_folder.sync(beside)
+        beside.chmod(mode)
         os.replace(beside, place)
-        local_folder.sync_directory(place.parent)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, as torch and safetensors say it
         what = described(error.__context__ if isinstance(error.__context__, OSError) else error).splitlines()[0]
         raise StorageError(
@@ -241,7 +240,9 @@ def _whole_or_not_at_all(file: Path) -> Iterator[Path]:
             f"{place.parent}, and may you write there?"
         ) from error
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # a file system that is read-only now; what failed first is said
+            beside.unlink(missing_ok=True)
+    local_folder.sync_directory(place.parent)
 
 
 def _retention(keep: int | None, every_steps: int | None, best: int, metric: str | None, mode: str) -> Retention | None:
@@ -308,8 +309,8 @@ def _chosen(store: CommitCatalog, run: str, step: int | None) -> list[tuple[int,
 def _nothing_in(run: str) -> ConfigError:
     from elastic_ddp.job import COMMITS
 
-    above, found, _ = run.partition(f"/{COMMITS}")
-    where = f"the run's folder, {above}" if found else "<storage>/<name>"
+    above, inside, _ = run.rpartition(f"/{COMMITS}")
+    where = f"the run's folder, {above}" if inside and _store_of(above).steps() else "<storage>/<name>"
     return ConfigError(f"{run}: there are no commits of a run here; give {where}")
 
 

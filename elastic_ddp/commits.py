@@ -17,6 +17,7 @@ from elastic_ddp.checkpoint.metrics import METRICS, Metrics
 from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.saving import RankLostError, is_of_storage
 from elastic_ddp.checkpoint.stalls import STALLED_S
+from elastic_ddp.checkpoint.store import SupersededError
 from elastic_ddp.elastic.hang import STORING, Place
 from elastic_ddp.errors import (
     CheckpointError,
@@ -315,9 +316,10 @@ class Commits:
                 )
                 return
             for_want_of_a_rank = isinstance(outcome, RankLostError) and self._current != generation
-            if for_want_of_a_rank:  # the others can do it, at once
+            goes_without = for_want_of_a_rank or isinstance(outcome, SupersededError)
+            if goes_without:  # the others, or those of the next generation, can do it, at once
                 self.step, self._at = self._known_step, -math.inf
-            counts = not (for_want_of_a_rank or isinstance(outcome, _NOT_OF_THE_SAVE))
+            counts = not (goes_without or isinstance(outcome, _NOT_OF_THE_SAVE))
             if counts:
                 self._failed += 1
                 doublings = min(self._failed - 1, 30)

@@ -46,7 +46,7 @@ class WholeStore(CheckpointStore):
         # Refused before anything is written: a state or a record that cannot be kept.
         check_record(record, step=step)
         self._writer.stage(state, rank=0, world_size=1)
-        if (existing := self._existing(step, fence)) is not None:
+        if (existing := self._existing(step, record, fence)) is not None:
             return existing
         attempt = uuid.uuid4().hex
         prefix = attempt_prefix(step, attempt)

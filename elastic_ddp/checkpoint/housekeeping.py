@@ -70,8 +70,7 @@ class Housekeeping:
             return
         steps = [step for step in committed_steps(sizes) if step <= newest.step]
         self._run = identity_of(newest.record)
-        now = self._clock()
-        self._left = {step: at for step, at in self._left.items() if now - at < LOOK_AGAIN_S and step != newest.step}
+        self._left.pop(newest.step, None)  # it was written, or read, just now
         read = self._read_last(storage, newest, steps, sizes)
         self._known = {commit.step: self._as_known(commit) for commit in read} | self._older(
             storage, steps, read, sizes
@@ -80,11 +79,12 @@ class Housekeeping:
         staying = kept(steps, measured, self._retention) | self._left.keys()
         keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
         going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
+        dead, orphans = (without_manifest(storage, each, steps) for each in (going.dead, going.orphans))
         fence()  # to look at commits may have taken long
         if not is_current():
             return
-        # Last: a worker that has left may have committed meanwhile.
-        dead, orphans = (without_manifest(storage, each, steps) for each in (going.dead, going.orphans))
+        # Once more: a worker that has left may have committed meanwhile.
+        dead, orphans = (without_manifest(storage, each, steps) for each in (dead, orphans))
         abort_uploads(ORPHAN_AGE_S, storage, uploads, dead)
         try:
             remove(storage, going.manifests, [*dead, *clocks(sizes)])
@@ -123,8 +123,10 @@ class Housekeeping:
     def _complete(self, storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit | None:
         """The commit of a step if it is known to be complete. One that cannot be read may be: it counts for nothing,
         and stays, as does another run's, and a bad one where others than the newest are kept."""
-        if step in self._left:
+        looked_at = self._left.get(step)
+        if looked_at is not None and self._clock() - looked_at < LOOK_AGAIN_S:
             return None
+        self._left.pop(step, None)
         try:
             commit = complete_commit(storage, step, sizes)
             if not different_runs(self._run, identity_of(commit.record)):

@@ -10,13 +10,18 @@ from typing import Any
 from elastic_ddp.checkpoint.catalog import Bad, CommitCatalog
 from elastic_ddp.checkpoint.housekeeping import Housekeeping
 from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix, check_record, committed_steps, manifest_key
+from elastic_ddp.checkpoint.record import different_runs, identity_of
 from elastic_ddp.checkpoint.retention import Retention
 from elastic_ddp.checkpoint.writing import Kind, Part, put_together
-from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError, UnreadableError, described
+from elastic_ddp.errors import CheckpointError, ElasticDDPError, StorageError, UnreadableError, described, some
 from elastic_ddp.storage import Storage
 
 _log = logging.getLogger(__name__)
 _PUBLISH_TRIES = 3
+
+
+class SupersededError(ElasticDDPError):
+    """The generation of a save is over, and there are commits of later steps: this one is not made any more."""
 
 
 class CheckpointStore(CommitCatalog):
@@ -74,9 +79,9 @@ class CheckpointStore(CommitCatalog):
 
         Raises:
             CheckpointError: something was not written or is not there any more, or the record cannot be kept.
-            PeerLostError: this saver has left, and those who go on have committed a later step.
             ReplicasDifferError: ranks do not hold the same.
             StorageError: the storage failed. The commit may or may not exist.
+            SupersededError: the generation that has written it is over, and there is a commit of a later step.
         """
         try:
             check_record(record, step=step)
@@ -114,17 +119,18 @@ class CheckpointStore(CommitCatalog):
         """For a worker that has left: those who go on take what was written of earlier steps for dead once there is a
         commit of a later one."""
         if later := [each for each in committed_steps(self._storage.list("commits")) if each > step]:
-            raise PeerLostError(
-                f"others have gone on, and committed step {max(later)} before step {step} was committed"
+            raise SupersededError(
+                f"there is a commit of step {max(later)}, and step {step} was to be committed only now"
             )
 
     def _check_still_stored(self, commit: Commit, manifest: bytes) -> None:
-        """As `_check_newest`: they may have done so in the same moment. What they have removed has no manifest then."""
+        """As `_check_newest`: they may have done so in the same moment. What they have removed has no manifest then,
+        unless they still do between this look and its end."""
         try:
             self._check_stored(commit)
         except CheckpointError as error:
             self._storage.delete_if(commit.key, manifest)
-            raise PeerLostError(f"others have gone on before step {commit.step} was committed") from error
+            raise SupersededError(f"others have gone on before step {commit.step} was committed") from error
 
     def discard(self, prefix: str) -> None:
         """Removes what was written of an attempt that failed, or came second. Failing at that is only logged: what came
@@ -134,8 +140,9 @@ class CheckpointStore(CommitCatalog):
         except StorageError as error:
             _log.warning("%s is left until the next commit: %s", prefix, error)
 
-    def _existing(self, step: int, fence: Callable[[], None]) -> Commit | None:
-        """The commit of this step if its contents verify; a bad one is set aside, so that it can be made again.
+    def _existing(self, step: int, record: Mapping[str, Any], fence: Callable[[], None]) -> Commit | None:
+        """The commit of this step if its contents verify; a bad one is set aside, so that it can be made again, and so
+        is one of another run than that with this record.
 
         Raises:
             UnreadableError: it may be good, and stays.
@@ -143,6 +150,8 @@ class CheckpointStore(CommitCatalog):
         found = self.complete_at(step)
         if isinstance(found, Commit):
             try:
+                if names := different_runs(identity_of(record), identity_of(found.record)):
+                    raise CheckpointError(f"{found.key} is of another run, which differs in {some(names, 5)}")
                 self.verify(found)
             except FileNotFoundError:
                 return None
@@ -167,7 +176,7 @@ class CheckpointStore(CommitCatalog):
                 self._storage.create(commit.key, manifest, before_again=fence)
                 return commit
             except FileExistsError:
-                existing = self._existing(commit.step, fence)
+                existing = self._existing(commit.step, commit.record, fence)
                 if existing is None:
                     continue  # it was bad and is gone now
                 if existing.attempt != commit.attempt:

@@ -21,6 +21,7 @@ from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
 from elastic_ddp.checkpoint.housekeeping import LOOK_AGAIN_S, ORPHAN_AGE_S, Housekeeping
 from elastic_ddp.checkpoint.manifest import attempt_prefix, manifest_key
 from elastic_ddp.checkpoint.pruning import prune, removals
+from elastic_ddp.checkpoint.store import SupersededError
 from elastic_ddp.checkpoint.writing import StateWriter
 from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError
 from elastic_ddp.local_folder import TEMPORARY
@@ -300,6 +301,31 @@ def written(storage: Storage, step: int) -> dict[str, Any]:
     return {"step": step, "attempt": attempt, "parts": [part], "kinds": writer.kinds, "record": {}}
 
 
+def test_what_was_left_once_and_is_looked_at_no_more_stays(tmp_path: Path) -> None:
+    now, keep = [100.0], Retention(last=2)
+    before = WholeStore(Storage(tmp_path), keep=9)
+    for step in (10, 20, 30):
+        save(before, step)
+    storage = BadSector(str(tmp_path), manifest_key(30))
+    store = WholeStore(storage, keep=keep)
+    store._housekeeping = Housekeeping(keep, clock=lambda: now[0])
+    save(store, 40)
+    assert steps_in(storage) == [20, 30, 40]
+    for step in (50, 60):
+        now[0] += 2 * LOOK_AGAIN_S
+        save(store, step)
+    assert steps_in(storage) == [30, 50, 60], "it may be good, and two newer ones are read before it"
+
+
+def test_a_commit_of_another_run_at_the_same_step_is_set_aside(tmp_path: Path) -> None:
+    store = WholeStore(Storage(tmp_path), keep=9)
+    store.save({"user": {"step": "theirs"}}, step=10, record={"identity": {"global_batch_size": 32}})
+    store.save({"user": {"step": "ours"}}, step=10, record={"identity": {"global_batch_size": 64}})
+    newest = store.latest()
+    assert newest is not None and store.load(newest)["user"]["step"] == "ours"
+    assert len(Storage(tmp_path).list("set-aside")) == 1
+
+
 @pytest.mark.parametrize("keep", [Retention(last=2), Retention(last=2, every_steps=1000)], ids=str)
 @pytest.mark.parametrize("at", range(12))
 def test_of_one_who_has_left_and_commits_late_no_manifest_without_its_objects_stays(
@@ -314,7 +340,7 @@ def test_of_one_who_has_left_and_commits_late_no_manifest_without_its_objects_st
     def meanwhile() -> None:
         if next(moments) == at:
             outcome.append(None)
-            with suppress(PeerLostError):
+            with suppress(SupersededError):
                 leaver.complete(**late, fence=lambda: None, is_current=lambda: False)
 
     for name in ("sizes", "list", "size", "read", "create", "uploads"):
