@@ -40,10 +40,11 @@ def _status(name: str) -> int:
 
 
 def save_twice(group: ProcessGroup, uri: str, size_mib: int) -> dict[str, int]:
-    """Peaks of a first save and of the one after, on this rank, after a small one that loads what saving needs."""
+    """Peaks of a first save and of the one after, on this rank, after a small one that loads what saving needs, in
+    which each rank has a tensor to write."""
     address = group.assignment.store_host, group.assignment.store_port
     small = OurSaves(Storage(f"{uri}/small"), group.rank, group.world_size, address)
-    small.begin({"model": {}, "user": {"step": 1}}, 1)
+    small.begin({"model": {str(rank): torch.zeros(8) for rank in range(group.world_size)}, "user": {"step": 1}}, 1)
     small.wait()
     state = make_state(size_mib)
     ours = OurSaves(Storage(f"{uri}/commits-{size_mib}"), group.rank, group.world_size, address)

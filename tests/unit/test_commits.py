@@ -617,6 +617,35 @@ def test_a_save_whose_generation_lost_a_rank_comes_again_at_once_and_is_not_coun
     assert not any(said["counts"] for said in link_of(run).said if said["event"] == "commit_failed")
 
 
+def test_a_save_that_outlives_its_generation_where_commits_of_later_steps_lie_comes_again_at_once(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They were passed over when the run resumed, and may be good. No worker is lost for that, nor a save counted."""
+    run = new_run(checkpoint={"every_steps": 3, "max_failed_saves": 0})
+    write, go, ended = run._loop.commits._saver._writer.write, threading.Event(), list[int]()
+
+    def write_late(*arguments: Any) -> Any:
+        assert go.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(run._loop.commits._saver._writer, "write", write_late)
+
+    def in_step(step: Step) -> None:
+        if step.index == 3 and not ended:
+            commit(tmp_path, 90)
+            run._loop.commits.generation_ended(intact=True)
+            go.set()
+            run._loop.commits.close(60)
+            (tmp_path / "run" / COMMITS / "commits" / "90.json").unlink()
+            ended.append(3)
+        run._loop.commits.close(60)
+
+    train(run, in_step)
+    [failed] = [said for said in link_of(run).said if said["event"] == "commit_failed"]
+    assert failed["step"] == 3 and "SupersededError: there is a commit of step 90" in failed["error"]
+    assert not failed["counts"] and link_of(run).steps_of("commit") == [4, 6]
+
+
 def test_a_save_in_which_the_storage_hangs_counts_as_failed_and_others_follow(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
