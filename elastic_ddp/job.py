@@ -42,9 +42,12 @@ class Job:
 
     def difference_to(self, record: Mapping[str, Any]) -> str | None:
         """What defines the run of a commit with this record and is something else here; None if it is the same run."""
-        mine, theirs = {**self.config.identity(), "data": self.index.fingerprint}, identity_of(record)
-        different = different_runs(mine, theirs)
-        there, here = (", ".join(f"{key} is {what[key]!r}" for key in different) for what in (theirs, mine))
+        mine = {"identity": self.config.identity(), "data": self.index.fingerprint}
+        different = different_runs(mine, record)
+        there, here = (
+            ", ".join(f"{name} is {identity[name]!r}" for name in different)
+            for identity in (identity_of(record), identity_of(mine))
+        )
         return f"{there}; here {here}" if different else None
 
     @property

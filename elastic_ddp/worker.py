@@ -84,7 +84,7 @@ def _work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> Non
                 begins_again = True
             if begins_again:  # here the traceback is gone, which holds what the function has built
                 loop = loop.again()
-                forget_what_was_built()
+                _forget_what_was_built()
     except RunStopped:
         # Outside a generation this worker has no say: it came too late, or the run stopped while it waited.
         outcome = {"status": "stopped", **loop.progress()} if loop.world_size else {}
@@ -118,7 +118,7 @@ def _work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> Non
         raise WorkersLostError(lost)
 
 
-def forget_what_was_built() -> None:
+def _forget_what_was_built() -> None:
     """Before it is built again, or a model would be in memory twice."""
     gc.unfreeze()
     gc.collect()

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 from elastic_ddp.checkpoint.manifest import (
     Commit,
@@ -18,7 +17,7 @@ from elastic_ddp.checkpoint.manifest import (
 )
 from elastic_ddp.checkpoint.metrics import Measurement, measurements_of
 from elastic_ddp.checkpoint.reading import read_manifest
-from elastic_ddp.checkpoint.record import different_runs, identity_of
+from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
 from elastic_ddp.checkpoint.verdicts import confirmed
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
@@ -48,8 +47,6 @@ class Housekeeping:
         self._left: dict[int, float] = {}
         """Steps whose manifest could not be read, those with a bad commit that might be one to keep for good, or with
         another run's, and when they were looked at."""
-        self._run: dict[str, Any] = {}
-        """What defines the run."""
 
     def tidy(self, storage: Storage, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
         """Removes what is not kept once a commit is complete. See `CheckpointStore.complete` for the arguments.
@@ -69,12 +66,10 @@ class Housekeeping:
         if not is_current():
             return
         steps = [step for step in committed_steps(sizes) if step <= newest.step]
-        self._run = identity_of(newest.record)
         self._left.pop(newest.step, None)  # it was written, or read, just now
         read = self._read_last(storage, newest, steps, sizes)
-        self._known = {commit.step: self._as_known(commit) for commit in read} | self._older(
-            storage, steps, read, sizes
-        )
+        older = self._older(storage, newest, steps, read, sizes)
+        self._known = {commit.step: self._as_known(commit) for commit in read} | older
         measured = {step: told for step, (_, told) in self._known.items()}
         staying = kept(steps, measured, self._retention) | self._left.keys()
         keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
@@ -99,14 +94,19 @@ class Housekeeping:
         read: list[Commit] = []
         for step in steps:
             if len(read) < self._retention.last:
-                commit = self._complete(storage, step, sizes)
+                commit = self._complete(storage, newest, step, sizes)
                 read += [commit] if commit is not None else []
         if not read:
             raise StorageError(f"{newest.key} is not there, or cannot be read, nor any before it")
         return read
 
     def _older(
-        self, storage: Storage, steps: Iterable[int], read: Collection[Commit], sizes: Mapping[str, int]
+        self,
+        storage: Storage,
+        newest: Commit,
+        steps: Iterable[int],
+        read: Collection[Commit],
+        sizes: Mapping[str, int],
     ) -> dict[int, tuple[str, tuple[Measurement, ...]]]:
         """The complete ones before those, if any of them can stay."""
         found = {}
@@ -116,20 +116,21 @@ class Housekeeping:
             if step < oldest:
                 if step in self._known and self._known[step][0] == alone.get(step):
                     found[step] = self._known[step]
-                elif (commit := self._complete(storage, step, sizes)) is not None:
+                elif (commit := self._complete(storage, newest, step, sizes)) is not None:
                     found[step] = self._as_known(commit)
         return found
 
-    def _complete(self, storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit | None:
-        """The commit of a step if it is known to be complete. One that cannot be read may be: it counts for nothing,
-        and stays, as does another run's, and a bad one where others than the newest are kept."""
+    def _complete(self, storage: Storage, newest: Commit, step: int, sizes: Mapping[str, int]) -> Commit | None:
+        """The commit of a step if it is known to be complete, and of the run of the newest. One that cannot be read may
+        be complete: it counts for nothing, and stays, as does another run's, and a bad one where others than the newest
+        are kept."""
         looked_at = self._left.get(step)
         if looked_at is not None and self._clock() - looked_at < LOOK_AGAIN_S:
             return None
         self._left.pop(step, None)
         try:
             commit = complete_commit(storage, step, sizes)
-            if not different_runs(self._run, identity_of(commit.record)):
+            if not different_runs(newest.record, commit.record):
                 return commit
             _log.warning("step %d stays, with all that was written at it: its commit is another run's", step)
             self._left[step] = self._clock()

@@ -27,7 +27,7 @@ from elastic_ddp.checkpoint.manifest import (
     step_of_attempt,
 )
 from elastic_ddp.checkpoint.metrics import measurements, measurements_of
-from elastic_ddp.checkpoint.record import different_runs, identity_of
+from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, UnreadableError, some
 from elastic_ddp.storage import Storage
@@ -155,10 +155,9 @@ def _staying(
 
 def _check_of_one_run(complete: dict[int, Commit], staying: set[int]) -> None:
     """A run passes over another's commits, which somebody has put here: they are not what it goes on from."""
-    runs = {step: identity_of(commit.record) for step, commit in complete.items()}
     for step in sorted(complete.keys() - staying):
         for newer in sorted(complete.keys() & staying):
-            if names := different_runs(runs[step], runs[newer]):
+            if names := different_runs(complete[step].record, complete[newer].record):
                 raise ConfigError(
                     f"the commits of steps {step} and {newer} are of different runs, as they differ in "
                     f"{some(names, 5)}; nothing is removed, as those that stay may be the other run's. Move that run's "

@@ -62,7 +62,8 @@ def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
     return known | ({"data": record["data"]} if "data" in record else {})
 
 
-def different_runs(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The names of what defines a run and is not the same in two of them. What only one of both knows, of versions of
-    this package, says nothing."""
-    return [name for name in one if name in other and one[name] != other[name]]
+def different_runs(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The names of what defines a run and is not the same in the runs of two commits. What only one of both records
+    knows, of versions of this package, says nothing."""
+    mine, theirs = identity_of(record), identity_of(other)
+    return [name for name in mine if name in theirs and mine[name] != theirs[name]]

@@ -9,8 +9,8 @@ from typing import Any
 
 from elastic_ddp.checkpoint.catalog import Bad, CommitCatalog
 from elastic_ddp.checkpoint.housekeeping import Housekeeping
-from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix, check_record, committed_steps, manifest_key
-from elastic_ddp.checkpoint.record import different_runs, identity_of
+from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix, check_record, manifest_key
+from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.checkpoint.retention import Retention
 from elastic_ddp.checkpoint.writing import Kind, Part, put_together
 from elastic_ddp.errors import CheckpointError, ElasticDDPError, StorageError, UnreadableError, described, some
@@ -118,7 +118,7 @@ class CheckpointStore(CommitCatalog):
     def _check_newest(self, step: int) -> None:
         """For a worker that has left: those who go on take what was written of earlier steps for dead once there is a
         commit of a later one."""
-        if later := [each for each in committed_steps(self._storage.list("commits")) if each > step]:
+        if later := [each for each in self.steps() if each > step]:
             raise SupersededError(
                 f"there is a commit of step {max(later)}, and step {step} was to be committed only now"
             )
@@ -150,7 +150,7 @@ class CheckpointStore(CommitCatalog):
         found = self.complete_at(step)
         if isinstance(found, Commit):
             try:
-                if names := different_runs(identity_of(record), identity_of(found.record)):
+                if names := different_runs(record, found.record):
                     raise CheckpointError(f"{found.key} is of another run, which differs in {some(names, 5)}")
                 self.verify(found)
             except FileNotFoundError:

@@ -62,7 +62,7 @@ class FSDPStrategy(Strategy):
         # of one for its equals: a rank that has moved would take the place in a tensor that it had at this size before.
         names_of_dimensions = (f"generation_{self._group.assignment.generation}",)
         mesh = DeviceMesh.from_group(dist.group.WORLD, self._group.device.type, mesh_dim_names=names_of_dimensions)
-        self._mesh = mesh
+        self._mesh = mesh  # to let go of its group
         inside, outside = (BF16, BF16_AS_A_WHOLE) if self._is_bf16 else (FP32, FP32)
         parts = [each for each in module.modules() if each is not module]
         # As FSDP1 did it: statistics are in fp32, and a normalization takes parameters of their dtype.
@@ -170,7 +170,7 @@ class FSDPStrategy(Strategy):
         its group, with all its threads and connections.
         """
         if self._mesh is not None:
-            getattr(self._mesh, "_pg_registry", {}).clear()  # torch >= 2.10 has it
+            getattr(self._mesh, "_pg_registry", {}).clear()  # private, and seen in torch 2.13
 
 
 def _leaves(loss: torch.Tensor) -> set[torch.Tensor | None] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,6 @@ from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
 from elastic_ddp.storage import Storage
 from elastic_ddp.train_state import TrainState
-from elastic_ddp.worker import forget_what_was_built
 from tests.unit.alone import LOST_PEER, FakeLink, Model, NewRun, link_of, prepared, train
 
 
@@ -191,36 +189,6 @@ def test_deaths_one_after_the_other_in_a_step_do_not_end_a_run_that_evaluates_af
             step.optimize()
         run.evaluate(lambda *_: torch.zeros(()), "held-out")
     assert run._loop.finish()["steps"] == 6 and len(lost) == 4
-
-
-def test_what_was_built_before_a_worker_began_again_is_freed(new_run: NewRun) -> None:
-    class Knotted(Model):
-        """Refers to itself, as FSDP's modules do."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.itself = [self]
-
-    run, built = new_run(), []
-    link_of(run).is_again = False
-    for _ in range(3):
-        model: Any = run.prepare(Knotted())
-        run.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
-        built.append(weakref.ref(model.module))
-        with pytest.raises(TrainAgain):
-            for step in run.steps():
-                with step:
-                    for batch in step.micro_batches():
-                        step.backward(model(batch["x"]).square().mean())
-                    step.optimize()
-                    raise dist.DistNetworkError(LOST_PEER)
-        run = Run(run._loop.again())
-        del model, step, batch
-        forget_what_was_built()
-    for _ in run.steps() if prepared(run) else ():
-        break
-    run._loop.close(intact=True)
-    assert [each() is None for each in built[1:]] == [True] * 2, "the fixture has the first run"
 
 
 @pytest.mark.parametrize("is_spread", [False, True], ids=["whole", "sharded"])

@@ -22,7 +22,7 @@ from elastic_ddp.loop import Loop
 from elastic_ddp.ray_train import WorkerContext
 from elastic_ddp.run import Run
 from elastic_ddp.storage import Storage
-from tests.unit.alone import CPU, LOST_PEER, FakeLink, NewRun, link_of, prepared
+from tests.unit.alone import CPU, LOST_PEER, FakeLink, Model, NewRun, link_of, prepared
 from tests.unit.here import RendezvousHere
 from tests.unit.scene import OPTIONS
 
@@ -72,28 +72,30 @@ def test_a_collective_before_the_first_step_is_a_mistake_and_not_a_lost_peer(
 def test_what_the_training_function_has_built_is_gone_when_it_builds_it_again(
     outcome_of: Callable[[Train], dict[str, Any]],
 ) -> None:
-    class Trainer:
-        def __init__(self) -> None:
-            self.myself = self
+    class Knotted(Model):
+        """Refers to itself, as FSDP's modules do."""
 
-    built: list[weakref.ref[Trainer]] = []
+        def __init__(self) -> None:
+            super().__init__()
+            self.itself = [self]
+
+    built: list[weakref.ref[Knotted]] = []
 
     def train(run: Run) -> None:
-        assert not any(each() for each in built)
-        trainer = Trainer()
-        built.append(weakref.ref(trainer))
-        model = prepared(run)
+        assert not any(each() for each in built[1:]), "the fixture has the first run"
+        model = prepared(run, Knotted())
+        built.append(weakref.ref(model.module))
         for step in run.steps():
             with step:
                 for batch in step.micro_batches():
                     step.backward(model(batch["x"]).square().mean())
                 step.optimize()
-                if step.index == len(built) and len(built) < 3:
+                if step.index == len(built) and len(built) < 4:
                     raise dist.DistNetworkError(LOST_PEER)
 
     gc.disable()  # by itself Python might look just then
     try:
-        assert outcome_of(train)["status"] == "finished" and len(built) == 3
+        assert outcome_of(train)["status"] == "finished" and len(built) == 4
     finally:
         gc.enable()
 
