@@ -88,7 +88,11 @@ def measure(part: str, uri: str, options: argparse.Namespace) -> dict[str, Any]:
             f"{uri}/throughput", size_mib=size_mib, tensor_kib=tensor_kib, rounds=rounds, limit_mibs=options.limit_mibs
         )
         for each in [*results["save"].values(), *results["restore"].values()]:
-            each["ours_to"] = {name: ratios(each["ours"], each[name]) for name in ("bare", "whole") if name in each}
+            each["ours_to"] = {
+                name: ratios(each["ours"], each[name]) for name in ("bare", "whole", "sent") if name in each
+            }
+        for each in results["save"].values():
+            each["from_begin_to_bare"] = ratios(each["from begin"], each["bare"])
         return results
     if part == "overhead":
         from saves import overhead
@@ -134,9 +138,13 @@ def print_throughput(results: dict[str, Any]) -> None:
             ratio = each["ours_to"]["bare"]["ratio"]
             rate = f"{statistics.median(each['ours']):,.0f} MiB/s"
             line(f"    W = {world_size}", rate, f"{ratio:.3f}", judged(ratio, at_least=LEAST_OF_BARE))
-    line("restore, ours", "", "to whole")
-    for world_size, each in results["restore"].items():
-        line(f"    W = {world_size}", "", f"{each['ours_to']['whole']['ratio']:.3f}", "if each rank gets all of it")
+            if verb == "save":
+                rate = f"{statistics.median(each['from begin']):,.0f} MiB/s"
+                line("        and with the copy", rate, f"{each['from_begin_to_bare']['ratio']:.3f}")
+    for name, what in (("whole", "if each rank gets all of it"), ("sent", "if each gets a share and broadcasts that")):
+        line("restore, ours", "", f"to {name}")
+        for world_size, each in results["restore"].items():
+            line(f"    W = {world_size}", "", f"{each['ours_to'][name]['ratio']:.3f}", what)
     line("read from the store to restore, of the commit", "")
     for world_size, each in results["restore"].items():
         ratio = each["read_bytes"] / each["commit_bytes"]

@@ -85,13 +85,13 @@ class Limit:
         self._bytes_per_s = math.inf if mib_per_s is None else mib_per_s * (1 << 20)
         self._lock, self._free_at = threading.Lock(), 0.0
 
-    def take(self, num_bytes: int) -> None:
-        """Returns when so many bytes would have been carried, behind those of other threads."""
+    @contextmanager
+    def carrying(self, num_bytes: int) -> Iterator[None]:
+        """Ends no sooner than so many bytes would have been carried, behind those of other threads."""
         with self._lock:
-            self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_s
-            wait_s = self._free_at - time.monotonic()
-        if wait_s > 0:
-            time.sleep(wait_s)
+            carried_at = self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_s
+        yield
+        time.sleep(max(0.0, carried_at - time.monotonic()))
 
 
 class LimitedStorage(Storage):
@@ -102,18 +102,18 @@ class LimitedStorage(Storage):
         self._limit, self.num_bytes = limit, 0
 
     def write(self, key: str, data: bytes | memoryview) -> None:
-        self._limit.take(len(data))
-        super().write(key, data)
+        with self._limit.carrying(len(data)):
+            super().write(key, data)
 
     def read(self, key: str) -> bytes:
         data = super().read(key)
-        self._limit.take(len(data))
-        self.num_bytes += len(data)
+        with self._limit.carrying(len(data)):
+            self.num_bytes += len(data)
         return data
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        self._limit.take(len(buffer))
-        count = super().read_into(key, start, buffer)
+        with self._limit.carrying(len(buffer)):
+            count = super().read_into(key, start, buffer)
         self.num_bytes += count  # from several threads: what one of them loses is noticed as less than the state
         return count
 
@@ -180,21 +180,24 @@ class Bare:
             list(pool.map(self._put, pieces.keys(), pieces.values()))
 
     def _put(self, key: str, data: memoryview) -> None:
-        self._limit.take(len(data))
-        if self._is_s3:
-            self._fs.pipe_file(f"{self._base}/{key}", bytes(data))
-            return
-        with open(f"{self._base}/{key}", "wb", buffering=0) as file:
-            file.write(data)
-            os.fsync(file.fileno())
+        with self._limit.carrying(len(data)):
+            if self._is_s3:
+                self._fs.pipe_file(f"{self._base}/{key}", bytes(data))
+                return
+            with open(f"{self._base}/{key}", "wb", buffering=0) as file:
+                file.write(data)
+                os.fsync(file.fileno())
 
-    def get(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | memoryview]:
-        """All of it, in memory."""
+    def get(self, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes | memoryview]:
+        """All of it, in memory, in this order."""
         with ThreadPoolExecutor(CONCURRENCY) as pool:
-            return list(pool.map(lambda each: self._get(*each), ranges))
+            yield from pool.map(lambda each: self._get(*each), ranges)
 
     def _get(self, key: str, start: int, end: int) -> bytes | memoryview:
-        self._limit.take(end - start)
+        with self._limit.carrying(end - start):
+            return self._got(key, start, end)
+
+    def _got(self, key: str, start: int, end: int) -> bytes | memoryview:
         if self._is_s3:
             return self._fs.cat_file(f"{self._base}/{key}", start=start, end=end)
         data = empty_bytes(end - start)  # as a restore has it

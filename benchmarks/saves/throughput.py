@@ -1,22 +1,28 @@
 """How fast commits are saved and restored, beside a bare parallel put or get of the same bytes, and what of a store is
 read to restore one.
 
-Ranks are processes over gloo. A save counts from its begin to its commit, a restore until the state is there on all
-ranks; local files are read from the disk, not from the kernel's memory of them. After a bare get each rank has its
-share of the bytes, and after "whole" each has all of them, as after a restore.
+Ranks are processes over gloo. A save counts from when all ranks have copied their shares to the commit, as a bare put
+begins with bytes in memory, and besides from its begin; a restore until the state is there on all ranks. Local files
+are read from the disk, not from the kernel's memory of them. After a bare get each rank has its share of the bytes.
+After a restore each has all of them, as after "whole", where each gets them from the store, and after "sent", where
+each gets its share and broadcasts it.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CommitCatalog
 from elastic_ddp.checkpoint.manifest import Commit
+from elastic_ddp.host_memory import empty_bytes
 from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.restoring import restore
+from elastic_ddp.restoring import IN_FLIGHT, restore
 from saves.state import MIB, make_state, num_bytes
 from saves.stores import PIECE_BYTES, Bare, Limit, LimitedStorage, OurSaves, forget
 from saves.turns import turns
@@ -27,13 +33,16 @@ RESTORES_ON = (1, 2, 3)
 """World sizes."""
 
 
-def timed(action: Any) -> float:
-    """Seconds until all ranks are through."""
+def timed(*actions: Callable[[], object]) -> list[float]:
+    """Seconds from each action's begin until all ranks are through with all of them."""
+    begins = []
+    for action in actions:
+        dist.barrier()
+        begins.append(time.perf_counter())
+        action()
     dist.barrier()
-    begin = time.perf_counter()
-    action()
-    dist.barrier()
-    return time.perf_counter() - begin
+    end = time.perf_counter()
+    return [end - begin for begin in begins]
 
 
 def save_in_turns(
@@ -50,18 +59,19 @@ def save_in_turns(
     ours = OurSaves(storage, group.rank, group.world_size, address)
     bare = Bare(f"{uri}/bare", limit)
 
-    def save(step: int) -> None:
-        ours.begin(state, step)
-        ours.wait()
+    def save(step: int) -> dict[str, float]:
+        from_begin, from_copy = timed(lambda: ours.begin(state, step), ours.wait)
+        return {"ours": from_copy, "from begin": from_begin}
 
-    rates: dict[str, list[float]] = {"ours": [], "bare": []}
+    def put(step: int) -> dict[str, float]:
+        [bare_s] = timed(lambda: bare.put(f"rank{group.rank}", memoryview(share)))
+        return {"bare": bare_s}
+
+    rates: dict[str, list[float]] = {"ours": [], "from begin": [], "bare": []}
     for step in range(1, rounds + 2):
-        pair = {
-            "ours": lambda step=step: save(step),
-            "bare": lambda: bare.put(f"rank{group.rank}", memoryview(share)),
-        }
-        for name in sorted(pair, reverse=step % 2 == 0):
-            rates[name].append(num_bytes(state) / MIB / timed(pair[name]))
+        for side in (save, put) if step % 2 else (put, save):
+            for name, seconds in side(step).items():
+                rates[name].append(num_bytes(state) / MIB / seconds)
             ours.settle()
         if group.rank == 0:
             bare.remove()
@@ -87,22 +97,40 @@ def restore_in_turns(group: ProcessGroup, folder: str, rounds: int, limit_mibs: 
         assert found is not None and found[0] == commit
         read.append(storage.num_bytes)
 
-    all_sides = {
+    all_sides: dict[str, Callable[[], object]] = {
         "ours": restored,
-        "bare": lambda: bare.get(pieces[group.rank :: group.world_size]),
-        "whole": lambda: bare.get(pieces),
+        "bare": lambda: [*bare.get(pieces[group.rank :: group.world_size])],
+        "whole": lambda: [*bare.get(pieces)],
+        "sent": lambda: sent(bare, pieces, group),
     }
     rates: dict[str, list[float]] = {name: [] for name in all_sides}
     for _, name in turns([*all_sides], rounds + 1):
         dist.barrier()
         if group.rank == 0:
             forget(folder)
-        rates[name].append(commit.num_bytes / MIB / timed(all_sides[name]))
+        rates[name] += [commit.num_bytes / MIB / seconds for seconds in timed(all_sides[name])]
     return {
         **{name: rate[1:] for name, rate in rates.items()},
         "read_bytes": max(read),
         "commit_bytes": commit.num_bytes,
     }
+
+
+def sent(bare: Bare, pieces: Sequence[tuple[str, int, int]], group: ProcessGroup) -> list[torch.Tensor]:
+    """All pieces on all ranks, of which each gets its share and broadcasts it, several on their way."""
+    mine = bare.get(pieces[group.rank :: group.world_size])
+    tensors: list[torch.Tensor] = []
+    going: deque[Any] = deque()
+    for number, (_, start, end) in enumerate(pieces):
+        reader = number % group.world_size
+        data = next(mine) if reader == group.rank else empty_bytes(end - start)
+        tensors.append(torch.frombuffer(data, dtype=torch.uint8))
+        going.append(dist.broadcast(tensors[-1], reader, async_op=True))
+        if len(going) >= IN_FLIGHT:
+            going.popleft().wait()
+    for work in going:
+        work.wait()
+    return tensors
 
 
 def measure(

@@ -28,7 +28,7 @@ from elastic_ddp.config import MAX_STEP
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.state import dtype_of
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**27, 2**22
 """Enough for 400,000 blocks, and little enough to be read whole: a value, however short, takes up to 0.3 KB then."""
 MAX_SKELETON_BYTES, MAX_SKELETON_VALUES = 2**25, 2**21
@@ -37,8 +37,9 @@ MAX_OBJECT_BYTES = 2**48
 MAX_BLOCK_BYTES = 2**24
 """What is read at once: a block has one checksum, and nothing of it counts before that was looked at. Writers cut
 tensors into blocks of at most so many."""
-ALIGNMENT = 16
-"""Blocks begin at multiples of so many bytes, so that their memory can be used as any dtype."""
+ALIGNMENT = 64
+"""Blocks begin at multiples of so many bytes, as tensors do in memory, so that several can be read into theirs at
+once."""
 
 SKELETON = "state.json"
 
@@ -133,7 +134,7 @@ class Commit(BaseModel):
 
     model_config = _STRICT
 
-    format: Literal[2] = FORMAT
+    format: Literal[3] = FORMAT
     step: Annotated[int, Field(ge=0, le=MAX_STEP)]
     attempt: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
     state: Skeleton

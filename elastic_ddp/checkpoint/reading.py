@@ -31,8 +31,9 @@ from elastic_ddp.errors import CheckpointError, ConfigError, described
 from elastic_ddp.state import unflatten
 from elastic_ddp.storage import Storage
 
-PIECE_BYTES = MAX_BLOCK_BYTES
-"""Neighbouring blocks are read together up to so many bytes."""
+PIECE_BYTES = MAX_BLOCK_BYTES + (1 << 20)
+"""Neighbouring blocks are read together up to so many bytes: large ones that make up a block's most, and what is small
+between them, such as an optimizer's counts of steps."""
 POSITION = "position"
 """The component of a run's state that has the steps behind it."""
 LARGE_BYTES = 8 << 20
@@ -147,13 +148,19 @@ class Targets:
 
     Args:
         tensors: by name in the commit: how it is stored, what takes it, and where in the whole that begins.
+        memory: what those lie in that take it.
     """
 
-    def __init__(self, tensors: Mapping[str, tuple[StoredTensor, torch.Tensor, torch.Size]]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[StoredTensor, torch.Tensor, torch.Size]],
+        memory: host_memory.Memory | None = None,
+    ) -> None:
         self._targets = {name: target for name, (_, target, _) in tensors.items()}
+        self._memory = memory or host_memory.Memory([])
         self._copies: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
-        self._in_place: set[Piece] = set()
-        """Those whose place is in their tensor."""
+        self._in_place: set[tuple[str, int]] = set()
+        """Key and start of the pieces whose place is in their tensors."""
         for name, (stored, target, origin) in tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in stored.blocks]
             metadata = TensorStorageMetadata(
@@ -175,20 +182,35 @@ class Targets:
         return any((name, block.offsets) in self._copies for name, block in piece.blocks)
 
     def place_of(self, piece: Piece) -> memoryview:
-        """Where the bytes of a piece can go: to the very tensor, if that takes them as they are."""
-        if len(piece.blocks) == 1:
-            [(name, block)] = piece.blocks
-            items = self._copies.get((name, block.offsets), [])
-            if len(items) == 1 and tuple(items[0].lengths) == block.sizes:
-                place = narrowed(self._targets[name], list(items[0].dest_offsets), items[0].lengths)
-                if place.is_contiguous() and place.nbytes == piece.end - piece.start:
-                    self._in_place.add(piece)
-                    return place.reshape(-1).view(torch.uint8).numpy().data
-        return piece.empty()
+        """Where the bytes of a piece can go: to the very tensors, if these take them as they are."""
+        place = self._place_in_tensors(piece)
+        if place is None:
+            return piece.empty()
+        self._in_place.add((piece.key, piece.start))
+        return place
+
+    def _place_in_tensors(self, piece: Piece) -> memoryview | None:
+        """The memory in which its blocks lie as they do in the piece."""
+        first = None
+        for name, block in piece.blocks:
+            if not math.prod(block.sizes):
+                continue
+            items = self._copies.get((name, block.offsets), ())
+            if len(items) != 1 or tuple(items[0].lengths) != block.sizes:
+                return None
+            target = self._targets[name]
+            place = narrowed(target, list(items[0].dest_offsets), items[0].lengths)
+            address = place.data_ptr() - (block.start - piece.start)
+            first = address if first is None else first
+            is_last = place.data_ptr() + place.nbytes == target.data_ptr() + target.nbytes
+            has_room = is_last or padded(place.nbytes) == place.nbytes  # padding is no other element's place
+            if address != first or not has_room or not place.is_contiguous():
+                return None
+        return self._memory.at(first, piece.end - piece.start) if first is not None else None
 
     def fill(self, piece: Piece, data: memoryview) -> None:
         """Takes what is of use in a piece, unless it is there."""
-        if piece in self._in_place:
+        if (piece.key, piece.start) in self._in_place:
             return
         for name, block in piece.blocks:
             count = math.prod(block.sizes)
@@ -224,12 +246,22 @@ def state_to_fill(
     waiting = min(stored, 2 * PARALLEL_PIECES * PIECE_BYTES)
     held = sum(part.numel() * whole[name].element_size() for name, (part, _) in parts.items())
     _check_room(commit, held + waiting)
-    targets = {
-        name: (commit.tensors[name], host_memory.empty(part.shape, whole[name].dtype), origin)
-        for name, (part, origin) in parts.items()
-    }
+    memory = host_memory.Memory(
+        {name: (parts[name][0].shape, whole[name].dtype) for name in names} for names in _as_stored(commit, whole)
+    )
+    targets = {name: (commit.tensors[name], memory.tensors[name], origin) for name, (_, origin) in parts.items()}
     tensors = {name: laid_out(target, likes.get(name, target)) for name, (_, target, _) in targets.items()}
-    return tensors, Targets(targets)
+    return tensors, Targets(targets, memory)
+
+
+def _as_stored(commit: Commit, names: Iterable[str]) -> list[list[str]]:
+    """Names of tensors that begin in the same object, in the order in which they are in it."""
+    together: dict[int, list[tuple[int, int, str]]] = {}
+    for name in names:
+        tensor = commit.tensors[name]
+        first = min(tensor.blocks, key=lambda block: block.offsets)
+        together.setdefault(first.object, []).append((first.start, tensor.num_bytes(first), name))
+    return [[name for _, _, name in sorted(each)] for each in together.values()]
 
 
 def empty_tensors(commit: Commit, components: Collection[str] | None = None) -> dict[str, torch.Tensor]:

@@ -404,7 +404,8 @@ def _end(blocks: list[tuple[WriteItem, int]]) -> int:
 def _buffers(sizes: list[int]) -> list[torch.Tensor]:
     """Memory for objects; with a GPU pinned, as copies into it need not wait for each other then."""
     if not torch.cuda.is_available():
-        return [host_memory.empty([size], torch.uint8).zero_() for size in sizes]
+        memory = host_memory.Memory({str(number): ([size], torch.uint8)} for number, size in enumerate(sizes))
+        return [each.zero_() for each in memory.tensors.values()]
     buffers: list[torch.Tensor] = []
     for together in in_slabs(sizes):
         buffers += torch.zeros(sum(together), dtype=torch.uint8, pin_memory=True).split(together)

@@ -7,6 +7,7 @@ made, and to be cut when a peer is lost.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,9 +56,16 @@ def hand_over(
     header = chain.pass_on(header if group.rank == source else torch.empty(int(size), dtype=torch.uint8))
     received = json.loads(header.numpy().tobytes())
     if group.rank != source:
-        tensors = {key: host_memory.empty(shape, dtype_of(dtype)) for key, (dtype, shape) in received["layout"].items()}
+        tensors = _empty(received["layout"])
     chain.pass_all(_pieces(tensors))
     return None if group.rank == source else unflatten(received["skeleton"], tensors)
+
+
+def _empty(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    """Tensors to be received. Those of a component lie together, as it is they that are kept, or let go, together."""
+    groups = itertools.groupby(layout.items(), key=lambda item: item[0].partition(".")[0])
+    memory = host_memory.Memory({key: (shape, dtype_of(dtype)) for key, (dtype, shape) in group} for _, group in groups)
+    return memory.tensors
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:

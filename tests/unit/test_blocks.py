@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from elastic_ddp.checkpoint import Commit, writing
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredTensor, num_values
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, BlockPlanner, blocks_of, share_of
-from elastic_ddp.checkpoint.reading import Targets, pieces_of, read_pieces
+from elastic_ddp.checkpoint.reading import Piece, Targets, pieces_of, read_pieces, state_to_fill
 from elastic_ddp.checkpoint.writing import SLAB_BYTES, BlockWriter, Part, StateWriter, in_slabs, put_together
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.state import flatten, unflatten
@@ -404,6 +404,58 @@ def test_any_part_of_a_tensor_can_be_read_whoever_wrote_it(
         assert torch.equal(target, part)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([torch.int8, torch.float32, torch.float64]), SHAPES), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.integers(1, 300),
+    st.integers(1, 2000),
+)
+def test_a_state_comes_back_to_the_bit_whether_pieces_fit_its_tensors_or_not(
+    tmp_path_factory: pytest.TempPathFactory,
+    kinds: list[tuple[torch.dtype, torch.Size]],
+    writers: int,
+    block_bytes: int,
+    object_bytes: int,
+) -> None:
+    storage = Storage(tmp_path_factory.mktemp("fit"))
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        f"{number}": torch.randint(1, 100, shape, generator=generator).to(dtype)
+        for number, (dtype, shape) in enumerate(kinds)
+    }
+    parts = write(storage, tensors, writers, block_bytes=block_bytes, object_bytes=object_bytes)
+    commit = commit_of(parts, tensors)
+    found, targets = state_to_fill(commit)
+    pieces = pieces_of(commit, found)
+    for piece in random.Random(block_bytes).sample(pieces, len(pieces)):
+        for _ in read_pieces(storage, [piece], targets):
+            pass
+    for name, tensor in tensors.items():
+        assert same(found[name], tensor), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_neighbours_are_read_into_their_tensors_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    tensors = {
+        f"{number}.{name}": tensor
+        for number in range(20)
+        for name, tensor in {"step": torch.tensor(1.0), "odd": torch.ones(7), "w": torch.ones(40, 10)}.items()
+    }
+    storage = Storage(tmp_path)
+    parts = write(storage, tensors, world_size, block_bytes=BLOCK_BYTES, object_bytes=8000)
+    commit = commit_of(parts, tensors)
+    found, targets = state_to_fill(commit)
+    monkeypatch.setattr(Piece, "empty", lambda piece: pytest.fail(f"{piece} is copied"))
+    pieces = pieces_of(commit, found)
+    assert len(pieces) == len(commit.objects) < len(tensors) / 5
+    for _ in read_pieces(storage, pieces, targets):
+        pass
+    assert all(same(found[name], tensor) for name, tensor in tensors.items())
+
+
 def test_a_commit_is_not_made_where_something_of_it_was_not_written(tmp_path: Path) -> None:
     tensors = some_tensors()
     parts = write(Storage(tmp_path), tensors, 3)
@@ -474,7 +526,7 @@ def _edited(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("tensors/w/shape", [24], "another number of dimensions"),
         ("tensors/w/shape", [6, -4], "greater than or equal"),
         ("tensors/w/shape", [1] * 65, "at most 64"),
-        ("tensors/w/dtype", "float64", "follow each other"),
+        ("tensors/w/dtype", "complex128", "follow each other"),
         ("tensors/w/dtype", "load", "not a dtype"),
         ("tensors/w/dtype", "qint8", "not a dtype"),
         ("tensors/w/dtype", "float31", "not a dtype"),
@@ -487,7 +539,7 @@ def _edited(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("tensors/w/blocks/0/object", 1, "no object 1"),
         ("tensors/w/blocks/0/object", -1, "greater than or equal"),
         ("tensors/w/blocks/0/crc32", 2**32, "less than"),
-        ("objects/0/size", 2**47, "have 112 bytes and it has"),
+        ("objects/0/size", 2**47, "have 256 bytes and it has"),
         ("objects/0/key", "../../etc/passwd", "is not in"),
         ("objects/0/key", f"{PREFIX}/state.json", "listed twice"),
         ("state/key", f"{PREFIX}/../x", "is not in"),
@@ -551,7 +603,7 @@ def _paths(value: Any, before: str = "") -> list[str]:
 
 
 def test_a_deep_manifest_is_refused() -> None:
-    deep = b'{"format": 2, "record": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    deep = b'{"format": 3, "record": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     with pytest.raises(CheckpointError, match="is not the manifest of a commit"):
         Commit.from_bytes("commits/7.json", deep)
 

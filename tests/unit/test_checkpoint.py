@@ -306,7 +306,7 @@ def _manifest(**changes: Any) -> bytes:
     """A manifest with a right checksum, whatever is in it."""
     attempt = "0" * 32
     body: dict[str, Any] = {
-        "format": 2, "step": 7, "attempt": attempt, "record": {}, "tensors": {}, "objects": [],
+        "format": 3, "step": 7, "attempt": attempt, "record": {}, "tensors": {}, "objects": [],
         "state": {"key": f"step=7/attempt={attempt}/state.json", "size": 2, "crc32": 0},
     }  # fmt: skip
     body |= changes
