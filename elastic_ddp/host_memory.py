@@ -90,4 +90,4 @@ def _aligned(num_bytes: int) -> int:
 
 def empty_bytes(size: int) -> memoryview:
     """So many bytes, without values."""
-    return np.empty(size, dtype=np.uint8).data
+    return _empty(size).data

@@ -24,7 +24,7 @@ from elastic_ddp.host_memory import empty_bytes
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import IN_FLIGHT, restore
 from saves.state import MIB, make_state, num_bytes
-from saves.stores import PIECE_BYTES, Bare, Limit, LimitedStorage, OurSaves, forget
+from saves.stores import PIECE_BYTES, Bare, Limit, LimitedStorage, OurSaves, forget, give_large_memory_back
 from saves.turns import turns
 from tests.ranks import run_ranks
 
@@ -80,6 +80,7 @@ def save_in_turns(
 
 def restore_in_turns(group: ProcessGroup, folder: str, rounds: int, limit_mibs: float | None) -> dict[str, Any]:
     """MiB/s of the state, for restores and bare gets by round, and what a restore reads of the store on this rank."""
+    give_large_memory_back()
     limit = Limit(limit_mibs)
     storage, bare = LimitedStorage(folder, limit), Bare(folder, limit)
     commit = CommitCatalog(storage).latest()
