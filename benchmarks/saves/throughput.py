@@ -10,6 +10,7 @@ each gets its share and broadcasts it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -73,8 +74,9 @@ def save_in_turns(
             for name, seconds in side(step).items():
                 rates[name].append(num_bytes(state) / MIB / seconds)
             ours.settle()
-        if group.rank == 0:
-            bare.remove()
+            if group.rank == 0:
+                bare.remove()
+            os.sync()  # or whoever comes next waits until the disk has let go of what was removed
     return {name: rate[1:] for name, rate in rates.items()}
 
 
@@ -125,7 +127,7 @@ def sent(bare: Bare, pieces: Sequence[tuple[str, int, int]], group: ProcessGroup
     for number, (_, start, end) in enumerate(pieces):
         reader = number % group.world_size
         data = next(mine) if reader == group.rank else empty_bytes(end - start)
-        tensors.append(torch.frombuffer(data, dtype=torch.uint8))
+        tensors.append(torch.frombuffer(data if isinstance(data, memoryview) else bytearray(data), dtype=torch.uint8))
         going.append(dist.broadcast(tensors[-1], reader, async_op=True))
         if len(going) >= IN_FLIGHT:
             going.popleft().wait()
