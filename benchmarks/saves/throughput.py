@@ -10,8 +10,10 @@ each gets its share and broadcasts it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,11 +89,7 @@ def restore_in_turns(group: ProcessGroup, folder: str, rounds: int, limit_mibs: 
     storage, bare = LimitedStorage(folder, limit), Bare(folder, limit)
     commit = CommitCatalog(storage).latest()
     assert isinstance(commit, Commit)
-    pieces = [
-        (item.key, start, min(start + PIECE_BYTES, item.size))
-        for item in commit.objects
-        for start in range(0, item.size, PIECE_BYTES)
-    ]
+    pieces = [(item.key, *each) for item in commit.objects for each in even_pieces(item.size)]
     read: list[int] = []
 
     def restored() -> None:
@@ -119,6 +117,12 @@ def restore_in_turns(group: ProcessGroup, folder: str, rounds: int, limit_mibs: 
     }
 
 
+def even_pieces(size: int) -> list[tuple[int, int]]:
+    """Begin and end of as many as there are of some 16 MiB in an object, of the same size."""
+    count = max(1, round(size / PIECE_BYTES))
+    return list(itertools.pairwise(size * number // count for number in range(count + 1)))
+
+
 def sent(bare: Bare, pieces: Sequence[tuple[str, int, int]], group: ProcessGroup) -> list[torch.Tensor]:
     """All pieces on all ranks, of which each gets its share and broadcasts it, several on their way."""
     mine = bare.get(pieces[group.rank :: group.world_size])
@@ -127,7 +131,8 @@ def sent(bare: Bare, pieces: Sequence[tuple[str, int, int]], group: ProcessGroup
     for number, (_, start, end) in enumerate(pieces):
         reader = number % group.world_size
         data = next(mine) if reader == group.rank else empty_bytes(end - start)
-        tensors.append(torch.frombuffer(data if isinstance(data, memoryview) else bytearray(data), dtype=torch.uint8))
+        with warnings.catch_warnings(action="ignore"):  # what was got from S3 is sent, and not written to
+            tensors.append(torch.frombuffer(data, dtype=torch.uint8))
         going.append(dist.broadcast(tensors[-1], reader, async_op=True))
         if len(going) >= IN_FLIGHT:
             going.popleft().wait()
