@@ -18,10 +18,15 @@ LARGE_BYTES = 4 << 20
 """From here on NumPy asks the kernel for huge pages (`madvise`), which torch does not. To touch new memory for the
 first time takes several times as long as to fill it, and with them a fraction of that."""
 HUGE_PAGE_BYTES = 2 << 20
+SMALL_BYTES = 64 << 10
+"""A tensor of less has memory of its own: one that stays, as an optimizer's counts of steps do on the CPU, would keep
+all that it lies in."""
+MOST_GAPS = 1 / 64
+"""Of a slab, what may be gaps for such ones."""
 ALIGNMENT = 64
 """Of torch's own tensors."""
-_Piece = npt.NDArray[np.uint8]
 
+_Slab = npt.NDArray[np.uint8]
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """A container's limit, of version 2 and of version 1."""
@@ -37,42 +42,65 @@ def total_bytes(cgroups: Sequence[str | os.PathLike[str]] = _CGROUPS) -> int:
 
 
 class Memory:
-    """Tensors on the CPU, without values. Those of a group lie side by side in one piece of memory, which is let go
-    with the last of them: one alone of 4 MiB begins and ends in the midst of huge pages, and has half of it in small
-    ones.
+    """Tensors on the CPU, without values. Those of a group lie side by side in a slab of memory: several can be filled
+    at once, and huge pages hold more of them than of one alone, which begins and ends in the midst of such pages.
+
+    A slab is let go with the last of its tensors. Small ones are apart, and have a gap in it, unless that would be too
+    much of it; then large ones have slabs of their own.
 
     Args:
         groups: shape and dtype by name.
 
     Attributes:
-        tensors: by name, in that order.
+        tensors: by name.
+        places: by name, the address where a tensor is in its slab, or its gap if it is apart.
     """
 
     def __init__(self, groups: Iterable[Mapping[str, tuple[Sequence[int], torch.dtype]]]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._pieces: list[_Piece] = []
+        self.places: dict[str, int] = {}
+        self._slabs: list[_Slab] = []
         for group in groups:
-            sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in group.values()]
-            *starts, size = itertools.accumulate(map(_aligned, sizes), initial=0)
-            piece = _empty(size)
-            if size:
-                self._pieces.append(piece)
-            for (name, (shape, dtype)), start, num_bytes in zip(group.items(), starts, sizes, strict=True):
-                memory = torch.from_numpy(piece[start : start + num_bytes])
-                self.tensors[name] = memory.view(dtype).view(shape) if num_bytes else torch.empty(shape, dtype=dtype)
-        self._pieces.sort(key=_address)
+            sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in group.items()}
+            memory = self._laid_out(sizes)
+            for name, (shape, dtype) in group.items():
+                if name in memory and sizes[name] >= SMALL_BYTES:
+                    tensor = torch.from_numpy(memory[name]).view(dtype).view(shape)
+                else:
+                    tensor = torch.empty(shape, dtype=dtype)
+                self.tensors[name] = tensor
+                self.places[name] = _address(memory[name]) if name in memory else tensor.data_ptr()
+        self._slabs.sort(key=_address)
+
+    def is_apart(self, name: str) -> bool:
+        """Whether a tensor is not at its place."""
+        return self.tensors[name].data_ptr() != self.places[name]
 
     def at(self, address: int, size: int) -> memoryview | None:
-        """So many bytes from an address on, if they are in a piece, be they a tensor's or between two."""
-        place = bisect.bisect(self._pieces, address, key=_address) - 1
+        """So many bytes from an address on, if they are all in one slab. Whoever fills them answers for what lies
+        there, and between."""
+        place = bisect.bisect(self._slabs, address, key=_address) - 1
         if place < 0:
             return None
-        piece = self._pieces[place]
-        start = address - _address(piece)
-        return piece[start : start + size].data if start + size <= len(piece) else None
+        slab = self._slabs[place]
+        start = address - _address(slab)
+        return slab[start : start + size].data if start + size <= len(slab) else None
+
+    def _laid_out(self, sizes: Mapping[str, int]) -> dict[str, _Slab]:
+        """Memory for those of a group that are in slabs."""
+        total = sum(map(_aligned, sizes.values()))
+        gaps = sum(_aligned(size) for size in sizes.values() if size < SMALL_BYTES)
+        together = [[*sizes]] if gaps <= MOST_GAPS * total else [[name] for name in sizes]
+        memory: dict[str, _Slab] = {}
+        for names in together:
+            *starts, end = itertools.accumulate((_aligned(sizes[name]) for name in names), initial=0)
+            if end >= LARGE_BYTES:
+                self._slabs.append(slab := _empty(end))
+                memory |= {name: slab[start : start + sizes[name]] for name, start in zip(names, starts, strict=True)}
+        return memory
 
 
-def _empty(size: int) -> _Piece:
+def _empty(size: int) -> _Slab:
     if size < LARGE_BYTES:
         return torch.empty(size, dtype=torch.uint8).numpy()
     memory = np.empty(size + HUGE_PAGE_BYTES, dtype=np.uint8)
@@ -80,7 +108,7 @@ def _empty(size: int) -> _Piece:
     return memory[start : start + size]
 
 
-def _address(memory: _Piece) -> int:
+def _address(memory: _Slab) -> int:
     return memory.ctypes.data
 
 

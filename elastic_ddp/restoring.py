@@ -103,13 +103,12 @@ def first_usable(
         PeerLostError: on a rank that does not get what rank 0 sent. The others lose it.
     """
     while True:
-        own, mine = _next(store, candidates, check_ours) if group.rank == 0 else (None, None)
-        offer = json.loads(_as_sent(mine, group))
+        offer = json.loads(_as_sent(_next(store, candidates, check_ours) if group.rank == 0 else None, group))
         if offer is None:
             return None
         if "error" in offer:
             raise _COUNT[offer["kind"]](offer["error"])
-        commit = own or Commit.from_bytes(offer["key"], offer["manifest"].encode())
+        commit = Commit.from_bytes(offer["key"], offer["manifest"].encode())
         state, wrong = read(commit, offer["skeleton"].encode())
         if state is not None:
             return commit, state
@@ -126,12 +125,9 @@ def _as_sent(data: bytes | None, group: ProcessGroup) -> bytes:
     return sent[32:]
 
 
-def _next(
-    store: CommitCatalog, candidates: Iterator[Commit], check_ours: Callable[[Commit], None]
-) -> tuple[Commit | None, bytes]:
-    """The next commit that seems to be complete, if there is one, and the same for all ranks, or what looking for it
-    failed at."""
-    found, offer = None, None
+def _next(store: CommitCatalog, candidates: Iterator[Commit], check_ours: Callable[[Commit], None]) -> bytes:
+    """The next commit that seems to be complete, for all ranks, if there is one, or what looking for it failed at."""
+    offer = None
     try:
         for commit in candidates:
             try:
@@ -142,12 +138,11 @@ def _next(
             except UnicodeDecodeError as error:
                 store.reject(commit.key, commit.attempt, CheckpointError(f"{commit.state.key} is no text: {error}"))
             else:
-                found = commit
                 offer = {"key": commit.key, "manifest": commit.to_bytes().decode(), "skeleton": skeleton}
                 break
     except (ConfigError, StorageError) as error:
         offer = {"kind": _kind(error), "error": str(error)}
-    return found, json.dumps(offer).encode()
+    return json.dumps(offer).encode()
 
 
 @dataclass(frozen=True)

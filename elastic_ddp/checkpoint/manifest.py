@@ -38,8 +38,8 @@ MAX_BLOCK_BYTES = 2**24
 """What is read at once: a block has one checksum, and nothing of it counts before that was looked at. Writers cut
 tensors into blocks of at most so many."""
 ALIGNMENT = 64
-"""Blocks begin at multiples of so many bytes, as tensors do in memory, so that several can be read into theirs at
-once."""
+"""Blocks begin at multiples of so many bytes, as tensors do in `host_memory`, so that several can be read into theirs
+at once."""
 
 SKELETON = "state.json"
 

@@ -19,6 +19,7 @@ from zlib_ng import zlib_ng
 
 from elastic_ddp import host_memory
 from elastic_ddp.checkpoint.manifest import (
+    ALIGNMENT,
     MAX_BLOCK_BYTES,
     MAX_MANIFEST_BYTES,
     Commit,
@@ -41,6 +42,10 @@ LARGE_BYTES = 8 << 20
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
 MEMORY_BYTES = host_memory.total_bytes()
+
+
+# Else padding would reach into the next tensor, and what lies together in an object not do so in memory.
+assert host_memory.ALIGNMENT == ALIGNMENT
 
 
 def read_manifest(storage: Storage, key: str) -> Commit:
@@ -147,21 +152,17 @@ class Targets:
     """Tensors on the CPU that are to be filled: whole ones, or what this rank has of them.
 
     Args:
-        tensors: by name in the commit: how it is stored, what takes it, and where in the whole that begins.
-        memory: what those lie in that take it.
+        tensors: by name in the commit: how it is stored, and where in the whole that begins which is to be filled.
+        memory: what is to be filled.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, tuple[StoredTensor, torch.Tensor, torch.Size]],
-        memory: host_memory.Memory | None = None,
-    ) -> None:
-        self._targets = {name: target for name, (_, target, _) in tensors.items()}
-        self._memory = memory or host_memory.Memory([])
+    def __init__(self, tensors: Mapping[str, tuple[StoredTensor, torch.Size]], memory: host_memory.Memory) -> None:
+        self._memory = memory
         self._copies: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
         self._in_place: set[tuple[str, int]] = set()
         """Key and start of the pieces whose place is in their tensors."""
-        for name, (stored, target, origin) in tensors.items():
+        for name, (stored, origin) in tensors.items():
+            target = memory.tensors[name]
             chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in stored.blocks]
             metadata = TensorStorageMetadata(
                 TensorProperties(stored.torch_dtype), torch.Size(stored.shape), chunks=chunks
@@ -190,7 +191,7 @@ class Targets:
         return place
 
     def _place_in_tensors(self, piece: Piece) -> memoryview | None:
-        """The memory in which its blocks lie as they do in the piece."""
+        """The memory in which its blocks lie as they do in the piece, and their padding is no other element's place."""
         first = None
         for name, block in piece.blocks:
             if not math.prod(block.sizes):
@@ -198,26 +199,29 @@ class Targets:
             items = self._copies.get((name, block.offsets), ())
             if len(items) != 1 or tuple(items[0].lengths) != block.sizes:
                 return None
-            target = self._targets[name]
-            place = narrowed(target, list(items[0].dest_offsets), items[0].lengths)
-            address = place.data_ptr() - (block.start - piece.start)
-            first = address if first is None else first
-            is_last = place.data_ptr() + place.nbytes == target.data_ptr() + target.nbytes
-            has_room = is_last or padded(place.nbytes) == place.nbytes  # padding is no other element's place
-            if address != first or not has_room or not place.is_contiguous():
+            target = self._memory.tensors[name]
+            part = narrowed(target, list(items[0].dest_offsets), items[0].lengths)
+            offset = part.data_ptr() - target.data_ptr()
+            place = self._memory.places[name] + offset
+            first = place - (block.start - piece.start) if first is None else first
+            fills = part.nbytes == padded(part.nbytes)
+            # The slot of a tensor in a slab ends at a multiple of `ALIGNMENT`, as the padding of a block there does.
+            ends = offset + part.nbytes == target.nbytes and place % ALIGNMENT == 0
+            if place - (block.start - piece.start) != first or not (fills or ends) or not part.is_contiguous():
                 return None
         return self._memory.at(first, piece.end - piece.start) if first is not None else None
 
     def fill(self, piece: Piece, data: memoryview) -> None:
         """Takes what is of use in a piece, unless it is there."""
-        if (piece.key, piece.start) in self._in_place:
-            return
+        is_in_place = (piece.key, piece.start) in self._in_place
         for name, block in piece.blocks:
             count = math.prod(block.sizes)
-            if not count:  # it may begin where another one does
+            if not count or (
+                is_in_place and not self._memory.is_apart(name)
+            ):  # one of none may begin where another does
                 continue
             for item in self._copies.get((name, block.offsets), ()):
-                target = self._targets[name]
+                target = self._memory.tensors[name]
                 source = torch.frombuffer(data, dtype=target.dtype, count=count, offset=block.start - piece.start)
                 part = narrowed(source.view(block.sizes), list(item.storage_offsets), item.lengths)
                 narrowed(target, list(item.dest_offsets), item.lengths).copy_(part)
@@ -246,21 +250,21 @@ def state_to_fill(
     waiting = min(stored, 2 * PARALLEL_PIECES * PIECE_BYTES)
     held = sum(part.numel() * whole[name].element_size() for name, (part, _) in parts.items())
     _check_room(commit, held + waiting)
-    memory = host_memory.Memory(
-        {name: (parts[name][0].shape, whole[name].dtype) for name in names} for names in _as_stored(commit, whole)
-    )
-    targets = {name: (commit.tensors[name], memory.tensors[name], origin) for name, (_, origin) in parts.items()}
-    tensors = {name: laid_out(target, likes.get(name, target)) for name, (_, target, _) in targets.items()}
-    return tensors, Targets(targets, memory)
+    kinds = {name: (part.shape, whole[name].dtype) for name, (part, _) in parts.items()}
+    memory = host_memory.Memory({name: kinds[name] for name in names} for names in _as_stored(commit, whole))
+    tensors = {name: laid_out(memory.tensors[name], likes.get(name, memory.tensors[name])) for name in whole}
+    return tensors, Targets({name: (commit.tensors[name], origin) for name, (_, origin) in parts.items()}, memory)
 
 
 def _as_stored(commit: Commit, names: Iterable[str]) -> list[list[str]]:
-    """Names of tensors that begin in the same object, in the order in which they are in it."""
-    together: dict[int, list[tuple[int, int, str]]] = {}
+    """Names of tensors that begin in the same object, in the order in which they are in it; not of two components, of
+    which one may be kept for longer."""
+    together: dict[tuple[int, str], list[tuple[int, int, str]]] = {}
     for name in names:
         tensor = commit.tensors[name]
         first = min(tensor.blocks, key=lambda block: block.offsets)
-        together.setdefault(first.object, []).append((first.start, tensor.num_bytes(first), name))
+        group = together.setdefault((first.object, name.partition(".")[0]), [])
+        group.append((first.start, tensor.num_bytes(first), name))
     return [[name for _, _, name in sorted(each)] for each in together.values()]
 
 

@@ -7,8 +7,8 @@ made, and to be cut when a peer is lost.
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +22,8 @@ from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.state import dtype_name, dtype_of, flatten, unflatten
 
 CHUNK_BYTES = 16 << 20
+GROUP_BYTES = 64 << 20
+"""Received tensors of about so many lie together in memory."""
 MOST_PIECES, MOST_BYTES = 64, 4 * CHUNK_BYTES
 """Of what is on its way between two ranks at once."""
 
@@ -62,9 +64,14 @@ def hand_over(
 
 
 def _empty(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-    """Tensors to be received. Those of a component lie together, as it is they that are kept, or let go, together."""
-    groups = itertools.groupby(layout.items(), key=lambda item: item[0].partition(".")[0])
-    memory = host_memory.Memory({key: (shape, dtype_of(dtype)) for key, (dtype, shape) in group} for _, group in groups)
+    """Tensors to be received. None lies together with those of other components, which may stay for longer."""
+    groups: dict[tuple[str, int], dict[str, tuple[Sequence[int], torch.dtype]]] = {}
+    num_bytes = 0
+    for key, (name, shape) in layout.items():
+        dtype = dtype_of(name)
+        groups.setdefault((key.partition(".")[0], num_bytes // GROUP_BYTES), {})[key] = shape, dtype
+        num_bytes += math.prod(shape) * dtype.itemsize
+    memory = host_memory.Memory(groups.values())
     return memory.tensors
 
 

@@ -9,23 +9,37 @@ import json
 import math
 import random
 import tracemalloc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from zlib_ng import zlib_ng
 
-from elastic_ddp.checkpoint import Commit, writing
-from elastic_ddp.checkpoint.manifest import Skeleton, StoredTensor, num_values
+from elastic_ddp import host_memory
+from elastic_ddp.checkpoint import Commit, reading, writing
+from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor, num_values
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, BlockPlanner, blocks_of, share_of
 from elastic_ddp.checkpoint.reading import Piece, Targets, pieces_of, read_pieces, state_to_fill
-from elastic_ddp.checkpoint.writing import SLAB_BYTES, BlockWriter, Part, StateWriter, in_slabs, put_together
+from elastic_ddp.checkpoint.writing import (
+    OBJECT_BYTES,
+    SLAB_BYTES,
+    BlockWriter,
+    Part,
+    StateWriter,
+    in_slabs,
+    put_together,
+)
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.state import flatten, unflatten
 from elastic_ddp.storage import Storage
@@ -85,12 +99,21 @@ def commit_of(parts: list[Part], names: Any) -> Commit:
 
 
 def read(storage: Storage, commit: Commit) -> dict[str, torch.Tensor]:
-    found = {name: torch.empty(each.shape, dtype=each.torch_dtype) for name, each in commit.tensors.items()}
-    nowhere = {name: torch.Size([0] * len(each.shape)) for name, each in commit.tensors.items()}
-    targets = Targets({name: (commit.tensors[name], found[name], nowhere[name]) for name in found})
+    found, targets = state_to_fill(commit)
     for _ in read_pieces(storage, pieces_of(commit, found), targets):
         pass
     return found
+
+
+@contextmanager
+def in_slabs_from(small_bytes: int) -> Iterator[None]:
+    """Tensors of so many bytes lie together, others have memory of their own and a gap, whatever their size."""
+    with (
+        patch.object(host_memory, "LARGE_BYTES", 1),
+        patch.object(host_memory, "SMALL_BYTES", small_bytes),
+        patch.object(host_memory, "MOST_GAPS", 1),
+    ):
+        yield
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -397,27 +420,43 @@ def test_any_part_of_a_tensor_can_be_read_whoever_wrote_it(
         first += part.shape[axis]
         if not part.numel():
             continue
-        target = torch.full_like(part, -1.0)
-        targets = Targets({"w": (commit.tensors["w"], target, place)})
+        with in_slabs_from(data.draw(st.sampled_from([1, 10_000]))):
+            memory = host_memory.Memory([{"w": (part.shape, part.dtype)}])
+        target = memory.tensors["w"].fill_(-1.0)
+        targets = Targets({"w": (commit.tensors["w"], place)}, memory)
         for _ in read_pieces(storage, pieces_of(commit, ["w"]), targets):
             pass
         assert torch.equal(target, part)
 
 
-@settings(max_examples=200, deadline=None)
+SIZES = st.integers(0, 200).map(lambda length: torch.Size([length]))
+
+
+@settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from([torch.int8, torch.float32, torch.float64]), SHAPES), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.sampled_from([torch.uint8, torch.float32, torch.float64]), SIZES | SHAPES), min_size=2, max_size=6
+    ),
     st.integers(1, 3),
-    st.integers(1, 300),
-    st.integers(1, 2000),
+    st.integers(1, 100) | st.just(1 << 20),
+    st.sampled_from([1, 200, 2000]),
+    st.sampled_from([1, 50, 10_000]),
+    st.booleans(),
+    st.integers(0, 2**32),
 )
+@example([(torch.uint8, torch.Size([111])), (torch.uint8, torch.Size([13]))], 3, 40, 2000, 1, False, 0)
+@example([(torch.uint8, torch.Size([4])), (torch.uint8, torch.Size([1]))], 1, 1, 1, 1, False, 0)
 def test_a_state_comes_back_to_the_bit_whether_pieces_fit_its_tensors_or_not(
     tmp_path_factory: pytest.TempPathFactory,
     kinds: list[tuple[torch.dtype, torch.Size]],
     writers: int,
     block_bytes: int,
     object_bytes: int,
+    small_bytes: int,
+    apart: bool,
+    seed: int,
 ) -> None:
+    """Pieces are read one by one, so that whatever one of them overwrites is not written again."""
     storage = Storage(tmp_path_factory.mktemp("fit"))
     generator = torch.Generator().manual_seed(1)
     tensors = {
@@ -426,9 +465,11 @@ def test_a_state_comes_back_to_the_bit_whether_pieces_fit_its_tensors_or_not(
     }
     parts = write(storage, tensors, writers, block_bytes=block_bytes, object_bytes=object_bytes)
     commit = commit_of(parts, tensors)
-    found, targets = state_to_fill(commit)
-    pieces = pieces_of(commit, found)
-    for piece in random.Random(block_bytes).sample(pieces, len(pieces)):
+    with in_slabs_from(small_bytes), patch.object(reading, "LARGE_BYTES", 1 if apart else reading.LARGE_BYTES):
+        found, targets = state_to_fill(commit)
+        pieces = pieces_of(commit, found)
+    order = random.Random(seed).sample(pieces, len(pieces)) if seed else pieces
+    for piece in order:
         for _ in read_pieces(storage, [piece], targets):
             pass
     for name, tensor in tensors.items():
@@ -436,24 +477,108 @@ def test_a_state_comes_back_to_the_bit_whether_pieces_fit_its_tensors_or_not(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_neighbours_are_read_into_their_tensors_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
-) -> None:
-    tensors = {
-        f"{number}.{name}": tensor
-        for number in range(20)
-        for name, tensor in {"step": torch.tensor(1.0), "odd": torch.ones(7), "w": torch.ones(40, 10)}.items()
-    }
+def test_a_large_tensor_whose_blocks_need_padding_leaves_the_next_one_alone(tmp_path: Path, world_size: int) -> None:
     storage = Storage(tmp_path)
+    tensors = {"head.weight": torch.randn(100, 50257), "head.bias": torch.randn(20_000)}
+    parts = write(storage, tensors, world_size, block_bytes=BLOCK_BYTES, object_bytes=OBJECT_BYTES)
+    commit = commit_of(parts, tensors)
+    assert len(commit.tensors["head.weight"].blocks) == 2
+    for _ in range(4):  # several are read at a time
+        found = read(storage, commit)
+        assert all(same(found[name], tensor) for name, tensor in tensors.items())
+
+
+def some_layers(width: int) -> dict[str, torch.Tensor]:
+    return {
+        f"optimizer.{number}.{name}": tensor
+        for number in range(20)
+        for name, tensor in {"step": torch.tensor(1.0), "odd": torch.ones(7), "w": torch.rand(width, 10)}.items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("small_bytes", [1, 100])
+def test_neighbours_are_read_into_their_tensors_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, small_bytes: int
+) -> None:
+    tensors, storage = some_layers(40), Storage(tmp_path)
     parts = write(storage, tensors, world_size, block_bytes=BLOCK_BYTES, object_bytes=8000)
     commit = commit_of(parts, tensors)
-    found, targets = state_to_fill(commit)
+    with in_slabs_from(small_bytes):
+        found, targets = state_to_fill(commit)
     monkeypatch.setattr(Piece, "empty", lambda piece: pytest.fail(f"{piece} is copied"))
     pieces = pieces_of(commit, found)
     assert len(pieces) == len(commit.objects) < len(tensors) / 5
     for _ in read_pieces(storage, pieces, targets):
         pass
     assert all(same(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_that_is_so_by_default_where_tensors_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, storage = some_layers(20_000), Storage(tmp_path)
+    commit = commit_of(write(storage, tensors, block_bytes=BLOCK_BYTES, object_bytes=OBJECT_BYTES), tensors)
+    monkeypatch.setattr(Piece, "empty", lambda piece: pytest.fail(f"{piece} is copied"))
+    found = read(storage, commit)
+    assert all(same(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_block_that_is_wanted_in_part_leaves_the_next_tensor_alone(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    tensors = {"w": torch.arange(80.0).reshape(10, 8), "v": torch.arange(200.0)}
+    commit = commit_of(write(storage, tensors, block_bytes=BLOCK_BYTES, object_bytes=OBJECT_BYTES), tensors)
+    with in_slabs_from(1), patch.object(reading, "LARGE_BYTES", 1):
+        memory = host_memory.Memory([{"w": ([5, 8], torch.float32), "v": ([200], torch.float32)}])
+        pieces = pieces_of(commit, tensors)
+    origins = {"w": torch.Size([0, 0]), "v": torch.Size([0])}
+    targets = Targets({name: (commit.tensors[name], origin) for name, origin in origins.items()}, memory)
+    assert [piece.blocks[0][0] for piece in pieces] == ["w", "v"]
+    for piece in reversed(pieces):
+        for _ in read_pieces(storage, [piece], targets):
+            pass
+    assert same(memory.tensors["w"], tensors["w"][:5]) and same(memory.tensors["v"], tensors["v"])
+
+
+def test_shards_that_are_no_ranges_of_the_whole_come_to_their_places(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    whole = torch.arange(32.0, dtype=torch.float64).reshape(4, 8)
+    shards = [whole[:, :4].contiguous(), whole[:, 4:].contiguous()]
+    data = [bytes(shard.view(torch.uint8).numpy().data) for shard in shards]
+    blocks = tuple(
+        StoredBlock(offsets=(0, 4 * number), sizes=(4, 4), object=0, start=128 * number, crc32=zlib_ng.crc32(each))
+        for number, each in enumerate(data)
+    )
+    key = f"{PREFIX}/0-0.bin"
+    storage.write(key, b"".join(data))
+    commit = Commit(
+        step=7,
+        attempt=ATTEMPT,
+        state=Skeleton(key=f"{PREFIX}/state.json", size=0, crc32=0),
+        objects=(StoredObject(key=key, size=256),),
+        tensors={"w": StoredTensor(dtype="float64", shape=(4, 8), blocks=blocks)},
+        record={},
+    )
+    for large_bytes in (1, 1 << 20):
+        with in_slabs_from(1), patch.object(reading, "LARGE_BYTES", large_bytes):
+            assert same(read(storage, commit)["w"], whole)
+
+
+def test_what_is_kept_of_a_component_keeps_nothing_of_another_and_counts_of_steps_keep_nothing(tmp_path: Path) -> None:
+    tensors = {
+        f"{component}.{name}": tensor
+        for component in ("model", "optimizer")
+        for name, tensor in {"w": torch.rand(2000, 1000), "step": torch.tensor(1.0)}.items()
+    }
+    commit = commit_of(write(Storage(tmp_path), tensors, object_bytes=OBJECT_BYTES, block_bytes=BLOCK_BYTES), tensors)
+    found, targets = state_to_fill(commit)
+    slabs = [weakref.ref(each.base) for each in targets._memory._slabs]
+    del targets
+    assert len(slabs) == 2 and all(each() is not None for each in slabs)
+    kept = found.pop("model.w")
+    steps = [found.pop("model.step"), found.pop("optimizer.step")]
+    del found
+    assert sum(each() is not None for each in slabs) == 1
+    del kept
+    assert sum(each() is not None for each in slabs) == 0 and len(steps) == 2
 
 
 def test_a_commit_is_not_made_where_something_of_it_was_not_written(tmp_path: Path) -> None:

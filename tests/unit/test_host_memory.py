@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -35,43 +36,54 @@ def test_they_are_tensors_like_torchs_own(together: bool) -> None:
         assert tensor.data_ptr() % host_memory.ALIGNMENT == 0 or not tensor.numel()
         assert torch.equal(tensor, other), name
         assert tensor.nbytes == math.prod(shape) * dtype.itemsize
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # what is kept of it, if it is
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # so that no more is saved with it
 
 
-@pytest.mark.parametrize("size", [100, LARGE])
-def test_those_of_a_group_follow_each_other_and_can_be_filled_at_once(size: int) -> None:
-    shapes = {"a": ([size], torch.uint8), "b": ([10], torch.float32), "c": ([3, 5], torch.int64)}
-    memory = host_memory.Memory([shapes, {"apart": ([size], torch.uint8)}])
-    a, b, c, apart = memory.tensors.values()
-    at_b, at_c = -(-size // 64) * 64, -(-size // 64) * 64 + 64
-    assert (b.data_ptr() - a.data_ptr(), c.data_ptr() - a.data_ptr()) == (at_b, at_c)
-    for tensor in (a, b, c, apart):
+def test_large_ones_of_a_group_follow_each_other_with_gaps_for_small_ones() -> None:
+    shapes = {"a": ([LARGE + 1], torch.uint8), "b": ([10], torch.float32), "c": ([LARGE // 8, 2], torch.int64)}
+    memory = host_memory.Memory([shapes, {"other": ([LARGE], torch.uint8)}])
+    a, b, c, other = (memory.tensors[name] for name in ("a", "b", "c", "other"))
+    places = {name: memory.places[name] - a.data_ptr() for name in ("a", "b", "c")}
+    assert places == {"a": 0, "b": LARGE + 64, "c": LARGE + 128}
+    assert [name for name in memory.tensors if memory.is_apart(name)] == ["b"]
+    for tensor in (a, b, c, other):
         tensor.zero_()
-    whole = memory.at(a.data_ptr(), at_c + 120)
+    whole = memory.at(a.data_ptr(), LARGE + 128 + c.nbytes)
     assert whole is not None
     whole[:] = bytes([1]) * len(whole)
-    for tensor in (a, b, c):
-        assert set(tensor.view(torch.uint8).flatten().tolist()) == {1}
-    assert not apart.any()
-    part = memory.at(b.data_ptr(), 40)
+    assert a.all() and not b.any() and c.all() and not other.any()
+    part = memory.at(c.data_ptr(), 40)
     assert part is not None
     part[:] = bytes(40)
-    assert (a.all(), b.any(), c.all()) == (True, False, True)
-    assert memory.at(a.data_ptr(), at_c + 128) is not None
-    assert memory.at(a.data_ptr(), at_c + 129) is None
-    assert memory.at(a.data_ptr() - 1, 1) is None or apart.data_ptr() < a.data_ptr()
-    assert memory.at(apart.data_ptr(), size) is not None
+    assert not c.flatten()[:5].any() and c.flatten()[5:].all() and a.all()
+    assert memory.at(a.data_ptr(), LARGE + 128 + c.nbytes + 1) is None
+    assert memory.at(min(a.data_ptr(), other.data_ptr()) - 1, 1) is None
+    assert memory.at(other.data_ptr(), LARGE) is not None
+    assert memory.at(b.data_ptr(), 40) is None
     assert host_memory.Memory([]).at(a.data_ptr(), 1) is None
 
 
-def test_memory_stays_as_long_as_a_tensor_or_bytes_of_it() -> None:
-    memory = host_memory.Memory([{"a": ([LARGE], torch.uint8), "b": ([LARGE], torch.uint8)}])
-    tensor = memory.tensors["b"].fill_(7)
+def test_where_gaps_would_be_much_of_a_slab_large_ones_have_their_own() -> None:
+    small = {f"{number}": ([1000], torch.uint8) for number in range(LARGE // 1000)}
+    memory = host_memory.Memory([{"large": ([LARGE], torch.uint8), **small}])
+    assert not any(map(memory.is_apart, memory.tensors))
+    assert memory.at(memory.places["large"], LARGE) is not None
+    assert memory.at(memory.places["large"], LARGE + 1) is None
+    assert all(memory.at(memory.places[name], 1) is None for name in small)
+
+
+def test_a_slab_stays_as_long_as_a_tensor_or_bytes_of_it_and_not_for_small_ones() -> None:
+    kinds = {"a": ([LARGE], torch.uint8), "b": ([LARGE], torch.uint8), "step": ([], torch.float32)}
+    memory = host_memory.Memory([kinds])
+    [slab] = [weakref.ref(each.base) for each in memory._slabs]
+    tensor, step = memory.tensors["b"].fill_(7), memory.tensors["step"]
     data = memory.at(tensor.data_ptr(), LARGE)
     del memory
     assert tensor[-1] == 7
     del tensor
-    assert data is not None and data[-1] == 7
+    assert data is not None and data[-1] == 7 and slab() is not None
+    del data
+    assert slab() is None and step.fill_(3) == 3
 
 
 def test_bytes_can_be_read_into_and_read() -> None:
