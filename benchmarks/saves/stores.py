@@ -217,8 +217,8 @@ class Bare:
 
 
 def give_large_memory_back() -> None:
-    """Has this process give memory of more than 4 MiB back to the kernel when it is let go, so that what is read comes
-    into new memory in every round, on every side, as it does in a process that has just begun."""
+    """From now on memory of 4 MiB and more goes back to the kernel when it is let go, so that what is read comes into
+    new memory in every round, on every side, as it does in a process that has just begun. For glibc."""
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4 << 20)
 
 

@@ -118,7 +118,7 @@ def restore_in_turns(group: ProcessGroup, folder: str, rounds: int, limit_mibs: 
 
 
 def even_pieces(size: int) -> list[tuple[int, int]]:
-    """Begin and end of as many as there are of some 16 MiB in an object, of the same size."""
+    """Begin and end of pieces of about 16 MiB of an object, all of one size."""
     count = max(1, round(size / PIECE_BYTES))
     return list(itertools.pairwise(size * number // count for number in range(count + 1)))
 

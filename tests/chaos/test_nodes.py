@@ -15,7 +15,7 @@ from tests.chaos.faults import Fault
 from tests.chaos.runs import Trial
 from tests.chaos.test_faults import PLACES, TOUR_STEPS, tour
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
