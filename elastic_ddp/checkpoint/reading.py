@@ -216,9 +216,9 @@ class Targets:
         is_in_place = (piece.key, piece.start) in self._in_place
         for name, block in piece.blocks:
             count = math.prod(block.sizes)
-            if not count or (
-                is_in_place and not self._memory.is_apart(name)
-            ):  # one of none may begin where another does
+            if not count:  # it may begin where another one does
+                continue
+            if is_in_place and not self._memory.is_apart(name):
                 continue
             for item in self._copies.get((name, block.offsets), ()):
                 target = self._memory.tensors[name]

@@ -64,15 +64,16 @@ def hand_over(
 
 
 def _empty(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-    """Tensors to be received. None lies together with those of other components, which may stay for longer."""
+    """Tensors to be received, in the order in which they are sent. None lies together with those of other components,
+    which may stay for longer."""
     groups: dict[tuple[str, int], dict[str, tuple[Sequence[int], torch.dtype]]] = {}
     num_bytes = 0
     for key, (name, shape) in layout.items():
         dtype = dtype_of(name)
         groups.setdefault((key.partition(".")[0], num_bytes // GROUP_BYTES), {})[key] = shape, dtype
         num_bytes += math.prod(shape) * dtype.itemsize
-    memory = host_memory.Memory(groups.values())
-    return memory.tensors
+    tensors = host_memory.Memory(groups.values()).tensors
+    return {key: tensors[key] for key in layout}
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:

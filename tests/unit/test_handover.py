@@ -11,7 +11,7 @@ import torch
 
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel import handover
-from elastic_ddp.parallel.handover import check_same_model, hand_over
+from elastic_ddp.parallel.handover import _empty, check_same_model, hand_over
 from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
 from elastic_ddp.state import flatten
 from tests.ranks import run_ranks
@@ -122,3 +122,10 @@ def build_on_its_own(group: ProcessGroup, change: str) -> str:
 def test_models_that_differ_are_refused_by_parameter_and_rank(change: str, message: str) -> None:
     one, other = run_ranks(2, build_on_its_own, change)
     assert message in one and one == other
+
+
+def test_tensors_are_received_in_the_order_in_which_they_are_sent_whatever_they_are_called() -> None:
+    layout = {"a.x": ("float32", [3]), "b.y": ("float32", [5]), "a.z": ("float32", [7]), "b": ("int64", [])}
+    assert [(key, list(each.shape)) for key, each in _empty(layout).items()] == [
+        (key, shape) for key, (_, shape) in layout.items()
+    ]
