@@ -87,7 +87,7 @@ def measure(part: str, uri: str, options: argparse.Namespace) -> dict[str, Any]:
         results = throughput.measure(
             f"{uri}/throughput", size_mib=size_mib, tensor_kib=tensor_kib, rounds=rounds, limit_mibs=options.limit_mibs
         )
-        for each in [*results["save"].values(), *results["restore"].values()]:
+        for each in (each for what in results.values() for each in what.values()):
             each["ours_to"] = {
                 name: ratios(each["ours"], each[name]) for name in ("bare", "whole", "sent") if name in each
             }
@@ -132,9 +132,9 @@ def print_held(results: dict[str, Any]) -> None:
 
 
 def print_throughput(results: dict[str, Any]) -> None:
-    for verb in ("save", "restore"):
+    for verb, by_world_size in results.items():
         line(f"{verb}, ours", "", "to bare")
-        for world_size, each in results[verb].items():
+        for world_size, each in by_world_size.items():
             ratio = each["ours_to"]["bare"]["ratio"]
             rate = f"{statistics.median(each['ours']):,.0f} MiB/s"
             line(f"    W = {world_size}", rate, f"{ratio:.3f}", judged(ratio, at_least=LEAST_OF_BARE))
@@ -145,13 +145,13 @@ def print_throughput(results: dict[str, Any]) -> None:
         line("restore, ours", "", f"to {name}")
         for world_size, each in results["restore"].items():
             line(f"    W = {world_size}", "", f"{each['ours_to'][name]['ratio']:.3f}", what)
-    line("read from the store to restore, of the commit", "")
-    for world_size, each in results["restore"].items():
-        ratio = each["read_bytes"] / each["commit_bytes"]
-        # Beside the blocks there are the skeleton and, in no commit's bytes, the manifest.
-        line(
-            f"    W = {world_size}", f"{each['read_bytes'] / MIB:,.1f} MiB", f"{ratio:.3f}", judged(ratio, at_most=1.01)
-        )
+    for verb in ("restore", "restore to shards"):
+        line(f"read from the store to {verb}, of the commit", "")
+        for world_size, each in results[verb].items():
+            ratio = each["read_bytes"] / each["commit_bytes"]
+            # Beside the blocks there are the skeleton and, in no commit's bytes, the manifest.
+            value = f"{each['read_bytes'] / MIB:,.1f} MiB"
+            line(f"    W = {world_size}", value, f"{ratio:.3f}", judged(ratio, at_most=1.01))
 
 
 def print_overhead(results: dict[str, Any]) -> None:

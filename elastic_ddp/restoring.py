@@ -156,12 +156,20 @@ class _Piece:
     """Those that need it."""
 
     @classmethod
-    def all_of(cls, pieces: list[Piece], targets: Targets, group: ProcessGroup) -> list[_Piece]:
-        """Those that this rank needs. Every rank calls it."""
-        needs = group.all_gather_bytes(bytes(targets.need(piece) for piece in pieces))
-        ranks = [[rank for rank, need in enumerate(needs) if need[number]] for number in range(len(pieces))]
-        everyones = [cls(piece, number, each) for number, (piece, each) in enumerate(zip(pieces, ranks, strict=True))]
-        return [each for each in everyones if group.rank in each.ranks]
+    def all_of(cls, commit: Commit, names: Collection[str], targets: Targets, group: ProcessGroup) -> list[_Piece]:
+        """Those that this rank needs, of which whoever needs one needs all of its blocks: what all ranks hold may lie
+        beside their shards. Every rank calls it."""
+        blocks = [(name, block) for name in names for block in commit.tensors[name].blocks]
+        needs = group.all_gather_bytes(bytes(targets.need(*each) for each in blocks))
+        by_rank = zip(*needs, strict=True)
+        needed_by = {(name, block.offsets): bytes(each) for (name, block), each in zip(blocks, by_rank, strict=True)}
+        pieces = []
+        for number, piece in enumerate(pieces_of(commit, names, lambda name, block: needed_by[name, block.offsets])):
+            name, block = piece.blocks[0]
+            ranks = [rank for rank, need in enumerate(needed_by[name, block.offsets]) if need]
+            if group.rank in ranks:
+                pieces.append(cls(piece, number, ranks))
+        return pieces
 
     @property
     def reader(self) -> int:
@@ -206,7 +214,7 @@ def read_together(
         no_room = error
     if wrong := what_is_wrong(no_room, group):
         return None, wrong
-    pieces = _Piece.all_of(pieces_of(commit, tensors), targets, group)
+    pieces = _Piece.all_of(commit, tensors, targets, group)
     going: deque[tuple[_Piece, memoryview, list[dist.Work]]] = deque()
     unread: CheckpointError | StorageError | None = None
     garbled: PeerLostError | None = None

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from elastic_ddp.checkpoint import CommitCatalog
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
-from saves.state import make_state, num_bytes, tensors_of
+from saves.state import make_state, num_bytes, shard_of_any, tensors_of
 from saves.stores import OurSaves
 from tests.ranks import run_ranks
 
@@ -62,7 +61,7 @@ def restore_once(group: ProcessGroup, uri: str, size_mib: int, sharded: bool) ->
     """Peak of a restore to whole tensors or to this rank's shards of them, and the bytes of what it has then."""
     storage = Storage(f"{uri}/small")
     assert restore(CommitCatalog(storage), storage, group) is not None
-    shard = _shard_of_any() if sharded else None
+    shard = shard_of_any() if sharded else None
     storage = Storage(f"{uri}/commits-{size_mib}")
     dist.barrier()
     peak = Peak()
@@ -72,14 +71,6 @@ def restore_once(group: ProcessGroup, uri: str, size_mib: int, sharded: bool) ->
     assert all(isinstance(each, DTensor) == sharded for each in tensors)
     held = sum(each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in tensors)
     return {"peak": peak.so_far(), "state": held}
-
-
-def _shard_of_any() -> torch.Tensor:
-    """Laid out as `fully_shard` does it, in the shape that all of the state's large tensors have."""
-    assert dist.group.WORLD is not None
-    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    whole = tensors_of(make_state(0))[0]
-    return distribute_tensor(torch.empty_like(whole), mesh, [Shard(0)], src_data_rank=None)
 
 
 def measure(uri: str, *, size_mib: int) -> dict[str, Any]:

@@ -1,11 +1,16 @@
-"""The state that is saved: a model and AdamW's moments of it, the same on every rank."""
+"""The state that is saved: a model and AdamW's moments of it, the same on every rank or in shards."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+ROWS = 256
+"""Of a large tensor."""
 TENSOR_KIB = 4096
 MIB = 1 << 20
 
@@ -14,7 +19,7 @@ def make_state(size_mib: int, tensor_kib: int = TENSOR_KIB) -> dict[str, Any]:
     """Of some such size, in tensors of this one."""
     generator = torch.Generator().manual_seed(0)
     weights = {
-        f"blocks.{number}.weight": torch.randn(256, tensor_kib, generator=generator)
+        f"blocks.{number}.weight": torch.randn(ROWS, tensor_kib, generator=generator)
         for number in range(max(1, size_mib * 1024 // (3 * tensor_kib)))
     }
     return {
@@ -37,3 +42,28 @@ def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
 
 def num_bytes(state: dict[str, Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors_of(state))
+
+
+def shard_of_any(tensor_kib: int = TENSOR_KIB) -> DTensor:
+    """A large tensor, laid out as `fully_shard` does it. Every rank calls it."""
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    return distribute_tensor(torch.empty(ROWS, tensor_kib), mesh, [Shard(0)], src_data_rank=None)
+
+
+def in_shards(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state with large tensors laid out like that. Every rank calls it."""
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None) if tensor.dim() else tensor
+
+    moments = state["optimizer"]["state"]
+    return {
+        "model": {name: cut(weight) for name, weight in state["model"].items()},
+        "optimizer": {
+            **state["optimizer"],
+            "state": {name: {key: cut(value) for key, value in each.items()} for name, each in moments.items()},
+        },
+    }

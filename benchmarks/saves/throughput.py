@@ -5,7 +5,7 @@ Ranks are processes over gloo. A save counts from when all ranks have copied the
 begins with bytes in memory, and besides from its begin; a restore until the state is there on all ranks. Local files
 are read from the disk, not from the kernel's memory of them. After a bare get each rank has its share of the bytes.
 After a restore each has all of them, as after "whole", where each gets them from the store, and after "sent", where
-each gets its share and broadcasts it.
+each gets its share and broadcasts it. After a restore to shards, of a commit of as many shards, each has its own.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from elastic_ddp.checkpoint import CommitCatalog
 from elastic_ddp.checkpoint.manifest import Commit
 from elastic_ddp.host_memory import empty_bytes
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import IN_FLIGHT, restore
-from saves.state import MIB, make_state, num_bytes
+from elastic_ddp.storage import Storage
+from saves.state import MIB, in_shards, make_state, num_bytes, shard_of_any, tensors_of
 from saves.stores import PIECE_BYTES, Bare, Limit, LimitedStorage, OurSaves, forget, give_large_memory_back
 from saves.turns import turns
 from tests.ranks import run_ranks
 
 SAVES_ON = (1, 2)
 RESTORES_ON = (1, 2, 3)
+SHARDS_ON = (2, 3)
 """World sizes."""
 
 
@@ -82,28 +85,45 @@ def save_in_turns(
     return {name: rate[1:] for name, rate in rates.items()}
 
 
-def restore_in_turns(group: ProcessGroup, folder: str, rounds: int, limit_mibs: float | None) -> dict[str, Any]:
-    """MiB/s of the state, for restores and bare gets by round, and what a restore reads of the store on this rank."""
+def save_shards(group: ProcessGroup, folder: str, size_mib: int, tensor_kib: int) -> None:
+    """A commit of a sharded state."""
+    address = group.assignment.store_host, group.assignment.store_port
+    ours = OurSaves(Storage(folder), group.rank, group.world_size, address)
+    ours.begin(in_shards(make_state(size_mib, tensor_kib)), 1)
+    ours.wait()
+    dist.barrier()
+
+
+def restore_in_turns(
+    group: ProcessGroup, folder: str, rounds: int, limit_mibs: float | None, shards_of_kib: int | None = None
+) -> dict[str, Any]:
+    """MiB/s of the state, for restores and bare gets by round, and what a restore reads of the store on this rank.
+
+    Args:
+        shards_of_kib: this rank is to have its shards alone, of tensors of that size.
+    """
     give_large_memory_back()
     limit = Limit(limit_mibs)
     storage, bare = LimitedStorage(folder, limit), Bare(folder, limit)
     commit = CommitCatalog(storage).latest()
     assert isinstance(commit, Commit)
     pieces = [(item.key, *each) for item in commit.objects for each in even_pieces(item.size)]
+    like = None if shards_of_kib is None else shard_of_any(shards_of_kib)
     read: list[int] = []
 
     def restored() -> None:
         storage.num_bytes = 0
-        found = restore(CommitCatalog(storage), storage, group)
+        found = restore(CommitCatalog(storage), storage, group, lambda: lambda name: like)
         assert found is not None and found[0] == commit
+        assert all(isinstance(each, DTensor) == (like is not None) for each in tensors_of(found[1]))
         read.append(storage.num_bytes)
 
     all_sides: dict[str, Callable[[], object]] = {
         "ours": restored,
         "bare": lambda: [*bare.get(pieces[group.rank :: group.world_size])],
-        "whole": lambda: [*bare.get(pieces)],
-        "sent": lambda: sent(bare, pieces, group),
     }
+    if like is None:
+        all_sides |= {"whole": lambda: [*bare.get(pieces)], "sent": lambda: sent(bare, pieces, group)}
     rates: dict[str, list[float]] = {name: [] for name in all_sides}
     for _, name in turns([*all_sides], rounds + 1):
         dist.barrier()
@@ -148,8 +168,16 @@ def measure(
     saves = {
         size: run_ranks(size, save_in_turns, uri, size_mib, tensor_kib, rounds, limit_mibs)[0] for size in SAVES_ON
     }
-    restores = {}
+    restores, to_shards = {}, {}
     for size in RESTORES_ON:
         results = run_ranks(size, restore_in_turns, f"{uri}/saved-by-{SAVES_ON[-1]}", rounds, limit_mibs)
-        restores[size] = {**results[0], "read_bytes": sum(each["read_bytes"] for each in results)}
-    return {"save": saves, "restore": restores}
+        restores[size] = in_all(results)
+    for size in SHARDS_ON:
+        run_ranks(size, save_shards, folder := f"{uri}/shards-of-{size}", size_mib, tensor_kib)
+        to_shards[size] = in_all(run_ranks(size, restore_in_turns, folder, rounds, limit_mibs, tensor_kib))
+    return {"save": saves, "restore": restores, "restore to shards": to_shards}
+
+
+def in_all(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rates are those of all ranks on each, and what is read is each one's own."""
+    return {**results[0], "read_bytes": sum(each["read_bytes"] for each in results)}

@@ -75,8 +75,10 @@ class Piece:
         return host_memory.empty_bytes(self.end - self.start)
 
 
-def pieces_of(commit: Commit, names: Iterable[str]) -> list[Piece]:
-    """The blocks of some of a commit's tensors, where they are stored."""
+def pieces_of(
+    commit: Commit, names: Iterable[str], kind: Callable[[str, StoredBlock], object] = lambda name, block: None
+) -> list[Piece]:
+    """The blocks of some of a commit's tensors, where they are stored. Those of two kinds are in two pieces."""
     wanted: list[list[tuple[str, StoredBlock, int]]] = [[] for _ in commit.objects]
     for name in names:
         tensor = commit.tensors[name]
@@ -87,7 +89,9 @@ def pieces_of(commit: Commit, names: Iterable[str]) -> list[Piece]:
         together: list[tuple[str, StoredBlock, int]] = []
         for each in sorted(blocks, key=lambda each: (each[1].start, each[2])):
             is_alone = any(end - block.start >= LARGE_BYTES for _, block, end in [each, *together[-1:]])
-            is_apart = bool(together) and each[1].start != together[-1][2]
+            is_apart = bool(together) and (
+                each[1].start != together[-1][2] or kind(*each[:2]) != kind(*together[-1][:2])
+            )
             if together and (is_alone or is_apart or each[2] - together[0][1].start > PIECE_BYTES):
                 pieces.append(_piece(item.key, together))
                 together = []
@@ -178,9 +182,9 @@ class Targets:
                     f"{tuple(origin)} on, which is not all there"
                 )
 
-    def need(self, piece: Piece) -> bool:
-        """Whether anything in a piece is of use."""
-        return any((name, block.offsets) in self._copies for name, block in piece.blocks)
+    def need(self, name: str, block: StoredBlock) -> bool:
+        """Whether anything in a block is of use."""
+        return (name, block.offsets) in self._copies
 
     def place_of(self, piece: Piece) -> memoryview:
         """Where the bytes of a piece can go: to the very tensors, if these take them as they are."""

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.checkpoint.manifest import attempt_prefix
+from elastic_ddp.checkpoint.manifest import ALIGNMENT, attempt_prefix
 from elastic_ddp.checkpoint.planning import BlockPlanner
+from elastic_ddp.checkpoint.reading import PIECE_BYTES
 from elastic_ddp.checkpoint.writing import Part, StateWriter
 from elastic_ddp.config import RunConfig
 from elastic_ddp.errors import ConfigError
@@ -216,20 +217,34 @@ def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path) -> N
     assert whole <= sum(read for _, read, _ in every) < 1.1 * whole
 
 
+def test_what_all_ranks_hold_draws_no_shards_along(tmp_path: Path) -> None:
+    """Counts of steps lie beside shards, of which each rank is to have its own alone."""
+    saved = run_ranks(2, _save_large, tmp_path, "Adagrad")[0]
+    every = run_ranks(2, _restore_large, tmp_path, "Adagrad", PIECE_BYTES)
+    assert all(found[name].tobytes() == saved[name].tobytes() for _, _, found in every for name in saved)
+    assert 0 < sum(got for got, _, _ in every) <= NUM_LARGE * ALIGNMENT
+
+
+NUM_LARGE = 8
+"""Parameters of a model."""
+
+
 def _large() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(4)))
+    return torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(NUM_LARGE // 2)))
 
 
-def _save_large(group: ProcessGroup, folder: Path) -> Tensors:
-    config, state = prepared("fsdp", "SGD", model=_large())
+def _save_large(group: ProcessGroup, folder: Path, optimizer: str = "SGD") -> Tensors:
+    config, state = prepared("fsdp", optimizer, model=_large())
     strategy_of(config)(state.model, config, group).spread(state.optimizers)  # type: ignore[arg-type]
     with mock.patch("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(1024)):
         save(group, folder, state.state_dict())
     return {name: each.numpy() for name, each in whole_state(state).items()}
 
 
-def _restore_large(group: ProcessGroup, folder: Path) -> tuple[int, int, Tensors]:
+def _restore_large(
+    group: ProcessGroup, folder: Path, optimizer: str = "SGD", piece_bytes: int = 3000
+) -> tuple[int, int, Tensors]:
     """Bytes that came from other ranks, and from the storage, and the state."""
     got = read = 0
     broadcast, irecv = dist.broadcast, dist.irecv
@@ -250,7 +265,7 @@ def _restore_large(group: ProcessGroup, folder: Path) -> tuple[int, int, Tensors
             read += len(buffer)
             return super().read_into(key, start, buffer)
 
-    config, state = prepared("fsdp", "SGD", model=_large())
+    config, state = prepared("fsdp", optimizer, model=_large())
     assert state.model is not None
     spread = strategy_of(config)(state.model, config, group)
 
@@ -260,7 +275,7 @@ def _restore_large(group: ProcessGroup, folder: Path) -> tuple[int, int, Tensors
 
     storage = Counting(folder)
     with (
-        mock.patch("elastic_ddp.checkpoint.reading.PIECE_BYTES", 3000),
+        mock.patch("elastic_ddp.checkpoint.reading.PIECE_BYTES", piece_bytes),
         mock.patch("torch.distributed.broadcast", counted_broadcast),
         mock.patch("torch.distributed.irecv", counted_irecv),
     ):
