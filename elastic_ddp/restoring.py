@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ nothing of the commit comes first, and what its reader did not find in it last."
 
 Wrong = CheckpointError | UnreadableError
 """With a commit, so that the one before it is used."""
+Met = TypeVar("Met", bound=Exception)
 
 
 def restore(
@@ -108,13 +109,18 @@ def first_usable(
             return None
         if "error" in offer:
             raise _COUNT[offer["kind"]](offer["error"])
-        commit = Commit.from_bytes(offer["key"], offer["manifest"].encode())
-        state, wrong = read(commit, offer["skeleton"].encode())
+        wrong: Wrong | None
+        try:
+            commit = Commit.from_bytes(offer["key"], offer["manifest"].encode())
+        except CheckpointError as error:  # on every rank: what is short enough in the storage may be too long as sent
+            state, wrong = None, error
+        else:
+            state, wrong = read(commit, offer["skeleton"].encode())
         if state is not None:
             return commit, state
         assert wrong is not None
         if group.rank == 0:
-            store.reject(commit.key, commit.attempt, wrong)
+            store.reject(offer["key"], offer["attempt"], wrong)
 
 
 def _as_sent(data: bytes | None, group: ProcessGroup) -> bytes:
@@ -138,7 +144,8 @@ def _next(store: CommitCatalog, candidates: Iterator[Commit], check_ours: Callab
             except UnicodeDecodeError as error:
                 store.reject(commit.key, commit.attempt, CheckpointError(f"{commit.state.key} is no text: {error}"))
             else:
-                offer = {"key": commit.key, "manifest": commit.to_bytes().decode(), "skeleton": skeleton}
+                manifest = commit.to_bytes().decode()
+                offer = {"key": commit.key, "attempt": commit.attempt, "manifest": manifest, "skeleton": skeleton}
                 break
     except (ConfigError, StorageError) as error:
         offer = {"kind": _kind(error), "error": str(error)}
@@ -211,7 +218,7 @@ def read_together(
     try:
         tensors, targets = state_to_fill(commit, components, layout or (lambda name: None))
     except (CheckpointError, ConfigError) as error:
-        no_room = error
+        no_room = _itself(error)
     if wrong := what_is_wrong(no_room, group):
         return None, wrong
     pieces = _Piece.all_of(commit, tensors, targets, group)
@@ -243,7 +250,8 @@ def read_together(
                 try:
                     _, data = next(mine)
                 except (CheckpointError, StorageError) as error:
-                    unread = error  # the others are told when all is sent, and get nothing good meanwhile
+                    # The others are told when all is sent, and get nothing good meanwhile.
+                    unread = _itself(error)
             data = targets.place_of(each.piece) if data is None else data
             going.append((each, data, each.send(data, group)))
             while len(going) >= IN_FLIGHT:
@@ -256,9 +264,15 @@ def read_together(
         try:
             state = state_of(commit, skeleton, tensors, components)
         except CheckpointError as error:
-            bad = error
+            bad = _itself(error)
     wrong = what_is_wrong(bad, group)
     return (None, wrong) if wrong else (state, None)
+
+
+def _itself(error: Met) -> Met:
+    """An error without where it came from: frames that keep in memory what is read, while other commits are."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def what_is_wrong(error: Exception | None, group: ProcessGroup) -> Wrong | None:

@@ -6,8 +6,9 @@ import json
 import math
 import platform
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +168,11 @@ class Targets:
         """Key and start of the pieces whose place is in their tensors."""
         for name, (stored, origin) in tensors.items():
             target = memory.tensors[name]
-            chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in stored.blocks]
+            chunks = [
+                ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
+                for each in stored.blocks
+                if math.prod(each.sizes)  # others may begin where any block does, and be taken for that one
+            ]
             metadata = TensorStorageMetadata(
                 TensorProperties(stored.torch_dtype), torch.Size(stored.shape), chunks=chunks
             )
@@ -253,9 +258,9 @@ def state_to_fill(
     # Pieces are read whole, and wait for others: those that were read, and those that came from other ranks.
     waiting = min(stored, 2 * PARALLEL_PIECES * PIECE_BYTES)
     held = sum(part.numel() * whole[name].element_size() for name, (part, _) in parts.items())
-    _check_room(commit, held + waiting)
     kinds = {name: (part.shape, whole[name].dtype) for name, (part, _) in parts.items()}
-    memory = host_memory.Memory({name: kinds[name] for name in names} for names in _as_stored(commit, whole))
+    with _room_for(commit, held + waiting):
+        memory = host_memory.Memory({name: kinds[name] for name in names} for names in _as_stored(commit, whole))
     tensors = {name: laid_out(memory.tensors[name], likes.get(name, memory.tensors[name])) for name in whole}
     return tensors, Targets({name: (commit.tensors[name], origin) for name, (_, origin) in parts.items()}, memory)
 
@@ -288,13 +293,15 @@ def empty_tensors(commit: Commit, components: Collection[str] | None = None) -> 
         raise CheckpointError(f"{commit.key} holds tensors that cannot be: {error}") from error
 
 
-def _check_room(commit: Commit, num_bytes: int) -> None:
-    """ConfigError unless this process can have so much memory: Linux promises more than there is, and ends who uses
-    it."""
+@contextmanager
+def _room_for(commit: Commit, num_bytes: int) -> Iterator[None]:
+    """ConfigError unless this process can have so much memory, or if it does not get what it asks for in the block:
+    Linux promises more than there is, and ends who uses it."""
     try:
         if num_bytes > MEMORY_BYTES:
             raise MemoryError(f"this machine, or container, has {MEMORY_BYTES} bytes")
         torch.empty(num_bytes, dtype=torch.uint8)
+        yield
     except (MemoryError, RuntimeError) as error:
         raise ConfigError(
             f"{commit.key} needs {num_bytes} bytes of memory on {platform.node()}: {error}. It may be good, and is not "

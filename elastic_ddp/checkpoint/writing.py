@@ -225,6 +225,9 @@ class BlockWriter:
         if [len(buffer) for buffer in self._buffers] != sizes:
             self._buffers, self._places = [], []  # before there are others
             self._buffers = _buffers(sizes)
+        else:
+            for buffer in self._buffers:
+                buffer.zero_()  # or padding would be what was there before
         self._places = [
             _place_in(buffer, item, start)
             for buffer, blocks in zip(self._buffers, self._items, strict=True)

@@ -488,6 +488,18 @@ def test_a_large_tensor_whose_blocks_need_padding_leaves_the_next_one_alone(tmp_
         assert all(same(found[name], tensor) for name, tensor in tensors.items())
 
 
+def test_padding_is_zeros_whatever_was_saved_before(tmp_path: Path) -> None:
+    """In another layout, in memory that was kept as its objects are as large."""
+    storage, writer = Storage(tmp_path), BlockWriter()
+    for number, (ones, others) in enumerate([(16, 16), (3, 5)]):
+        planner = BlockPlanner()
+        planner.set_up_planner({"a": torch.full((ones,), 1.5), "b": torch.full((others,), 2.5)})
+        writer.stage(planner.create_local_plan(), planner)
+        [item] = writer.write(storage, f"{number}", "0").objects
+    found = np.frombuffer(storage.read(item.key), np.float32).tolist()
+    assert found == [1.5] * 3 + [0.0] * 13 + [2.5] * 5 + [0.0] * 11
+
+
 def some_layers(width: int) -> dict[str, torch.Tensor]:
     return {
         f"optimizer.{number}.{name}": tensor

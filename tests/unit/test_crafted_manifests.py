@@ -9,6 +9,7 @@ import math
 import operator
 import os
 import uuid
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,10 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ddp import cli_checkpoints
-from elastic_ddp.checkpoint.manifest import MAX_SKELETON_BYTES, Commit, StoredTensor
+from elastic_ddp.checkpoint import manifest
+from elastic_ddp.checkpoint.manifest import ALIGNMENT, MAX_SKELETON_BYTES, Commit, StoredTensor
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.job import COMMITS
+from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
+from tests.ranks import alone
 from tests.unit.forging import in_little_memory, signed
 from tests.unit.test_checkpoint import make_state, save, step_of
 from tests.whole import WholeStore
@@ -93,6 +97,50 @@ def test_blocks_without_elements_may_lie_anywhere(tmp_path: Path) -> None:
     storage.write(commit.key, signed(body))
     found = store.load_latest()
     assert found is not None and torch.equal(found[1]["model"], weight)
+
+
+def test_a_block_without_elements_may_begin_where_another_one_does(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    store = WholeStore(storage, keep=1)
+    weight = torch.arange(16.0).reshape(4, 4)
+    commit = store.save({"model": weight}, step=1, record={})
+    body = json.loads(commit.to_bytes())
+    [item] = body["objects"]
+    stored, blocks = b"", [{"offsets": [2, 2], "sizes": [2, 0], "object": 0, "start": 0, "crc32": 0}]
+    for (row, column), (rows, columns) in {
+        (0, 0): (2, 2),
+        (2, 0): (2, 2),
+        (0, 2): (2, 2),
+        (2, 2): (1, 2),
+        (3, 2): (1, 2),
+    }.items():
+        box = weight[row : row + rows, column : column + columns].numpy().tobytes().ljust(ALIGNMENT, b"\0")
+        place = {"object": 0, "start": len(stored), "crc32": zlib.crc32(box)}
+        blocks.append({"offsets": [row, column], "sizes": [rows, columns], **place})
+        stored += box
+    body["tensors"]["model.value"]["blocks"], item["size"] = blocks, len(stored)
+    storage.write(item["key"], stored)
+    storage.write(commit.key, signed(body))
+    found = store.load_latest()
+    assert found is not None and torch.equal(found[1]["model"], weight)
+
+
+def test_a_manifest_that_is_too_long_as_it_is_sent_has_the_commit_before_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the storage a letter may take fewer bytes."""
+    storage = Storage(tmp_path)
+    [_, newest] = save(storage, 1, 2)
+    body = json.loads(newest.to_bytes())
+    body["record"] = {"note": "é" * 1000}
+    text = json.dumps(json.loads(signed(body)), ensure_ascii=False).encode()
+    storage.write(newest.key, text)
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", len(text))
+    store = WholeStore(storage, keep=2)
+    found = restore(store, storage, alone())
+    assert found is not None and found[0].step == 1
+    [(key, reason)] = store.rejected
+    assert key == newest.key and "is not the manifest of a commit: it has" in reason
 
 
 def test_a_manifest_of_very_many_blocks_does_not_hold_a_reader_up() -> None:

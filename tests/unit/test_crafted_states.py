@@ -6,12 +6,14 @@ import json
 import uuid
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic_ddp import host_memory
 from elastic_ddp.checkpoint import reading
 from elastic_ddp.checkpoint.manifest import MAX_BLOCK_BYTES, Commit
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES
@@ -187,6 +189,17 @@ def test_what_this_machine_has_no_memory_for_is_not_begun_however_much_it_promis
     with pytest.raises(
         ConfigError, match=r"commits/2.json needs 16000 bytes of memory on .* has 15999 bytes.*more memory"
     ):
+        store.load_latest()
+    assert not store.rejected
+
+
+def test_memory_that_was_there_and_cannot_be_had_is_no_word_on_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(Storage(tmp_path), 1)
+    monkeypatch.setattr(host_memory, "Memory", Mock(side_effect=MemoryError("unable to allocate 34.0 MiB")))
+    store = WholeStore(Storage(tmp_path), keep=2)
+    with pytest.raises(ConfigError, match=r"commits/1.json needs .* unable to allocate 34.0 MiB.*more memory"):
         store.load_latest()
     assert not store.rejected
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from zlib_ng import zlib_ng
 
 from elastic_ddp import restoring
+from elastic_ddp.checkpoint.reading import Targets, state_to_fill
 from elastic_ddp.errors import PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
 from elastic_ddp.restoring import restore
@@ -76,6 +80,37 @@ def test_what_one_rank_finds_bad_no_rank_uses_and_it_is_set_aside(tmp_path: Path
     assert aside.startswith(f"set-aside/2-{name}") and storage.list("commits") == [before.key]
     save(storage, 2, 3, keep=1)
     assert restored_step(storage) == 3 and set(kept) <= set(storage.list("step=2")), "it is there to be looked at"
+
+
+@pytest.mark.parametrize("which", ["blocks", "skeleton"])
+def test_what_a_bad_commit_held_is_let_go_before_another_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Also where nobody collects garbage, as training loops may have it."""
+    storage = Storage(tmp_path)
+    [_, newest] = save(storage, 1, 2)
+    if which == "blocks":
+        corrupt(storage, newest.objects[0].key, "flip")
+    else:
+        skeleton = b'{"model": {"kind": "none"}}'
+        storage.write(newest.state.key, skeleton)
+        state = newest.state.model_copy(update={"size": len(skeleton), "crc32": zlib_ng.crc32(skeleton)})
+        storage.write(newest.key, newest.model_copy(update={"state": state}).to_bytes())
+    filled: list[weakref.ref[Targets]] = []
+
+    def counted(*args: Any) -> Any:
+        assert not any(each() for each in filled)
+        found = state_to_fill(*args)
+        filled.append(weakref.ref(found[1]))
+        return found
+
+    monkeypatch.setattr(restoring, "state_to_fill", counted)
+    gc.disable()
+    try:
+        found = restore(WholeStore(storage, keep=2), storage, alone())
+    finally:
+        gc.enable()
+    assert found is not None and found[0].step == 1 and len(filled) == 2
 
 
 class Flaky(Storage):
