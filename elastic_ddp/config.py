@@ -55,6 +55,16 @@ def _accept_list(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _refuse_number(value: Any) -> Any:
+    """Where others expect an interval of so many seconds or steps."""
+    if isinstance(value, int | float):
+        raise ValueError(
+            f"checkpoint.interval={value!r}: it is 'auto' or left out; for a fixed interval give every_seconds, or "
+            "every_steps"
+        )
+    return value
+
+
 class _Settings(BaseModel):
     """Plain data, validated when built. What is wrong is a ConfigError."""
 
@@ -81,7 +91,7 @@ class CheckpointConfig(_Settings):
     every_seconds: PositiveFloat | None = None
     """Commit at the first step boundary this many seconds after the last commit. Both may be given; with neither, nor
     one of the two below, a run commits every 60 seconds. A run always commits when it ends or is stopped."""
-    interval: Literal["auto"] | None = None
+    interval: Annotated[Literal["auto"] | None, BeforeValidator(_refuse_number)] = None
     """`auto`: commit as often as loses the least time, by the interval of Young and Daly: the square root of twice what
     a save costs times the mean time between losses of workers. The cost is the time for which a save holds training
     up, as measured; losses are those that the run has seen, and one per hour before it has seen any. Never more often

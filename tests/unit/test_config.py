@@ -287,6 +287,10 @@ def test_with_no_interval_a_run_commits_every_minute() -> None:
             "checkpoint with every_seconds=30.0 and max_overhead=0.02: an interval is either fixed or follows from "
             "what was measured; give every_steps and every_seconds, or interval and max_overhead",
         ),
+        (
+            {"interval": 30},
+            "checkpoint.interval=30: it is 'auto' or left out; for a fixed interval give every_seconds, or every_steps",
+        ),
         ({"interval": "daly"}, "checkpoint.interval='daly': input should be 'auto'"),
         ({"max_overhead": 2.0}, "checkpoint.max_overhead=2.0: input should be less than 1"),
         ({"max_overhead": 0.0}, "checkpoint.max_overhead=0.0: input should be greater than 0"),
