@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import uuid
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -45,7 +47,7 @@ def ls(
     store = _store_of(run)
     rows = [_row(step, commit) for step, commit in store.all_commits()]
     if not rows:
-        raise _nothing_in(run)
+        raise _nothing_in(run, store)
     if as_json:
         print(json.dumps(rows, indent=1))
         return
@@ -120,7 +122,9 @@ def prune(
     if not commits.list() and not unfinished(commits):
         raise ConfigError(f"{run}: there is nothing to prune here; give <storage>/<name>")
     with nullcontext() if dry_run else _alone_with(run) as lease:
-        going, doubtful = removals(commits, keep_what, orphan_age_s=age_s, with_set_aside=set_aside)
+        # To ask for the storage's own time would write something there.
+        now = time.time if dry_run else None
+        going, doubtful = removals(commits, keep_what, orphan_age_s=age_s, with_set_aside=set_aside, now=now)
         if lease is not None:
             lease.renew()  # to read a commit may have taken long
             remove(commits, going, orphan_age_s=age_s)
@@ -174,14 +178,14 @@ def export(
     if not isinstance(weights, dict):
         raise CheckpointError(f"{commit.key} does not hold the weights of a model")
     with _whole_or_not_at_all(file) as beside:
-        left_out = (_write_safetensors if file.suffix == ".safetensors" else _write_for_torch)(weights, beside)
+        note = (_write_safetensors if file.suffix == ".safetensors" else _write_for_torch)(weights, beside)
     _console.print(f"the weights of step {commit.step} are in {file}")
-    if left_out:
-        _console.print(printable(f"without what is no tensor, which .pt has room for: {', '.join(left_out)}"))
+    if note:
+        _console.print(printable(note))
 
 
-def _write_safetensors(weights: dict[str, Any], file: Path) -> list[str]:
-    """Returns the names of what was left out; ConfigError, before it writes, where the format has not a dtype."""
+def _write_safetensors(weights: dict[str, Any], file: Path) -> str | None:
+    """What there is to say of it; ConfigError, before it writes, where the format has not a dtype."""
     import torch
     from safetensors.torch import save_file
 
@@ -194,7 +198,8 @@ def _write_safetensors(weights: dict[str, Any], file: Path) -> list[str]:
         )
     # Tied weights are one tensor under two names, which the format does not have.
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, file)
-    return [name for name in weights if name not in tensors]
+    left_out = [name for name in weights if name not in tensors]
+    return f"without what is no tensor, which .pt has room for: {', '.join(left_out)}" if left_out else None
 
 
 def _safetensors_has(dtype: torch.dtype) -> bool:
@@ -210,12 +215,26 @@ def _safetensors_has(dtype: torch.dtype) -> bool:
     return True
 
 
-def _write_for_torch(weights: dict[str, Any], file: Path) -> list[str]:
+def _write_for_torch(weights: dict[str, Any], file: Path) -> str | None:
+    """What there is to say of it."""
     import torch
 
     with file.open("wb") as out:  # by its name alone, torch would not say what failed
         torch.save(weights, out)
-    return []
+    if refused := [name for name, value in weights.items() if not _is_plain(value)]:
+        return f"torch.load takes it with weights_only=False alone, for what is in {some(refused, 5)}"
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `torch.load`, called plainly, takes it, of what is kept in a state."""
+    import numpy as np
+
+    if isinstance(value, dict):
+        return not isinstance(value, defaultdict) and all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return not isinstance(value, np.ndarray | np.generic | deque)
 
 
 @contextmanager
@@ -299,25 +318,32 @@ def _chosen(store: CommitCatalog, run: str, step: int | None) -> list[tuple[int,
     every = store.all_commits()
     chosen = [each for each in every if step in (None, each[0])]
     if not every:
-        raise _nothing_in(run)
+        raise _nothing_in(run, store)
     if not chosen:
         there = ", ".join(str(number) for number, _ in every)
         raise ConfigError(f"{run}: there is no commit at step {step}; there are those at {there}")
     return chosen
 
 
-def _nothing_in(run: str) -> ConfigError:
+def _nothing_in(run: str, store: CommitCatalog) -> ConfigError:
     from elastic_ddp.job import COMMITS
 
+    if store.num_set_aside():
+        return ConfigError(f"{run}: no commit is left; {_set_aside(store)}")
     above, inside, _ = run.rpartition(f"/{COMMITS}")
     where = f"the run's folder, {above}" if inside and _store_of(above).steps() else "<storage>/<name>"
     return ConfigError(f"{run}: there are no commits of a run here; give {where}")
 
 
 def _tell_of_set_aside(store: CommitCatalog) -> None:
-    if count := store.num_set_aside():
-        what = "1 commit that did not verify was" if count == 1 else f"{count} commits that did not verify were"
-        _console.print(f"{what} set aside, into set-aside/ beside commits/; `prune --set-aside` removes such")
+    if store.num_set_aside():
+        _console.print(_set_aside(store))
+
+
+def _set_aside(store: CommitCatalog) -> str:
+    count = store.num_set_aside()
+    what = "1 commit that did not verify was" if count == 1 else f"{count} commits that did not verify were"
+    return f"{what} set aside, into set-aside/ beside commits/; `prune --set-aside` removes such"
 
 
 def _row(step: int, commit: Commit | StorageError) -> dict[str, Any]:

@@ -55,6 +55,21 @@ def _accept_list(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def local_path(text: str) -> Path:
+    """The folder that a user names, absolute.
+
+    Raises:
+        ConfigError: it is in the home of somebody who is not there.
+    """
+    try:
+        return Path(os.path.abspath(Path(text).expanduser()))
+    except RuntimeError as error:
+        user = Path(text).parts[0]
+        raise ConfigError(
+            f"storage={text!r} cannot be found: {user} is nobody's home here; give the folder's whole path"
+        ) from error
+
+
 def _refuse_number(value: Any) -> Any:
     """Where others expect an interval of so many seconds or steps."""
     if isinstance(value, int | float):
@@ -300,7 +315,7 @@ class RunConfig(_Settings):
                     "fsspec knows, such as s3://bucket/runs"
                 )
             return storage
-        path = Path(rest if separator else storage).expanduser().absolute()
+        path = local_path(rest if separator else storage)
         there = next(each for each in (path, *path.parents) if each.exists())
         if not there.is_dir():
             raise ValueError(f"storage={storage!r} cannot be written: {there} is not a folder; choose another")

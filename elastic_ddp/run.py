@@ -14,6 +14,7 @@ from elastic_ddp.loop import Loop
 from elastic_ddp.parallel.buffers import own_buffers
 from elastic_ddp.parallel.prepared import PreparedModel, ShardBy, units_of
 from elastic_ddp.step import Step
+from elastic_ddp.storage import Storage
 from elastic_ddp.train_state import Position, Stateful, check_model
 from elastic_ddp.weights import Weights
 
@@ -90,7 +91,7 @@ class Run:
         return self._state.model
 
     def load_weights(self, uri: str, *, step: int | None = None, strict: bool = True) -> None:
-        """Has the run begin with the weights of another run, for fine-tuning: parameters and buffers of the model, and
+        """Has the run begin with the weights of another run, for fine-tuning: the `state_dict` of the model, and
         nothing of its optimizer or its position. Every rank calls it, after `prepare(model)`.
 
         It is for the beginning of a run: one that has a commit of its own goes on from that, and a worker that comes
@@ -99,7 +100,7 @@ class Run:
         step.
 
         Args:
-            uri: the other run's folder, `<storage>/<name>`.
+            uri: the other run's folder, `<storage>/<name>`. A relative path begins at the worker's working directory.
             step: of its commit; by default the newest that can be used.
             strict: refuse names that only one of the two has. Otherwise those are logged, and in the ledger, and one of
                 them at least has to be the same. Shapes have to be the same in any case; other dtypes are converted to
@@ -114,7 +115,7 @@ class Run:
             raise ConfigError("run.load_weights was called inside run.steps(); call it before the loop")
         if self._state.model is None:
             raise ConfigError("run.load_weights came before a model was prepared; call run.prepare(model) first")
-        weights = Weights(uri, step, strict)
+        weights = Weights(Storage(uri).uri, step, strict)
         module, link = self._state.module, self._loop.link
         self._state.begin_with = lambda group: weights.load(module, group, link.say, link.activity)
 

@@ -8,9 +8,9 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
+from elastic_ddp.config import local_path
 from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerLostError, StorageError
 from elastic_ddp.failures import is_lasting, is_missing_bucket, remedy, told
 from elastic_ddp.local_folder import TEMPORARY, LocalFolder
@@ -234,8 +234,7 @@ def _open(uri: str) -> _Folder:
         raise ConfigError("storage is empty; give a local path or a URI such as s3://bucket/runs")
     protocol, separator, rest = uri.partition("://")
     if not separator or protocol in ("file", "local"):
-        path = Path(rest if separator else uri).expanduser()
-        return LocalFolder(Path(os.path.abspath(path)))
+        return LocalFolder(local_path(rest if separator else uri))
     import fsspec
 
     try:

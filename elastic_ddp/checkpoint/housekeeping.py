@@ -198,18 +198,20 @@ def attempts_alone(keys: Iterable[str]) -> dict[int, str]:
     return {step: prefixes.pop() for step, prefixes in found.items() if len(prefixes) == 1}
 
 
-def older_than(age_s: float, storage: Storage, prefixes: Collection[str]) -> list[str]:
+def older_than(
+    age_s: float, storage: Storage, prefixes: Collection[str], now: Callable[[], float] | None = None
+) -> list[str]:
     """Those of some folders in which nothing was written for so long. The writing and the present are both dated by
-    the storage's clock, which may differ from this machine's.
+    the storage's clock, which may differ from this machine's, unless another is given; to ask it writes something.
 
     Raises:
         StorageError: the storage failed, or does not date what is in it.
     """
     if not prefixes:
         return []
-    now = storage.now()
+    at_present = (now or storage.now)()
     written = {prefix: storage.last_modified(prefix) for prefix in prefixes}
-    return sorted(prefix for prefix, at in written.items() if at is not None and now - at > age_s)
+    return sorted(prefix for prefix, at in written.items() if at is not None and at_present - at > age_s)
 
 
 def clocks(keys: Iterable[str]) -> list[str]:

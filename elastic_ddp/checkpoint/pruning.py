@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,7 +49,12 @@ class Removal:
 
 
 def removals(
-    storage: Storage, retention: Retention | None, *, orphan_age_s: float, with_set_aside: bool
+    storage: Storage,
+    retention: Retention | None,
+    *,
+    orphan_age_s: float,
+    with_set_aside: bool,
+    now: Callable[[], float] | None = None,
 ) -> tuple[list[Removal], dict[int, StorageError]]:
     """What can go, in that order, and the steps of commits that stay although they are bad, or cannot be read, with the
     reason. The newest commit of which every byte verifies never goes, nor one that is newer, nor anything of a step
@@ -59,6 +65,7 @@ def removals(
         retention: which commits stay; None for all.
         orphan_age_s: attempts that no manifest stands for can go if nothing of them was written for so long.
         with_set_aside: whether commits that were set aside can go.
+        now: as for `older_than`.
 
     Raises:
         ConfigError: the best by a metric are to stay, of which no commit has a value; or a commit of another run would
@@ -97,7 +104,7 @@ def removals(
         found.append(removal("set aside", step, manifest, [each for each in going.orphans if each == own]))
     known = {folder for each in found for folder in each.folders}
     orphans = without_manifest(storage, [each for each in going.orphans if each not in known], steps)
-    for folder in older_than(orphan_age_s, storage, orphans):
+    for folder in older_than(orphan_age_s, storage, orphans, now):
         found.append(removal("orphan", step_of_attempt(folder), None, [folder]))
     return found, doubtful | {step: error for step, error in bad.items() if step in staying}
 

@@ -184,3 +184,14 @@ def test_nothing_that_could_run_code_from_a_file_is_imported_or_called(name: str
     assert not {piece for each in names for piece in each.split(".")} & RUNS_CODE_WHEN_IT_READS
     exports = {"torch.save"} if name == f"{PACKAGE}.cli_checkpoints" else set()  # for those who want such a file
     assert not {"torch.load", "torch.save", "torch.jit.load", "numpy.load", "np.load"} & names - exports
+
+
+def test_nothing_large_is_kept_in_the_repository() -> None:
+    """What an experiment left, for example."""
+    listing = ["git", "ls-files", "-z"]
+    try:
+        names = subprocess.run(listing, cwd=SOURCE.parent, check=True, capture_output=True, text=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    files = [SOURCE.parent / name for name in names.split("\0") if name]
+    assert [str(file) for file in files if file.is_file() and file.stat().st_size > 1 << 20] == []

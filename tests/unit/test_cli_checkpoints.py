@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import resource
 import socket
 import time
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -234,6 +238,28 @@ def test_what_is_no_tensor_in_the_weights_is_kept_for_torch_and_otherwise_left_o
     assert torch.load(tmp_path / "w.pt", weights_only=True)["layer._extra_state"] == {"scale": 2.0}
 
 
+EXTRA_STATES: list[tuple[Any, bool]] = [
+    (OrderedDict({1: (2.0, b"x", None, True)}), True),
+    (Counter("aab"), True),
+    ({"of": [torch.float16, torch.device("cpu"), torch.Size([2]), torch.ones(2)]}, True),
+    ({"range": [np.float32(2.0)]}, False),
+    ((np.arange(3),), False),
+    (deque([1, 2]), False),
+    ({"seen": defaultdict(int, a=1)}, False),
+]
+
+
+@pytest.mark.parametrize(("extra", "is_plain"), EXTRA_STATES, ids=repr)
+def test_what_torch_does_not_load_plainly_is_said_by_name(tmp_path: Path, extra: Any, is_plain: bool) -> None:
+    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store.save({"model": {"w": torch.ones(3), "q._extra_state": extra}}, step=1, record={})
+    text = " ".join(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt")).stdout.split())
+    said = "torch.load takes it with weights_only=False alone, for what is in q._extra_state"
+    assert (said in text) != is_plain
+    with nullcontext() if is_plain else pytest.raises(pickle.UnpicklingError):
+        assert torch.load(tmp_path / "w.pt", weights_only=True).keys() == {"w", "q._extra_state"}
+
+
 def test_a_dtype_that_safetensors_has_not_is_named_before_anything_is_written(tmp_path: Path) -> None:
     store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     weights = {
@@ -395,6 +421,17 @@ def test_what_was_set_aside_is_told(tmp_path: Path, commits: list[Commit]) -> No
     assert len(json.loads(invoke("ls", run, "--json").stdout)) == 2
 
 
+def test_a_run_whose_commits_were_all_set_aside_is_told_from_a_wrong_folder(
+    tmp_path: Path, commits: list[Commit]
+) -> None:
+    for each in commits:
+        CommitCatalog(Storage(tmp_path / "lm").at(COMMITS)).set_aside(each.key, each.attempt)
+    for command in (["ls"], ["verify"], ["export"]):
+        more = [str(tmp_path / "w.pt")] if command == ["export"] else []
+        with pytest.raises(ConfigError, match="no commit is left; 3 commits that did not verify were set aside, into"):
+            invoke(*command, str(tmp_path / "lm"), *more)
+
+
 @pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/commits/30.json"])
 def test_what_lies_in_a_run_is_told_from_the_run(tmp_path: Path, commits: list[Commit], inside: str) -> None:
     with pytest.raises(ConfigError, match=rf"give the run's folder, {tmp_path}/lm$"):
@@ -455,7 +492,8 @@ def test_what_was_never_committed_goes_when_it_is_old(tmp_path: Path, commits: l
         os.utime(file, (time.time() - 7200, time.time() - 7200))
     assert prune(tmp_path, "--orphans-older-than-s", "7500") == []
     orphans = [(5, "orphan"), (30, "orphan"), (70, "orphan")]
-    assert sorted(prune(tmp_path, "--orphans-older-than-s", "7000", "--dry-run")) == orphans
+    with patch.object(Storage, "write", side_effect=StorageError("AccessDenied")):  # to look takes no right to write
+        assert sorted(prune(tmp_path, "--orphans-older-than-s", "7000", "--dry-run")) == orphans
     assert sorted(prune(tmp_path, "--orphans-older-than-s", "7000")) == orphans
     assert steps_left(tmp_path) == [30, 20, 10]
 

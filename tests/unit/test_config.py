@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from elastic_ddp.config import DATA_IDENTITY, IDENTITY, CheckpointConfig, DataConfig, RunConfig, read_toml
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.storage import Storage
 
 MINIMAL: dict[str, Any] = {
     "name": "lm",
@@ -339,6 +340,9 @@ def test_storage_that_cannot_be_written_is_refused_when_the_configuration_is_bui
     for storage in (str(tmp_path / "file" / "runs"), f"file://{tmp_path}/file/runs"):
         with pytest.raises(ConfigError, match=r"storage='.*' cannot be written: .*/file is not a folder; choose"):
             config(storage=storage)
+    for give in (lambda: config(storage="~no-such-user/runs"), lambda: Storage("~no-such-user/runs")):
+        with pytest.raises(ConfigError, match="cannot be found: ~no-such-user is nobody's home here; give the"):
+            give()
     with pytest.raises(
         ConfigError, match=r"for an S3 server use s3://bucket/runs, and give its address as AWS_ENDPOINT_URL"
     ):

@@ -8,6 +8,7 @@ import json
 import math
 import operator
 import os
+import tracemalloc
 import uuid
 import zlib
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from elastic_ddp.job import COMMITS
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
 from tests.ranks import alone
+from tests.unit.blocks import PREFIX, commit_of, write
 from tests.unit.forging import in_little_memory, signed
 from tests.unit.test_checkpoint import make_state, save, step_of
 from tests.whole import WholeStore
@@ -291,3 +293,113 @@ def test_whatever_is_changed_in_a_manifest_its_commit_is_used_or_the_one_before(
     with suppress(typer.Exit):
         cli_checkpoints.verify(run)
     cli_checkpoints.prune(run, keep=1, dry_run=True)
+
+
+def _body(tmp_path: Path) -> dict[str, Any]:
+    tensors = {"w": torch.zeros(6, 4), "b": torch.zeros(3)}
+    commit = commit_of(write(Storage(tmp_path), tensors, object_bytes=10_000, block_bytes=32), tensors)
+    body: dict[str, Any] = json.loads(commit.to_bytes())
+    del body["sha256"]
+    return body
+
+
+def _edited(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    edited = copy.deepcopy(body)
+    *way, last = [int(part) if part.isdecimal() else part for part in path.split("/")]
+    place: Any = edited
+    for part in way:
+        place = place[part]
+    place[last] = value
+    return edited
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("tensors/w/shape", [6, 5], "do not make it up"),
+        ("tensors/w/shape", [2**40, 4], "do not make it up"),
+        ("tensors/w/shape", [2**60, 4], "less than or equal"),
+        ("tensors/w/shape", [4, 4], "outside of a tensor"),
+        ("tensors/w/shape", [24], "another number of dimensions"),
+        ("tensors/w/shape", [6, -4], "greater than or equal"),
+        ("tensors/w/shape", [1] * 65, "at most 64"),
+        ("tensors/w/dtype", "complex128", "follow each other"),
+        ("tensors/w/dtype", "load", "not a dtype"),
+        ("tensors/w/dtype", "qint8", "not a dtype"),
+        ("tensors/w/dtype", "float31", "not a dtype"),
+        ("tensors/w/blocks", [], "at least 1"),
+        ("tensors/w/blocks/0/offsets", [2, 0], "do not make it up"),
+        ("tensors/w/blocks/0/offsets", [5, 0], "outside of a tensor"),
+        ("tensors/w/blocks/0/sizes", [1, 4], "do not make it up"),
+        ("tensors/w/blocks/0/start", 16, "follow each other"),
+        ("tensors/w/blocks/0/start", 2**47, "follow each other"),
+        ("tensors/w/blocks/0/object", 1, "no object 1"),
+        ("tensors/w/blocks/0/object", -1, "greater than or equal"),
+        ("tensors/w/blocks/0/crc32", 2**32, "less than"),
+        ("objects/0/size", 2**47, "have 256 bytes and it has"),
+        ("objects/0/key", "../../etc/passwd", "is not in"),
+        ("objects/0/key", f"{PREFIX}/state.json", "listed twice"),
+        ("state/key", f"{PREFIX}/../x", "is not in"),
+        ("tensors/w/surprise", 1, "not permitted"),
+    ],
+)
+def test_a_forged_manifest_is_refused(tmp_path: Path, path: str, value: Any, message: str) -> None:
+    body = _body(tmp_path)
+    assert Commit.from_bytes("commits/7.json", signed(body)).step == 7
+    with pytest.raises(CheckpointError, match=rf"commits/7\.json is not the manifest of a commit: .*{message}"):
+        Commit.from_bytes("commits/7.json", signed(_edited(body, path, value)))
+
+
+def test_overlapping_blocks_of_the_right_volume_are_refused() -> None:
+    def block(offsets: list[int], start: int) -> dict[str, Any]:
+        return {"offsets": offsets, "sizes": [2, 2], "object": 0, "start": start, "crc32": 0}
+
+    good = [block([a, b], 0) for a in (0, 2) for b in (0, 2)]
+    assert StoredTensor.model_validate_json(json.dumps({"dtype": "int8", "shape": [4, 4], "blocks": good}))
+    bad = [block([0, 0], 0), block([1, 1], 0), block([2, 2], 0), block([2, 0], 0)]
+    with pytest.raises(ValueError, match="do not make it up"):
+        StoredTensor.model_validate_json(json.dumps({"dtype": "int8", "shape": [4, 4], "blocks": bad}))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_whatever_a_manifest_says_it_is_read_or_refused_and_allocates_little(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """A value anywhere in it is replaced, and it is signed again."""
+    body = _BODY or _BODY.update(_body(tmp_path_factory.mktemp("fuzz"))) or _BODY
+    path = data.draw(st.sampled_from(_paths(body)))
+    value = data.draw(JSON | st.sampled_from([0, 1, 2**31, 2**47, 2**63, [], {}, "float64", [2**40] * 8]))
+    tracemalloc.start()
+    try:
+        Commit.from_bytes("commits/7.json", signed(_edited(body, path, value)))
+    except CheckpointError as error:
+        assert "commits/7.json" in str(error)
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 20 << 20
+
+
+_BODY: dict[str, Any] = {}
+
+
+def _paths(value: Any, before: str = "") -> list[str]:
+    if not isinstance(value, dict | list):
+        return [before]
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    below = [path for key, each in inner for path in _paths(each, f"{before}/{key}" if before else str(key))]
+    return [*([before] if before else []), *below]
+
+
+def test_a_deep_manifest_is_refused() -> None:
+    deep = b'{"format": 3, "record": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with pytest.raises(CheckpointError, match="is not the manifest of a commit"):
+        Commit.from_bytes("commits/7.json", deep)

@@ -113,13 +113,16 @@ def test_what_is_left_out_or_converted_is_told_by_name(
     assert torch.equal(model[0].weight, weights_in(trained)["0.weight"].double())
 
 
-def test_where_there_is_nothing_to_load_that_is_said(new_run: NewRun, trained: str, tmp_path: Path) -> None:
+def test_where_there_is_nothing_to_load_that_is_said(
+    new_run: NewRun, trained: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     run = new_run(folder="tuned")
     with pytest.raises(ConfigError, match="before a model was prepared"):
         run.load_weights(trained)
     prepared(run)
-    run.load_weights(str(tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match=r"there is no commit in .*; give a run's <storage>/<name>"):
+    run.load_weights("nothing")
+    with pytest.raises(ConfigError, match=rf"there is no commit in {tmp_path}/nothing; give a run's <storage>/<name>"):
         next(iter(run.steps()))
     another = new_run(folder="tuned-too")
     prepared(another)
