@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,14 @@ from tests.chaos.runs import STEPS, Trial, until
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.usefixtures("one_node")]
 
 
-def sizes(summary: Mapping[str, Any]) -> list[int]:
-    return [each["world_size"] for each in summary["generations"]]
+def since_all_were_there(summary: Mapping[str, Any], count: int = 3) -> list[dict[str, Any]]:
+    """Generations from the first one on that had so many workers: on a busy machine a run may begin with fewer, as it
+    does not wait for long for the last of them."""
+    return list(itertools.dropwhile(lambda each: each["world_size"] < count, summary["generations"]))
+
+
+def sizes(generations: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [each["world_size"] for each in generations]
 
 
 @pytest.mark.parametrize(
@@ -30,8 +37,7 @@ def test_two_losses_at_once(folder: Path, calm: Mapping[str, Any], rank: int, al
     run = Trial(folder, f"two-at-once-{along[0]}", [Fault(rank, 27, "reduction", "SIGKILL", along=along)])
     summary = run.fit().summary
     run.check(summary, calm)
-    assert sizes(summary)[0] == 3
-    assert summary["generations"][-1]["first_step"] >= 27
+    assert since_all_were_there(summary)[-1]["first_step"] >= 27
 
 
 @pytest.mark.parametrize("along", [(1, 2), (0, 1)])
@@ -40,7 +46,7 @@ def test_a_loss_of_all_but_one(folder: Path, calm: Mapping[str, Any], along: tup
     run = Trial(folder, f"all-but-one-{along[0]}", faults, {"max_workers": 4})
     summary = run.fit().summary
     run.check(summary, calm)
-    assert sizes(summary)[0] == 4
+    assert since_all_were_there(summary, 4)[-1]["first_step"] >= 27
 
 
 def test_a_run_that_loses_everybody_goes_on_from_its_newest_commit(folder: Path, calm: Mapping[str, Any]) -> None:
@@ -48,7 +54,7 @@ def test_a_run_that_loses_everybody_goes_on_from_its_newest_commit(folder: Path,
     summary = run.fit().summary
     for key in ("status", "weights_sha256", "samples_sha256", "samples", "steps"):
         assert summary[key] == calm[key]
-    assert [each["first_step"] for each in summary["generations"]][:2] == [0, 20]
+    assert since_all_were_there(summary)[1]["first_step"] == 20
     assert summary["sessions"] == 1, "the driver lived"
 
 
@@ -60,8 +66,8 @@ def test_a_run_below_min_workers_waits_and_goes_on_from_memory(
     run = Trial(folder, f"below-{least}-{len(along)}", faults, {"min_workers": least})
     summary = run.fit().summary
     run.check(summary, calm)
-    assert min(sizes(summary)) >= least
-    assert summary["generations"][1]["first_step"] == 27, "its survivors kept the state"
+    assert min(sizes(summary["generations"])) >= least
+    assert since_all_were_there(summary)[1]["first_step"] == 27, "its survivors kept the state"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_a_join_and_a_loss_in_the_same_moment(
     run = Trial(folder, f"join-and-loss-{place}-{rank}", faults)
     summary = run.fit().summary
     run.check(summary, calm)
-    assert sizes(summary)[:2] == [3, 2]
+    assert sizes(since_all_were_there(summary))[:2] == [3, 2]
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
@@ -103,7 +109,7 @@ def test_a_loss_while_all_leave_to_let_a_newcomer_in(
     run = Trial(folder, f"leaving-{how}-{rank}", faults, {"heartbeat_timeout_s": 3.0})
     summary = run.fit().summary
     run.check(summary, calm)
-    assert sizes(summary)[:2] == [3, 2]
+    assert sizes(since_all_were_there(summary))[:2] == [3, 2]
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
@@ -123,7 +129,7 @@ def test_a_worker_that_dies_again_and_again_right_after_it_joined(folder: Path, 
     run = Trial(folder, "flapping", faults, {"max_workers": 2})
     summary = run.fit().summary
     run.check(summary, calm)
-    assert sizes(summary)[:2] == [2, 1]
+    assert sizes(since_all_were_there(summary, 2))[:2] == [2, 1]
 
 
 @pytest.mark.parametrize(("how", "said"), [("raise", "a mistake of the user's"), ("SIGSEGV", "its process ended")])
@@ -135,7 +141,7 @@ def test_newcomers_that_fail_are_replaced_and_do_not_end_the_run(
     run = Trial(folder, f"newcomers-fail-{how}", faults, {"max_restarts": 1})
     summary = run.fit().summary
     run.check(summary, calm)
-    assert sizes(summary)[:2] == [3, 2]
+    assert sizes(since_all_were_there(summary))[:2] == [3, 2]
     assert summary["workers_lost"] == summary["restarts"] == 1
     assert all(said in event["error"] for event in run.events("newcomer_lost"))
 
@@ -193,7 +199,7 @@ def test_three_one_three_two(folder: Path, calm: Mapping[str, Any], how: str) ->
     for key in ("status", "weights_sha256", "samples_sha256", "samples", "steps"):
         assert summary[key] == calm[key]
     run.check_steps(summary["generations"])
-    changes = [size for size, before in zip(sizes(summary), [0, *sizes(summary)], strict=False) if size != before]
+    changes = [size for size, _ in itertools.groupby(sizes(since_all_were_there(summary)))]
     if how == "by-resize-and-a-kill":
         assert changes[:4] == [3, 1, 3, 2]
     else:  # who is replaced may come one by one
