@@ -246,7 +246,10 @@ class ElasticTrainer:
                 now = "is the same, with other contents" if before == str(index) else f"is {index}"
                 changed.append(f"data was {before} and {now} (files are told by path, size and time of change or ETag)")
             if self.config.strategy == "fsdp" and theirs.get("reduction") == "canonical":
-                changed.append('strategy is "fsdp", which reduces natively')
+                changed.append(
+                    'strategy is "fsdp", which goes on from runs that began with reduction="native" alone (a new run '
+                    "may begin with the weights of this one: run.load_weights)"
+                )
             if changed:
                 raise ConfigError(
                     f"run {self.config.name!r} in {self.config.storage} began with other settings: "

@@ -62,7 +62,7 @@ def _second(storage: Storage, key: str, first: StorageError, read: Callable[[Sto
     """What another reading gives, and what it means if it fails like the first."""
     if not isinstance(first, CheckpointError) and not _answers(storage, key):
         raise first
-    _log.warning("it is read once more: %s", first)
+    _log.warning("%s; it is read once more", first)
     try:
         return read(PatientStorage(storage, within_s=AGAIN_S))
     except StorageError as error:
