@@ -328,20 +328,21 @@ def _chosen(store: CommitCatalog, run: str, step: int | None) -> list[tuple[int,
 def _nothing_in(run: str, store: CommitCatalog) -> ConfigError:
     from elastic_ddp.job import COMMITS
 
-    if store.num_set_aside():
-        return ConfigError(f"{run}: no commit is left; {_set_aside(store)}")
+    if told := _set_aside(store):
+        return ConfigError(f"{run}: no commit is left; {told}")
     above, inside, _ = run.rpartition(f"/{COMMITS}")
     where = f"the run's folder, {above}" if inside and _store_of(above).steps() else "<storage>/<name>"
     return ConfigError(f"{run}: there are no commits of a run here; give {where}")
 
 
 def _tell_of_set_aside(store: CommitCatalog) -> None:
-    if store.num_set_aside():
-        _console.print(_set_aside(store))
+    if told := _set_aside(store):
+        _console.print(told)
 
 
-def _set_aside(store: CommitCatalog) -> str:
-    count = store.num_set_aside()
+def _set_aside(store: CommitCatalog) -> str | None:
+    if not (count := store.num_set_aside()):
+        return None
     what = "1 commit that did not verify was" if count == 1 else f"{count} commits that did not verify were"
     return f"{what} set aside, into set-aside/ beside commits/; `prune --set-aside` removes such"
 
