@@ -439,7 +439,7 @@ def test_a_commit_knows_the_newest_value_of_every_metric_and_when_it_was_measure
     new_run: NewRun, tmp_path: Path
 ) -> None:
     run = new_run(checkpoint={"every_steps": 1, "keep": 9}, log_every_steps=2)
-    log_and_evaluate(run, {1: 0.5, 3: float("nan"), 4: 0.25})
+    log_and_evaluate(run, {1: 0.5, 3: float("nan"), 4: 0.25, 5: 0.125})
     found = records(tmp_path)
     assert [found[step].get("validation_loss") for step in sorted(found)] == [
         None,
@@ -447,7 +447,7 @@ def test_a_commit_knows_the_newest_value_of_every_metric_and_when_it_was_measure
         {"value": 0.5, "step": 2},
         None,  # JSON has no NaN, and a commit is worth more than a metric
         {"value": 0.25, "step": 5},
-        {"value": 0.25, "step": 5},
+        {"value": 0.125, "step": 6},  # the last one comes after all evaluations
     ]
     assert [found[step]["index"] for step in sorted(found)] == [
         {"value": value, "step": step} for value, step in [(0.0, 1), (0.0, 1), (2.0, 3), (2.0, 3), (4.0, 5), (5.0, 6)]
