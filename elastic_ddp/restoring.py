@@ -165,7 +165,7 @@ class _Piece:
     @classmethod
     def all_of(cls, commit: Commit, names: Collection[str], targets: Targets, group: ProcessGroup) -> list[_Piece]:
         """Those that this rank needs, of which whoever needs one needs all of its blocks: what all ranks hold may lie
-        beside their shards. Every rank calls it."""
+        beside their shards. What several need is in one order on all of them. Every rank calls it."""
         blocks = [(name, block) for name in names for block in commit.tensors[name].blocks]
         needs = group.all_gather_bytes(bytes(targets.need(*each) for each in blocks))
         by_rank = zip(*needs, strict=True)
@@ -176,7 +176,8 @@ class _Piece:
             ranks = [rank for rank, need in enumerate(needed_by[name, block.offsets]) if need]
             if group.rank in ranks:
                 pieces.append(cls(piece, number, ranks))
-        return pieces
+        # What several wait for comes first: each would get to it at another time else, and the first wait for the last.
+        return sorted(pieces, key=lambda each: len(each.ranks) == 1)
 
     @property
     def reader(self) -> int:

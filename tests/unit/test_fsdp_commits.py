@@ -26,7 +26,7 @@ from elastic_ddp.config import RunConfig
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.generation import strategy_of
 from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.restoring import restore
+from elastic_ddp.restoring import _Piece, restore
 from elastic_ddp.state import flatten, whole
 from elastic_ddp.storage import Storage
 from elastic_ddp.train_state import Position, TrainState
@@ -160,7 +160,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Everything]:
     return found
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.chaos)])
 def test_a_commit_is_restored_at_every_world_size_and_with_either_strategy(
     saved: dict[Path, Everything], world_size: int
 ) -> None:
@@ -223,6 +223,25 @@ def test_what_all_ranks_hold_draws_no_shards_along(tmp_path: Path) -> None:
     every = run_ranks(2, _restore_large, tmp_path, "Adagrad", PIECE_BYTES)
     assert all(found[name].tobytes() == saved[name].tobytes() for _, _, found in every for name in saved)
     assert 0 < sum(got for got, _, _ in every) <= NUM_LARGE * ALIGNMENT
+
+
+def test_what_several_ranks_need_comes_first_and_in_one_order(tmp_path: Path) -> None:
+    """Each rank has shards of its own between: none may wait for what another has at the end of those."""
+    run_ranks(2, _save_large, tmp_path, "Adagrad")
+    every = run_ranks(2, _pieces_in_order, tmp_path)
+    together = [[number for number, ranks in pieces if len(ranks) > 1] for pieces in every]
+    assert len(together[0]) > 1 and together[0] == together[1] == sorted(together[0])
+    assert [[number for number, _ in pieces[: len(together[0])]] for pieces in every] == together
+    assert any(number < together[0][-1] for number, ranks in every[0] if len(ranks) == 1), "not as they are stored"
+
+
+def _pieces_in_order(group: ProcessGroup, folder: Path) -> list[tuple[int, list[int]]]:
+    """Of a restore: numbers, and the ranks that need them."""
+    found: list[_Piece] = []
+    plain = _Piece.all_of
+    with mock.patch.object(_Piece, "all_of", lambda *arguments: found.extend(each := plain(*arguments)) or each):
+        _restore_large(group, folder, "Adagrad", PIECE_BYTES)
+    return [(each.number, each.ranks) for each in found]
 
 
 NUM_LARGE = 8
