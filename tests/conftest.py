@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -23,6 +25,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(scope="session")
+def calm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a data set in `data`, another in `held-out`, and in `runs` the undisturbed run: the one of
+    `tests.integration.jobs` on one worker, under the name `calm`. Its driver has a Ray of its own: ask for it before
+    one is started."""
+    from tests.integration import jobs
+
+    folder = tmp_path_factory.mktemp("calm")
+    for name, rows, seed in (("data", jobs.ROWS, 0), ("held-out", 131, 1)):
+        (folder / name).mkdir()
+        jobs.write_rows(str(folder / name), rows=rows, seed=seed)
+    done = jobs.drive(str(folder / "data"), str(folder / "runs"), "calm", "1", "evaluate", str(folder / "held-out"))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(calm_folder: Path) -> Mapping[str, Any]:
+    """The summary of the undisturbed run."""
+    from tests.integration import jobs
+
+    return jobs.summary(calm_folder, "calm")
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,9 @@ from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
 from elastic_ddp.parallel.store import StoreConnection
 
 PROCESSES = multiprocessing.get_context("forkserver")
-# DDP imports torch._dynamo when it is first built: a second or more in every process.
-PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "elastic_ddp.generation"])
+# What every process would import by itself otherwise. DDP imports torch._dynamo when it is first built: that alone is a
+# second or more.
+PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest", "elastic_ddp.run"])
 
 OTHERS_FAIL_S = 1.0
 """How long what else fails may take to be told as well."""

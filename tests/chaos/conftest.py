@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import ray
 
-from tests.chaos.runs import Trial
 from tests.integration import jobs
 
 
@@ -22,14 +21,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_node() -> Iterator[None]:
+def one_node(undisturbed: Mapping[str, Any]) -> Iterator[None]:
     """Ray on this machine, with room for one worker more than the runs have."""
     ray.init("local", num_cpus=4, include_dashboard=False, logging_level="WARNING")
     yield
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def calm(one_node: None, folder: Path) -> Mapping[str, Any]:
-    """The summary of the undisturbed run, on one worker. A run that is finished is left alone, and told again."""
-    return Trial(folder, "calm", settings={"max_workers": 1}).fit().summary
+@pytest.fixture(scope="session")
+def calm(undisturbed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The summary of the undisturbed run, on one worker."""
+    return undisturbed

@@ -24,7 +24,7 @@ from elastic_ddp.telemetry import read_ledger
 from tests.chaos.faults import Fault, Happened, happened, make_train, marker_of
 from tests.integration import jobs
 
-STEPS = 50
+STEPS = jobs.STEPS
 ROOM_S = 60.0
 """How long Ray may take to have room for a run after the one before it."""
 DEADLY = ("SIGKILL", "SIGSTOP", "SIGSEGV", "gil", "hang", "node")
@@ -71,7 +71,7 @@ class Trial:
 
     @property
     def config(self) -> dict[str, Any]:
-        changes = {"steps": STEPS, "min_workers": 1, "resize_interval_s": 1.0, **self.settings}
+        changes = {"min_workers": 1, "resize_interval_s": 1.0, **self.settings}
         return jobs.settings(str(self.folder / "runs"), self.name, 3, **changes)
 
     @property

@@ -18,14 +18,6 @@ from tests.integration import jobs
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def calm(folder: Path) -> Mapping[str, Any]:
-    ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
-    summary = Trial(folder, "calm-on-one", settings={"max_workers": 1}).fit().summary
-    ray.shutdown()
-    return summary
-
-
 @pytest.fixture
 def cluster() -> Iterator[None]:
     with autoscaling() as address:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -30,17 +29,6 @@ def local_ray() -> Iterator[None]:
     ray.init("local", num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield
     ray.shutdown()
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """The summary of the job that `jobs.drive` runs, on one worker. Ask for it before a cluster is started."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "data").mkdir()
-    jobs.write_rows(str(folder / "data"))
-    done = jobs.drive(str(folder / "data"), str(folder / "runs"), "calm", "1")
-    assert done.returncode == 0, done.stderr
-    return jobs.summary(folder, "calm")
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ import torch
 import elastic_ddp as ed
 
 FEATURES, CLASSES, ROWS = 12, 4, 1003
+STEPS = 44
 
 
 def write_rows(
@@ -199,7 +200,7 @@ def settings(storage: str, name: str, workers: int, **changes: Any) -> dict[str,
     defaults: dict[str, Any] = {
         "name": name,
         "storage": storage,
-        "steps": 44,
+        "steps": STEPS,
         "global_batch_size": 48,
         "micro_batch_size": 8,
         "min_workers": workers,
@@ -254,14 +255,17 @@ def main() -> None:
 
     ACTION is what happens in STEP: `kill-driver` kills this process, `interrupt` is Ctrl-C in its terminal (a signal to
     the whole process group), `wait` holds the step (or a later one, with so many) until MARKER exists,
-    `grow` until others wait to join, `ask` until something is asked of the run.
+    `grow` until others wait to join, `ask` until something is asked of the run. With `evaluate FOLDER` nothing happens,
+    but that the run ends with an evaluation of what is in FOLDER.
     """
     import ray
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job, as CI may be, ignores it
     data, storage, name, workers, *how = sys.argv[1:]
-    fault = None
-    if how and how[0] == "wait":
+    fault = held_out = None
+    if how and how[0] == "evaluate":
+        held_out = how[1]
+    elif how and how[0] == "wait":
         fault = hold(how[1], step=int(how[2]), world_size=int(how[3]) if how[3:] else 1)
     elif how and how[0] == "grow":
         fault = hold_for_others(how[1], step=int(how[2]))
@@ -279,7 +283,7 @@ def main() -> None:
         ray.init("local", num_cpus=4, include_dashboard=False, logging_level="WARNING")
     low, _, high = workers.partition(":")
     config = settings(storage, name, int(high or low), min_workers=int(low), resize_interval_s=1.0)
-    print(ed.ElasticTrainer(make_train(fault), data, config, transform=jitter).fit())
+    print(ed.ElasticTrainer(make_train(fault, held_out), data, config, transform=jitter).fit())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster(undisturbed: Mapping[str, Any]) -> Iterator[None]:
     ray.init("local", num_cpus=4, include_dashboard=False, logging_level="WARNING")
     yield
     ray.shutdown()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    for name, seed in (("data", 0), ("held-out", 1)):
-        (folder / name).mkdir()
-        jobs.write_rows(str(folder / name), rows=jobs.ROWS if name == "data" else 131, seed=seed)
-    return folder
+def folder(calm_folder: Path) -> Path:
+    return calm_folder
 
 
 def fit(folder: Path, name: str, workers: int, *, train: Any = None, **changes: Any) -> ed.RunResult:
@@ -56,7 +52,7 @@ def fit(folder: Path, name: str, workers: int, *, train: Any = None, **changes: 
 
 @pytest.fixture(scope="module")
 def calm(cluster: None, folder: Path) -> ed.RunResult:
-    """The undisturbed run, on one worker."""
+    """The undisturbed run, on one worker. One that is finished is left alone, and told again."""
     return fit(folder, "calm", 1)
 
 
@@ -248,6 +244,7 @@ def test_survivors_go_on_alone_and_a_replacement_joins_them(folder: Path, calm: 
     assert generations[2:] in ([(3, 31, "workers joined")], [(3, 32, "workers joined")]), "once all are ready for it"
 
 
+@pytest.mark.chaos  # in small, tests/unit/test_sampling.py has it
 def test_nothing_is_committed_of_replicas_that_differ_and_the_same_command_mends_that(
     folder: Path, calm: ed.RunResult
 ) -> None:
@@ -268,6 +265,7 @@ def test_nothing_is_committed_of_replicas_that_differ_and_the_same_command_mends
     assert_same(fit(folder, "flipped", 2, train=train), calm)
 
 
+@pytest.mark.chaos
 def test_workers_that_are_not_resized_in_place_restart_from_the_newest_commit(folder: Path, calm: ed.RunResult) -> None:
     fault = jobs.kill_once(str(folder / "restarted"), rank=1, step=27)
     train = jobs.make_train(fault, str(folder / "held-out"))

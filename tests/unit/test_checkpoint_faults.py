@@ -31,7 +31,7 @@ def test_whatever_happens_during_a_save_a_whole_commit_is_found(tmp_path: Path, 
     assert operations > 10, "a save has at least that many"
 
 
-@pytest.mark.parametrize("fault", ["error after", "dies within"])
+@pytest.mark.parametrize("fault", [pytest.param("error after", marks=pytest.mark.chaos), "dies within"])
 def test_the_same_holds_over_http(s3: str, fault: str) -> None:
     numbers = iter(range(0, 100, 3))
     while _survives(f"{s3}/{uuid.uuid4().hex}", fault, number := next(numbers)):

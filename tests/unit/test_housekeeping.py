@@ -326,7 +326,13 @@ def test_a_commit_of_another_run_at_the_same_step_is_set_aside(tmp_path: Path) -
     assert len(Storage(tmp_path).list("set-aside")) == 1
 
 
-@pytest.mark.parametrize("keep", [Retention(last=2), Retention(last=2, every_steps=1000)], ids=str)
+@pytest.mark.parametrize(
+    "keep",
+    [
+        pytest.param(Retention(last=2), id="the-last", marks=pytest.mark.chaos),
+        pytest.param(Retention(last=2, every_steps=1000), id="and-others"),
+    ],
+)
 @pytest.mark.parametrize("at", range(12))
 def test_of_one_who_has_left_and_commits_late_no_manifest_without_its_objects_stays(
     storage: Elsewhere, at: int, keep: Retention, monkeypatch: pytest.MonkeyPatch
