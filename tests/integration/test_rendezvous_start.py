@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,20 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.lease import DriverLease
 from elastic_ddp.storage import Storage
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> Iterator[None]:
+    """A Ray of this process's own, for all tests: each has a run of another name."""
+    ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def name() -> str:
+    return f"lm-{uuid.uuid4().hex[:6]}"
 
 
 def driven_from(uri: str) -> RendezvousOptions:
@@ -26,8 +41,8 @@ def driven_from(uri: str) -> RendezvousOptions:
     return RendezvousOptions(min_workers=1, max_workers=1, heartbeat_timeout_s=5.0, driver=driver)
 
 
-def test_one_of_a_driver_that_is_gone_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = start_rendezvous("lm", 10, driven_from("file:///runs/lm"))
+def test_one_of_a_driver_that_is_gone_is_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = start_rendezvous(name, 10, driven_from(f"file:///runs/{name}"))
     waits = []
 
     def sleep(seconds: float) -> None:
@@ -38,28 +53,28 @@ def test_one_of_a_driver_that_is_gone_is_waited_for(monkeypatch: pytest.MonkeyPa
 
     original = time.sleep
     monkeypatch.setattr(rendezvous_module.time, "sleep", sleep)
-    follower = start_rendezvous("lm", 20, driven_from("file:///runs/lm"))
+    follower = start_rendezvous(name, 20, driven_from(f"file:///runs/{name}"))
     assert waits
     assert ray.get(follower.status.remote())["total_steps"] == 20
 
 
 @pytest.mark.parametrize("told", ["by its folder", "by RAY_ADDRESS"])
-def test_a_run_on_a_cluster_that_asks_for_a_token_is_found_by_another_process(told: str, tmp_path: Path) -> None:
+def test_a_run_on_a_cluster_that_asks_for_a_token_is_found_by_another_process(name: str, told: str, tmp_path: Path) -> None:
     """As the cluster does that `ray.init()` starts, unless it is told otherwise."""
     assert os.environ["RAY_AUTH_MODE"] == "token"
-    uri = f"file://{tmp_path}/lm"
-    _held = start_rendezvous("lm", 10, driven_from(uri))
+    uri = f"file://{tmp_path}/{name}"
+    _held = start_rendezvous(name, 10, driven_from(uri))
     address = ray.get_runtime_context().gcs_address
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
     if told == "by RAY_ADDRESS":
         environment["RAY_ADDRESS"] = address
-    line = [sys.executable, "-m", "elastic_ddp.cli", "status", uri if told == "by its folder" else "lm"]
-    with DriverLease(Storage(uri), "lm", "session", print) as lease:
+    line = [sys.executable, "-m", "elastic_ddp.cli", "status", uri if told == "by its folder" else name]
+    with DriverLease(Storage(uri), name, "session", print) as lease:
         lease.acquire()
         lease.renew(ray_address=address)
         shown = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0, shown.stderr
-    assert "  lm  " in shown.stdout and f"(Ray at {address})" in shown.stdout
+    assert f"  {name}  " in shown.stdout and f"(Ray at {address})" in shown.stdout
     assert not shown.stderr
 
 
@@ -83,16 +98,16 @@ def test_a_cluster_on_this_machine_is_used_as_it_was_started(mode: str) -> None:
     assert "answered" in used.stdout, used.stderr
 
 
-def test_one_that_does_not_go_is_a_run_that_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_go_is_a_run_that_is_live(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_module, "GONE_WITHIN_S", 0.5)
-    held = start_rendezvous("lm", 10, driven_from("file:///runs/lm"))
-    with pytest.raises(ConfigError, match="live on this cluster already, in file:///runs/lm, by pid 123 on old-head"):
-        start_rendezvous("lm", 20, driven_from("file:///runs/lm"))
+    held = start_rendezvous(name, 10, driven_from(f"file:///runs/{name}"))
+    with pytest.raises(ConfigError, match=f"live on this cluster already, in file:///runs/{name}, by pid 123 on old-head"):
+        start_rendezvous(name, 20, driven_from(f"file:///runs/{name}"))
     assert ray.get(held.status.remote())["total_steps"] == 10
 
 
-def test_one_with_another_storage_is_another_run() -> None:
-    held = start_rendezvous("lm", 10, driven_from("file:///runs/lm"))
+def test_one_with_another_storage_is_another_run(name: str) -> None:
+    held = start_rendezvous(name, 10, driven_from(f"file:///runs/{name}"))
     with pytest.raises(ConfigError, match="use another name"):
-        start_rendezvous("lm", 20, driven_from("file:///elsewhere/lm"))
+        start_rendezvous(name, 20, driven_from(f"file:///elsewhere/{name}"))
     assert ray.get(held.status.remote())["total_steps"] == 10
