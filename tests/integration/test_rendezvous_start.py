@@ -59,7 +59,9 @@ def test_one_of_a_driver_that_is_gone_is_waited_for(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("told", ["by its folder", "by RAY_ADDRESS"])
-def test_a_run_on_a_cluster_that_asks_for_a_token_is_found_by_another_process(name: str, told: str, tmp_path: Path) -> None:
+def test_a_run_on_a_cluster_that_asks_for_a_token_is_found_by_another_process(
+    name: str, told: str, tmp_path: Path
+) -> None:
     """As the cluster does that `ray.init()` starts, unless it is told otherwise."""
     assert os.environ["RAY_AUTH_MODE"] == "token"
     uri = f"file://{tmp_path}/{name}"
@@ -101,7 +103,9 @@ def test_a_cluster_on_this_machine_is_used_as_it_was_started(mode: str) -> None:
 def test_one_that_does_not_go_is_a_run_that_is_live(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_module, "GONE_WITHIN_S", 0.5)
     held = start_rendezvous(name, 10, driven_from(f"file:///runs/{name}"))
-    with pytest.raises(ConfigError, match=f"live on this cluster already, in file:///runs/{name}, by pid 123 on old-head"):
+    with pytest.raises(
+        ConfigError, match=f"live on this cluster already, in file:///runs/{name}, by pid 123 on old-head"
+    ):
         start_rendezvous(name, 20, driven_from(f"file:///runs/{name}"))
     assert ray.get(held.status.remote())["total_steps"] == 10
 
