@@ -47,6 +47,8 @@ def autoscaling() -> Iterator[str]:
         "RAY_CLOUD_INSTANCE_ID": _HEAD_ID,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD_ID,
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        # As this process talks to clusters: with a token, if it has started one itself.
+        "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
     }
     with Path(folder, "head.log").open("wb") as log:
         head = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment, start_new_session=True)
