@@ -116,11 +116,13 @@ class Commits:
         """Of the save before, where this worker was rank 0 in it."""
 
     def are_due(self, steps_done: int, *, is_end: bool = False) -> bool:
-        """Whether rank 0 votes for one after the step at hand. After the run's last, at its `is_end`, none is due that
-        nobody asks for: the one that comes when the user's function has returned knows what is evaluated until then."""
-        if is_end:
+        """Whether rank 0 votes for one after the step at hand. Where commits stay by what is measured, none is due at
+        the end, after the run's last step, unless somebody asks for it: the one that comes when the user's function has
+        returned knows what is evaluated until then."""
+        settings = self._job.config.checkpoint
+        if is_end and settings.best_metric is not None:
             return self.is_asked_for
-        every, seconds = self._job.config.checkpoint.every_steps, self._job.config.checkpoint.every_seconds
+        every, seconds = settings.every_steps, settings.every_seconds
         seconds = self._interval.seconds if self._interval is not None else seconds
         due = every is not None and steps_done - (self.step or 0) >= every
         overdue = seconds is not None and time.monotonic() - self._at >= seconds

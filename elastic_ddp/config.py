@@ -105,8 +105,8 @@ class CheckpointConfig(_Settings):
     """Commit whenever this many steps have passed since the last commit."""
     every_seconds: PositiveFloat | None = None
     """Commit at the first step boundary this many seconds after the last commit. Both may be given; with neither, nor
-    one of the two below, a run commits every 60 seconds. A run always commits when it is stopped, and at its end: when
-    the training function has returned."""
+    one of the two below, a run commits every 60 seconds. A run always commits when it is stopped, and at its end: after
+    the last step, or with `best_metric` when the training function has returned."""
     interval: Annotated[Literal["auto"] | None, BeforeValidator(_refuse_number)] = None
     """`auto`: commit as often as loses the least time, by the interval of Young and Daly: the square root of twice what
     a save costs times the mean time between losses of workers. The cost is the time for which a save holds training

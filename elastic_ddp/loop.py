@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from elastic_ddp.commits import Commits
 from elastic_ddp.elastic.hang import STORING
 from elastic_ddp.elastic.link import RendezvousLink, RunStopped
-from elastic_ddp.errors import CheckpointError, ConfigError, ReplicasDifferError, WorkersLostError, described
+from elastic_ddp.errors import CheckpointError, ConfigError, ReplicasDifferError, described
 from elastic_ddp.generation import Generation
 from elastic_ddp.job import Job
+from elastic_ddp.losses import Losses
 from elastic_ddp.parallel.process_group import is_lost_peer
-from elastic_ddp.participation import LOSSES_IN_A_ROW, Participation, TrainAgain
+from elastic_ddp.participation import Participation, TrainAgain
 from elastic_ddp.rehearsal import Rehearsal
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.step import Step
@@ -110,7 +111,7 @@ class Loop:
                 part.leave(intact=False)
             elif part.generation is not None:  # an evaluation after the step has got into another
                 self._losses.forget_unless_again(part.generation)
-            self._losses.check(step.index, lost)
+            self._losses.check(f"step {step.index}", lost)
 
     def _next_step(self, generation: Generation) -> Step:
         step, shape = self.position.step, self.job.shape
@@ -184,7 +185,7 @@ class Loop:
             raise RunStopped("stop was requested")
         if step.agreed.votes["commit"] and not step.agreed.votes["saving"]:
             part.save()
-        elif step.agreed.votes["commit"] and self.rank == 0:
+        elif step.agreed.votes["commit"] and self.rank == 0 and self.position.step < self.job.total_steps:
             self.commits.leave_out(self.position.step)
 
     def _newest(self, step: Step) -> dict[str, Any]:
@@ -243,7 +244,7 @@ class Loop:
             if step.generation is part.generation or self.state.is_half_changed:
                 lost = step.lost
                 self._losses.count(step.index)
-                self._losses.check(step.index, lost)
+                self._losses.check(f"step {step.index}", lost)
         elif step is not None and step.agreed is not None and step.generation is part.generation:
             lost = self._end_step(step, goes_on=False)
         part.tasks.end_steps()
@@ -317,34 +318,3 @@ class Loop:
     def shut_down(self) -> None:
         """Nothing is read any more. For the end of the run in this worker, after `close`."""
         self.participation.shut_down(save_within_s=self.job.config.drain_deadline_s)
-
-
-class Losses:
-    """How often in a row the same workers have lost a step, which then is taken for a fault in that."""
-
-    def __init__(self) -> None:
-        self._number, self._step = 0, -1
-
-    def count(self, step: int) -> None:
-        """One more, of this step."""
-        self._number = self._number + 1 if step >= self._step else 1
-        self._step = step
-
-    def made(self, step: int) -> None:
-        """It was not lost. Steps before the one that was may be made once more, from a commit."""
-        if step >= self._step:
-            self._number = 0
-
-    def forget_unless_again(self, generation: Generation) -> None:
-        """Others may fare better: only `again` it was formed by the workers of the one before, none of which died."""
-        if not generation.group.assignment.again:
-            self._number = 0
-
-    def check(self, step: int, lost: str | None) -> None:
-        """WorkersLostError if that is enough; `lost` says how the last one came."""
-        if self._number >= LOSSES_IN_A_ROW:
-            raise WorkersLostError(
-                f"step {step} was lost {LOSSES_IN_A_ROW} times in a row by the same workers, none of which died, so "
-                f"it is not tried again. The last time: {lost}. If a rank needs longer than others in it, raise "
-                "collective_timeout_s"
-            )

@@ -12,6 +12,7 @@ from elastic_ddp.elastic.hang import STORING
 from elastic_ddp.elastic.messages import Prospect
 from elastic_ddp.errors import PeerLostError, StorageError, WorkersLostError, described
 from elastic_ddp.generation import Generation, feeds_of, micro_batches_of, strategy_of
+from elastic_ddp.losses import Losses
 from elastic_ddp.parallel.process_group import Assignment, is_lost_peer
 from elastic_ddp.parallel.store import StoreConnection
 from elastic_ddp.rehearsal import Rehearsal
@@ -36,8 +37,6 @@ FORMED_AGAIN = 10
 """Times that a generation may break while it forms, before something else than a death is taken for the cause."""
 LONG_STEP_S = 1.0
 """Steps beside which the tenth of a second is nothing that the first rows take to come."""
-LOSSES_IN_A_ROW = 3
-"""Times that the same processes lose the same step before it is taken for a fault in it rather than in a connection."""
 
 
 class TrainAgain(BaseException):
@@ -76,6 +75,8 @@ class Participation:
         """Whether this process has been through the user's function before: what is slow the first time was."""
         self._broken = 0
         """Times that a generation of the same workers has broken while it formed."""
+        self._losses = Losses()
+        """Of what all workers do together outside of steps."""
 
     def join(self, lost: str | None = None, *, amid: str | None = None) -> Generation:
         """Gets into the next generation in which steps are made, formed again if a peer is lost while it forms.
@@ -120,6 +121,7 @@ class Participation:
                     self._compare_tasks(generation, amid)
                 if not assignment.brief:
                     self._broken = 0
+                    self._losses.forget_unless_again(generation)
                     return generation
                 self._hand_on(generation)
                 self._broken = 0
@@ -139,7 +141,7 @@ class Participation:
     def follow(self, before: Participation) -> None:
         """This one begins where that of the same worker before it ended."""
         self.account, self._lost, self._was_first = before.account, before._lost, before._was_first
-        self._broken = before._broken
+        self._broken, self._losses = before._broken, before._losses
         self._begins_again = True
 
     def warm_up(self) -> Rehearsal | None:
@@ -243,17 +245,18 @@ class Participation:
 
         Raises:
             NotTogetherError: a peer was lost, and not all of the others do it.
+            WorkersLostError: so it was again and again, though none of them died.
         """
-        losses = 0
         self.tasks.next(self._state.position.step, name)  # if it cannot be done, nobody is kept from steps by it
-        while losses < LOSSES_IN_A_ROW:
+        while True:
             if lost is not None:
                 self.account.lost(in_step=False)
                 self.leave(intact=False)
-                losses = losses if self.join(lost, amid=name).group.assignment.again else 0
+                self.join(lost, amid=name)
             assert self.generation is not None
             self.account.mark()
-            task = self.tasks.next(self._state.position.step, name)
+            step = self._state.position.step
+            task = self.tasks.next(step, name)
             known = self.tasks.result_of_others(task)
             try:
                 result: Result = what(self.generation) if known is None else known[0]
@@ -261,14 +264,12 @@ class Participation:
                 if not is_lost_peer(error):
                     raise
                 lost = described(error)
-                losses += 1
+                self._losses.count(step)
+                self._losses.check(f"{name!r} after {step} steps", lost)
             else:
                 self.tasks.done(task, result)
+                self._losses.made(step)
                 return result
-        raise WorkersLostError(
-            f"what all workers do together outside of steps was lost {LOSSES_IN_A_ROW} times in a row, though none of "
-            f"them died. The last time: {lost}. If a rank needs longer than others there, raise collective_timeout_s"
-        )
 
     def save(self) -> None:
         """Begins to make the state durable. Every rank calls it, and goes on when its share is copied."""

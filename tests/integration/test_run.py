@@ -77,6 +77,7 @@ def test_weights_samples_and_losses_do_not_depend_on_the_number_of_workers(
     assert losses(result.uri) == losses(calm.uri)
     assert result.metrics == calm.metrics
     assert set(result.metrics) == {"validation_loss", "twice", "grad_norm"}
+    assert fit(folder, f"workers-{workers}", workers) == result, "it is told again as it was"
 
 
 @pytest.mark.chaos  # in small, tests/unit/test_same_bits.py has it
@@ -244,7 +245,7 @@ def test_survivors_go_on_alone_and_a_replacement_joins_them(folder: Path, calm: 
     assert generations[2:] in ([(3, 31, "workers joined")], [(3, 32, "workers joined")]), "once all are ready for it"
 
 
-@pytest.mark.chaos  # in small, tests/unit/test_sampling.py has it
+@pytest.mark.chaos  # in small, tests/unit has it in test_sampling.py and test_commits.py
 def test_nothing_is_committed_of_replicas_that_differ_and_the_same_command_mends_that(
     folder: Path, calm: ed.RunResult
 ) -> None:
@@ -265,7 +266,6 @@ def test_nothing_is_committed_of_replicas_that_differ_and_the_same_command_mends
     assert_same(fit(folder, "flipped", 2, train=train), calm)
 
 
-@pytest.mark.chaos
 def test_workers_that_are_not_resized_in_place_restart_from_the_newest_commit(folder: Path, calm: ed.RunResult) -> None:
     fault = jobs.kill_once(str(folder / "restarted"), rank=1, step=27)
     train = jobs.make_train(fault, str(folder / "held-out"))

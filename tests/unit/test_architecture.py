@@ -36,7 +36,7 @@ LAYERS = (
     ("local_folder", "remote_folder"),
     ("s3",),
     ("room", "driver"),
-    ("batching", "config", "failures", "host_memory"),
+    ("batching", "config", "failures", "host_memory", "losses"),
     ("errors",),
 )
 """Top to bottom. A module imports from its own part and from the layers below; parts of one layer do not know each

@@ -172,6 +172,38 @@ def test_a_loop_that_ends_with_a_step_that_is_lost_every_time_ends_the_run(new_r
     assert lost == [3] * 3
 
 
+def test_an_evaluation_that_a_sharded_run_loses_every_time_ends_the_run(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though each time it begins again from its newest commit, makes steps and evaluates before."""
+    monkeypatch.setattr("elastic_ddp.run.evaluate", lambda generation, job, loss_fn, *_: float(loss_fn(None, None)))
+    run, made = new_run(strategy="fsdp", checkpoint={"every_steps": 2}), list[int]()
+
+    def lose(*_: object) -> torch.Tensor:
+        raise dist.DistNetworkError(LOST_PEER)
+
+    def train_once() -> None:
+        model = prepared(run)
+        for step in run.steps():
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(model(batch["x"]).square().mean())
+                step.optimize()
+            made.append(step.index)
+            run._loop.commits.close(60)
+            if step.index in (2, 4):
+                run.evaluate(lose if step.index == 4 else lambda *_: torch.tensor(0.5), "held-out")
+
+    with pytest.raises(WorkersLostError, match="'validation_loss' after 5 steps was lost 3 times in a row"):
+        for _ in range(9):
+            try:
+                train_once()
+            except TrainAgain:
+                run = Run(run._loop.again())
+    run._loop.close(intact=False)
+    assert made == [0, 1, 2, 3, 4, 4, 4]
+
+
 def test_deaths_one_after_the_other_in_a_step_do_not_end_a_run_that_evaluates_after_it(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

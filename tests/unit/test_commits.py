@@ -26,7 +26,13 @@ from elastic_ddp.checkpoint import Commit, CommitCatalog, patience, stalls
 from elastic_ddp.checkpoint.interval import FIRST_INTERVAL_S
 from elastic_ddp.checkpoint.metrics import Metrics
 from elastic_ddp.checkpoint.saving import RankLostError
-from elastic_ddp.errors import CheckpointError, DriverReplacedError, PeerLostError, StorageError
+from elastic_ddp.errors import (
+    CheckpointError,
+    DriverReplacedError,
+    PeerLostError,
+    ReplicasDifferError,
+    StorageError,
+)
 from elastic_ddp.job import COMMITS
 from elastic_ddp.lease import DriverLease
 from elastic_ddp.run import Run
@@ -439,7 +445,7 @@ def test_a_commit_knows_the_newest_value_of_every_metric_and_when_it_was_measure
     new_run: NewRun, tmp_path: Path
 ) -> None:
     run = new_run(checkpoint={"every_steps": 1, "keep": 9}, log_every_steps=2)
-    log_and_evaluate(run, {1: 0.5, 3: float("nan"), 4: 0.25, 5: 0.125})
+    log_and_evaluate(run, {1: 0.5, 3: float("nan"), 4: 0.25})
     found = records(tmp_path)
     assert [found[step].get("validation_loss") for step in sorted(found)] == [
         None,
@@ -447,12 +453,37 @@ def test_a_commit_knows_the_newest_value_of_every_metric_and_when_it_was_measure
         {"value": 0.5, "step": 2},
         None,  # JSON has no NaN, and a commit is worth more than a metric
         {"value": 0.25, "step": 5},
-        {"value": 0.125, "step": 6},  # the last one comes after all evaluations
+        {"value": 0.25, "step": 5},
     ]
     assert [found[step]["index"] for step in sorted(found)] == [
         {"value": value, "step": step} for value, step in [(0.0, 1), (0.0, 1), (2.0, 3), (2.0, 3), (4.0, 5), (5.0, 6)]
     ]
     assert [found[step]["loss"]["step"] for step in sorted(found)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.usefixtures("_evaluations")
+def test_where_commits_stay_by_a_metric_the_last_one_comes_after_the_last_evaluation(
+    new_run: NewRun, tmp_path: Path
+) -> None:
+    settings = {"every_steps": 3, "keep": 1, "keep_best": 1, "best_metric": "validation_loss"}
+    log_and_evaluate(new_run(checkpoint=settings), {2: 0.5, 5: 0.125})
+    assert {step: found["validation_loss"]["value"] for step, found in records(tmp_path).items()} == {6: 0.125}
+
+
+def test_what_the_function_raises_after_the_last_step_costs_no_step_that_was_to_be_committed(
+    new_run: NewRun, tmp_path: Path
+) -> None:
+    run = new_run(checkpoint={"every_steps": 3, "keep": 9})
+    model = prepared(run)
+    for step in run.steps():
+        run._loop.commits.close(60)  # of the step before
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+    run._loop.close(intact=False)
+    run._loop.shut_down()
+    assert sorted(records(tmp_path)) == [3, 6]
 
 
 @pytest.mark.usefixtures("_evaluations")
@@ -469,6 +500,42 @@ def test_an_evaluation_before_a_step_counts_for_the_commit_after_the_one_before(
     run = new_run(checkpoint={"every_steps": 1, "keep": 1, "keep_best": 1, "best_metric": "validation_loss"})
     log_and_evaluate(run, {1: 0.9, 2: 0.3, 3: 0.6, 4: 0.5, 5: 0.7}, before=True)
     assert sorted(records(tmp_path)) == [2, 6]
+
+
+@pytest.mark.parametrize(("every", "at", "before"), [(2, 3, [2]), (6, 5, [])])
+def test_a_run_whose_replicas_differ_ends_at_the_commit_before_and_goes_on_from_there(
+    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, at: int, before: list[int]
+) -> None:
+    """It is told at the next step, or where the run ends."""
+
+    def differ(samples: Any) -> None:
+        raise ReplicasDifferError("ranks 0 and 1 hold different values of model.weight")
+
+    def from_there_on(step: Step) -> None:
+        if step.index == at:
+            patches.setattr("elastic_ddp.checkpoint.writing.check_same", differ)
+
+    settings = {"every_steps": every, "keep": 9, "max_failed_saves": 0}
+    first = new_run(checkpoint=settings)
+    with (
+        monkeypatch.context() as patches,
+        pytest.raises(ReplicasDifferError, match=r"ranks 0 and 1 hold different values of model\.weight"),
+    ):
+        train(first, closes_first(first, from_there_on))
+    assert sorted(records(tmp_path)) == before
+    assert [each["counts"] for each in link_of(first).said if each["event"] == "commit_failed"] == [False]
+    first._loop.close(intact=False)
+    resumed = new_run(checkpoint=settings)
+    train(resumed, closes_first(resumed))
+    assert resumed.position.step == 6 and max(records(tmp_path)) == 6
+
+
+def test_ranks_that_end_with_different_weights_end_the_run(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run()
+    monkeypatch.setattr(run._loop, "_compare", lambda generation: ["a" * 64, "b" * 64])
+    with pytest.raises(ReplicasDifferError, match=r"ranks ended with different weights: \{0: 'a"):
+        train(run)
+    run._loop.close(intact=False)
 
 
 @pytest.mark.parametrize("what", ["seed", "data"])
