@@ -115,12 +115,12 @@ class Commits:
         self._outcome: Commit | Exception | None = None
         """Of the save before, where this worker was rank 0 in it."""
 
-    def are_due(self, steps_done: int, *, is_end: bool = False) -> bool:
-        """Whether rank 0 votes for one after the step at hand. Where commits stay by what is measured, none is due at
-        the end, after the run's last step, unless somebody asks for it: the one that comes when the user's function has
-        returned knows what is evaluated until then."""
+    def are_due(self, steps_done: int) -> bool:
+        """Whether rank 0 votes for one after the step at hand. Where commits stay by what is measured, none is due
+        after the last step unless somebody asks for it: the one that comes when the user's function has returned knows
+        what is evaluated until then."""
         settings = self._job.config.checkpoint
-        if is_end and settings.best_metric is not None:
+        if steps_done == self._job.total_steps and settings.best_metric is not None:
             return self.is_asked_for
         every, seconds = settings.every_steps, settings.every_seconds
         seconds = self._interval.seconds if self._interval is not None else seconds

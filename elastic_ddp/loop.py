@@ -128,7 +128,7 @@ class Loop:
         if self.rank != 0:
             return {"reconfigure": reconfigure, "saving": self.commits.is_saving}
         return {
-            "commit": self.commits.are_due(steps_done, is_end=steps_done == self.job.total_steps),
+            "commit": self.commits.are_due(steps_done),
             "saving": self.commits.is_saving,
             "stop": self.link.stop_requested,
             "reconfigure": reconfigure,

@@ -28,7 +28,7 @@ LAYERS = (
     ("participation",),
     ("generation", "evaluation", "commits", "rehearsal", "weights"),
     ("restoring",),
-    ("step", "train_state", "job", "together"),
+    ("step", "train_state", "job", "together", "losses"),
     ("elastic",),
     ("parallel", "checkpoint", "data"),
     ("telemetry", "ray_internals", "lease"),
@@ -36,7 +36,7 @@ LAYERS = (
     ("local_folder", "remote_folder"),
     ("s3",),
     ("room", "driver"),
-    ("batching", "config", "failures", "host_memory", "losses"),
+    ("batching", "config", "failures", "host_memory"),
     ("errors",),
 )
 """Top to bottom. A module imports from its own part and from the layers below; parts of one layer do not know each

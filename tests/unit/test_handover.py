@@ -52,7 +52,7 @@ def receive(group: ProcessGroup, source: int, receivers: tuple[int, ...], chunk_
     return None if received is None else digest(received)
 
 
-@pytest.mark.parametrize("chunk_bytes", [16 << 20, 64, 3])
+@pytest.mark.parametrize("chunk_bytes", [16 << 20, 64, 3])  # also where no number fits in a chunk
 def test_receivers_have_the_bits_of_the_source_and_others_get_nothing(chunk_bytes: int) -> None:
     sent = digest(state())
     if chunk_bytes > 3:

@@ -97,7 +97,7 @@ FAULTS = ["error before", "error after", "dies before", "dies after", "dies with
 @pytest.mark.parametrize(
     ("world_size", "keep"),
     [
-        pytest.param(2, 1, id="2 ranks, the last one stays"),
+        pytest.param(2, 1, id="2 ranks, 1 kept"),
         pytest.param(2, 2, id="2 ranks", marks=pytest.mark.chaos),
         pytest.param(3, 1, id="3 ranks", marks=pytest.mark.chaos),
     ],
