@@ -8,27 +8,27 @@ import functools
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reading import (
+    Layout,
     Piece,
-    Targets,
     check,
     pieces_of,
+    spread_out,
     state_of,
     state_to_fill,
 )
 from elastic_ddp.checkpoint.verdicts import confirmed_pieces
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.parallel.strategy import Layout
 from elastic_ddp.storage import Storage
 
 IN_FLIGHT = 8
@@ -73,7 +73,7 @@ def restore(
         StorageError: the storage could not be read, or nothing told that from one object that cannot be. That is no
             reason to fall back: an outage would throw away good commits.
     """
-    layout = functools.cache(spread)
+    layout = functools.cache(lambda: spread() or (lambda name: None))
     found = first_usable(
         store,
         store.candidates(),
@@ -104,52 +104,75 @@ def first_usable(
         PeerLostError: on a rank that does not get what rank 0 sent. The others lose it.
     """
     while True:
-        offer = json.loads(_as_sent(_next(store, candidates, check_ours) if group.rank == 0 else None, group))
+        offer = _offer(store, candidates, group, check_ours)
         if offer is None:
             return None
-        if "error" in offer:
-            raise _COUNT[offer["kind"]](offer["error"])
-        wrong: Wrong | None
-        try:
-            commit = Commit.from_bytes(offer["key"], offer["manifest"].encode())
-        except CheckpointError as error:  # on every rank: what is short enough in the storage may be too long as sent
-            state, wrong = None, error
-        else:
-            state, wrong = read(commit, offer["skeleton"].encode())
+        commit, skeleton = offer
+        state, wrong = read(commit, skeleton)
         if state is not None:
             return commit, state
         assert wrong is not None
         if group.rank == 0:
-            store.reject(offer["key"], offer["attempt"], wrong)
+            store.reject(commit.key, commit.attempt, wrong)
 
 
-def _as_sent(data: bytes | None, group: ProcessGroup) -> bytes:
+class _Offer(NamedTuple):
+    """A commit that seems to be complete."""
+
+    commit: Commit
+    skeleton: bytes
+
+
+def _offer(
+    store: CommitCatalog, candidates: Iterator[Commit], group: ProcessGroup, check_ours: Callable[[Commit], None]
+) -> _Offer | None:
+    """Rank 0's next one, on every rank: from the bytes that are stored, so that all find the same in it."""
+    offer: _Offer | None = None
+    head: dict[str, Any] | None = None
+    contents = b""
+    if group.rank == 0:
+        try:
+            offer = _next(store, candidates, check_ours)
+        except (ConfigError, StorageError) as error:
+            head = {"kind": _kind(error), "error": str(error)}
+        if offer is not None:
+            head = {"key": offer.commit.key, "manifest_bytes": len(offer.commit.manifest)}
+            contents = offer.commit.manifest + offer.skeleton
+        contents = json.dumps(head).encode() + b"\n" + contents
+    text, _, contents = _as_sent(contents, group).partition(b"\n")
+    head = json.loads(text)
+    if head is not None and "error" in head:
+        raise _COUNT[head["kind"]](head["error"])
+    if head is None or offer is not None:
+        return offer
+    manifest, skeleton = contents[: head["manifest_bytes"]], contents[head["manifest_bytes"] :]
+    try:
+        return _Offer(Commit.from_bytes(head["key"], manifest), skeleton)
+    except CheckpointError as error:
+        raise PeerLostError(f"rank 0 found a commit in what is none here: {error}") from error
+
+
+def _as_sent(data: bytes, group: ProcessGroup) -> bytes:
     """What rank 0 has, on every rank, as it was there: nothing else tells whether a number in it is another one."""
-    sent = group.broadcast_bytes(hashlib.sha256(data).digest() + data if data is not None else None)
+    sent = group.broadcast_bytes(hashlib.sha256(data).digest() + data if group.rank == 0 else None)
     if hashlib.sha256(sent[32:]).digest() != sent[:32]:
         raise PeerLostError("what rank 0 sent of a commit came as something else")
     return sent[32:]
 
 
-def _next(store: CommitCatalog, candidates: Iterator[Commit], check_ours: Callable[[Commit], None]) -> bytes:
-    """The next commit that seems to be complete, for all ranks, if there is one, or what looking for it failed at."""
-    offer = None
-    try:
-        for commit in candidates:
-            try:
-                check_ours(commit)
-                skeleton = store.skeleton(commit).decode()
-            except (CheckpointError, UnreadableError) as error:
-                store.reject(commit.key, commit.attempt, error)
-            except UnicodeDecodeError as error:
-                store.reject(commit.key, commit.attempt, CheckpointError(f"{commit.state.key} is no text: {error}"))
-            else:
-                manifest = commit.to_bytes().decode()
-                offer = {"key": commit.key, "attempt": commit.attempt, "manifest": manifest, "skeleton": skeleton}
-                break
-    except (ConfigError, StorageError) as error:
-        offer = {"kind": _kind(error), "error": str(error)}
-    return json.dumps(offer).encode()
+def _next(store: CommitCatalog, candidates: Iterator[Commit], check_ours: Callable[[Commit], None]) -> _Offer | None:
+    """Of those that rank 0 knows; what is found wrong with one before it is why that is rejected.
+
+    Raises:
+        ConfigError, StorageError: what looking for it failed at.
+    """
+    for commit in candidates:
+        try:
+            check_ours(commit)
+            return _Offer(commit, store.skeleton(commit))
+        except (CheckpointError, UnreadableError) as error:
+            store.reject(commit.key, commit.attempt, error)
+    return None
 
 
 @dataclass(frozen=True)
@@ -163,18 +186,20 @@ class _Piece:
     """Those that need it."""
 
     @classmethod
-    def all_of(cls, commit: Commit, names: Collection[str], targets: Targets, group: ProcessGroup) -> list[_Piece]:
+    def all_of(cls, commit: Commit, names: Collection[str], needs: Sequence[bytes], rank: int) -> list[_Piece]:
         """Those that this rank needs, of which whoever needs one needs all of its blocks: what all ranks hold may lie
-        beside their shards. What several need is in one order on all of them. Every rank calls it."""
-        blocks = [(name, block) for name in names for block in commit.tensors[name].blocks]
-        needs = group.all_gather_bytes(bytes(targets.need(*each) for each in blocks))
-        by_rank = zip(*needs, strict=True)
-        needed_by = {(name, block.offsets): bytes(each) for (name, block), each in zip(blocks, by_rank, strict=True)}
+        beside their shards. What several need is in one order on all of them.
+
+        Args:
+            needs: of every rank, whether it needs the blocks of these tensors, in their order.
+        """
+        blocks = ((name, block.offsets) for name in names for block in commit.tensors[name].blocks)
+        needed_by = dict(zip(blocks, map(bytes, zip(*needs, strict=True)), strict=True))
         pieces = []
         for number, piece in enumerate(pieces_of(commit, names, lambda name, block: needed_by[name, block.offsets])):
             name, block = piece.blocks[0]
-            ranks = [rank for rank, need in enumerate(needed_by[name, block.offsets]) if need]
-            if group.rank in ranks:
+            ranks = [other for other, need in enumerate(needed_by[name, block.offsets]) if need]
+            if rank in ranks:
                 pieces.append(cls(piece, number, ranks))
         # What several wait for comes first: each would get to it at another time else, and the first wait for the last.
         return sorted(pieces, key=lambda each: len(each.ranks) == 1)
@@ -204,7 +229,7 @@ def read_together(
     storage: Storage,
     group: ProcessGroup,
     components: Collection[str] | None = None,
-    layout: Layout | None = None,
+    layout: Layout = lambda name: None,
     *,
     tick: Callable[[], None],
 ) -> tuple[dict[str, Any] | None, Wrong | None]:
@@ -216,13 +241,16 @@ def read_together(
             connection between them, and says nothing of the commit.
     """
     no_room: CheckpointError | ConfigError | None = None
+    needed = b""
     try:
-        tensors, targets = state_to_fill(commit, components, layout or (lambda name: None))
+        tensors, targets = state_to_fill(commit, components, layout)
+        needed = bytes(targets.need(name, block) for name in tensors for block in commit.tensors[name].blocks)
     except (CheckpointError, ConfigError) as error:
         no_room = _itself(error)
-    if wrong := what_is_wrong(no_room, group):
+    wrong, needs = _told(no_room, needed, group)
+    if wrong:
         return None, wrong
-    pieces = _Piece.all_of(commit, tensors, targets, group)
+    pieces = _Piece.all_of(commit, tensors, needs, group.rank)
     going: deque[tuple[_Piece, memoryview, list[dist.Work]]] = deque()
     unread: CheckpointError | StorageError | None = None
     garbled: PeerLostError | None = None
@@ -263,7 +291,7 @@ def read_together(
     state = None
     if bad is None:
         try:
-            state = state_of(commit, skeleton, tensors, components)
+            state = state_of(commit, skeleton, spread_out(commit, tensors, layout), components)
         except CheckpointError as error:
             bad = _itself(error)
     wrong = what_is_wrong(bad, group)
@@ -282,15 +310,24 @@ def what_is_wrong(error: Exception | None, group: ProcessGroup) -> Wrong | None:
     Raises:
         ConfigError, StorageError, PeerLostError: some rank met one, which says nothing of the commit.
     """
-    word = b"" if error is None else f"{_kind(error)}\n{error}".encode(errors="backslashreplace")
-    met = [each.decode().split("\n", 1) for each in group.all_gather_bytes(word) if each]
+    wrong, _ = _told(error, b"", group)
+    return wrong
+
+
+def _told(error: Exception | None, word: bytes, group: ProcessGroup) -> tuple[Wrong | None, list[bytes]]:
+    """The same, and if nothing is wrong what every rank has to say besides: in one round, as each waits for the slowest
+    rank."""
+    if error is not None:
+        word = f"{_kind(error)}\n{error}".encode(errors="backslashreplace")
+    words = group.all_gather_bytes(bytes([error is not None]) + word if word else b"")
+    met = [each[1:].decode().split("\n", 1) for each in words if each[:1] == b"\1"]
     for name, kind in _COUNT.items():
         for text in (text for each, text in met if each == name):
             found = kind(text)
             if isinstance(found, CheckpointError | UnreadableError):
-                return found
+                return found, []
             raise found
-    return None
+    return None, [each[1:] for each in words]
 
 
 def _kind(error: Exception) -> str:

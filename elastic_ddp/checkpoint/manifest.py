@@ -16,7 +16,7 @@ import re
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Final, Literal, Self
 
 import torch
@@ -211,8 +211,8 @@ class Commit(BaseModel):
 
     def to_bytes(self) -> bytes:
         """The manifest: JSON with a checksum of itself; the record has passed `check_record`."""
-        body = json.loads(_canonical(self.model_dump()))
-        return json.dumps({**body, "sha256": _sha256(body)}, separators=(",", ":")).encode()
+        text = _canonical(self.model_dump())
+        return f'{text[:-1]},"sha256":"{_sha256(text)}"}}'.encode()
 
     @classmethod
     def from_bytes(cls, key: str, data: bytes) -> Commit:
@@ -233,9 +233,10 @@ class Commit(BaseModel):
             version = body.get("format")
             if type(version) is not int or version != FORMAT:  # True would pass for 1
                 raise ValueError(f"its format is {version!r:.20}, this version reads {FORMAT}")
-            if body.pop("sha256", None) != _sha256(body):
+            checksum = body.pop("sha256", None)
+            if checksum != _sha256(text := _canonical(body)):
                 raise ValueError("it does not have its own checksum")
-            commit = cls.model_validate_json(_canonical(body))
+            commit = cls.model_validate_json(text)
         except ValidationError as error:
             what = "; ".join(mistake["msg"] for mistake in error.errors(include_url=False, include_input=False)[:5])
             raise CheckpointError(f"{key} is not the manifest of a commit: {what}") from error
@@ -243,7 +244,13 @@ class Commit(BaseModel):
             raise CheckpointError(f"{key} is not the manifest of a commit: {error}") from error
         if commit.key != key:
             raise CheckpointError(f"{key} is the manifest of another step, {commit.step}")
+        commit.__dict__["manifest"] = data
         return commit
+
+    @cached_property
+    def manifest(self) -> bytes:
+        """As it is stored, which `to_bytes` need not give of one that was read: JSON can be written in several ways."""
+        return self.to_bytes()
 
     def check_present(self, sizes: Mapping[str, int]) -> None:
         """CheckpointError unless every object is among these, by key, with its size."""
@@ -264,6 +271,7 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
+@lru_cache(maxsize=64)
 def stored_dtype(name: str) -> torch.dtype:
     """ValueError where a tensor of that dtype cannot be stored, as those of less than a byte and quantized ones."""
     if not _STORED_DTYPE.fullmatch(name):
@@ -351,5 +359,5 @@ def _canonical(body: Any) -> str:
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _sha256(body: Any) -> str:
-    return hashlib.sha256(_canonical(body).encode()).hexdigest()
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -64,10 +64,10 @@ class BlockPlanner(DefaultSavePlanner):
         return self.plan
 
     def _items(self, name: str, tensor: torch.Tensor) -> Iterator[WriteItem]:
-        local, origin = local_part(name, tensor)
-        properties = TensorProperties.create_from_tensor(local)
-        for first, sizes in blocks_of(local.shape, local.element_size(), self._block_bytes):
-            offsets = torch.Size(start + place for start, place in zip(origin, first, strict=True))
+        box = local_box(tensor)
+        properties = TensorProperties.create_from_tensor(held_part(tensor))
+        for first, sizes in blocks_of(box.sizes, tensor.element_size(), self._block_bytes):
+            offsets = torch.Size(start + place for start, place in zip(box.offsets, first, strict=True))
             if math.prod(sizes) or not tensor.numel():  # DTensors may have shards without elements
                 yield WriteItem(
                     index=MetadataIndex(name, offsets),
@@ -84,17 +84,16 @@ class BlockPlanner(DefaultSavePlanner):
 
     def boxes(self, items: Iterable[WriteItem]) -> list[Box]:
         """Where blocks are, for `blocks`, as long as tensors have the same shapes and ranks the same shards."""
-        parts: dict[str, tuple[torch.Size, torch.Size]] = {}
+        held: dict[str, ChunkStorageMetadata] = {}
         found = []
         for item in items:
             assert item.tensor_data is not None
             name, chunk = item.index.fqn, item.tensor_data.chunk
-            if name not in parts:
-                local, origin = local_part(name, self.state_dict[name])
-                parts[name] = local.shape, origin
-            shape, origin = parts[name]
-            is_all = chunk.sizes == shape
-            offsets = None if is_all else [at - start for at, start in zip(chunk.offsets, origin, strict=True)]
+            if name not in held:
+                held[name] = local_box(self.state_dict[name])
+            box = held[name]
+            is_all = chunk.sizes == box.sizes
+            offsets = None if is_all else [at - start for at, start in zip(chunk.offsets, box.offsets, strict=True)]
             found.append(Box(name, offsets, chunk.sizes))
         return found
 
@@ -102,8 +101,7 @@ class BlockPlanner(DefaultSavePlanner):
         """Views of this rank's memory."""
         found = []
         for name, offsets, sizes in boxes:
-            tensor = self.state_dict[name]
-            held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            held = held_part(self.state_dict[name])
             found.append(held if offsets is None else narrowed(held, offsets, sizes))
         return found
 
@@ -113,13 +111,17 @@ def is_in_shards(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor) and not all(each.is_replicate() for each in tensor.placements)
 
 
-def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Size]:
-    """What this rank has of a tensor, and where in it that begins."""
+def local_box(tensor: torch.Tensor) -> ChunkStorageMetadata:
+    """Which part of a tensor this rank has: where it begins, and its shape."""
     if not isinstance(tensor, DTensor):
-        return tensor, torch.Size([0] * tensor.dim())
-    [item] = tensor.__create_write_items__(name, tensor)  # DCP's protocol
-    assert item.tensor_data is not None
-    return tensor.to_local(), item.tensor_data.chunk.offsets
+        return ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
+    [box] = tensor.__create_chunk_list__()  # DCP's protocol
+    return box
+
+
+def held_part(tensor: torch.Tensor) -> torch.Tensor:
+    """That part itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shards_of(tensor: DTensor) -> list[torch.Size]:

@@ -28,7 +28,7 @@ from elastic_ddp.checkpoint.manifest import (
     StoredTensor,
     padded,
 )
-from elastic_ddp.checkpoint.planning import laid_out, local_part, narrowed
+from elastic_ddp.checkpoint.planning import laid_out, local_box, narrowed
 from elastic_ddp.errors import CheckpointError, ConfigError, described
 from elastic_ddp.state import unflatten
 from elastic_ddp.storage import Storage
@@ -44,6 +44,8 @@ PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
 MEMORY_BYTES = host_memory.total_bytes()
 
+Layout = Callable[[str], torch.Tensor | None]
+"""From a tensor's name in a commit to the DTensor by which this rank is to have only a shard of it, if there is one."""
 
 # Else padding would reach into the next tensor, and what lies together in an object not do so in memory.
 assert host_memory.ALIGNMENT == ALIGNMENT
@@ -157,17 +159,18 @@ class Targets:
     """Tensors on the CPU that are to be filled: whole ones, or what this rank has of them.
 
     Args:
-        tensors: by name in the commit: how it is stored, and where in the whole that begins which is to be filled.
+        tensors: by name in the commit: how it is stored, and which part of the whole is to be filled.
         memory: what is to be filled.
     """
 
-    def __init__(self, tensors: Mapping[str, tuple[StoredTensor, torch.Size]], memory: host_memory.Memory) -> None:
+    def __init__(
+        self, tensors: Mapping[str, tuple[StoredTensor, ChunkStorageMetadata]], memory: host_memory.Memory
+    ) -> None:
         self._memory = memory
         self._copies: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
         self._in_place: set[tuple[str, int]] = set()
         """Key and start of the pieces whose place is in their tensors."""
-        for name, (stored, origin) in tensors.items():
-            target = memory.tensors[name]
+        for name, (stored, part) in tensors.items():
             chunks = [
                 ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
                 for each in stored.blocks
@@ -177,14 +180,14 @@ class Targets:
                 TensorProperties(stored.torch_dtype), torch.Size(stored.shape), chunks=chunks
             )
             filled = 0
-            for item in create_read_items_for_chunk_list(name, metadata, [ChunkStorageMetadata(origin, target.shape)]):
+            for item in create_read_items_for_chunk_list(name, metadata, [part]):
                 assert item.storage_index.offset is not None
                 self._copies.setdefault((name, tuple(item.storage_index.offset)), []).append(item)
                 filled += math.prod(item.lengths)
-            if filled != target.numel():  # it would keep whatever was in that memory; the commit is not to blame
-                raise RuntimeError(
-                    f"{name} has the shape {stored.shape}, and this rank was to have {tuple(target.shape)} of it, from "
-                    f"{tuple(origin)} on, which is not all there"
+            if filled != math.prod(part.sizes):  # it would keep whatever was in that memory
+                raise RuntimeError(  # and not a CheckpointError: the commit is not to blame
+                    f"{name} has the shape {stored.shape}, and this rank was to have {tuple(part.sizes)} of it, from "
+                    f"{tuple(part.offsets)} on, which is not all there"
                 )
 
     def need(self, name: str, block: StoredBlock) -> bool:
@@ -239,30 +242,44 @@ class Targets:
 def state_to_fill(
     commit: Commit,
     components: Collection[str] | None = None,
-    layout: Callable[[str], torch.Tensor | None] = lambda name: None,
+    layout: Layout = lambda name: None,
 ) -> tuple[dict[str, torch.Tensor], Targets]:
-    """The tensors of a commit, or of some components, on the CPU and without values, and what fills them.
+    """What this rank is to have of the tensors of a commit, or of some components, on the CPU and without values, and
+    what fills that.
 
     Args:
-        layout: a DTensor by which this rank is to have only a shard of a tensor, if they have the same shape.
+        layout: counts where the DTensor has the shape of the commit's tensor.
 
     Raises:
         CheckpointError: there can be no such tensors.
         ConfigError: this machine has not the memory for them.
     """
     whole = empty_tensors(commit, components)
-    likes = {name: like for name in whole if (like := layout(name)) is not None and like.shape == whole[name].shape}
-    parts = {name: local_part(name, likes.get(name, tensor)) for name, tensor in whole.items()}
+    likes = _likes(commit, whole, layout)
+    parts = {name: local_box(likes.get(name, tensor)) for name, tensor in whole.items()}
     wanted = [commit.tensors[name] for name in whole]
     stored = sum(padded(tensor.num_bytes(block)) for tensor in wanted for block in tensor.blocks)
     # Pieces are read whole, and wait for others: those that were read, and those that came from other ranks.
     waiting = min(stored, 2 * PARALLEL_PIECES * PIECE_BYTES)
-    held = sum(part.numel() * whole[name].element_size() for name, (part, _) in parts.items())
-    kinds = {name: (part.shape, whole[name].dtype) for name, (part, _) in parts.items()}
+    held = sum(math.prod(part.sizes) * whole[name].element_size() for name, part in parts.items())
+    kinds = {name: (part.sizes, whole[name].dtype) for name, part in parts.items()}
     with _room_for(commit, held + waiting):
         memory = host_memory.Memory({name: kinds[name] for name in names} for names in _as_stored(commit, whole))
-    tensors = {name: laid_out(memory.tensors[name], likes.get(name, memory.tensors[name])) for name in whole}
-    return tensors, Targets({name: (commit.tensors[name], origin) for name, (_, origin) in parts.items()}, memory)
+    targets = Targets({name: (commit.tensors[name], part) for name, part in parts.items()}, memory)
+    return {name: memory.tensors[name] for name in whole}, targets
+
+
+def spread_out(commit: Commit, held: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
+    """What `state_to_fill` gave by a layout, as DTensors where that has one. That takes time for each, and so comes
+    behind what is read."""
+    likes = _likes(commit, held, layout)
+    return {name: laid_out(tensor, likes.get(name, tensor)) for name, tensor in held.items()}
+
+
+def _likes(commit: Commit, names: Iterable[str], layout: Layout) -> dict[str, torch.Tensor]:
+    """By name, of those that this rank is to have only a shard of."""
+    likes = ((name, layout(name)) for name in names)
+    return {name: like for name, like in likes if like is not None and like.shape == commit.tensors[name].shape}
 
 
 def _as_stored(commit: Commit, names: Iterable[str]) -> list[list[str]]:

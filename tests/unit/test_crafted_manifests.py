@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,9 +28,10 @@ from elastic_ddp.checkpoint import manifest
 from elastic_ddp.checkpoint.manifest import ALIGNMENT, MAX_SKELETON_BYTES, Commit, StoredTensor
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.job import COMMITS
+from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
-from tests.ranks import alone
+from tests.ranks import run_ranks
 from tests.unit.blocks import PREFIX, commit_of, write
 from tests.unit.forging import in_little_memory, signed
 from tests.unit.test_checkpoint import make_state, save, step_of
@@ -127,22 +129,25 @@ def test_a_block_without_elements_may_begin_where_another_one_does(tmp_path: Pat
     assert found is not None and torch.equal(found[1]["model"], weight)
 
 
-def test_a_manifest_that_is_too_long_as_it_is_sent_has_the_commit_before_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the storage a letter may take fewer bytes."""
+def restored_within(group: ProcessGroup, uri: str, most: int) -> tuple[int, list[tuple[str, str]]]:
+    """The step that is restored where no manifest may have more bytes, and what is passed over."""
+    store = WholeStore(Storage(uri), keep=2)
+    with mock.patch.object(manifest, "MAX_MANIFEST_BYTES", most):
+        found = restore(store, Storage(uri), group)
+    assert found is not None
+    return found[0].step, store.rejected
+
+
+def test_all_ranks_read_a_manifest_as_it_is_stored(tmp_path: Path) -> None:
+    """Written anew it may be another one: in the storage a letter may take fewer bytes, so that rank 0 alone would find
+    it short enough."""
     storage = Storage(tmp_path)
     [_, newest] = save(storage, 1, 2)
     body = json.loads(newest.to_bytes())
     body["record"] = {"note": "é" * 1000}
     text = json.dumps(json.loads(signed(body)), ensure_ascii=False).encode()
     storage.write(newest.key, text)
-    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", len(text))
-    store = WholeStore(storage, keep=2)
-    found = restore(store, storage, alone())
-    assert found is not None and found[0].step == 1
-    [(key, reason)] = store.rejected
-    assert key == newest.key and "is not the manifest of a commit: it has" in reason
+    assert run_ranks(2, restored_within, str(tmp_path), len(text)) == [(2, []), (2, [])]
 
 
 def test_a_manifest_of_very_many_blocks_does_not_hold_a_reader_up() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from zlib_ng import zlib_ng
 
 from elastic_ddp import host_memory
@@ -50,7 +51,7 @@ def test_any_part_of_a_tensor_can_be_read_whoever_wrote_it(
         with in_slabs_from(data.draw(st.sampled_from([1, 10_000]))):
             memory = host_memory.Memory([{"w": (part.shape, part.dtype)}])
         target = memory.tensors["w"].fill_(-1.0)
-        targets = Targets({"w": (commit.tensors["w"], place)}, memory)
+        targets = Targets({"w": (commit.tensors["w"], ChunkStorageMetadata(place, part.shape))}, memory)
         for _ in read_pieces(storage, pieces_of(commit, ["w"]), targets):
             pass
         assert torch.equal(target, part)
@@ -155,8 +156,10 @@ def test_a_block_that_is_wanted_in_part_leaves_the_next_tensor_alone(tmp_path: P
     with in_slabs_from(1), patch.object(reading, "LARGE_BYTES", 1):
         memory = host_memory.Memory([{"w": ([5, 8], torch.float32), "v": ([200], torch.float32)}])
         pieces = pieces_of(commit, tensors)
-    origins = {"w": torch.Size([0, 0]), "v": torch.Size([0])}
-    targets = Targets({name: (commit.tensors[name], origin) for name, origin in origins.items()}, memory)
+    parts = {
+        name: ChunkStorageMetadata(torch.Size([0] * each.dim()), each.shape) for name, each in memory.tensors.items()
+    }
+    targets = Targets({name: (commit.tensors[name], part) for name, part in parts.items()}, memory)
     assert [piece.blocks[0][0] for piece in pieces] == ["w", "v"]
     for piece in reversed(pieces):
         for _ in read_pieces(storage, [piece], targets):
