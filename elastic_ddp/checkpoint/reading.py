@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
@@ -39,7 +39,8 @@ between them, such as an optimizer's counts of steps."""
 POSITION = "position"
 """The component of a run's state that has the steps behind it."""
 LARGE_BYTES = 8 << 20
-"""A block of so many bytes is read alone: into its tensor, if that takes it as it is."""
+"""A block of so many bytes is read alone if it is not all that is wanted of its tensor: its neighbours in memory are
+others than in the object, so that it would have to be copied with them. Alone it goes into its tensor."""
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
 MEMORY_BYTES = host_memory.total_bytes()
@@ -78,34 +79,51 @@ class Piece:
         return host_memory.empty_bytes(self.end - self.start)
 
 
+class _Place(NamedTuple):
+    """Of a block in its object."""
+
+    start: int
+    end: int
+    name: str
+    block: StoredBlock
+    kind: object
+    is_alone: bool
+
+
 def pieces_of(
     commit: Commit, names: Iterable[str], kind: Callable[[str, StoredBlock], object] = lambda name, block: None
 ) -> list[Piece]:
     """The blocks of some of a commit's tensors, where they are stored. Those of two kinds are in two pieces."""
-    wanted: list[list[tuple[str, StoredBlock, int]]] = [[] for _ in commit.objects]
+    wanted: list[list[_Place]] = [[] for _ in commit.objects]
     for name in names:
         tensor = commit.tensors[name]
-        for block in tensor.blocks:
-            wanted[block.object].append((name, block, block.start + padded(tensor.num_bytes(block))))
+        kinds = [kind(name, block) for block in tensor.blocks]
+        counts = Counter(kinds)
+        for block, each in zip(tensor.blocks, kinds, strict=True):
+            size = padded(tensor.num_bytes(block))
+            is_alone = size >= LARGE_BYTES and counts[each] > 1
+            wanted[block.object].append(_Place(block.start, block.start + size, name, block, each, is_alone))
     pieces: list[Piece] = []
-    for item, blocks in zip(commit.objects, wanted, strict=True):
-        together: list[tuple[str, StoredBlock, int]] = []
-        for each in sorted(blocks, key=lambda each: (each[1].start, each[2])):
-            is_alone = any(end - block.start >= LARGE_BYTES for _, block, end in [each, *together[-1:]])
-            is_apart = bool(together) and (
-                each[1].start != together[-1][2] or kind(*each[:2]) != kind(*together[-1][:2])
-            )
-            if together and (is_alone or is_apart or each[2] - together[0][1].start > PIECE_BYTES):
+    for item, places in zip(commit.objects, wanted, strict=True):
+        together: list[_Place] = []
+        for place in sorted(places, key=lambda each: each[:2]):
+            if together and not _go_together(together[0], together[-1], place):
                 pieces.append(_piece(item.key, together))
                 together = []
-            together.append(each)
+            together.append(place)
         if together:
             pieces.append(_piece(item.key, together))
     return pieces
 
 
-def _piece(key: str, blocks: list[tuple[str, StoredBlock, int]]) -> Piece:
-    return Piece(key, blocks[0][1].start, blocks[-1][2], tuple((name, block) for name, block, _ in blocks))
+def _go_together(first: _Place, last: _Place, place: _Place) -> bool:
+    """Whether a block can be read with those from the first to the last."""
+    follows = place.start == last.end and place.kind == last.kind
+    return follows and not (place.is_alone or last.is_alone) and place.end - first.start <= PIECE_BYTES
+
+
+def _piece(key: str, places: list[_Place]) -> Piece:
+    return Piece(key, places[0].start, places[-1].end, tuple((each.name, each.block) for each in places))
 
 
 def read_pieces(

@@ -92,7 +92,7 @@ def test_a_state_comes_back_to_the_bit_whether_pieces_fit_its_tensors_or_not(
     }
     parts = write(storage, tensors, writers, block_bytes=block_bytes, object_bytes=object_bytes)
     commit = commit_of(parts, tensors)
-    with in_slabs_from(small_bytes), patch.object(reading, "LARGE_BYTES", 1 if apart else reading.LARGE_BYTES):
+    with in_slabs_from(small_bytes), patch.object(reading, "PIECE_BYTES", 1 if apart else reading.PIECE_BYTES):
         found, targets = state_to_fill(commit)
         pieces = pieces_of(commit, found)
     order = random.Random(seed).sample(pieces, len(pieces)) if seed else pieces
@@ -153,7 +153,7 @@ def test_a_block_that_is_wanted_in_part_leaves_the_next_tensor_alone(tmp_path: P
     storage = Storage(tmp_path)
     tensors = {"w": torch.arange(80.0).reshape(10, 8), "v": torch.arange(200.0)}
     commit = commit_of(write(storage, tensors, block_bytes=BLOCK_BYTES, object_bytes=OBJECT_BYTES), tensors)
-    with in_slabs_from(1), patch.object(reading, "LARGE_BYTES", 1):
+    with in_slabs_from(1), patch.object(reading, "PIECE_BYTES", 1):
         memory = host_memory.Memory([{"w": ([5, 8], torch.float32), "v": ([200], torch.float32)}])
         pieces = pieces_of(commit, tensors)
     parts = {
@@ -165,6 +165,17 @@ def test_a_block_that_is_wanted_in_part_leaves_the_next_tensor_alone(tmp_path: P
         for _ in read_pieces(storage, [piece], targets):
             pass
     assert same(memory.tensors["w"], tensors["w"][:5]) and same(memory.tensors["v"], tensors["v"])
+
+
+def test_large_blocks_are_read_with_their_neighbours_if_those_are_theirs_in_memory_too(tmp_path: Path) -> None:
+    """As they are for who wants one block alone of each tensor, but not for who wants several."""
+    tensors = {"a": torch.rand(4000), "b": torch.rand(4000)}
+    commit = commit_of(write(Storage(tmp_path), tensors, 2, block_bytes=8000, object_bytes=OBJECT_BYTES), tensors)
+    with patch.object(reading, "LARGE_BYTES", 8000):
+        of_all = pieces_of(commit, tensors)
+        of_shards = pieces_of(commit, tensors, lambda name, block: block.offsets)
+    assert [[name for name, _ in piece.blocks] for piece in of_all] == [["a"], ["b"], ["a"], ["b"]]
+    assert [[name for name, _ in piece.blocks] for piece in of_shards] == [["a", "b"], ["a", "b"]]
 
 
 def test_shards_that_are_no_ranges_of_the_whole_come_to_their_places(tmp_path: Path) -> None:
