@@ -211,7 +211,8 @@ class Commit(BaseModel):
 
     def to_bytes(self) -> bytes:
         """The manifest: JSON with a checksum of itself; the record has passed `check_record`."""
-        text = _canonical(self.model_dump())
+        # Read again first: a record's keys may be in another order as text, and the checksum is of what a reader has.
+        text = _canonical(json.loads(_canonical(self.model_dump())))
         return f'{text[:-1]},"sha256":"{_sha256(text)}"}}'.encode()
 
     @classmethod
@@ -251,6 +252,13 @@ class Commit(BaseModel):
     def manifest(self) -> bytes:
         """As it is stored, which `to_bytes` need not give of one that was read: JSON can be written in several ways."""
         return self.to_bytes()
+
+    def __copy__(self) -> Self:
+        """What follows from fields is not taken along: `model_copy` may change them."""
+        copied = super().__copy__()
+        for name in ("manifest", "blocks_by_object"):
+            copied.__dict__.pop(name, None)
+        return copied
 
     def check_present(self, sizes: Mapping[str, int]) -> None:
         """CheckpointError unless every object is among these, by key, with its size."""

@@ -357,7 +357,7 @@ def state_of(
         component, _, place = name.partition(".")
         by_component.setdefault(component, {})[place] = tensor
     try:
-        skeletons = json.loads(skeleton)
+        skeletons = json.loads(skeleton.decode())  # of bytes it would guess the encoding
         state = {
             name: unflatten(skeletons[name], by_component.get(name, {}))
             for name in (skeletons if components is None else components)

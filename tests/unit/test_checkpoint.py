@@ -55,6 +55,21 @@ def test_the_newest_commit_comes_back_with_its_record(storage: Storage) -> None:
     assert other.rejected == []
 
 
+@pytest.mark.parametrize("keys", [(9, 10), ("\U0001f600", "\uffff")], ids=["numbers", "beyond the BMP"])
+def test_a_record_may_have_keys_that_are_in_another_order_as_text(storage: Storage, keys: tuple[Any, Any]) -> None:
+    WholeStore(storage, keep=1).save(make_state(1), step=1, record={"x": dict.fromkeys(keys, 1)})
+    found = WholeStore(storage, keep=1).latest()
+    assert found is not None and found.record["x"] == {str(key): 1 for key in keys}
+
+
+def test_a_changed_copy_of_a_commit_has_a_manifest_of_its_own(storage: Storage) -> None:
+    WholeStore(storage, keep=1).save(make_state(1), step=1, record={"epoch": 1})
+    found = WholeStore(storage, keep=1).latest()
+    assert found is not None and found.manifest == storage.read(found.key)
+    changed = found.model_copy(update={"record": {"epoch": 2}})
+    assert Commit.from_bytes(changed.key, changed.manifest).record == {"epoch": 2}
+
+
 def keys_of(commit: Commit) -> list[str]:
     return [commit.key, *(item.key for item in commit.all_objects)]
 

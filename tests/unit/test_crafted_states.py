@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from zlib_ng import zlib_ng
 
 from elastic_ddp import host_memory
 from elastic_ddp.checkpoint import reading
@@ -100,6 +101,17 @@ def test_a_crafted_skeleton_has_all_ranks_use_the_commit_before(tmp_path: Path) 
         plant(Storage(uri), 2, SKELETONS[name], TENSORS)
     first, second = run_ranks(2, restore_all, uris)
     assert first == [(1, ["commits/2.json"])] * len(names) and second == [(1, [])] * len(names)
+
+
+def test_a_skeleton_in_another_encoding_has_the_commit_before_used(tmp_path: Path) -> None:
+    """JSON may be in UTF-16, too, and would be guessed to be."""
+    storage = Storage(tmp_path)
+    [_, newest] = save(storage, 1, 2)
+    text = storage.read(newest.state.key).decode().encode("utf-16")
+    storage.write(newest.state.key, text)
+    state = newest.state.model_copy(update={"size": len(text), "crc32": zlib_ng.crc32(text)})
+    storage.write(newest.key, newest.model_copy(update={"state": state}).to_bytes())
+    assert restored_with(str(tmp_path), alone()) == (1, [newest.key])
 
 
 def steps_used() -> dict[str, int | None]:

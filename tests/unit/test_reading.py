@@ -178,6 +178,15 @@ def test_large_blocks_are_read_with_their_neighbours_if_those_are_theirs_in_memo
     assert [[name for name, _ in piece.blocks] for piece in of_shards] == [["a", "b"], ["a", "b"]]
 
 
+def test_a_large_block_of_several_is_read_without_the_small_ones_behind_it(tmp_path: Path) -> None:
+    tensors = {"a": torch.rand(4000), "b": torch.rand(10)}
+    commit = commit_of(write(Storage(tmp_path), tensors, 2, block_bytes=8000, object_bytes=OBJECT_BYTES), tensors)
+    assert [block.object for block in commit.tensors["a"].blocks + commit.tensors["b"].blocks] == [0, 1, 0]
+    with patch.object(reading, "LARGE_BYTES", 8000):
+        pieces = pieces_of(commit, tensors)
+    assert [[name for name, _ in piece.blocks] for piece in pieces] == [["a"], ["b"], ["a"]]
+
+
 def test_shards_that_are_no_ranges_of_the_whole_come_to_their_places(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     whole = torch.arange(32.0, dtype=torch.float64).reshape(4, 8)
