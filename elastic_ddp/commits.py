@@ -238,8 +238,9 @@ class Commits:
             if self._store.rejected:
                 reasons = "; ".join(f"{key}: {reason}" for key, reason in self._store.rejected)
                 raise CheckpointError(
-                    f"no commit of run {self._job.config.name!r} can be used: {reasons}. Repair "
-                    "them, make them readable or delete them, or use another name; the run does not silently start over"
+                    f"no commit of run {self._job.config.name!r} can be used: {reasons}. Repair them, make them "
+                    f"readable, or delete {self._storage.uri}/commits to begin again, or use another name; the run "
+                    "does not silently start over"
                 )
             if group.rank == 0 and (aside := self._storage.list("set-aside")):
                 raise CheckpointError(

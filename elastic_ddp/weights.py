@@ -154,7 +154,7 @@ class Fit:
             if self.reshaped:
                 remedy = (
                     "Build the model that they are of; or give what has another shape, such as a new head, another "
-                    "name in the model, and use strict=False, which leaves it as it was built"
+                    "name in the model: with strict=False it is left as it was built"
                 )
             raise ConfigError(f"the weights of {which} do not fit the model: {some(wrong, between='; ')}. {remedy}")
 

@@ -7,6 +7,8 @@ import json
 import logging
 import math
 import platform
+import re
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -222,6 +224,19 @@ def test_a_run_whose_commits_were_all_set_aside_does_not_start_over(new_run: New
         commits.restore(alone(), lambda: None)
     assert aside in str(said.value)
     storage.delete(aside)
+    assert commits.restore(alone(), lambda: None) is None
+
+
+def test_a_run_of_which_no_commit_can_be_used_begins_again_once_they_are_deleted(
+    new_run: NewRun, tmp_path: Path
+) -> None:
+    commit(tmp_path, 1)
+    folder = tmp_path / "run" / COMMITS / "commits"
+    (folder / "1.json").write_bytes(b"torn")
+    commits = new_run()._loop.commits
+    with pytest.raises(CheckpointError, match=f"delete {re.escape(str(folder))} to begin again, .* not silently"):
+        commits.restore(alone(), lambda: None)
+    shutil.rmtree(folder)
     assert commits.restore(alone(), lambda: None) is None
 
 
