@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from elastic_ddp.elastic.link import RendezvousLink
     from elastic_ddp.job import Job
     from elastic_ddp.parallel.process_group import ProcessGroup
-    from elastic_ddp.parallel.strategy import Layout
+    from elastic_ddp.state import Layout
     from elastic_ddp.train_state import TrainState
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from elastic_ddp.parallel.buffers import StepBuffers
 from elastic_ddp.parallel.handover import check_same_model, hand_over
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
 from elastic_ddp.parallel.store import StoreConnection
-from elastic_ddp.parallel.strategy import Layout, Strategy
+from elastic_ddp.parallel.strategy import Strategy
+from elastic_ddp.state import Layout
 from elastic_ddp.step import Step
 from elastic_ddp.train_state import TrainState
 

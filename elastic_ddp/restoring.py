@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reading import (
-    Layout,
     Piece,
     check,
     pieces_of,
@@ -29,6 +28,7 @@ from elastic_ddp.checkpoint.reading import (
 from elastic_ddp.checkpoint.verdicts import confirmed_pieces
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.state import Layout
 from elastic_ddp.storage import Storage
 
 IN_FLIGHT = 8

@@ -19,6 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ddp.errors import CheckpointError, described
 
+Layout = Callable[[str], torch.Tensor | None]
+"""From a tensor's name in a commit to one that is spread over the ranks in the same way; None if it is whole."""
+
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _NUMPY_SCALARS = "biufcmM"
 _NUMPY_ARRAYS = "biufcmMSU"

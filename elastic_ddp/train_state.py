@@ -17,13 +17,12 @@ from torch.distributed.tensor import DTensor, Placement
 from elastic_ddp.errors import CheckpointError, ConfigError, some
 from elastic_ddp.parallel.agreement import EMPTY_CHAIN, chain
 from elastic_ddp.parallel.prepared import PreparedModel
-from elastic_ddp.state import dtype_name, flatten, weights_sha256, whole
+from elastic_ddp.state import Layout, dtype_name, flatten, weights_sha256, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from elastic_ddp.parallel.process_group import ProcessGroup
-    from elastic_ddp.parallel.strategy import Layout
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST = 2**62

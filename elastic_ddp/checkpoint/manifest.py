@@ -256,8 +256,8 @@ class Commit(BaseModel):
     def __copy__(self) -> Self:
         """What follows from fields is not taken along: `model_copy` may change them."""
         copied = super().__copy__()
-        for name in ("manifest", "blocks_by_object"):
-            copied.__dict__.pop(name, None)
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
         return copied
 
     def check_present(self, sizes: Mapping[str, int]) -> None:

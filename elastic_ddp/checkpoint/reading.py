@@ -30,7 +30,7 @@ from elastic_ddp.checkpoint.manifest import (
 )
 from elastic_ddp.checkpoint.planning import laid_out, local_box, narrowed
 from elastic_ddp.errors import CheckpointError, ConfigError, described
-from elastic_ddp.state import unflatten
+from elastic_ddp.state import Layout, unflatten
 from elastic_ddp.storage import Storage
 
 PIECE_BYTES = MAX_BLOCK_BYTES + (1 << 20)
@@ -44,9 +44,6 @@ others than in the object, so that it would have to be copied with them. Alone i
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
 MEMORY_BYTES = host_memory.total_bytes()
-
-Layout = Callable[[str], torch.Tensor | None]
-"""From a tensor's name in a commit to the DTensor by which this rank is to have only a shard of it, if there is one."""
 
 # Else padding would reach into the next tensor, and what lies together in an object not do so in memory.
 assert host_memory.ALIGNMENT == ALIGNMENT

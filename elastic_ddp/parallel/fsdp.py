@@ -26,8 +26,8 @@ from elastic_ddp.config import RunConfig
 from elastic_ddp.parallel.prepared import PreparedModel
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.parallel.sharding import Place, check_parts, places_of
-from elastic_ddp.parallel.strategy import Layout, Strategy, unused
-from elastic_ddp.state import whole
+from elastic_ddp.parallel.strategy import Strategy, unused
+from elastic_ddp.state import Layout, whole
 
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,12 +13,10 @@ from elastic_ddp.batching import micro_batch_ranges, processing_order
 from elastic_ddp.config import RunConfig
 from elastic_ddp.errors import ConfigError, some
 from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.state import Layout
 
 if TYPE_CHECKING:
     from elastic_ddp.parallel.prepared import PreparedModel
-
-Layout = Callable[[str], torch.Tensor | None]
-"""From a tensor's name in a commit to one that is spread over the ranks in the same way; None if it is whole."""
 
 
 def unused(names: Sequence[str], advice: str) -> ConfigError:

@@ -19,7 +19,7 @@ from zlib_ng import zlib_ng
 from elastic_ddp import host_memory
 from elastic_ddp.checkpoint import Commit, reading
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor
-from elastic_ddp.checkpoint.planning import BLOCK_BYTES
+from elastic_ddp.checkpoint.planning import BLOCK_BYTES, local_box
 from elastic_ddp.checkpoint.reading import Piece, Targets, pieces_of, read_pieces, state_to_fill
 from elastic_ddp.checkpoint.writing import OBJECT_BYTES
 from elastic_ddp.errors import CheckpointError
@@ -156,10 +156,8 @@ def test_a_block_that_is_wanted_in_part_leaves_the_next_tensor_alone(tmp_path: P
     with in_slabs_from(1), patch.object(reading, "PIECE_BYTES", 1):
         memory = host_memory.Memory([{"w": ([5, 8], torch.float32), "v": ([200], torch.float32)}])
         pieces = pieces_of(commit, tensors)
-    parts = {
-        name: ChunkStorageMetadata(torch.Size([0] * each.dim()), each.shape) for name, each in memory.tensors.items()
-    }
-    targets = Targets({name: (commit.tensors[name], part) for name, part in parts.items()}, memory)
+    wanted = {name: (commit.tensors[name], local_box(each)) for name, each in memory.tensors.items()}
+    targets = Targets(wanted, memory)
     assert [piece.blocks[0][0] for piece in pieces] == ["w", "v"]
     for piece in reversed(pieces):
         for _ in read_pieces(storage, [piece], targets):
