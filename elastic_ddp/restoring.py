@@ -13,9 +13,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reading import (
     Piece,
@@ -27,12 +24,11 @@ from elastic_ddp.checkpoint.reading import (
 )
 from elastic_ddp.checkpoint.verdicts import confirmed_pieces
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerLostError, StorageError, UnreadableError
+from elastic_ddp.parallel.carrying import Carrier, Waits
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.state import Layout
 from elastic_ddp.storage import Storage
 
-IN_FLIGHT = 8
-"""Pieces that are on their way between ranks."""
 _COUNT: dict[str, type[Exception]] = {
     each.__name__: each for each in (ConfigError, StorageError, CheckpointError, UnreadableError, PeerLostError)
 }
@@ -209,19 +205,6 @@ class _Piece:
         """The one of them that reads it from the storage."""
         return self.ranks[self.number % len(self.ranks)]
 
-    def send(self, data: memoryview, group: ProcessGroup) -> list[dist.Work]:
-        """Begins to carry it from its reader to the others."""
-        if len(self.ranks) == 1 or not data:
-            return []
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
-        if len(self.ranks) == group.world_size:
-            works = [dist.broadcast(tensor, self.reader, async_op=True)]
-        elif group.rank == self.reader:
-            works = [dist.isend(tensor, each, tag=self.number) for each in self.ranks if each != group.rank]
-        else:
-            works = [dist.irecv(tensor, self.reader, tag=self.number)]
-        return [work for work in works if work is not None]
-
 
 def read_together(
     commit: Commit,
@@ -251,7 +234,7 @@ def read_together(
     if wrong:
         return None, wrong
     pieces = _Piece.all_of(commit, tensors, needs, group.rank)
-    going: deque[tuple[_Piece, memoryview, list[dist.Work]]] = deque()
+    going: deque[tuple[_Piece, memoryview, list[Waits]]] = deque()
     unread: CheckpointError | StorageError | None = None
     garbled: PeerLostError | None = None
 
@@ -272,7 +255,7 @@ def read_together(
                 targets.fill(each.piece, data)
 
     own = [each.piece for each in pieces if each.reader == group.rank]
-    with closing(confirmed_pieces(storage, own, targets)) as mine:
+    with Carrier.opened(group) as carrier, closing(confirmed_pieces(storage, own, targets)) as mine:
         for each in pieces:
             data = None
             if each.reader == group.rank and unread is None:
@@ -282,8 +265,8 @@ def read_together(
                     # The others are told when all is sent, and get nothing good meanwhile.
                     unread = _itself(error)
             data = targets.place_of(each.piece) if data is None else data
-            going.append((each, data, each.send(data, group)))
-            while len(going) >= IN_FLIGHT:
+            going.append((each, data, carrier.begin(each.number, data, each.reader, each.ranks)))
+            while len(going) >= carrier.in_flight:
                 take()
         while going:
             take()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing.connection import wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from elastic_ddp.parallel.cross_memory import Mark
 from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
 from elastic_ddp.parallel.store import StoreConnection
 
@@ -73,6 +76,13 @@ def alone() -> ProcessGroup:
     """That of a rank which has no others: nothing has to be formed."""
     place = Assignment(generation=1, rank=0, world_size=1, store_host="127.0.0.1", store_port=0, reason="start")
     return ProcessGroup(place, torch.device("cpu"), StoreConnection())
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Each rank is on a machine of its own, as far as those can tell that call it: they see nobody's memory."""
+    with mock.patch.object(Mark, "is_found", lambda mark: False):
+        yield
 
 
 def empty_store() -> dist.TCPStore:

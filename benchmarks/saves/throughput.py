@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from elastic_ddp.checkpoint import CommitCatalog
 from elastic_ddp.checkpoint.manifest import Commit
 from elastic_ddp.host_memory import empty_bytes
+from elastic_ddp.parallel.carrying import IN_FLIGHT
 from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.restoring import IN_FLIGHT, restore
+from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
 from saves.state import MIB, in_shards, make_state, num_bytes, shard_of_any, tensors_of
 from saves.stores import PIECE_BYTES, Bare, Limit, LimitedStorage, OurSaves, forget, give_large_memory_back

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +31,7 @@ from elastic_ddp.restoring import _Piece, restore
 from elastic_ddp.state import flatten, whole
 from elastic_ddp.storage import Storage
 from elastic_ddp.train_state import Position, TrainState
-from tests.ranks import run_ranks
+from tests.ranks import apart, run_ranks
 from tests.unit.test_fsdp import OPTIMIZERS, prepared, trained, whole_state
 
 STRATEGIES = ("ddp", "fsdp")
@@ -118,7 +119,7 @@ def _save_all(group: ProcessGroup, folder: Path) -> dict[tuple[str, str], Everyt
 def _restore_all(group: ProcessGroup, folders: list[Path]) -> dict[tuple[Path, str, str], Everything]:
     """By folder, and by the strategy that it was saved with and is restored into; the optimizer is that of its name."""
     found = {}
-    for folder in folders:
+    for number, folder in enumerate(folders):
         for strategy in STRATEGIES:
             _, _, optimizer = folder.name.partition("-")
             config, state = _prepared(strategy, optimizer)
@@ -134,7 +135,8 @@ def _restore_all(group: ProcessGroup, folders: list[Path]) -> dict[tuple[Path, s
                 return spread.layout(state.optimizers)  # noqa: B023
 
             storage = Storage(folder)
-            restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
+            with apart() if number % 2 else nullcontext():  # from memory to memory, or not
+                restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
             assert restored is not None
             in_shards = [each for each in _tensors(restored[1]) if isinstance(each, DTensor)]
             assert bool(in_shards) == (strategy == "fsdp")

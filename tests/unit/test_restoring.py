@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from zlib_ng import zlib_ng
 from elastic_ddp import restoring
 from elastic_ddp.checkpoint.reading import Targets, state_to_fill
 from elastic_ddp.errors import PeerLostError, StorageError, UnreadableError
+from elastic_ddp.parallel import carrying
+from elastic_ddp.parallel.carrying import Carrier
 from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
-from tests.ranks import alone, run_ranks
+from tests.ranks import alone, apart, run_ranks
 from tests.unit.test_checkpoint import corrupt, make_state, restored_step, save, step_of
 from tests.whole import WholeStore
 
@@ -36,7 +39,7 @@ class Counting(Storage):
         return count
 
 
-def restore_on(group: ProcessGroup, uri: str, piece_bytes: int) -> dict[str, Any]:
+def restore_on(group: ProcessGroup, uri: str, piece_bytes: int, is_apart: bool = False) -> dict[str, Any]:
     """What a rank restores, and how many bytes it read for that."""
     import elastic_ddp.checkpoint.reading
 
@@ -44,15 +47,19 @@ def restore_on(group: ProcessGroup, uri: str, piece_bytes: int) -> dict[str, Any
     storage = Counting(uri)
     store = WholeStore(storage, keep=2)
     counted: list[int] = []
-    found = restore(store, storage, group, tick=lambda: counted.append(1))
+    with apart() if is_apart else nullcontext():
+        found = restore(store, storage, group, tick=lambda: counted.append(1))
     step = None if found is None else step_of(found[1])
     return {"step": step, "rejected": store.rejected, "num_bytes": storage.num_bytes, "pieces": len(counted)}
 
 
+@pytest.mark.parametrize("is_apart", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_gets_the_state_and_every_byte_leaves_the_storage_once(tmp_path: Path, world_size: int) -> None:
+def test_every_rank_gets_the_state_and_every_byte_leaves_the_storage_once(
+    tmp_path: Path, world_size: int, is_apart: bool
+) -> None:
     [_, newest] = save(Storage(tmp_path), 1, 2)
-    results = run_ranks(world_size, restore_on, str(tmp_path), 128)
+    results = run_ranks(world_size, restore_on, str(tmp_path), 128, is_apart)
     assert [each["step"] for each in results] == [2] * world_size
     assert sum(each["num_bytes"] for each in results) == sum(item.size for item in newest.objects)
     assert all(each["num_bytes"] for each in results), "they share the work"
@@ -210,24 +217,34 @@ def test_a_commit_that_one_restore_passed_over_stays_if_the_next_one_uses_it(tmp
 
 def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> str:
     """What becomes of it on a rank where bytes come as others than were sent, and on another one."""
-    if group.rank == 1 and what == "pieces":
-        sends = restoring._Piece.send
+    if group.rank == 1 and what == "from memory":
+        read = carrying.read
 
-        def send(self: Any, data: memoryview, group: ProcessGroup) -> Any:
-            works = sends(self, data, group)
-            if self.reader != group.rank:
+        def read_another(pid: int, address: int, into: memoryview) -> None:
+            read(pid, address, into)
+            if len(into) > 16:  # it is no mark
+                into[0] ^= 1
+
+        carrying.read = read_another
+    if group.rank == 1 and what == "over the group":
+        begin = Carrier.begin
+
+        def begin_another(self: Carrier, number: int, data: memoryview, source: int, ranks: Any) -> Any:
+            works = begin(self, number, data, source, ranks)
+            if source != group.rank:
                 for work in works:
                     work.wait()
                 data[0] ^= 1
             return works
 
-        restoring._Piece.send = send  # type: ignore[method-assign]
+        Carrier.begin = begin_another  # type: ignore[method-assign]
     broadcast = group.broadcast_bytes
     if group.rank == 1 and what == "skeleton":
         group.broadcast_bytes = lambda data: broadcast(data).replace(b"0.1", b"0.2")  # type: ignore[assignment]
     store = WholeStore(Storage(uri), keep=2)
     try:
-        restore(store, Storage(uri), group)
+        with apart() if what == "over the group" else nullcontext():
+            restore(store, Storage(uri), group)
     except PeerLostError as error:
         group.close(intact=False)
         return f"{error}; rejected: {store.rejected}"
@@ -238,13 +255,13 @@ def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> s
     return "restored"
 
 
-@pytest.mark.parametrize("what", ["pieces", "skeleton"])
+@pytest.mark.parametrize("what", ["from memory", "over the group", "skeleton"])
 def test_what_is_garbled_between_ranks_is_a_lost_peer_and_no_word_on_the_commit(tmp_path: Path, what: str) -> None:
     save(Storage(tmp_path), 1, 2)
     before = Storage(tmp_path).list()
     first, second = run_ranks(2, restore_over_a_bad_connection, str(tmp_path), what)
     assert "came as something else" in second and "rejected: []" in second
-    assert first == second if what == "pieces" else first == "lost the other"
+    assert first == "lost the other" if what == "skeleton" else first == second
     assert Storage(tmp_path).list() == before
 
 

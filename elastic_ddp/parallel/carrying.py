@@ -1,0 +1,129 @@
+"""Large pieces of bytes, carried from the rank that has them to others that need them: over the process group, or where
+these share a machine, from memory to memory.
+
+The loopback takes several times as long for a piece as a copy, and every rank of a machine would get each over it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from elastic_ddp.errors import PeerLostError
+from elastic_ddp.parallel.cross_memory import Mark, address_of, read, readable
+from elastic_ddp.parallel.process_group import ProcessGroup
+
+IN_FLIGHT = 8
+"""Pieces that are on their way between ranks: each waits for the network."""
+NEAR_IN_FLIGHT = 3
+"""The same from memory to memory: who copies later has more left to copy when all is read."""
+
+
+class Waits(Protocol):
+    """What a rank has to do with a piece before it has it, and others have it from here."""
+
+    def wait(self) -> object: ...
+
+
+class Carrier:
+    """Between the ranks of a group. Create it with `opened`.
+
+    Args:
+        pids: of every rank's process.
+        sees: of every rank, those whose memory it can read.
+    """
+
+    def __init__(self, group: ProcessGroup, pids: Sequence[int], sees: Sequence[Sequence[int]]) -> None:
+        self._group = group
+        self._pids = pids
+        self._sees = [frozenset(each) for each in sees]
+
+    @classmethod
+    @contextmanager
+    def opened(cls, group: ProcessGroup) -> Iterator[Carrier]:
+        """For as long as ranks may read each other's memory. Every rank calls it."""
+        with readable(), Mark.of_this_process() as mark:
+            marks = [Mark.from_bytes(each) for each in group.all_gather_bytes(mark.to_bytes())]
+            seen = [rank for rank, each in enumerate(marks) if rank != group.rank and each.is_found()]
+            sees = [json.loads(each) for each in group.all_gather_bytes(json.dumps(seen).encode())]
+            yield cls(group, [each.pid for each in marks], sees)
+
+    @property
+    def in_flight(self) -> int:
+        """How many pieces may have been begun on a rank, and not be through."""
+        return NEAR_IN_FLIGHT if self._is_near(0, range(self._group.world_size)) else IN_FLIGHT
+
+    def begin(self, number: int, data: memoryview, source: int, ranks: Sequence[int]) -> list[Waits]:
+        """Begins to carry a piece from one rank to all of some. These call it, and wait for it, in one order of those
+        that several of them need.
+
+        Args:
+            number: of the piece, another one for each.
+            data: the bytes, or the place for them. It stays as it is until all that is returned has been waited for.
+
+        Raises:
+            PeerLostError: while it waits: the source is gone.
+        """
+        others = [rank for rank in ranks if rank != source]
+        if not others or not data:
+            return []
+        if self._is_near(source, others):
+            return self._begin_near(number, data, source, others)
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        if len(ranks) == self._group.world_size:
+            works = [dist.broadcast(tensor, source, async_op=True)]
+        elif self._group.rank == source:
+            works = [dist.isend(tensor, each, tag=number) for each in others]
+        else:
+            works = [dist.irecv(tensor, source, tag=number)]
+        return [work for work in works if work is not None]
+
+    def _is_near(self, source: int, others: Sequence[int]) -> bool:
+        """Whether all of them can read the source's memory."""
+        return all(source in self._sees[rank] for rank in others if rank != source)
+
+    def _begin_near(self, number: int, data: memoryview, source: int, others: Sequence[int]) -> list[Waits]:
+        if self._group.rank != source:
+            return [_Copy(self._pids[source], source, number, data)]
+        address = torch.tensor([address_of(data)])
+        works: list[Waits] = []
+        for each in others:
+            works += [_sent(address, each, number), _received(torch.zeros(1, dtype=torch.uint8), each, number)]
+        return works
+
+
+class _Copy:
+    """Of what is in another rank's memory. That rank tells where, once it is there, and is told when it is copied."""
+
+    def __init__(self, pid: int, source: int, number: int, data: memoryview) -> None:
+        self._pid = pid
+        self._source = source
+        self._number = number
+        self._data = data
+        self._address = torch.zeros(1, dtype=torch.int64)
+        self._told = _received(self._address, source, number)
+
+    def wait(self) -> None:
+        self._told.wait()
+        try:
+            read(self._pid, int(self._address), self._data)
+        except OSError as error:
+            raise PeerLostError(f"the memory of rank {self._source} cannot be read any more: {error}") from error
+        _sent(torch.ones(1, dtype=torch.uint8), self._source, self._number).wait()
+
+
+def _sent(tensor: torch.Tensor, rank: int, number: int) -> dist.Work:
+    work = dist.isend(tensor, rank, tag=number)
+    assert work is not None
+    return work
+
+
+def _received(tensor: torch.Tensor, rank: int, number: int) -> dist.Work:
+    work = dist.irecv(tensor, rank, tag=number)
+    assert work is not None
+    return work

@@ -1,0 +1,113 @@
+"""Pieces of bytes that are carried between ranks."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from contextlib import nullcontext
+from typing import Any, Never
+
+import pytest
+import torch.distributed as dist
+
+from elastic_ddp.errors import PeerLostError
+from elastic_ddp.parallel import carrying
+from elastic_ddp.parallel.carrying import IN_FLIGHT, NEAR_IN_FLIGHT, Carrier
+from elastic_ddp.parallel.process_group import ProcessGroup
+from tests.ranks import apart, run_ranks
+
+PIECES = 40
+
+
+def content(number: int) -> bytes:
+    generator = random.Random(number)
+    return generator.randbytes(generator.choice((0, 1, 1000, 3 << 20)))
+
+
+def users(number: int, world_size: int) -> list[int]:
+    """The ranks that need a piece; the first has it."""
+    generator = random.Random(f"users of {number}")
+    return generator.sample(range(world_size), generator.randint(1, world_size))
+
+
+def forbidden(*args: Any, **more: Any) -> Never:
+    raise AssertionError("that is not the way")
+
+
+def carry(group: ProcessGroup, blind_ranks: list[int]) -> tuple[int, dict[int, bool]]:
+    """How many pieces may be in flight, and of all that this rank needs whether it had them in the end. Whoever had one
+    first overwrites it as soon as it may."""
+    if not blind_ranks:
+        dist.broadcast = forbidden
+        carrying.read, reads = counting(carrying.read)
+    good: dict[int, bool] = {}
+    going: list[Any] = []
+
+    def take() -> None:
+        number, data, works = going.pop(0)
+        for work in works:
+            work.wait()
+        good[number] = data == content(number)
+        if users(number, group.world_size)[0] == group.rank:
+            data[:] = bytes(len(data))
+
+    with apart() if group.rank in blind_ranks else nullcontext(), Carrier.opened(group) as carrier:
+        for number in range(PIECES):
+            ranks = users(number, group.world_size)
+            if group.rank in ranks:
+                data = bytearray(content(number))
+                if ranks[0] != group.rank:
+                    data[:] = bytes(len(data))
+                works = carrier.begin(number, memoryview(data), ranks[0], sorted(ranks))
+                going.append((number, data, works))
+                if len(going) >= carrier.in_flight:
+                    take()
+        while going:
+            take()
+        if not blind_ranks:
+            awaited = [each for each in good if content(each) and users(each, group.world_size)[0] != group.rank]
+            assert len(reads) == len(awaited) > 0
+        return carrier.in_flight, good
+
+
+def counting(read: Any) -> tuple[Any, list[int]]:
+    reads: list[int] = []
+
+    def counted(pid: int, address: int, into: memoryview) -> None:
+        read(pid, address, into)
+        reads.append(pid)
+
+    return counted, reads
+
+
+@pytest.mark.parametrize("blind_ranks", [[], [1], [0, 1, 2]])
+def test_every_piece_comes_to_all_that_need_it_from_memory_to_memory_or_not(blind_ranks: list[int]) -> None:
+    results = run_ranks(3, carry, blind_ranks)
+    in_flight = IN_FLIGHT if blind_ranks else NEAR_IN_FLIGHT
+    for rank, (window, good) in enumerate(results):
+        assert window == in_flight
+        assert good == {number: True for number in range(PIECES) if rank in users(number, 3)}
+
+
+def lose_the_memory(group: ProcessGroup) -> str | None:
+    """What a rank meets that is told where a piece is, and does not find it there any more."""
+    memory = mmap.mmap(-1, 1 << 20)
+    with Carrier.opened(group) as carrier, memoryview(memory) as data:
+        told = carrier.begin(0, data, 0, [0, 1])[0]
+        if group.rank == 0:
+            told.wait()
+            data.release()
+            memory.close()
+        dist.barrier()
+        met = None
+        if group.rank == 1:
+            with pytest.raises(PeerLostError) as error:
+                told.wait()
+            met = str(error.value)
+    group.close(intact=False)
+    return met
+
+
+def test_a_piece_that_is_gone_with_the_memory_of_its_source_is_a_lost_peer() -> None:
+    _, met = run_ranks(2, lose_the_memory)
+    assert met == "the memory of rank 0 cannot be read any more: [Errno 14] Bad address"

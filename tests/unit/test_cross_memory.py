@@ -1,0 +1,98 @@
+"""Reading the memory of other processes on this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import pytest
+
+from elastic_ddp.parallel import cross_memory
+from elastic_ddp.parallel.cross_memory import Mark, address_of, read, readable
+from tests.ranks import PROCESSES
+
+SIZE = 40 << 20
+
+
+def hold(results: Connection, ends: Connection) -> None:
+    """Tells where `SIZE` bytes are, and what marks the process, until it is to end."""
+    data = bytearray(random.Random(0).randbytes(SIZE))
+    with readable(), Mark.of_this_process() as mark:
+        results.send((mark.to_bytes(), address_of(memoryview(data))))
+        ends.recv()
+
+
+@contextmanager
+def other_process() -> Iterator[tuple[Mark, int]]:
+    answer, results = PROCESSES.Pipe(duplex=False)
+    ends, end = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=hold, args=(results, ends))
+    process.start()
+    try:
+        mark, address = answer.recv()
+        yield Mark.from_bytes(mark), address
+    finally:
+        end.send(None)
+        process.join()
+
+
+def test_what_another_process_has_is_read_from_any_place_on() -> None:
+    content = random.Random(0).randbytes(SIZE)
+    with other_process() as (mark, address):
+        assert mark.pid != os.getpid() and mark.is_found()
+        for start, size in ((0, SIZE), (4097, 3), (SIZE - 1, 1), (5, 17 << 20)):
+            into = bytearray(size + 2)
+            read(mark.pid, address + start, memoryview(into)[1:-1])
+            assert into == b"\0" + content[start : start + size] + b"\0"
+        read(mark.pid, address, memoryview(bytearray()))
+    assert not mark.is_found()
+    with pytest.raises(ProcessLookupError):
+        read(mark.pid, address, memoryview(bytearray(1)))
+
+
+def test_memory_that_is_not_there_is_an_error_also_behind_what_is() -> None:
+    with other_process() as (mark, _):
+        with pytest.raises(OSError, match="Bad address"):
+            read(mark.pid, 0, memoryview(bytearray(1)))
+        page = os.sysconf("SC_PAGE_SIZE")
+        with pytest.raises(OSError, match="Bad address"):
+            read(mark.pid, mark.address // page * page, memoryview(bytearray(1 << 30)))
+
+
+def test_another_process_of_the_same_number_is_not_taken_for_the_one_that_is_meant() -> None:
+    with other_process() as (mark, address):
+        assert not replace(mark, pid=os.getpid()).is_found(), "other memory, or none"
+        assert not replace(mark, content=os.urandom(16)).is_found()
+        assert not replace(mark, address=address).is_found()
+
+
+def test_where_the_kernel_or_a_sandbox_has_no_such_call_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere:
+        """The C library of another system."""
+
+    with other_process() as (mark, address):
+        monkeypatch.setattr(cross_memory, "_libc", Elsewhere())
+        assert not mark.is_found()
+        with pytest.raises(OSError, match="not implemented"):
+            read(mark.pid, address, memoryview(bytearray(1)))
+        with readable():
+            pass  # there is nothing to ask for
+
+
+def test_a_process_can_be_read_only_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int | None]] = []
+
+    class Recording:
+        def prctl(self, option: int, who: ctypes.c_ulong) -> None:
+            asked.append((option, who.value))
+
+    monkeypatch.setattr(cross_memory, "_libc", Recording())
+    with pytest.raises(KeyboardInterrupt), readable():
+        assert asked == [(0x59616D61, 2**64 - 1)]
+        raise KeyboardInterrupt
+    assert asked[1:] == [(0x59616D61, 0)]
