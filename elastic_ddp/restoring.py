@@ -74,7 +74,9 @@ def restore(
         store,
         store.candidates(),
         group,
-        lambda commit, skeleton: read_together(commit, skeleton, storage, group, layout=layout(), tick=tick),
+        lambda commit, skeleton, carrier: read_together(
+            commit, skeleton, storage, group, carrier, layout=layout(), tick=tick
+        ),
         check_ours,
     )
     if found is not None and group.rank == 0:
@@ -86,30 +88,33 @@ def first_usable(
     store: CommitCatalog,
     candidates: Iterator[Commit],
     group: ProcessGroup,
-    read: Callable[[Commit, bytes], tuple[dict[str, Any] | None, Wrong | None]],
+    read: Callable[[Commit, bytes, Carrier], tuple[dict[str, Any] | None, Wrong | None]],
     check_ours: Callable[[Commit], None] = lambda commit: None,
 ) -> tuple[Commit, dict[str, Any]] | None:
     """The first of rank 0's candidates that all ranks can use, and its state; None if there is none. Those before it
     are rejected. What looking for them fails at is raised on every rank.
 
     Args:
-        read: from a commit and its skeleton to the state, or why there is none, on all ranks.
+        read: from a commit and its skeleton to the state, or why there is none, on all ranks; given what carries it
+            between them.
         check_ours: as for `restore`.
 
     Raises:
         PeerLostError: on a rank that does not get what rank 0 sent. The others lose it.
     """
-    while True:
-        offer = _offer(store, candidates, group, check_ours)
-        if offer is None:
-            return None
-        commit, skeleton = offer
-        state, wrong = read(commit, skeleton)
-        if state is not None:
-            return commit, state
-        assert wrong is not None
-        if group.rank == 0:
-            store.reject(commit.key, commit.attempt, wrong)
+    with Carrier.opened(group) as carrier:
+        while True:
+            offer = _offer(store, candidates, group, check_ours)
+            if offer is None:
+                return None
+            carrier.look_around()
+            commit, skeleton = offer
+            state, wrong = read(commit, skeleton, carrier)
+            if state is not None:
+                return commit, state
+            assert wrong is not None
+            if group.rank == 0:
+                store.reject(commit.key, commit.attempt, wrong)
 
 
 class _Offer(NamedTuple):
@@ -211,6 +216,7 @@ def read_together(
     skeleton: bytes,
     storage: Storage,
     group: ProcessGroup,
+    carrier: Carrier,
     components: Collection[str] | None = None,
     layout: Layout = lambda name: None,
     *,
@@ -255,7 +261,7 @@ def read_together(
                 targets.fill(each.piece, data)
 
     own = [each.piece for each in pieces if each.reader == group.rank]
-    with Carrier.opened(group) as carrier, closing(confirmed_pieces(storage, own, targets)) as mine:
+    with closing(confirmed_pieces(storage, own, targets)) as mine:
         for each in pieces:
             data = None
             if each.reader == group.rank and unread is None:

@@ -20,6 +20,7 @@ from elastic_ddp.storage import Storage
 
 if TYPE_CHECKING:
     from elastic_ddp.elastic.hang import Activity
+    from elastic_ddp.parallel.carrying import Carrier
     from elastic_ddp.parallel.process_group import ProcessGroup
 
 _log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Weights:
         store = CommitCatalog(storage)
         fits: dict[int, Fit] = {}
 
-        def read(commit: Commit, skeleton: bytes) -> tuple[dict[str, Any] | None, Wrong | None]:
+        def read(commit: Commit, skeleton: bytes, carrier: Carrier) -> tuple[dict[str, Any] | None, Wrong | None]:
             unfit: CheckpointError | ConfigError | None = None
             try:
                 fits[commit.step] = Fit.of(module, commit, skeleton)
@@ -67,7 +68,7 @@ class Weights:
                 unfit = error
             if wrong := what_is_wrong(unfit, group):
                 return None, wrong
-            return read_together(commit, skeleton, storage, group, {MODEL}, tick=activity.tick)
+            return read_together(commit, skeleton, storage, group, carrier, {MODEL}, tick=activity.tick)
 
         with activity.within("hand-over", storage.worked_s):
             found = first_usable(store, self._candidates(store), group, read)

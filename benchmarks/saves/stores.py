@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch.distributed as dist
+
 from elastic_ddp.checkpoint.saving import Save, Saver
 from elastic_ddp.checkpoint.store import CheckpointStore
 from elastic_ddp.host_memory import empty_bytes
@@ -220,6 +223,15 @@ def give_large_memory_back() -> None:
     """From now on memory of 4 MiB and more goes back to the kernel when it is let go, so that what is read comes into
     new memory in every round, on every side, as it does in a process that has just begun. For glibc."""
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+
+
+def have_memory_ready(num_bytes: int) -> None:
+    """Has this machine have so much memory of its own for what comes next. Where it is a virtual one whose host takes
+    back what is free, as some do within a second, memory that is touched again costs twenty times as much as new
+    memory does elsewhere, and who needs more of it would seem to be slow. Every rank calls it."""
+    memory = np.empty(num_bytes, dtype=np.uint8)
+    memory[::4096] = 1
+    dist.barrier()  # that of all ranks, not what one of them has just let go
 
 
 def forget(uri: str) -> None:

@@ -3,9 +3,10 @@ read to restore one.
 
 Ranks are processes over gloo. A save counts from when all ranks have copied their shares to the commit, as a bare put
 begins with bytes in memory, and besides from its begin; a restore until the state is there on all ranks. Local files
-are read from the disk, not from the kernel's memory of them. After a bare get each rank has its share of the bytes.
-After a restore each has all of them, as after "whole", where each gets them from the store, and after "sent", where
-each gets its share and broadcasts it. After a restore to shards, of a commit of as many shards, each has its own.
+are read from the disk, not from the kernel's memory of them, into memory that is new to the process. After a bare get
+each rank has its share of the bytes. After a restore each has all of them, as after "whole", where each gets them from
+the store, and after "sent", where each gets its share and broadcasts it. After a restore to shards, of a commit of as
+many shards, each has its own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,16 @@ from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
 from saves.state import MIB, in_shards, make_state, num_bytes, shard_of_any, tensors_of
-from saves.stores import PIECE_BYTES, Bare, Limit, LimitedStorage, OurSaves, forget, give_large_memory_back
+from saves.stores import (
+    PIECE_BYTES,
+    Bare,
+    Limit,
+    LimitedStorage,
+    OurSaves,
+    forget,
+    give_large_memory_back,
+    have_memory_ready,
+)
 from saves.turns import turns
 from tests.ranks import run_ranks
 
@@ -130,6 +140,7 @@ def restore_in_turns(
         dist.barrier()
         if group.rank == 0:
             forget(folder)
+        have_memory_ready(2 * commit.num_bytes)
         rates[name] += [commit.num_bytes / MIB / seconds for seconds in timed(all_sides[name])]
     return {
         **{name: rate[1:] for name, rate in rates.items()},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -117,6 +117,19 @@ def local_box(tensor: torch.Tensor) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
     [box] = tensor.__create_chunk_list__()  # DCP's protocol
     return box
+
+
+def local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, ChunkStorageMetadata]:
+    """The same of several, by name; a model has many of one shape, and DTensor takes its time for each."""
+    known: dict[object, ChunkStorageMetadata] = {}
+    boxes = {}
+    for name, tensor in tensors.items():
+        like = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        kind = tensor.shape, like
+        if kind not in known:
+            known[kind] = local_box(tensor)
+        boxes[name] = known[kind]
+    return boxes
 
 
 def held_part(tensor: torch.Tensor) -> torch.Tensor:

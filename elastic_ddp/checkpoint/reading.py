@@ -28,7 +28,7 @@ from elastic_ddp.checkpoint.manifest import (
     StoredTensor,
     padded,
 )
-from elastic_ddp.checkpoint.planning import laid_out, local_box, narrowed
+from elastic_ddp.checkpoint.planning import laid_out, local_boxes, narrowed
 from elastic_ddp.errors import CheckpointError, ConfigError, described
 from elastic_ddp.state import Layout, unflatten
 from elastic_ddp.storage import Storage
@@ -271,7 +271,7 @@ def state_to_fill(
     """
     whole = empty_tensors(commit, components)
     likes = _likes(commit, whole, layout)
-    parts = {name: local_box(likes.get(name, tensor)) for name, tensor in whole.items()}
+    parts = local_boxes({name: likes.get(name, tensor) for name, tensor in whole.items()})
     wanted = [commit.tensors[name] for name in whole]
     stored = sum(padded(tensor.num_bytes(block)) for tensor in wanted for block in tensor.blocks)
     # Pieces are read whole, and wait for others: those that were read, and those that came from other ranks.

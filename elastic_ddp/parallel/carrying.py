@@ -6,8 +6,8 @@ The loopback takes several times as long for a piece as a copy, and every rank o
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -31,27 +31,33 @@ class Waits(Protocol):
 
 
 class Carrier:
-    """Between the ranks of a group. Create it with `opened`.
+    """Between the ranks of a group. Create it with `opened`."""
 
-    Args:
-        pids: of every rank's process.
-        sees: of every rank, those whose memory it can read.
-    """
-
-    def __init__(self, group: ProcessGroup, pids: Sequence[int], sees: Sequence[Sequence[int]]) -> None:
+    def __init__(self, group: ProcessGroup, mark: Mark) -> None:
         self._group = group
-        self._pids = pids
-        self._sees = [frozenset(each) for each in sees]
+        self._marks = group.begin_all_gather(mark.to_bytes())
+        self._seen: Callable[[], list[bytes]] | None = None
 
     @classmethod
     @contextmanager
     def opened(cls, group: ProcessGroup) -> Iterator[Carrier]:
-        """For as long as ranks may read each other's memory. Every rank calls it."""
+        """For as long as ranks may read each other's memory. Every rank calls it, and before it begins a piece
+        `look_around`. Both begin what needs no waiting for until then."""
         with readable(), Mark.of_this_process() as mark:
-            marks = [Mark.from_bytes(each) for each in group.all_gather_bytes(mark.to_bytes())]
-            seen = [rank for rank, each in enumerate(marks) if rank != group.rank and each.is_found()]
-            sees = [json.loads(each) for each in group.all_gather_bytes(json.dumps(seen).encode())]
-            yield cls(group, [each.pid for each in marks], sees)
+            yield cls(group, mark)
+
+    def look_around(self) -> None:
+        """Tells the others whose memory this rank can read. Once: it is as it was."""
+        if self._seen is None:
+            marks = [Mark.from_bytes(each) for each in self._marks()]
+            self._pids = [each.pid for each in marks]
+            self._seen = self._group.begin_all_gather(bytes(each.is_found() for each in marks))
+
+    @functools.cached_property
+    def _sees(self) -> list[bytes]:
+        """Of every rank, whether it can read each one's memory."""
+        assert self._seen is not None, "look_around first"
+        return self._seen()
 
     @property
     def in_flight(self) -> int:
@@ -85,7 +91,7 @@ class Carrier:
 
     def _is_near(self, source: int, others: Sequence[int]) -> bool:
         """Whether all of them can read the source's memory."""
-        return all(source in self._sees[rank] for rank in others if rank != source)
+        return all(self._sees[rank][source] for rank in others)
 
     def _begin_near(self, number: int, data: memoryview, source: int, others: Sequence[int]) -> list[Waits]:
         if self._group.rank != source:

@@ -245,6 +245,20 @@ class ProcessGroup:
             dist.broadcast(payload, source)
         return payload.numpy().tobytes()
 
+    def begin_all_gather(self, data: bytes) -> Callable[[], list[bytes]]:
+        """What waits for the bytes of every rank, in rank order: as many of each. They travel meanwhile."""
+        if self.world_size == 1:
+            return lambda: [data]
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = torch.empty(self.world_size * len(data), dtype=torch.uint8)
+        work = all_gather_single(everyone, mine, async_op=True)
+
+        def gathered() -> list[bytes]:
+            work.wait()
+            return [each.numpy().tobytes() for each in everyone.view(self.world_size, -1)]
+
+        return gathered
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, in rank order, on every rank."""
         if self.world_size == 1:

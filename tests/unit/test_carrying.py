@@ -52,6 +52,7 @@ def carry(group: ProcessGroup, blind_ranks: list[int]) -> tuple[int, dict[int, b
             data[:] = bytes(len(data))
 
     with apart() if group.rank in blind_ranks else nullcontext(), Carrier.opened(group) as carrier:
+        carrier.look_around()
         for number in range(PIECES):
             ranks = users(number, group.world_size)
             if group.rank in ranks:
@@ -93,6 +94,7 @@ def lose_the_memory(group: ProcessGroup) -> str | None:
     """What a rank meets that is told where a piece is, and does not find it there any more."""
     memory = mmap.mmap(-1, 1 << 20)
     with Carrier.opened(group) as carrier, memoryview(memory) as data:
+        carrier.look_around()
         told = carrier.begin(0, data, 0, [0, 1])[0]
         if group.rank == 0:
             told.wait()
