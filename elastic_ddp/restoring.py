@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
@@ -29,6 +30,10 @@ from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.state import Layout
 from elastic_ddp.storage import Storage
 
+ERROR_BYTES = 4096
+"""Of what is wrong on a rank, at most so much is told to the others."""
+_HEAD = struct.Struct("<?I")
+"""Whether what follows is an error, and its length."""
 _COUNT: dict[str, type[Exception]] = {
     each.__name__: each for each in (ConfigError, StorageError, CheckpointError, UnreadableError, PeerLostError)
 }
@@ -236,7 +241,8 @@ def read_together(
         needed = bytes(targets.need(name, block) for name in tensors for block in commit.tensors[name].blocks)
     except (CheckpointError, ConfigError) as error:
         no_room = _itself(error)
-    wrong, needs = _told(no_room, needed, group)
+    most = sum(len(tensor.blocks) for tensor in commit.tensors.values())
+    wrong, needs = _told(no_room, needed, group, most)
     if wrong:
         return None, wrong
     pieces = _Piece.all_of(commit, tensors, needs, group.rank)
@@ -303,20 +309,24 @@ def what_is_wrong(error: Exception | None, group: ProcessGroup) -> Wrong | None:
     return wrong
 
 
-def _told(error: Exception | None, word: bytes, group: ProcessGroup) -> tuple[Wrong | None, list[bytes]]:
-    """The same, and if nothing is wrong what every rank has to say besides: in one round, as each waits for the slowest
-    rank."""
+def _told(error: Exception | None, word: bytes, group: ProcessGroup, most: int = 0) -> tuple[Wrong | None, list[bytes]]:
+    """The same, and if nothing is wrong what every rank has to say besides, in `most` bytes: in one round, as each
+    waits for the slowest rank. Of what is wrong that may be the beginning alone."""
+    size = max(most, ERROR_BYTES)
     if error is not None:
-        word = f"{_kind(error)}\n{error}".encode(errors="backslashreplace")
-    words = group.all_gather_bytes(bytes([error is not None]) + word if word else b"")
-    met = [each[1:].decode().split("\n", 1) for each in words if each[:1] == b"\1"]
+        word = f"{_kind(error)}\n{error}".encode(errors="backslashreplace")[:size]
+    heard = group.begin_all_gather(_HEAD.pack(error is not None, len(word)) + word.ljust(size, b"\0"))()
+    heads = [_HEAD.unpack_from(each) for each in heard]
+    words = [each[_HEAD.size : _HEAD.size + length] for each, (_, length) in zip(heard, heads, strict=True)]
+    errors = [each for each, (is_error, _) in zip(words, heads, strict=True) if is_error]
+    met = [each.decode(errors="replace").split("\n", 1) for each in errors]
     for name, kind in _COUNT.items():
         for text in (text for each, text in met if each == name):
             found = kind(text)
             if isinstance(found, CheckpointError | UnreadableError):
                 return found, []
             raise found
-    return None, [each[1:] for each in words]
+    return None, words
 
 
 def _kind(error: Exception) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import platform
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,30 +124,55 @@ def _piece(key: str, places: list[_Place]) -> Piece:
     return Piece(key, places[0].start, places[-1].end, tuple((each.name, each.block) for each in places))
 
 
-def read_pieces(
-    storage: Storage, pieces: Iterable[Piece], targets: Targets | None = None
-) -> Generator[tuple[Piece, memoryview]]:
-    """The bytes of pieces, in their order, several read at a time. What targets want of one they have when it comes.
+class Reading(Iterator[tuple[Piece, memoryview]]):
+    """Pieces and their bytes, in their order. Several are read at a time, from now on, so that none waits for what its
+    user does before it asks for the first. Close it unless it has come to its end; an error of `read` ends it, too.
+    """
+
+    def __init__(self, pieces: Iterable[Piece], read: Callable[[Piece], memoryview]) -> None:
+        self._pieces = iter(pieces)
+        self._read = read
+        self._pool = ThreadPoolExecutor(PARALLEL_PIECES, thread_name_prefix="block-reader")
+        self._coming: deque[tuple[Piece, Future[memoryview]]] = deque()
+        self._go_on()
+
+    def __next__(self) -> tuple[Piece, memoryview]:
+        self._go_on()
+        if not self._coming:
+            self.close()
+            raise StopIteration
+        piece, data = self._coming.popleft()
+        try:
+            return piece, data.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def _go_on(self) -> None:
+        for piece in itertools.islice(self._pieces, PARALLEL_PIECES - len(self._coming)):
+            self._coming.append((piece, self._pool.submit(self._read, piece)))
+
+    def close(self) -> None:
+        """Waits for what is being read."""
+        self._pieces = iter(())
+        for _, data in self._coming:
+            data.cancel()
+        self._coming.clear()
+        self._pool.shutdown()
+
+
+def read_pieces(storage: Storage, pieces: Iterable[Piece], targets: Targets | None = None) -> Reading:
+    """From a storage, each as `read_piece`."""
+    return Reading(pieces, lambda piece: read_piece(storage, piece, targets))
+
+
+def read_piece(storage: Storage, piece: Piece, targets: Targets | None = None) -> memoryview:
+    """The bytes of a piece, once what targets want of it is there.
 
     Raises:
         CheckpointError: names the object that is missing or is not what was committed.
         StorageError: the storage failed.
     """
-    waiting: deque[Future[tuple[Piece, memoryview]]] = deque()
-    with ThreadPoolExecutor(PARALLEL_PIECES, thread_name_prefix="block-reader") as pool:
-        try:
-            for piece in pieces:
-                waiting.append(pool.submit(_read, storage, piece, targets))
-                if len(waiting) >= PARALLEL_PIECES:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for each in waiting:
-                each.cancel()
-
-
-def _read(storage: Storage, piece: Piece, targets: Targets | None) -> tuple[Piece, memoryview]:
     data = piece.empty() if targets is None else targets.place_of(piece)
     try:
         count = storage.read_into(piece.key, piece.start, data) if data else 0
@@ -157,7 +183,7 @@ def _read(storage: Storage, piece: Piece, targets: Targets | None) -> tuple[Piec
     check(piece, data)
     if targets is not None:
         targets.fill(piece, data)
-    return piece, data
+    return data
 
 
 def check(piece: Piece, data: memoryview) -> None:

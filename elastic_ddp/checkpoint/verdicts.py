@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TypeVar
 
 from elastic_ddp.checkpoint.manifest import committed_steps, manifest_key
 from elastic_ddp.checkpoint.patience import PatientStorage
-from elastic_ddp.checkpoint.reading import Piece, Targets, read_pieces
+from elastic_ddp.checkpoint.reading import Piece, Reading, Targets, read_piece
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
 from elastic_ddp.storage import Storage
 
@@ -38,24 +38,11 @@ def confirmed(storage: Storage, key: str, read: Callable[[Storage], Result]) -> 
     return _second(storage, key, first, read)
 
 
-def confirmed_pieces(
-    storage: Storage, pieces: Sequence[Piece], targets: Targets | None = None
-) -> Generator[tuple[Piece, memoryview]]:
+def confirmed_pieces(storage: Storage, pieces: Iterable[Piece], targets: Targets | None = None) -> Reading:
     """As `read_pieces`, each piece as `confirmed`."""
-    done = 0
-    while done < len(pieces):
-        try:
-            with closing(read_pieces(storage, pieces[done:], targets)) as reading:
-                for each in reading:
-                    done += 1
-                    yield each
-        except StorageError as error:
-            first = error.with_traceback(None)
-        else:
-            return
-        piece, done = pieces[done], done + 1
-        [again] = _second(storage, piece.key, first, lambda again: [*read_pieces(again, [piece], targets)])  # noqa: B023
-        yield again
+    return Reading(
+        pieces, lambda piece: confirmed(storage, piece.key, lambda storage: read_piece(storage, piece, targets))
+    )
 
 
 def _second(storage: Storage, key: str, first: StorageError, read: Callable[[Storage], Result]) -> Result:

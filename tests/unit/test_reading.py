@@ -7,6 +7,7 @@ import random
 import uuid
 import weakref
 from pathlib import Path
+from queue import Queue
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +21,15 @@ from elastic_ddp import host_memory
 from elastic_ddp.checkpoint import Commit, reading
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, local_box
-from elastic_ddp.checkpoint.reading import Piece, Targets, pieces_of, read_pieces, state_to_fill
+from elastic_ddp.checkpoint.reading import (
+    PARALLEL_PIECES,
+    Piece,
+    Reading,
+    Targets,
+    pieces_of,
+    read_pieces,
+    state_to_fill,
+)
 from elastic_ddp.checkpoint.writing import OBJECT_BYTES
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage import Storage
@@ -226,6 +235,44 @@ def test_what_is_kept_of_a_component_keeps_nothing_of_another_and_counts_of_step
     assert sum(each() is not None for each in slabs) == 1
     del kept
     assert sum(each() is not None for each in slabs) == 0 and len(steps) == 2
+
+
+def test_pieces_are_read_before_anybody_asks_for_the_first_and_never_too_many() -> None:
+    pieces = [Piece("object", number, number + 1, ()) for number in range(3 * PARALLEL_PIECES)]
+    begun: Queue[Piece] = Queue()
+
+    def read(piece: Piece) -> memoryview:
+        begun.put(piece)
+        return memoryview(bytes([piece.start]))
+
+    reading = Reading(pieces, read)
+    assert {begun.get(timeout=60) for _ in range(PARALLEL_PIECES)} == {*pieces[:PARALLEL_PIECES]}
+    for number, (piece, data) in enumerate(reading):
+        assert (piece, bytes(data)) == (pieces[number], bytes([number]))
+        ahead = {begun.get(timeout=60) for _ in range(number > 0 and number + PARALLEL_PIECES <= len(pieces))}
+        assert begun.empty() and ahead <= {pieces[(number + PARALLEL_PIECES - 1) % len(pieces)]}
+    assert number + 1 == len(pieces) and [*reading] == []
+
+
+def test_nothing_more_is_read_after_an_error_or_once_it_is_closed() -> None:
+    pieces = [Piece("object", number, number + 1, ()) for number in range(3 * PARALLEL_PIECES)]
+    begun: list[int] = []
+
+    def read(piece: Piece) -> memoryview:
+        begun.append(piece.start)
+        if piece.start == 1:
+            raise CheckpointError("bad")
+        return memoryview(b"")
+
+    reading = Reading(pieces, read)
+    assert next(reading)[0] == pieces[0]
+    with pytest.raises(CheckpointError, match="bad"):
+        next(reading)
+    assert [*reading] == [] and len(begun) <= PARALLEL_PIECES + 1
+    begun.clear()
+    closed = Reading(pieces[2:], read)
+    closed.close()
+    assert [*closed] == [] and len(begun) <= PARALLEL_PIECES
 
 
 def test_every_flipped_bit_of_every_object_is_noticed_and_where_is_said(tmp_path: Path) -> None:
