@@ -269,12 +269,8 @@ class ProcessGroup:
         longest = int(sizes.max())
         if longest == 0:
             return [b""] * self.world_size
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-        everyone = torch.empty(self.world_size * longest, dtype=torch.uint8)
-        all_gather_single(everyone, mine)
-        rows = everyone.view(self.world_size, longest).numpy()
-        return [rows[rank, : int(sizes[rank])].tobytes() for rank in range(self.world_size)]
+        everyones = self.begin_all_gather(data.ljust(longest, b"\0"))()
+        return [each[: int(size)] for each, size in zip(everyones, sizes, strict=True)]
 
 
 def is_lost_peer(error: BaseException) -> bool:
