@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -53,14 +52,10 @@ def undisturbed(calm_folder: Path) -> Mapping[str, Any]:
 
 @pytest.fixture(scope="session")
 def _s3_endpoint() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
+    from tests.s3 import moto
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # one line for each request otherwise
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with moto.running() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def s3_folder(where: str) -> Iterator[str]:
         return
     import boto3
 
-    from tests.s3 import ceph
+    from tests.s3 import ceph, moto
 
     os.environ |= {
         "AWS_ACCESS_KEY_ID": ceph.USER.access,
@@ -51,7 +51,7 @@ def s3_folder(where: str) -> Iterator[str]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-    with _ceph() if where == "ceph" else _moto() as endpoint:
+    with _ceph() if where == "ceph" else moto.running() as endpoint:
         os.environ["AWS_ENDPOINT_URL"] = endpoint
         boto3.client("s3").create_bucket(Bucket="bench")
         yield "s3://bench/folder"
@@ -63,21 +63,6 @@ def _ceph() -> Iterator[str]:
 
     with ceph.running(memory_bytes=8 << 30) as server:
         yield server.endpoint
-
-
-@contextmanager
-def _moto() -> Iterator[str]:
-    import logging
-
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        yield "http://{}:{}".format(*server.get_host_and_port())
-    finally:
-        server.stop()
 
 
 class Limit:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import boto3
 import pytest
 import torch
+from moto.s3.models import S3Backend
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, housekeeping
 from elastic_ddp.checkpoint.pruning import prune
@@ -51,7 +53,9 @@ def test_a_step_is_committed_once_whoever_comes_second(bucket: Bucket) -> None:
     assert storage.list("step=4") == sorted(item.key for item in first.all_objects)
 
 
-def test_of_many_creators_exactly_one_wins(bucket: Bucket) -> None:
+def test_of_many_creators_exactly_one_wins(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = S3Backend.put_object  # moto's: long enough behind its look whether the object is there for all to have looked
+    monkeypatch.setattr(S3Backend, "put_object", lambda *args, **kwargs: time.sleep(0.01) or put(*args, **kwargs))
     storages = [bucket.storage() for _ in range(6)]
     barrier, winners = threading.Barrier(len(storages)), []
 
