@@ -91,6 +91,8 @@ def measure(part: str, uri: str, options: argparse.Namespace) -> dict[str, Any]:
             each["ours_to"] = {
                 name: ratios(each["ours"], each[name]) for name in ("bare", "whole", "sent") if name in each
             }
+        for each in results["restore"].values():
+            each["whole_to_bare"] = ratios(each["whole"], each["bare"])
         for each in results["save"].values():
             each["from_begin_to_bare"] = ratios(each["from begin"], each["bare"])
         return results
@@ -141,6 +143,13 @@ def print_throughput(results: dict[str, Any]) -> None:
             if verb == "save":
                 rate = f"{statistics.median(each['from begin']):,.0f} MiB/s"
                 line("        and with the copy", rate, f"{each['from_begin_to_bare']['ratio']:.3f}")
+            if verb == "restore":
+                line("        if each rank gets all of it, unchecked", "", f"{each['whole_to_bare']['ratio']:.3f}")
+            if "processor_s" in each:
+                wall_s = each["commit_bytes"] / MIB / statistics.median(each["ours"])
+                processor_s = statistics.median(each["processor_s"]["ours"])
+                busy = processor_s / wall_s / (os.cpu_count() or 1)
+                line("        processors, and how busy they were", f"{1000 * processor_s:,.0f} ms", f"{busy:.3f}")
     for name, what in (("whole", "if each rank gets all of it"), ("sent", "if each gets a share and broadcasts that")):
         line("restore, ours", "", f"to {name}")
         for world_size, each in results["restore"].items():

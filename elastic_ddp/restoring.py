@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reading import (
+    LEAST_PARALLEL_PIECES,
+    PARALLEL_PIECES,
     Piece,
     check,
     pieces_of,
@@ -267,7 +269,11 @@ def read_together(
                 targets.fill(each.piece, data)
 
     own = [each.piece for each in pieces if each.reader == group.rank]
-    with closing(confirmed_pieces(storage, own, targets)) as mine:
+    parallel = PARALLEL_PIECES
+    if storage.is_local:
+        # Where all are asked for at once all come late, and what others wait for then is left to copy when all is read.
+        parallel = max(LEAST_PARALLEL_PIECES, parallel // max(1, carrier.num_near))
+    with closing(confirmed_pieces(storage, own, targets, parallel)) as mine:
         for each in pieces:
             data = None
             if each.reader == group.rank and unread is None:

@@ -43,6 +43,11 @@ class Storage:
         """The address: an absolute path for a local folder, else `protocol://…`, without a slash at the end."""
         return self._folder.uri
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a folder of a file system, this machine's own or a mounted one."""
+        return isinstance(self._folder, LocalFolder)
+
     def read(self, key: str) -> bytes:
         """The whole object; FileNotFoundError if there is none."""
         with self._errors("read", key, FileNotFoundError):

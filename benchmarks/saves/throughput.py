@@ -108,7 +108,8 @@ def save_shards(group: ProcessGroup, folder: str, size_mib: int, tensor_kib: int
 def restore_in_turns(
     group: ProcessGroup, folder: str, rounds: int, limit_mibs: float | None, shards_of_kib: int | None = None
 ) -> dict[str, Any]:
-    """MiB/s of the state, for restores and bare gets by round, and what a restore reads of the store on this rank.
+    """MiB/s of the state, for restores and bare gets by round; what a restore reads of the store on this rank, and the
+    seconds of a processor that each takes of it.
 
     Args:
         shards_of_kib: this rank is to have its shards alone, of tensors of that size.
@@ -136,14 +137,18 @@ def restore_in_turns(
     if like is None:
         all_sides |= {"whole": lambda: [*bare.get(pieces)], "sent": lambda: sent(bare, pieces, group)}
     rates: dict[str, list[float]] = {name: [] for name in all_sides}
+    processor_s: dict[str, list[float]] = {name: [] for name in all_sides}
     for _, name in turns([*all_sides], rounds + 1):
         dist.barrier()
         if group.rank == 0:
             forget(folder)
         have_memory_ready(2 * commit.num_bytes)
+        begin = time.process_time()
         rates[name] += [commit.num_bytes / MIB / seconds for seconds in timed(all_sides[name])]
+        processor_s[name].append(time.process_time() - begin)
     return {
         **{name: rate[1:] for name, rate in rates.items()},
+        "processor_s": {name: seconds[1:] for name, seconds in processor_s.items()},
         "read_bytes": max(read),
         "commit_bytes": commit.num_bytes,
     }
@@ -191,5 +196,13 @@ def measure(
 
 
 def in_all(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rates are those of all ranks on each, and what is read is each one's own."""
-    return {**results[0], "read_bytes": sum(each["read_bytes"] for each in results)}
+    """Rates are those of all ranks on each; what is read, and the processors' time, is each one's own."""
+    all_processor_s = [each["processor_s"] for each in results]
+    return {
+        **results[0],
+        "read_bytes": sum(each["read_bytes"] for each in results),
+        "processor_s": {
+            name: [sum(of_a_round) for of_a_round in zip(*(each[name] for each in all_processor_s), strict=True)]
+            for name in all_processor_s[0]
+        },
+    }

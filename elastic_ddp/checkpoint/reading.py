@@ -44,6 +44,8 @@ LARGE_BYTES = 8 << 20
 others than in the object, so that it would have to be copied with them. Alone it goes into its tensor."""
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
+LEAST_PARALLEL_PIECES = 2
+"""So many may always be: one comes while the other is checked."""
 MEMORY_BYTES = host_memory.total_bytes()
 
 # Else padding would reach into the next tensor, and what lies together in an object not do so in memory.
@@ -127,12 +129,18 @@ def _piece(key: str, places: list[_Place]) -> Piece:
 class Reading(Iterator[tuple[Piece, memoryview]]):
     """Pieces and their bytes, in their order. Several are read at a time, from now on, so that none waits for what its
     user does before it asks for the first. Close it unless it has come to its end; an error of `read` ends it, too.
+
+    Args:
+        parallel: how many.
     """
 
-    def __init__(self, pieces: Iterable[Piece], read: Callable[[Piece], memoryview]) -> None:
+    def __init__(
+        self, pieces: Iterable[Piece], read: Callable[[Piece], memoryview], parallel: int = PARALLEL_PIECES
+    ) -> None:
         self._pieces = iter(pieces)
         self._read = read
-        self._pool = ThreadPoolExecutor(PARALLEL_PIECES, thread_name_prefix="block-reader")
+        self._parallel = parallel
+        self._pool = ThreadPoolExecutor(parallel, thread_name_prefix="block-reader")
         self._coming: deque[tuple[Piece, Future[memoryview]]] = deque()
         self._go_on()
 
@@ -149,7 +157,7 @@ class Reading(Iterator[tuple[Piece, memoryview]]):
             raise
 
     def _go_on(self) -> None:
-        for piece in itertools.islice(self._pieces, PARALLEL_PIECES - len(self._coming)):
+        for piece in itertools.islice(self._pieces, self._parallel - len(self._coming)):
             self._coming.append((piece, self._pool.submit(self._read, piece)))
 
     def close(self) -> None:

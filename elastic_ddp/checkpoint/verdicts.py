@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from elastic_ddp.checkpoint.manifest import committed_steps, manifest_key
 from elastic_ddp.checkpoint.patience import PatientStorage
-from elastic_ddp.checkpoint.reading import Piece, Reading, Targets, read_piece
+from elastic_ddp.checkpoint.reading import PARALLEL_PIECES, Piece, Reading, Targets, read_piece
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
 from elastic_ddp.storage import Storage
 
@@ -38,10 +38,14 @@ def confirmed(storage: Storage, key: str, read: Callable[[Storage], Result]) -> 
     return _second(storage, key, first, read)
 
 
-def confirmed_pieces(storage: Storage, pieces: Iterable[Piece], targets: Targets | None = None) -> Reading:
-    """As `read_pieces`, each piece as `confirmed`."""
+def confirmed_pieces(
+    storage: Storage, pieces: Iterable[Piece], targets: Targets | None = None, parallel: int = PARALLEL_PIECES
+) -> Reading:
+    """As `read_pieces`, each piece as `confirmed`, so many at a time."""
     return Reading(
-        pieces, lambda piece: confirmed(storage, piece.key, lambda storage: read_piece(storage, piece, targets))
+        pieces,
+        lambda piece: confirmed(storage, piece.key, lambda storage: read_piece(storage, piece, targets)),
+        parallel,
     )
 
 

@@ -60,6 +60,11 @@ class Carrier:
         return self._seen()
 
     @property
+    def num_near(self) -> int:
+        """How many ranks have memory that this one can read, which is one of them."""
+        return len([each for each in self._sees[self._group.rank] if each])
+
+    @property
     def in_flight(self) -> int:
         """How many pieces may have been begun on a rank, and not be through."""
         return NEAR_IN_FLIGHT if self._is_near(0, range(self._group.world_size)) else IN_FLIGHT

@@ -237,20 +237,21 @@ def test_what_is_kept_of_a_component_keeps_nothing_of_another_and_counts_of_step
     assert sum(each() is not None for each in slabs) == 0 and len(steps) == 2
 
 
-def test_pieces_are_read_before_anybody_asks_for_the_first_and_never_too_many() -> None:
-    pieces = [Piece("object", number, number + 1, ()) for number in range(3 * PARALLEL_PIECES)]
+@pytest.mark.parametrize("parallel", [PARALLEL_PIECES, 2])
+def test_pieces_are_read_before_anybody_asks_for_the_first_and_never_too_many(parallel: int) -> None:
+    pieces = [Piece("object", number, number + 1, ()) for number in range(3 * parallel)]
     begun: Queue[Piece] = Queue()
 
     def read(piece: Piece) -> memoryview:
         begun.put(piece)
         return memoryview(bytes([piece.start]))
 
-    reading = Reading(pieces, read)
-    assert {begun.get(timeout=60) for _ in range(PARALLEL_PIECES)} == {*pieces[:PARALLEL_PIECES]}
+    reading = Reading(pieces, read, parallel)
+    assert {begun.get(timeout=60) for _ in range(parallel)} == {*pieces[:parallel]}
     for number, (piece, data) in enumerate(reading):
         assert (piece, bytes(data)) == (pieces[number], bytes([number]))
-        ahead = {begun.get(timeout=60) for _ in range(number > 0 and number + PARALLEL_PIECES <= len(pieces))}
-        assert begun.empty() and ahead <= {pieces[(number + PARALLEL_PIECES - 1) % len(pieces)]}
+        ahead = {begun.get(timeout=60) for _ in range(number > 0 and number + parallel <= len(pieces))}
+        assert begun.empty() and ahead <= {pieces[(number + parallel - 1) % len(pieces)]}
     assert number + 1 == len(pieces) and [*reading] == []
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from zlib_ng import zlib_ng
@@ -65,6 +66,29 @@ def test_every_rank_gets_the_state_and_every_byte_leaves_the_storage_once(
     assert all(each["num_bytes"] for each in results), "they share the work"
     assert all(each["pieces"] == results[0]["pieces"] >= world_size for each in results), "all of them, wherever from"
     assert not any(each["rejected"] for each in results)
+
+
+def pieces_at_once(group: ProcessGroup, uri: str, is_apart: bool, is_local: bool) -> int:
+    """How many a rank asks for."""
+    with (
+        apart() if is_apart else nullcontext(),
+        mock.patch.object(Storage, "is_local", is_local),
+        mock.patch.object(restoring, "confirmed_pieces", wraps=restoring.confirmed_pieces) as reading,
+    ):
+        restore_on(group, uri, 128)
+    [(_, _, _, parallel)] = [each.args for each in reading.call_args_list]
+    return parallel
+
+
+@pytest.mark.parametrize(
+    ("world_size", "is_apart", "is_local", "parallel"),
+    [(1, False, True, 8), (2, False, True, 4), (3, False, True, 2), (3, True, True, 8), (3, False, False, 8)],
+)
+def test_ranks_of_one_machine_ask_its_disk_for_few_pieces_at_once(
+    tmp_path: Path, world_size: int, is_apart: bool, is_local: bool, parallel: int
+) -> None:
+    save(Storage(tmp_path), 1, 2)
+    assert run_ranks(world_size, pieces_at_once, str(tmp_path), is_apart, is_local) == [parallel] * world_size
 
 
 @pytest.mark.parametrize("which", ["blocks", "skeleton", "manifest"])

@@ -48,6 +48,10 @@ def test_what_is_written_is_read_listed_and_deleted(storage: Storage) -> None:
     assert storage.list() == ["a"]
 
 
+def test_folders_of_a_file_system_are_local(storage: Storage) -> None:
+    assert storage.is_local == storage.uri.startswith("/") == PatientStorage(storage, within_s=1).is_local
+
+
 def test_what_is_not_there_as_it_was_is_not_removed(storage: Storage) -> None:
     storage.write("a", b"one")
     assert not storage.delete_if("a", b"another") and storage.read("a") == b"one"
