@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import struct
 from collections import deque
@@ -13,6 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reading import (
@@ -268,6 +271,7 @@ def read_together(
             else:
                 targets.fill(each.piece, data)
 
+    spread, state_tensors = spread_out(commit, tensors, layout), dict[str, torch.Tensor]()
     own = [each.piece for each in pieces if each.reader == group.rank]
     parallel = PARALLEL_PIECES
     if storage.is_local:
@@ -275,6 +279,8 @@ def read_together(
         parallel = max(LEAST_PARALLEL_PIECES, parallel // max(1, carrier.num_near))
     with closing(confirmed_pieces(storage, own, targets, parallel)) as mine:
         for each in pieces:
+            # A few while pieces come. All at once would keep the processor from the threads that ask for these.
+            state_tensors.update(itertools.islice(spread, len(tensors) // len(pieces)))
             data = None
             if each.reader == group.rank and unread is None:
                 try:
@@ -292,7 +298,8 @@ def read_together(
     state = None
     if bad is None:
         try:
-            state = state_of(commit, skeleton, spread_out(commit, tensors, layout), components)
+            state_tensors.update(spread)
+            state = state_of(commit, skeleton, state_tensors, components)
         except CheckpointError as error:
             bad = _itself(error)
     wrong = what_is_wrong(bad, group)

@@ -219,25 +219,19 @@ class Targets:
         self._copies: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
         self._in_place: set[tuple[str, int]] = set()
         """Key and start of the pieces whose place is in their tensors."""
+        known: dict[object, dict[tuple[int, ...], list[ReadItem]]] = {}  # a model has many tensors that are alike
         for name, (stored, part) in tensors.items():
-            chunks = [
-                ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
-                for each in stored.blocks
-                if math.prod(each.sizes)  # others may begin where any block does, and be taken for that one
-            ]
-            metadata = TensorStorageMetadata(
-                TensorProperties(stored.torch_dtype), torch.Size(stored.shape), chunks=chunks
-            )
-            filled = 0
-            for item in create_read_items_for_chunk_list(name, metadata, [part]):
-                assert item.storage_index.offset is not None
-                self._copies.setdefault((name, tuple(item.storage_index.offset)), []).append(item)
-                filled += math.prod(item.lengths)
-            if filled != math.prod(part.sizes):  # it would keep whatever was in that memory
-                raise RuntimeError(  # and not a CheckpointError: the commit is not to blame
-                    f"{name} has the shape {stored.shape}, and this rank was to have {tuple(part.sizes)} of it, from "
-                    f"{tuple(part.offsets)} on, which is not all there"
-                )
+            blocks = tuple((each.offsets, each.sizes) for each in stored.blocks)
+            kind = stored.shape, blocks, part.offsets, part.sizes
+            if kind not in known:
+                known[kind] = _copies_to_fill(stored, part)
+                filled = sum(math.prod(item.lengths) for items in known[kind].values() for item in items)
+                if filled != math.prod(part.sizes):  # it would keep whatever was in that memory
+                    raise RuntimeError(  # and not a CheckpointError: the commit is not to blame
+                        f"{name} has the shape {stored.shape}, and this rank was to have {tuple(part.sizes)} of it, "
+                        f"from {tuple(part.offsets)} on, which is not all there"
+                    )
+            self._copies |= {(name, offsets): items for offsets, items in known[kind].items()}
 
     def need(self, name: str, block: StoredBlock) -> bool:
         """Whether anything in a block is of use."""
@@ -288,6 +282,21 @@ class Targets:
                 narrowed(target, list(item.dest_offsets), item.lengths).copy_(part)
 
 
+def _copies_to_fill(stored: StoredTensor, part: ChunkStorageMetadata) -> dict[tuple[int, ...], list[ReadItem]]:
+    """What goes where of a tensor's blocks, by their offsets, into a part of it. The name in them is none."""
+    chunks = [
+        ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
+        for each in stored.blocks
+        if math.prod(each.sizes)  # others may begin where any block does, and be taken for that one
+    ]
+    metadata = TensorStorageMetadata(TensorProperties(stored.torch_dtype), torch.Size(stored.shape), chunks=chunks)
+    copies: dict[tuple[int, ...], list[ReadItem]] = {}
+    for item in create_read_items_for_chunk_list("", metadata, [part]):
+        assert item.storage_index.offset is not None
+        copies.setdefault(tuple(item.storage_index.offset), []).append(item)
+    return copies
+
+
 def state_to_fill(
     commit: Commit,
     components: Collection[str] | None = None,
@@ -318,11 +327,11 @@ def state_to_fill(
     return {name: memory.tensors[name] for name in whole}, targets
 
 
-def spread_out(commit: Commit, held: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
-    """What `state_to_fill` gave by a layout, as DTensors where that has one. That takes time for each, and so comes
-    behind what is read."""
+def spread_out(commit: Commit, held: Mapping[str, torch.Tensor], layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `state_to_fill` gave by a layout, with the names, as DTensors where that has one; one by one, as each takes
+    its time."""
     likes = _likes(commit, held, layout)
-    return {name: laid_out(tensor, likes.get(name, tensor)) for name, tensor in held.items()}
+    return ((name, laid_out(tensor, likes.get(name, tensor))) for name, tensor in held.items())
 
 
 def _likes(commit: Commit, names: Iterable[str], layout: Layout) -> dict[str, torch.Tensor]:

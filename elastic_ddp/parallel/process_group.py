@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import re
+import struct
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 FORM_S = 1.0
 """How long the ranks of a group, all of which have come, may take to connect to each other, the first time they try."""
+SHORT_BYTES = 128 << 10
+"""What has no more travels with its length: each round costs processes that share cores a few milliseconds."""
+_LENGTH = struct.Struct("<Q")
 _OURS, _TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 _NO_GROUP = "default process group has not been initialized"
@@ -236,14 +240,17 @@ class ProcessGroup:
         if self.world_size == 1:
             assert data is not None
             return data
-        size = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
-        dist.broadcast(size, source)
-        payload = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-        )
-        if payload.numel():
-            dist.broadcast(payload, source)
-        return payload.numpy().tobytes()
+        begin = bytearray(_LENGTH.size + SHORT_BYTES)
+        if data is not None:
+            begin[: _LENGTH.size] = _LENGTH.pack(len(data))
+            begin[_LENGTH.size : _LENGTH.size + len(data)] = data[:SHORT_BYTES]
+        dist.broadcast(torch.frombuffer(begin, dtype=torch.uint8), source)
+        [length] = _LENGTH.unpack_from(begin)
+        if length <= SHORT_BYTES:
+            return bytes(begin[_LENGTH.size : _LENGTH.size + length])
+        rest = bytearray(length - SHORT_BYTES if data is None else data[SHORT_BYTES:])
+        dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source)
+        return bytes(begin[_LENGTH.size :] + rest)
 
     def begin_all_gather(self, data: bytes) -> Callable[[], list[bytes]]:
         """What waits for the bytes of every rank, in rank order: as many of each. They travel meanwhile."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.parallel import process_group
-from elastic_ddp.parallel.process_group import Assignment, ProcessGroup, is_lost_peer
+from elastic_ddp.parallel.process_group import SHORT_BYTES, Assignment, ProcessGroup, is_lost_peer
 from elastic_ddp.parallel.store import StoreConnection
 from tests.ranks import run_ranks
 
@@ -175,6 +175,27 @@ def wait_for_works_of_a_lost_peer(group: ProcessGroup) -> list[bool]:
 
 def test_who_waits_for_a_collective_himself_meets_a_lost_peer() -> None:
     assert run_ranks(2, wait_for_works_of_a_lost_peer) == [[True, True], []]
+
+
+SIZES = (0, 1, SHORT_BYTES - 1, SHORT_BYTES, SHORT_BYTES + 1, 3 * SHORT_BYTES)
+
+
+def bytes_of(rank: int, size: int) -> bytes:
+    return bytes(rank + 1 + place % 100 for place in range(size))
+
+
+def send_bytes(group: ProcessGroup) -> list[bool]:
+    sources = [(size, source) for size in SIZES for source in range(group.world_size)]
+    got = [
+        group.broadcast_bytes(bytes_of(group.rank, size) if group.rank == source else None, source)
+        for size, source in sources
+    ]
+    return [data == bytes_of(source, size) for data, (size, source) in zip(got, sources, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_bytes_of_any_length_come_to_every_rank(world_size: int) -> None:
+    assert run_ranks(world_size, send_bytes) == [[True] * len(SIZES) * world_size] * world_size
 
 
 def test_a_users_error_that_tells_of_one_of_gloo_is_his() -> None:
