@@ -93,9 +93,12 @@ class _Settings(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(error, type(self))) from None
+            why = _explain(error, type(self))
+        else:
+            return
         finally:
             _within.reset(token)
+        raise ConfigError(why)  # not in that block: see `mistakes`
 
 
 class CheckpointConfig(_Settings):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pydantic import ValidationError
+
 
 class ElasticDDPError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -55,6 +57,19 @@ class PeerLostError(Exception):
 def described(error: BaseException) -> str:
     """The kind and the text of `error`, as the ledger and other errors give them."""
     return f"{type(error).__name__}: {error}"
+
+
+def mistakes(error: ValidationError, *, with_places: bool = False) -> str:
+    """The first few that pydantic found, with where they are.
+
+    Raise the error that tells of them outside of the block that caught this one. Whatever is raised in there leads to
+    it, and it to all frames in which it was raised, and to what these have at their end: once such a frame holds the
+    error that was raised, nothing of all that is ever let go, as pydantic's part in it is none that Python's garbage
+    collector looks into.
+    """
+    found = error.errors(include_url=False, include_input=False, include_context=False)[:5]
+    places = [f"{'.'.join(map(str, each['loc']))!r:.80}: " if with_places else "" for each in found]
+    return "; ".join(place + each["msg"] for place, each in zip(places, found, strict=True))
 
 
 def printable(text: str) -> str:

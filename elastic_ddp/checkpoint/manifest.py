@@ -25,7 +25,7 @@ from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint.record import check_facts
 from elastic_ddp.config import MAX_STEP
-from elastic_ddp.errors import CheckpointError
+from elastic_ddp.errors import CheckpointError, mistakes
 from elastic_ddp.state import dtype_of
 
 FORMAT: Final = 3
@@ -239,14 +239,15 @@ class Commit(BaseModel):
                 raise ValueError("it does not have its own checksum")
             commit = cls.model_validate_json(text)
         except ValidationError as error:
-            what = "; ".join(mistake["msg"] for mistake in error.errors(include_url=False, include_input=False)[:5])
-            raise CheckpointError(f"{key} is not the manifest of a commit: {what}") from error
+            what = mistakes(error)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{key} is not the manifest of a commit: {error}") from error
-        if commit.key != key:
-            raise CheckpointError(f"{key} is the manifest of another step, {commit.step}")
-        commit.__dict__["manifest"] = data
-        return commit
+        else:
+            if commit.key != key:
+                raise CheckpointError(f"{key} is the manifest of another step, {commit.step}")
+            commit.__dict__["manifest"] = data
+            return commit
+        raise CheckpointError(f"{key} is not the manifest of a commit: {what}")
 
     @cached_property
     def manifest(self) -> bytes:

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from elastic_ddp.errors import mistakes
+
 _STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
@@ -49,9 +51,10 @@ def check_facts(record: str) -> None:
     try:
         Facts.model_validate_json(record)
     except ValidationError as error:
-        mistakes = error.errors(include_url=False, include_input=False, include_context=False)[:5]
-        what = "; ".join(f"{'.'.join(map(str, each['loc']))!r:.80}: {each['msg']}" for each in mistakes)
-        raise ValueError(f"its record cannot be one of a run: {what}") from error
+        what = mistakes(error, with_places=True)
+    else:
+        return
+    raise ValueError(f"its record cannot be one of a run: {what}")
 
 
 def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from elastic_ddp.checkpoint.manifest import (
 from elastic_ddp.checkpoint.planning import BlockPlanner, Box, is_in_shards, num_bytes, share_of
 from elastic_ddp.checkpoint.sampling import Sample, Sampler, check_same
 from elastic_ddp.checkpoint.stalls import Crew
-from elastic_ddp.errors import CheckpointError, ReplicasDifferError
+from elastic_ddp.errors import CheckpointError, ReplicasDifferError, mistakes
 from elastic_ddp.state import dtype_name, flatten
 from elastic_ddp.storage import Storage
 
@@ -304,9 +304,10 @@ def put_together(
             for name, (dtype, shape) in expected.items()
         }
     except ValidationError as error:
-        what = error.errors(include_url=False)[0]["msg"]
-        raise CheckpointError(f"not all that belongs to the state was written: {what}") from error
-    return tuple(objects), tensors
+        what = mistakes(error)
+    else:
+        return tuple(objects), tensors
+    raise CheckpointError(f"not all that belongs to the state was written: {what}")
 
 
 def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from elastic_ddp.config import DATA_IDENTITY, IDENTITY, CheckpointConfig, DataConfig, RunConfig, read_toml
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage import Storage
+from tests.unit.held import is_let_go_after
 
 MINIMAL: dict[str, Any] = {
     "name": "lm",
@@ -247,6 +248,10 @@ def test_all_mistakes_are_named_at_once() -> None:
         "steps='5': input should be a valid integer (a number without quotes or a fraction)",
         "checkpoint.keep=0: input should be greater than or equal to 1",
     ]
+
+
+def test_whoever_meets_a_refusal_keeps_nothing_in_memory() -> None:
+    assert is_let_go_after(lambda: CheckpointConfig(interval=5))  # type: ignore[arg-type]
 
 
 def test_a_missing_setting_is_named() -> None:

@@ -24,8 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ddp import cli_checkpoints
-from elastic_ddp.checkpoint import manifest
+from elastic_ddp.checkpoint import CommitCatalog, manifest
 from elastic_ddp.checkpoint.manifest import ALIGNMENT, MAX_SKELETON_BYTES, Commit, StoredTensor
+from elastic_ddp.checkpoint.reading import read_manifest
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.process_group import ProcessGroup
@@ -34,6 +35,7 @@ from elastic_ddp.storage import Storage
 from tests.ranks import run_ranks
 from tests.unit.blocks import PREFIX, commit_of, write
 from tests.unit.forging import in_little_memory, signed
+from tests.unit.held import is_let_go_after
 from tests.unit.test_checkpoint import make_state, save, step_of
 from tests.whole import WholeStore
 
@@ -298,6 +300,19 @@ def test_whatever_is_changed_in_a_manifest_its_commit_is_used_or_the_one_before(
     with suppress(typer.Exit):
         cli_checkpoints.verify(run)
     cli_checkpoints.prune(run, keep=1, dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("step", -1), ("tensors/model.weight/shape", [1, 2]), ("record", {"samples": "many"}), ("format", 2)],
+)
+def test_whoever_meets_a_bad_manifest_keeps_nothing_in_memory(run: str, path: str, value: Any) -> None:
+    storage = Storage(run).at(COMMITS)
+    storage.write("commits/2.json", signed(_edited(json.loads(storage.read("as-it-was")), path, value)))
+    catalog = CommitCatalog(storage)
+    assert is_let_go_after(lambda: catalog.latest())
+    assert [key for key, _ in catalog.rejected] == ["commits/2.json"]
+    assert is_let_go_after(lambda: read_manifest(storage, "commits/2.json"))
 
 
 def _body(tmp_path: Path) -> dict[str, Any]:
