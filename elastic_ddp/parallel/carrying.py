@@ -25,7 +25,7 @@ NEAR_IN_FLIGHT = 3
 
 
 class Waits(Protocol):
-    """What a rank has to do with a piece before it has it, and others have it from here."""
+    """What a rank has to do with a piece before it has it, and others have it from here. Once."""
 
     def wait(self) -> object: ...
 
@@ -61,7 +61,7 @@ class Carrier:
 
     @property
     def num_near(self) -> int:
-        """How many ranks have memory that this one can read, which is one of them."""
+        """How many ranks have memory that this one can read; itself counts, where anything can be read at all."""
         return len([each for each in self._sees[self._group.rank] if each])
 
     @property
@@ -78,7 +78,7 @@ class Carrier:
             data: the bytes, or the place for them. It stays as it is until all that is returned has been waited for.
 
         Raises:
-            PeerLostError: while it waits: the source is gone.
+            PeerLostError, or what `is_lost_peer` knows: one of them is gone. So does waiting.
         """
         others = [rank for rank in ranks if rank != source]
         if not others or not data:
@@ -87,37 +87,40 @@ class Carrier:
             return self._begin_near(number, data, source, others)
         tensor = torch.frombuffer(data, dtype=torch.uint8)
         if len(ranks) == self._group.world_size:
-            works = [dist.broadcast(tensor, source, async_op=True)]
-        elif self._group.rank == source:
-            works = [dist.isend(tensor, each, tag=number) for each in others]
-        else:
-            works = [dist.irecv(tensor, source, tag=number)]
-        return [work for work in works if work is not None]
+            work = dist.broadcast(tensor, source, async_op=True)
+            assert work is not None, "this rank is in the group"
+            return [work]
+        if self._group.rank == source:
+            return [self._group.begin_send(tensor, each, number) for each in others]
+        return [self._group.begin_receive(tensor, source, number)]
 
     def _is_near(self, source: int, others: Sequence[int]) -> bool:
         """Whether all of them can read the source's memory."""
         return all(self._sees[rank][source] for rank in others)
 
     def _begin_near(self, number: int, data: memoryview, source: int, others: Sequence[int]) -> list[Waits]:
-        if self._group.rank != source:
-            return [_Copy(self._pids[source], source, number, data)]
+        group = self._group
+        if group.rank != source:
+            return [_Copy(group, self._pids[source], source, number, data)]
         address = torch.tensor([address_of(data)])
         works: list[Waits] = []
         for each in others:
-            works += [_sent(address, each, number), _received(torch.zeros(1, dtype=torch.uint8), each, number)]
+            works.append(group.begin_send(address, each, number))
+            works.append(group.begin_receive(torch.zeros(1, dtype=torch.uint8), each, number))
         return works
 
 
 class _Copy:
     """Of what is in another rank's memory. That rank tells where, once it is there, and is told when it is copied."""
 
-    def __init__(self, pid: int, source: int, number: int, data: memoryview) -> None:
+    def __init__(self, group: ProcessGroup, pid: int, source: int, number: int, data: memoryview) -> None:
+        self._group = group
         self._pid = pid
         self._source = source
         self._number = number
         self._data = data
         self._address = torch.zeros(1, dtype=torch.int64)
-        self._told = _received(self._address, source, number)
+        self._told = group.begin_receive(self._address, source, number)
 
     def wait(self) -> None:
         self._told.wait()
@@ -125,16 +128,4 @@ class _Copy:
             read(self._pid, int(self._address), self._data)
         except OSError as error:
             raise PeerLostError(f"the memory of rank {self._source} cannot be read any more: {error}") from error
-        _sent(torch.ones(1, dtype=torch.uint8), self._source, self._number).wait()
-
-
-def _sent(tensor: torch.Tensor, rank: int, number: int) -> dist.Work:
-    work = dist.isend(tensor, rank, tag=number)
-    assert work is not None
-    return work
-
-
-def _received(tensor: torch.Tensor, rank: int, number: int) -> dist.Work:
-    work = dist.irecv(tensor, rank, tag=number)
-    assert work is not None
-    return work
+        self._group.begin_send(torch.ones(1, dtype=torch.uint8), self._source, self._number).wait()

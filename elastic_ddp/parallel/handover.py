@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from elastic_ddp import host_memory
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.parallel.process_group import Message, ProcessGroup
 from elastic_ddp.state import dtype_name, dtype_of, flatten, unflatten
 
 CHUNK_BYTES = 16 << 20
@@ -46,7 +45,7 @@ def hand_over(
     ranks = [source, *receivers]
     if group.rank not in ranks:
         return None
-    chain = _Chain(ranks, group.rank, tick)
+    chain = _Chain(ranks, group, tick)
     tensors: dict[str, torch.Tensor] = {}
     header = torch.empty(0, dtype=torch.uint8)
     if group.rank == source:
@@ -89,18 +88,17 @@ class _OnTheWay:
 
     def __init__(self, tick: Callable[[], None]) -> None:
         self._tick = tick
-        self._pieces: deque[tuple[dist.Work | None, torch.Tensor, int]] = deque()
+        self._pieces: deque[tuple[Message, torch.Tensor, int]] = deque()
         self._num_bytes = 0
 
-    def add(self, work: dist.Work | None, piece: torch.Tensor, number: int) -> None:
-        self._pieces.append((work, piece, number))
+    def add(self, message: Message, piece: torch.Tensor, number: int) -> None:
+        self._pieces.append((message, piece, number))
         self._num_bytes += piece.numel()
 
     def first(self) -> tuple[torch.Tensor, int]:
         """The one that has been on its way for longest, once it has arrived, and its number."""
-        work, piece, number = self._pieces.popleft()
-        assert work is not None, "this rank is in the group"
-        work.wait()
+        message, piece, number = self._pieces.popleft()
+        message.wait()
         self._tick()
         self._num_bytes -= piece.numel()
         return piece, number
@@ -116,8 +114,9 @@ class _OnTheWay:
 class _Chain:
     """Ranks of which each gives what it gets to the next one."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, tick: Callable[[], None]) -> None:
-        place = ranks.index(rank)
+    def __init__(self, ranks: Sequence[int], group: ProcessGroup, tick: Callable[[], None]) -> None:
+        place = ranks.index(group.rank)
+        self._group = group
         self._before = ranks[place - 1] if place else None
         self._next = ranks[place + 1] if place + 1 < len(ranks) else None
         self._tick, self._going = tick, _OnTheWay(tick)
@@ -125,7 +124,7 @@ class _Chain:
     def pass_on(self, piece: torch.Tensor) -> torch.Tensor:
         """A tensor on the CPU: the first rank's own, and on the others filled with that."""
         if self._before is not None:
-            dist.recv(piece, self._before)
+            self._group.begin_receive(piece, self._before, 0).wait()
         self._give(piece, 0)
         return piece
 
@@ -137,7 +136,7 @@ class _Chain:
             if self._before is None:
                 self._give(piece.cpu(), number)
                 continue
-            coming.add(dist.irecv(piece, self._before, tag=number), piece, number)
+            coming.add(self._group.begin_receive(piece, self._before, number), piece, number)
             if coming.is_full:
                 self._give(*coming.first())
         while coming:
@@ -147,7 +146,7 @@ class _Chain:
 
     def _give(self, piece: torch.Tensor, number: int) -> None:
         if self._next is not None:
-            self._going.add(dist.isend(piece, self._next, tag=number), piece, number)
+            self._going.add(self._group.begin_send(piece, self._next, number), piece, number)
             while self._going.is_full:
                 self._going.first()
 

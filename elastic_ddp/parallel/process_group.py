@@ -73,6 +73,18 @@ class Assignment:
     """Why this generation was formed, for the record."""
 
 
+class Message:
+    """A tensor on its way from one rank to another."""
+
+    def __init__(self, work: dist.Work | None, timeout: datetime.timedelta) -> None:
+        assert work is not None, "this rank is in the group"
+        self._work, self._timeout = work, timeout
+
+    def wait(self) -> None:
+        """Until it has come, or may be changed where it came from. Once: gloo would wait for another one."""
+        self._work.wait(self._timeout)
+
+
 @dataclass
 class ProcessGroup:
     """The open process group of a generation. Form it with `form`; every rank has to call it."""
@@ -83,6 +95,8 @@ class ProcessGroup:
     """Outlives the group."""
     shares_device: bool = False
     """Other ranks may be on the same GPU, which NCCL refuses: gloo carries CUDA tensors, through the host."""
+    _timeout: datetime.timedelta = field(default=datetime.timedelta(), repr=False)
+    """For every collective and message, once it is formed."""
     _sockets: frozenset[Socket] = field(default=frozenset(), repr=False)
     _is_cut: bool = False
     _nccl: Any = field(default=None, repr=False)
@@ -130,7 +144,7 @@ class ProcessGroup:
         Args:
             store: this process's connection. A peer that is lost while the group forms costs it, because a wait in the
                 store ends in no other way.
-            timeout_s: for every collective.
+            timeout_s: for every collective and message.
             shares_device: other ranks may be on the same GPU.
             attempt: how often in a row that has failed; each time it may take twice as long.
             on_forming: told of the group before it waits for its peers, so that it can be cut from there on.
@@ -167,7 +181,8 @@ class ProcessGroup:
             world_size=assignment.world_size,
             timeout=datetime.timedelta(seconds=forming_s),
         )
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        dist.distributed_c10d._set_pg_timeout(self._timeout)  # of collectives, and not of messages
         everyones.set_timeout(datetime.timedelta(seconds=forming_s))  # a peer that fails here may not be missed yet
         self._sockets = self._find_sockets(own, before)
         if has_nccl:
@@ -234,6 +249,14 @@ class ProcessGroup:
             torch.cuda.current_stream(self.device).synchronize()
             if self._is_cut:
                 raise PeerLostError("the generation broke before the device had reduced the gradients")
+
+    def begin_send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
+        """Begins to send a tensor to a rank, which receives it by the same tag."""
+        return Message(dist.isend(tensor, rank, tag=tag), self._timeout)
+
+    def begin_receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
+        """Begins to receive a tensor from a rank, which sends it by the same tag."""
+        return Message(dist.irecv(tensor, rank, tag=tag), self._timeout)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """The bytes of rank `source`, on every rank."""

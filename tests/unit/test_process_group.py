@@ -198,6 +198,21 @@ def test_bytes_of_any_length_come_to_every_rank(world_size: int) -> None:
     assert run_ranks(world_size, send_bytes) == [[True] * len(SIZES) * world_size] * world_size
 
 
+def send_late(group: ProcessGroup) -> float:
+    """What the last rank gets of the first, which sends it later than a group may take to form."""
+    tensor = torch.zeros(1)
+    if group.rank == 0:
+        time.sleep(2 * process_group.FORM_S)
+        group.begin_send(tensor + 7, group.world_size - 1, tag=1).wait()
+    elif group.rank == group.world_size - 1:
+        group.begin_receive(tensor, 0, tag=1).wait()
+    return tensor.item()
+
+
+def test_a_message_is_waited_for_as_long_as_a_collective() -> None:
+    assert run_ranks(2, send_late) == [0, 7]
+
+
 def test_a_users_error_that_tells_of_one_of_gloo_is_his() -> None:
     text = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5"
     for words in (f"the optimizer failed: {text}", "see gloo/transport/tcp/pair.cc:553"):
