@@ -78,6 +78,8 @@ def restore(
         ConfigError: some rank has not the memory for the newest commit. That says nothing of the commit, like the next.
         StorageError: the storage could not be read, or nothing told that from one object that cannot be. That is no
             reason to fall back: an outage would throw away good commits.
+        PeerLostError, or what `is_lost_peer` knows: a rank is gone, or bytes came from it as something else. Reads
+            that are under way are waited for before.
     """
     layout = functools.cache(lambda: spread() or (lambda name: None))
     found = first_usable(
@@ -278,9 +280,9 @@ def read_together(
         # Where all are asked for at once all come late, and what others wait for then is left to copy when all is read.
         parallel = max(LEAST_PARALLEL_PIECES, parallel // max(1, carrier.num_near))
     with closing(confirmed_pieces(storage, own, targets, parallel)) as mine:
-        for each in pieces:
+        for count, each in enumerate(pieces, start=1):
             # A few while pieces come. All at once would keep the processor from the threads that ask for these.
-            state_tensors.update(itertools.islice(spread, len(tensors) // len(pieces)))
+            state_tensors.update(itertools.islice(spread, len(tensors) * count // len(pieces) - len(state_tensors)))
             data = None
             if each.reader == group.rank and unread is None:
                 try:

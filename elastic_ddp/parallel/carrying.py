@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -43,7 +43,7 @@ class Carrier:
     def opened(cls, group: ProcessGroup) -> Iterator[Carrier]:
         """For as long as ranks may read each other's memory. Every rank calls it, and before it begins a piece
         `look_around`. Both begin what needs no waiting for until then."""
-        with readable(), Mark.of_this_process() as mark:
+        with readable() if group.world_size > 1 else nullcontext(), Mark.of_this_process() as mark:
             yield cls(group, mark)
 
     def look_around(self) -> None:

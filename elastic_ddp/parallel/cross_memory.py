@@ -52,7 +52,8 @@ def read(pid: int, address: int, into: memoryview) -> None:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Processes of this user can read the memory of this one meanwhile, where they could not."""
+    """Processes of this user can read the memory of this one meanwhile, where they could not. Not within itself, nor
+    where somebody else has asked the kernel for the same: afterwards they cannot."""
     _let_look(_ANYBODY)
     try:
         yield

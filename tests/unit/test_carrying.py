@@ -6,12 +6,13 @@ import mmap
 import random
 from contextlib import nullcontext
 from typing import Any, Never
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from elastic_ddp.errors import PeerLostError
-from elastic_ddp.parallel import carrying
+from elastic_ddp.parallel import carrying, cross_memory
 from elastic_ddp.parallel.carrying import IN_FLIGHT, NEAR_IN_FLIGHT, Carrier
 from elastic_ddp.parallel.process_group import ProcessGroup
 from tests.ranks import apart, run_ranks
@@ -69,6 +70,24 @@ def carry(group: ProcessGroup, blind_ranks: list[int]) -> tuple[int, dict[int, b
             awaited = [each for each in good if content(each) and users(each, group.world_size)[0] != group.rank]
             assert len(reads) == len(awaited) > 0
         return carrier.in_flight, good
+
+
+def allowed(group: ProcessGroup) -> list[list[object]]:
+    """Who may look into this rank before, while and after pieces are carried, as the kernel is told."""
+    with mock.patch.object(cross_memory, "_let_look") as let_look:
+        told = [[each.args[0].value for each in let_look.call_args_list]]
+        with Carrier.opened(group) as carrier:
+            carrier.look_around()
+            told.append([each.args[0].value for each in let_look.call_args_list])
+        told.append([each.args[0].value for each in let_look.call_args_list])
+    return told
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_others_may_look_into_a_rank_only_while_pieces_are_carried(world_size: int) -> None:
+    anybody, nobody = 2**64 - 1, 0
+    told = [[], [anybody], [anybody, nobody]] if world_size > 1 else [[], [], []]
+    assert run_ranks(world_size, allowed) == [told] * world_size
 
 
 def counting(read: Any) -> tuple[Any, list[int]]:

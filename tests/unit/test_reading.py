@@ -8,6 +8,7 @@ import uuid
 import weakref
 from pathlib import Path
 from queue import Queue
+from threading import Event, Thread
 from unittest.mock import patch
 
 import pytest
@@ -274,6 +275,27 @@ def test_nothing_more_is_read_after_an_error_or_once_it_is_closed() -> None:
     closed = Reading(pieces[2:], read)
     closed.close()
     assert [*closed] == [] and len(begun) <= PARALLEL_PIECES
+
+
+def test_what_is_being_read_is_waited_for_when_reading_is_closed() -> None:
+    """It goes into memory that others may send from."""
+    begun, go_on, done = Event(), Event(), Event()
+
+    def read(piece: Piece) -> memoryview:
+        begun.set()
+        assert go_on.wait(60)
+        done.set()
+        return memoryview(b"")
+
+    reading = Reading([Piece("object", 0, 1, ())], read)
+    assert begun.wait(60)
+    closing = Thread(target=reading.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive() and not done.is_set()
+    go_on.set()
+    closing.join(60)
+    assert not closing.is_alive() and done.is_set()
 
 
 def test_every_flipped_bit_of_every_object_is_noticed_and_where_is_said(tmp_path: Path) -> None:

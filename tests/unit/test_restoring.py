@@ -15,12 +15,13 @@ import pytest
 from zlib_ng import zlib_ng
 
 from elastic_ddp import restoring
+from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.checkpoint.reading import Targets, state_to_fill
 from elastic_ddp.errors import PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel import carrying
 from elastic_ddp.parallel.carrying import Carrier
 from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
-from elastic_ddp.restoring import restore
+from elastic_ddp.restoring import ERROR_BYTES, restore, what_is_wrong
 from elastic_ddp.storage import Storage
 from tests.ranks import alone, apart, run_ranks
 from tests.unit.test_checkpoint import corrupt, make_state, restored_step, save, step_of
@@ -111,6 +112,64 @@ def test_what_one_rank_finds_bad_no_rank_uses_and_it_is_set_aside(tmp_path: Path
     assert aside.startswith(f"set-aside/2-{name}") and storage.list("commits") == [before.key]
     save(storage, 2, 3, keep=1)
     assert restored_step(storage) == 3 and set(kept) <= set(storage.list("step=2")), "it is there to be looked at"
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_where_all_ranks_find_bad_pieces_the_commit_before_is_used(tmp_path: Path, is_apart: bool) -> None:
+    """And none takes what came from another as what had been good there."""
+    storage = Storage(tmp_path)
+    [_, newest] = save(storage, 1, 2)
+    for item in newest.objects:
+        storage.write(item.key, bytes(byte ^ 1 for byte in storage.read(item.key)))
+    results = run_ranks(2, restore_on, str(tmp_path), 128, is_apart)
+    assert [each["step"] for each in results] == [1, 1]
+
+
+def most_begun(group: ProcessGroup, uri: str, is_apart: bool) -> tuple[int, int]:
+    """How many pieces have been begun at once, and how many may be."""
+    begun, most, in_flight = 0, 0, 0
+    begin = Carrier.begin
+
+    def counted(self: Carrier, *piece: Any) -> Any:
+        nonlocal begun, most, in_flight
+        begun, in_flight = begun + 1, self.in_flight
+        most = max(most, begun)
+        return begin(self, *piece)
+
+    def tick() -> None:
+        nonlocal begun
+        begun -= 1
+
+    with (
+        apart() if is_apart else nullcontext(),
+        mock.patch.object(Carrier, "begin", counted),
+        mock.patch("elastic_ddp.checkpoint.reading.PIECE_BYTES", 1),
+    ):
+        restore(WholeStore(Storage(uri), keep=2), Storage(uri), group, tick=tick)
+    return most, in_flight
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_more_pieces_are_begun_at_once_than_there_is_memory_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, is_apart: bool
+) -> None:
+    monkeypatch.setattr("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(8))
+    save(Storage(tmp_path), 1)
+    near = carrying.NEAR_IN_FLIGHT
+    in_flight = carrying.IN_FLIGHT if is_apart else near
+    assert run_ranks(world_size, most_begun, str(tmp_path), is_apart) == [(in_flight, in_flight)] * world_size
+
+
+def tell_much(group: ProcessGroup) -> str:
+    with pytest.raises(StorageError) as error:
+        what_is_wrong(StorageError("much " * ERROR_BYTES) if group.rank == 1 else None, group)
+    return str(error.value)
+
+
+def test_of_a_long_error_all_ranks_hear_the_beginning() -> None:
+    first, second = run_ranks(2, tell_much)
+    assert first == second and first.startswith("much much ") and ERROR_BYTES - 100 < len(first) <= ERROR_BYTES
 
 
 @pytest.mark.parametrize("which", ["blocks", "skeleton"])
