@@ -26,6 +26,7 @@ from elastic_ddp.checkpoint.writing import Part, StateWriter
 from elastic_ddp.config import RunConfig
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.generation import strategy_of
+from elastic_ddp.parallel import carrying
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import _Piece, restore
 from elastic_ddp.state import flatten, whole
@@ -207,11 +208,12 @@ def _counted(group: ProcessGroup, folder: Path) -> tuple[int, int]:
     return sum(writer._planner.num_blocks.values()), len(written)
 
 
-def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path, is_apart: bool) -> None:
     """And every byte leaves the storage once."""
     saved = run_ranks(2, _save_large, tmp_path)[0]
     whole = sum(each.nbytes for each in saved.values())
-    every = run_ranks(3, _restore_large, tmp_path)
+    every = run_ranks(3, _restore_large, tmp_path, "SGD", 3000, is_apart)
     for got, _, found in every:
         assert found.keys() == saved.keys() and all(found[name].tobytes() == saved[name].tobytes() for name in saved)
         assert got < 0.3 * whole, "no more than its shard"
@@ -219,10 +221,11 @@ def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path) -> N
     assert whole <= sum(read for _, read, _ in every) < 1.1 * whole
 
 
-def test_what_all_ranks_hold_draws_no_shards_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_what_all_ranks_hold_draws_no_shards_along(tmp_path: Path, is_apart: bool) -> None:
     """Counts of steps lie beside shards, of which each rank is to have its own alone."""
     saved = run_ranks(2, _save_large, tmp_path, "Adagrad")[0]
-    every = run_ranks(2, _restore_large, tmp_path, "Adagrad", PIECE_BYTES)
+    every = run_ranks(2, _restore_large, tmp_path, "Adagrad", PIECE_BYTES, is_apart)
     assert all(found[name].tobytes() == saved[name].tobytes() for _, _, found in every for name in saved)
     assert 0 < sum(got for got, _, _ in every) <= NUM_LARGE * ALIGNMENT
 
@@ -264,11 +267,11 @@ def _save_large(group: ProcessGroup, folder: Path, optimizer: str = "SGD") -> Te
 
 
 def _restore_large(
-    group: ProcessGroup, folder: Path, optimizer: str = "SGD", piece_bytes: int = 3000
+    group: ProcessGroup, folder: Path, optimizer: str = "SGD", piece_bytes: int = 3000, is_apart: bool = False
 ) -> tuple[int, int, Tensors]:
-    """Bytes that came from other ranks, and from the storage, and the state."""
+    """Bytes of pieces that came from other ranks, and from the storage, and the state."""
     got = read = 0
-    broadcast, irecv = dist.broadcast, dist.irecv
+    broadcast, irecv, read_memory = dist.broadcast, dist.irecv, carrying.read
 
     def counted_broadcast(tensor: torch.Tensor, source: int, **options: Any) -> Any:
         nonlocal got
@@ -277,8 +280,13 @@ def _restore_large(
 
     def counted_irecv(tensor: torch.Tensor, *place: Any, **options: Any) -> Any:
         nonlocal got
-        got += tensor.numel()
+        got += tensor.numel() if is_apart else 0  # else it tells where a piece is, or that it was copied
         return irecv(tensor, *place, **options)
+
+    def counted_memory(pid: int, address: int, into: memoryview) -> None:
+        nonlocal got
+        got += len(into)
+        read_memory(pid, address, into)
 
     class Counting(Storage):
         def read_into(self, key: str, start: int, buffer: memoryview) -> int:
@@ -296,9 +304,11 @@ def _restore_large(
 
     storage = Counting(folder)
     with (
+        apart() if is_apart else nullcontext(),
         mock.patch("elastic_ddp.checkpoint.reading.PIECE_BYTES", piece_bytes),
         mock.patch("torch.distributed.broadcast", counted_broadcast),
         mock.patch("torch.distributed.irecv", counted_irecv),
+        mock.patch.object(carrying, "read", counted_memory),
     ):
         restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
     assert restored is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from elastic_ddp.checkpoint.reading import Targets, state_to_fill
 from elastic_ddp.errors import PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel import carrying
 from elastic_ddp.parallel.carrying import Carrier
-from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
+from elastic_ddp.parallel.process_group import FORM_S, ProcessGroup, is_lost_peer
 from elastic_ddp.restoring import ERROR_BYTES, restore, what_is_wrong
 from elastic_ddp.storage import Storage
 from tests.ranks import alone, apart, run_ranks
@@ -346,6 +347,27 @@ def test_what_is_garbled_between_ranks_is_a_lost_peer_and_no_word_on_the_commit(
     assert "came as something else" in second and "rejected: []" in second
     assert first == "lost the other" if what == "skeleton" else first == second
     assert Storage(tmp_path).list() == before
+
+
+class Slow(Storage):
+    """Takes longer for anything in the commit than a group may take to form."""
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        time.sleep(1.5 * FORM_S)
+        return super().read_into(key, start, buffer)
+
+
+def restore_slowly(group: ProcessGroup, uri: str, is_apart: bool) -> int | None:
+    storage = Slow(uri) if group.rank == 0 else Storage(uri)
+    with apart() if is_apart else nullcontext():
+        found = restore(WholeStore(storage, keep=2), storage, group)
+    return None if found is None else step_of(found[1])
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_ranks_wait_for_one_whose_storage_is_slow(tmp_path: Path, is_apart: bool) -> None:
+    save(Storage(tmp_path), 1)
+    assert run_ranks(2, restore_slowly, str(tmp_path), is_apart) == [1, 1]
 
 
 class Busy(Storage):
