@@ -22,6 +22,7 @@ from elastic_ddp.checkpoint.reading import (
     LEAST_PARALLEL_PIECES,
     PARALLEL_PIECES,
     Piece,
+    Targets,
     check,
     pieces_of,
     spread_out,
@@ -30,7 +31,7 @@ from elastic_ddp.checkpoint.reading import (
 )
 from elastic_ddp.checkpoint.verdicts import confirmed_pieces
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerLostError, StorageError, UnreadableError
-from elastic_ddp.parallel.carrying import Carrier, Waits
+from elastic_ddp.parallel.carrying import Carriage, Carrier
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.state import Layout
 from elastic_ddp.storage import Storage
@@ -253,26 +254,8 @@ def read_together(
     if wrong:
         return None, wrong
     pieces = _Piece.all_of(commit, tensors, needs, group.rank)
-    going: deque[tuple[_Piece, memoryview, list[Waits]]] = deque()
+    passing = _Passing(carrier, targets, group.rank, tick)
     unread: CheckpointError | StorageError | None = None
-    garbled: PeerLostError | None = None
-
-    def take() -> None:
-        nonlocal garbled
-        each, data, works = going.popleft()
-        for work in works:
-            work.wait()
-        tick()
-        if each.reader != group.rank:  # or that was done when it was read
-            try:
-                check(each.piece, data)
-            except CheckpointError as error:
-                garbled = garbled or PeerLostError(
-                    f"what rank {each.reader} sent of a commit came as something else: {error}"
-                )
-            else:
-                targets.fill(each.piece, data)
-
     spread, state_tensors = spread_out(commit, tensors, layout), dict[str, torch.Tensor]()
     own = [each.piece for each in pieces if each.reader == group.rank]
     parallel = PARALLEL_PIECES
@@ -290,13 +273,9 @@ def read_together(
                 except (CheckpointError, StorageError) as error:
                     # The others are told when all is sent, and get nothing good meanwhile.
                     unread = _itself(error)
-            data = targets.place_of(each.piece) if data is None else data
-            going.append((each, data, carrier.begin(each.number, data, each.reader, each.ranks)))
-            while len(going) >= carrier.in_flight:
-                take()
-        while going:
-            take()
-    bad: Exception | None = unread or garbled
+            passing.begin(each, targets.place_of(each.piece) if data is None else data)
+        passing.end()
+    bad: Exception | None = unread or passing.garbled
     state = None
     if bad is None:
         try:
@@ -306,6 +285,48 @@ def read_together(
             bad = _itself(error)
     wrong = what_is_wrong(bad, group)
     return (None, wrong) if wrong else (state, None)
+
+
+class _Passing:
+    """Of pieces, from the ranks that read them to those that need them. On each, what is begun first is through first.
+
+    Attributes:
+        garbled: a piece came as something else.
+    """
+
+    def __init__(self, carrier: Carrier, targets: Targets, rank: int, tick: Callable[[], None]) -> None:
+        self.garbled: PeerLostError | None = None
+        self._carrier = carrier
+        self._targets = targets
+        self._rank = rank
+        self._tick = tick
+        self._going: deque[tuple[_Piece, memoryview, Carriage]] = deque()
+
+    def begin(self, each: _Piece, data: memoryview) -> None:
+        """With the bytes of a piece, or the place for them. Waits for others before it if too many are under way."""
+        self._going.append((each, data, self._carrier.begin(each.number, data, each.reader, each.ranks)))
+        while len(self._going) >= self._carrier.in_flight:
+            self._take()
+
+    def end(self) -> None:
+        """Waits for all."""
+        while self._going:
+            self._take()
+
+    def _take(self) -> None:
+        each, data, carriage = self._going.popleft()
+        carriage.wait()
+        self._tick()
+        if each.reader == self._rank:  # that was done when it was read
+            return
+        try:
+            if carriage.came_over_network:
+                check(each.piece, data)
+            self._targets.fill(each.piece, data)
+        except CheckpointError as error:
+            self.garbled = self.garbled or PeerLostError(
+                f"what rank {each.reader} sent of a commit came as something else: {error}"
+            )
 
 
 def _itself(error: Met) -> Met:

@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.errors import PeerLostError
 from elastic_ddp.parallel.cross_memory import Mark, address_of, read, readable
-from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.parallel.process_group import Message, ProcessGroup
 
 IN_FLIGHT = 8
 """Pieces that are on their way between ranks: each waits for the network."""
@@ -24,10 +23,14 @@ NEAR_IN_FLIGHT = 3
 """The same from memory to memory: who copies later has more left to copy when all is read."""
 
 
-class Waits(Protocol):
-    """What a rank has to do with a piece before it has it, and others have it from here. Once."""
+class Carriage(Protocol):
+    """Of a piece, on one of the ranks that it concerns."""
 
-    def wait(self) -> object: ...
+    came_over_network: bool
+    """Whether this rank got it in messages, once it has waited: these can come as something else, and a copy cannot."""
+
+    def wait(self) -> None:
+        """Until this rank has the piece, and others have it from here. Once."""
 
 
 class Carrier:
@@ -69,49 +72,79 @@ class Carrier:
         """How many pieces may have been begun on a rank, and not be through."""
         return NEAR_IN_FLIGHT if self._is_near(0, range(self._group.world_size)) else IN_FLIGHT
 
-    def begin(self, number: int, data: memoryview, source: int, ranks: Sequence[int]) -> list[Waits]:
+    def begin(self, number: int, data: memoryview, source: int, ranks: Sequence[int]) -> Carriage:
         """Begins to carry a piece from one rank to all of some. These call it, and wait for it, in one order of those
         that several of them need.
 
         Args:
             number: of the piece, another one for each.
-            data: the bytes, or the place for them. It stays as it is until all that is returned has been waited for.
+            data: the bytes, or the place for them. It stays as it is until this has been waited for.
 
         Raises:
             PeerLostError, or what `is_lost_peer` knows: one of them is gone. So does waiting.
         """
+        group = self._group
         others = [rank for rank in ranks if rank != source]
         if not others or not data:
-            return []
+            return _Messages(group.rank != source, [])
         if self._is_near(source, others):
-            return self._begin_near(number, data, source, others)
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
-        if len(ranks) == self._group.world_size:
-            work = dist.broadcast(tensor, source, async_op=True)
+            if group.rank == source:
+                return _Shown(group, others, number, data)
+            return _Copied(group, self._pids[source], source, number, data)
+        if len(ranks) == group.world_size:
+            work = dist.broadcast(_tensor(data), source, async_op=True)
             assert work is not None, "this rank is in the group"
-            return [work]
-        if self._group.rank == source:
-            return [self._group.begin_send(tensor, each, number) for each in others]
-        return [self._group.begin_receive(tensor, source, number)]
+            return _Messages(group.rank != source, [work])
+        if group.rank == source:
+            return _Messages(False, [group.begin_send(_tensor(data), each, number) for each in others])
+        return _Messages(True, [group.begin_receive(_tensor(data), source, number)])
 
     def _is_near(self, source: int, others: Sequence[int]) -> bool:
         """Whether all of them can read the source's memory."""
         return all(self._sees[rank][source] for rank in others)
 
-    def _begin_near(self, number: int, data: memoryview, source: int, others: Sequence[int]) -> list[Waits]:
-        group = self._group
-        if group.rank != source:
-            return [_Copy(group, self._pids[source], source, number, data)]
+
+class _Messages:
+    """Over the process group."""
+
+    def __init__(self, came_over_network: bool, works: Sequence[dist.Work | Message]) -> None:
+        self.came_over_network = came_over_network
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class _Shown:
+    """To others, who are told where it is in this rank's memory, and answer once they have copied it. To who cannot it
+    is sent: not all memory of a process can be read that it can read itself."""
+
+    came_over_network = False
+
+    def __init__(self, group: ProcessGroup, others: Sequence[int], number: int, data: memoryview) -> None:
+        self._group = group
+        self._number = number
+        self._data = data
         address = torch.tensor([address_of(data)])
-        works: list[Waits] = []
-        for each in others:
-            works.append(group.begin_send(address, each, number))
-            works.append(group.begin_receive(torch.zeros(1, dtype=torch.uint8), each, number))
-        return works
+        answers = [torch.zeros(1, dtype=torch.uint8) for _ in others]
+        self._others = [
+            (each, answer, group.begin_send(address, each, number), group.begin_receive(answer, each, number))
+            for each, answer in zip(others, answers, strict=True)
+        ]
+
+    def wait(self) -> None:
+        for each, answer, told, answered in self._others:
+            told.wait()
+            answered.wait()
+            if not answer:
+                self._group.begin_send(_tensor(self._data), each, self._number).wait()
 
 
-class _Copy:
-    """Of what is in another rank's memory. That rank tells where, once it is there, and is told when it is copied."""
+class _Copied:
+    """From the memory of another rank, which shows it."""
+
+    came_over_network = False
 
     def __init__(self, group: ProcessGroup, pid: int, source: int, number: int, data: memoryview) -> None:
         self._group = group
@@ -123,9 +156,18 @@ class _Copy:
         self._told = group.begin_receive(self._address, source, number)
 
     def wait(self) -> None:
+        group = self._group
         self._told.wait()
         try:
             read(self._pid, int(self._address), self._data)
-        except OSError as error:
-            raise PeerLostError(f"the memory of rank {self._source} cannot be read any more: {error}") from error
-        self._group.begin_send(torch.ones(1, dtype=torch.uint8), self._source, self._number).wait()
+        except OSError:  # if its process is gone the group tells
+            self.came_over_network = True
+        answer = torch.tensor([not self.came_over_network], dtype=torch.uint8)
+        group.begin_send(answer, self._source, self._number).wait()
+        if self.came_over_network:
+            group.begin_receive(_tensor(self._data), self._source, self._number).wait()
+
+
+def _tensor(data: memoryview) -> torch.Tensor:
+    """The same memory."""
+    return torch.frombuffer(data, dtype=torch.uint8)

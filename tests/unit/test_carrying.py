@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import mmap
+import os
 import random
 from contextlib import nullcontext
 from typing import Any, Never
@@ -11,10 +14,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from elastic_ddp.errors import PeerLostError
 from elastic_ddp.parallel import carrying, cross_memory
 from elastic_ddp.parallel.carrying import IN_FLIGHT, NEAR_IN_FLIGHT, Carrier
-from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
 from tests.ranks import apart, run_ranks
 
 PIECES = 40
@@ -45,9 +47,8 @@ def carry(group: ProcessGroup, blind_ranks: list[int]) -> tuple[int, dict[int, b
     going: list[Any] = []
 
     def take() -> None:
-        number, data, works = going.pop(0)
-        for work in works:
-            work.wait()
+        number, data, carriage = going.pop(0)
+        carriage.wait()
         good[number] = data == content(number)
         if users(number, group.world_size)[0] == group.rank:
             data[:] = bytes(len(data))
@@ -60,8 +61,8 @@ def carry(group: ProcessGroup, blind_ranks: list[int]) -> tuple[int, dict[int, b
                 data = bytearray(content(number))
                 if ranks[0] != group.rank:
                     data[:] = bytes(len(data))
-                works = carrier.begin(number, memoryview(data), ranks[0], sorted(ranks))
-                going.append((number, data, works))
+                carriage = carrier.begin(number, memoryview(data), ranks[0], sorted(ranks))
+                going.append((number, data, carriage))
                 if len(going) >= carrier.in_flight:
                     take()
         while going:
@@ -109,26 +110,57 @@ def test_every_piece_comes_to_all_that_need_it_from_memory_to_memory_or_not(blin
         assert good == {number: True for number in range(PIECES) if rank in users(number, 3)}
 
 
-def lose_the_memory(group: ProcessGroup) -> str | None:
-    """What a rank meets that is told where a piece is, and does not find it there any more."""
+def carry_what_cannot_be_read(group: ProcessGroup) -> dict[int, tuple[bool, bool]]:
+    """Of the pieces that come to this rank, whether they are good in the end, and came over the network: every other
+    one is where its source can read it and nobody else."""
+    read = carrying.read
+    reads = itertools.count()
+
+    def read_some(pid: int, address: int, into: memoryview) -> None:
+        if next(reads) % 2:
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        read(pid, address, into)
+
+    carrying.read = read_some
+    come: dict[int, tuple[bool, bool]] = {}
+    with Carrier.opened(group) as carrier:
+        carrier.look_around()
+        for number in range(PIECES):
+            ranks = users(number, group.world_size)
+            if group.rank not in ranks:
+                continue
+            data = bytearray(content(number) if ranks[0] == group.rank else len(content(number)))
+            carriage = carrier.begin(number, memoryview(data), ranks[0], sorted(ranks))
+            carriage.wait()
+            if ranks[0] == group.rank:
+                data[:] = bytes(len(data))
+            elif data:
+                come[number] = (data == content(number), carriage.came_over_network)
+    return come
+
+
+def test_memory_that_its_process_alone_can_read_is_sent() -> None:
+    for come in run_ranks(3, carry_what_cannot_be_read):
+        assert list(come.values()) == [(True, place % 2 == 1) for place in range(len(come))] and len(come) > 3
+
+
+def lose_the_source(group: ProcessGroup) -> None:
+    """What a rank meets that is shown a piece, and does not find it there any more, nor its source."""
+    store = group.store.at(group.assignment.store_host, group.assignment.store_port)
     memory = mmap.mmap(-1, 1 << 20)
     with Carrier.opened(group) as carrier, memoryview(memory) as data:
         carrier.look_around()
-        told = carrier.begin(0, data, 0, [0, 1])[0]
-        if group.rank == 0:
-            told.wait()
-            data.release()
-            memory.close()
-        dist.barrier()
-        met = None
+        carriage = carrier.begin(0, data, 0, [0, 1])
         if group.rank == 1:
-            with pytest.raises(PeerLostError) as error:
-                told.wait()
-            met = str(error.value)
+            store.get("the source is gone")
+            with pytest.raises(RuntimeError) as error:
+                carriage.wait()
+            assert is_lost_peer(error.value), error.value
+            assert carriage.came_over_network, "nothing was there to be copied"
+    memory.close()
     group.close(intact=False)
-    return met
+    store.set("the source is gone", b"")
 
 
-def test_a_piece_that_is_gone_with_the_memory_of_its_source_is_a_lost_peer() -> None:
-    _, met = run_ranks(2, lose_the_memory)
-    assert met == "the memory of rank 0 cannot be read any more: [Errno 14] Bad address"
+def test_a_piece_that_is_gone_with_its_source_is_a_lost_peer() -> None:
+    run_ranks(2, lose_the_source)
