@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import struct
 from collections import deque
@@ -15,17 +14,15 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reading import (
     LEAST_PARALLEL_PIECES,
     PARALLEL_PIECES,
     Piece,
+    Spread,
     Targets,
     check,
     pieces_of,
-    spread_out,
     state_of,
     state_to_fill,
 )
@@ -254,18 +251,16 @@ def read_together(
     if wrong:
         return None, wrong
     pieces = _Piece.all_of(commit, tensors, needs, group.rank)
-    passing = _Passing(carrier, targets, group.rank, tick)
+    spread = Spread(commit, tensors, layout, [each.piece for each in pieces])
+    passing = _Passing(carrier, targets, spread, group.rank, tick)
     unread: CheckpointError | StorageError | None = None
-    spread, state_tensors = spread_out(commit, tensors, layout), dict[str, torch.Tensor]()
     own = [each.piece for each in pieces if each.reader == group.rank]
     parallel = PARALLEL_PIECES
     if storage.is_local:
         # Where all are asked for at once all come late, and what others wait for then is left to copy when all is read.
         parallel = max(LEAST_PARALLEL_PIECES, parallel // max(1, carrier.num_near))
     with closing(confirmed_pieces(storage, own, targets, parallel)) as mine:
-        for count, each in enumerate(pieces, start=1):
-            # A few while pieces come. All at once would keep the processor from the threads that ask for these.
-            state_tensors.update(itertools.islice(spread, len(tensors) * count // len(pieces) - len(state_tensors)))
+        for each in pieces:
             data = None
             if each.reader == group.rank and unread is None:
                 try:
@@ -279,8 +274,7 @@ def read_together(
     state = None
     if bad is None:
         try:
-            state_tensors.update(spread)
-            state = state_of(commit, skeleton, state_tensors, components)
+            state = state_of(commit, skeleton, spread.tensors, components)
         except CheckpointError as error:
             bad = _itself(error)
     wrong = what_is_wrong(bad, group)
@@ -294,10 +288,11 @@ class _Passing:
         garbled: a piece came as something else.
     """
 
-    def __init__(self, carrier: Carrier, targets: Targets, rank: int, tick: Callable[[], None]) -> None:
+    def __init__(self, carrier: Carrier, targets: Targets, spread: Spread, rank: int, tick: Callable[[], None]) -> None:
         self.garbled: PeerLostError | None = None
         self._carrier = carrier
         self._targets = targets
+        self._spread = spread
         self._rank = rank
         self._tick = tick
         self._going: deque[tuple[_Piece, memoryview, Carriage]] = deque()
@@ -317,16 +312,16 @@ class _Passing:
         each, data, carriage = self._going.popleft()
         carriage.wait()
         self._tick()
-        if each.reader == self._rank:  # that was done when it was read
-            return
-        try:
-            if carriage.came_over_network:
-                check(each.piece, data)
-            self._targets.fill(each.piece, data)
-        except CheckpointError as error:
-            self.garbled = self.garbled or PeerLostError(
-                f"what rank {each.reader} sent of a commit came as something else: {error}"
-            )
+        if each.reader != self._rank:  # else that was done when it was read
+            try:
+                if carriage.came_over_network:
+                    check(each.piece, data)
+                self._targets.fill(each.piece, data)
+            except CheckpointError as error:
+                self.garbled = self.garbled or PeerLostError(
+                    f"what rank {each.reader} sent of a commit came as something else: {error}"
+                )
+        self._spread.come(each.piece)
 
 
 def _itself(error: Met) -> Met:

@@ -327,11 +327,36 @@ def state_to_fill(
     return {name: memory.tensors[name] for name in whole}, targets
 
 
-def spread_out(commit: Commit, held: Mapping[str, torch.Tensor], layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `state_to_fill` gave by a layout, with the names, as DTensors where that has one; one by one, as each takes
-    its time."""
-    likes = _likes(commit, held, layout)
-    return ((name, laid_out(tensor, likes.get(name, tensor))) for name, tensor in held.items())
+class Spread:
+    """What `state_to_fill` gave by a layout, as DTensors where that has one. Each is made once all of it has come, as a
+    mesh of GPUs copies it then, and not at the end, as each takes its time.
+
+    Args:
+        pieces: all that come to this rank.
+
+    Attributes:
+        tensors: those of which all has come, by name.
+    """
+
+    def __init__(
+        self, commit: Commit, held: Mapping[str, torch.Tensor], layout: Layout, pieces: Iterable[Piece]
+    ) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._held = held
+        self._likes = _likes(commit, held, layout)
+        self._awaited = Counter(name for piece in pieces for name, _ in piece.blocks)
+        for name in held.keys() - self._awaited.keys():
+            self._lay_out(name)
+
+    def come(self, piece: Piece) -> None:
+        """A piece has."""
+        for name, _ in piece.blocks:
+            self._awaited[name] -= 1
+            if not self._awaited[name]:
+                self._lay_out(name)
+
+    def _lay_out(self, name: str) -> None:
+        self.tensors[name] = laid_out(self._held[name], self._likes.get(name, self._held[name]))
 
 
 def _likes(commit: Commit, names: Iterable[str], layout: Layout) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import math
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ def _counted(group: ProcessGroup, folder: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path, is_apart: bool) -> None:
     """And every byte leaves the storage once."""
-    saved = run_ranks(2, _save_large, tmp_path)[0]
+    saved = run_ranks(2, save_large, tmp_path)[0]
     whole = sum(each.nbytes for each in saved.values())
     every = run_ranks(3, _restore_large, tmp_path, "SGD", 3000, is_apart)
     for got, _, found in every:
@@ -224,7 +225,7 @@ def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path, is_a
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_what_all_ranks_hold_draws_no_shards_along(tmp_path: Path, is_apart: bool) -> None:
     """Counts of steps lie beside shards, of which each rank is to have its own alone."""
-    saved = run_ranks(2, _save_large, tmp_path, "Adagrad")[0]
+    saved = run_ranks(2, save_large, tmp_path, "Adagrad")[0]
     every = run_ranks(2, _restore_large, tmp_path, "Adagrad", PIECE_BYTES, is_apart)
     assert all(found[name].tobytes() == saved[name].tobytes() for _, _, found in every for name in saved)
     assert 0 < sum(got for got, _, _ in every) <= NUM_LARGE * ALIGNMENT
@@ -232,7 +233,7 @@ def test_what_all_ranks_hold_draws_no_shards_along(tmp_path: Path, is_apart: boo
 
 def test_what_several_ranks_need_comes_first_and_in_one_order(tmp_path: Path) -> None:
     """Each rank has shards of its own between: none may wait for what another has at the end of those."""
-    run_ranks(2, _save_large, tmp_path, "Adagrad")
+    run_ranks(2, save_large, tmp_path, "Adagrad")
     every = run_ranks(2, _pieces_in_order, tmp_path)
     together = [[number for number, ranks in pieces if len(ranks) > 1] for pieces in every]
     assert len(together[0]) > 1 and together[0] == together[1] == sorted(together[0])
@@ -258,7 +259,7 @@ def _large() -> torch.nn.Module:
     return torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(NUM_LARGE // 2)))
 
 
-def _save_large(group: ProcessGroup, folder: Path, optimizer: str = "SGD") -> Tensors:
+def save_large(group: ProcessGroup, folder: Path, optimizer: str = "SGD") -> Tensors:
     config, state = prepared("fsdp", optimizer, model=_large())
     strategy_of(config)(state.model, config, group).spread(state.optimizers)  # type: ignore[arg-type]
     with mock.patch("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(1024)):
@@ -314,6 +315,47 @@ def _restore_large(
     assert restored is not None
     state.load_state_dict(restored[1])
     return got, read, {name: each.numpy() for name, each in whole_state(state).items()}
+
+
+class Slow(Storage):
+    """Takes as long for each piece as a store does that is far away."""
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        time.sleep(0.02)
+        return super().read_into(key, start, buffer)
+
+
+def shards_restored_to(group: ProcessGroup, folder: Path, device: str) -> list[bool]:
+    """Of each parameter that `save_large` has saved, whether this rank's shard is right, on a mesh of such devices."""
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device)
+    likes = {
+        f"model.{name}": distribute_tensor(each.detach().to(device), mesh, [Shard(0)], src_data_rank=None)
+        for name, each in _large().named_parameters()
+    }
+    storage = Slow(folder)
+    with mock.patch("elastic_ddp.checkpoint.reading.PIECE_BYTES", 3000):
+        found = restore(CheckpointStore(storage, keep=1), storage, group, lambda: likes.get)
+    assert found is not None and found[1]["model"].keys() == {name.partition(".")[2] for name in likes}
+    shards = {f"model.{name}": each.to_local() for name, each in found[1]["model"].items()}
+    return [torch.equal(shards[name], like.to_local()) for name, like in likes.items()]
+
+
+def _copied_by_their_mesh(group: ProcessGroup, folder: Path) -> list[bool]:
+    """The same where the mesh has other devices, as it seems here."""
+    from_local = DTensor.from_local
+
+    def from_a_copy(local: torch.Tensor, *where: Any, **more: Any) -> DTensor:
+        return from_local(local.clone(), *where, **more)
+
+    with mock.patch.object(DTensor, "from_local", from_a_copy):
+        return shards_restored_to(group, folder, "cpu")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_shard_is_copied_to_its_device_once_it_has_come(tmp_path: Path, world_size: int) -> None:
+    run_ranks(2, save_large, tmp_path)
+    assert run_ranks(world_size, _copied_by_their_mesh, tmp_path) == [[True] * NUM_LARGE] * world_size
 
 
 def _replicated(group: ProcessGroup, folder: Path) -> tuple[int, list[list[float]], bool]:
