@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from elastic_ddp.errors import PeerLostError
 from elastic_ddp.parallel.cross_memory import Mark, address_of, read, readable
 from elastic_ddp.parallel.process_group import Message, ProcessGroup
 
@@ -126,7 +127,7 @@ class _Shown:
         self._group = group
         self._number = number
         self._data = data
-        address = torch.tensor([address_of(data)])
+        address = torch.tensor(_where(number, address_of(data)))
         answers = [torch.zeros(1, dtype=torch.uint8) for _ in others]
         self._others = [
             (each, answer, group.begin_send(address, each, number), group.begin_receive(answer, each, number))
@@ -152,20 +153,29 @@ class _Copied:
         self._source = source
         self._number = number
         self._data = data
-        self._address = torch.zeros(1, dtype=torch.int64)
-        self._told = group.begin_receive(self._address, source, number)
+        self._where = torch.zeros(3, dtype=torch.int64)
+        self._told = group.begin_receive(self._where, source, number)
 
     def wait(self) -> None:
         group = self._group
         self._told.wait()
+        _, address, _ = where = self._where.tolist()
+        if where != _where(self._number, address):
+            raise PeerLostError(f"where rank {self._source} has a piece came as something else: {where}")
         try:
-            read(self._pid, int(self._address), self._data)
+            read(self._pid, address, self._data)
         except OSError:  # if its process is gone the group tells
             self.came_over_network = True
         answer = torch.tensor([not self.came_over_network], dtype=torch.uint8)
         group.begin_send(answer, self._source, self._number).wait()
         if self.came_over_network:
             group.begin_receive(_tensor(self._data), self._source, self._number).wait()
+
+
+def _where(number: int, address: int) -> list[int]:
+    """What is told of a piece in memory: so that nothing else is taken for it, as what is copied from there is not
+    checked again."""
+    return [number, address, number ^ ~address]
 
 
 def _tensor(data: memoryview) -> torch.Tensor:

@@ -152,11 +152,16 @@ def lose_the_source(group: ProcessGroup) -> None:
         carrier.look_around()
         carriage = carrier.begin(0, data, 0, [0, 1])
         if group.rank == 1:
+            store.set("it is awaited", b"")
             store.get("the source is gone")
             with pytest.raises(RuntimeError) as error:
                 carriage.wait()
             assert is_lost_peer(error.value), error.value
             assert carriage.came_over_network, "nothing was there to be copied"
+        else:
+            store.get("it is awaited")
+            _, _, told, _ = carriage._others[0]  # type: ignore[attr-defined]
+            told.wait()
     memory.close()
     group.close(intact=False)
     store.set("the source is gone", b"")
