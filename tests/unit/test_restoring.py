@@ -6,6 +6,7 @@ import errno
 import gc
 import itertools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -97,13 +98,16 @@ def test_ranks_of_one_machine_ask_its_disk_for_few_pieces_at_once(
 
 @pytest.mark.parametrize("which", ["blocks", "skeleton", "manifest"])
 @pytest.mark.parametrize("how", ["flip", "missing", "short"])
-def test_what_one_rank_finds_bad_no_rank_uses_and_it_is_set_aside(tmp_path: Path, which: str, how: str) -> None:
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_what_one_rank_finds_bad_no_rank_uses_and_it_is_set_aside(
+    tmp_path: Path, which: str, how: str, is_apart: bool
+) -> None:
     storage = Storage(tmp_path)
     [before, newest] = save(storage, 1, 2)
     key = {"blocks": newest.objects[0].key, "skeleton": newest.state.key, "manifest": newest.key}[which]
     corrupt(storage, key, how)
     kept = storage.list("step=2")
-    results = run_ranks(2, restore_on, str(tmp_path), 128)
+    results = run_ranks(2, restore_on, str(tmp_path), 128, is_apart)
     assert [each["step"] for each in results] == [1, 1]
     if (which, how) == ("manifest", "missing"):
         assert not results[0]["rejected"]
@@ -126,6 +130,28 @@ def test_where_all_ranks_find_bad_pieces_the_commit_before_is_used(tmp_path: Pat
         storage.write(item.key, bytes(byte ^ 1 for byte in storage.read(item.key)))
     results = run_ranks(2, restore_on, str(tmp_path), 128, is_apart)
     assert [each["step"] for each in results] == [1, 1]
+
+
+def num_checked(group: ProcessGroup, uri: str, is_apart: bool) -> tuple[int, int]:
+    """How many pieces come to a rank from others, and how many of these it checks."""
+    come = 0
+    begin = Carrier.begin
+
+    def counted(self: Carrier, number: int, data: memoryview, source: int, ranks: Any) -> Any:
+        nonlocal come
+        come += source != group.rank and len(data) > 0
+        return begin(self, number, data, source, ranks)
+
+    with mock.patch.object(Carrier, "begin", counted), mock.patch.object(restoring, "check") as check:
+        restore_on(group, uri, 128, is_apart)
+    return come, check.call_count
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_what_comes_over_the_network_is_checked_again_and_a_copy_is_not(tmp_path: Path, is_apart: bool) -> None:
+    save(Storage(tmp_path), 1)
+    for come, checked in run_ranks(2, num_checked, str(tmp_path), is_apart):
+        assert come > 0 and checked == (come if is_apart else 0)
 
 
 def most_begun(group: ProcessGroup, uri: str, is_apart: bool) -> tuple[int, int]:
@@ -299,6 +325,55 @@ def test_a_commit_that_one_restore_passed_over_stays_if_the_next_one_uses_it(tmp
     found = restore(store, storage, alone())
     assert found is not None and found[0] == newest and store.rejected == []
     assert storage.list("commits") == ["commits/1.json", newest.key] and not storage.list("set-aside")
+
+
+class Counted(Storage):
+    """Knows how many reads are under way, which take their time."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri)
+        self.lock = threading.Lock()
+        self.under_way = self.most = 0
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        with self.lock:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+        time.sleep(0.05)
+        count = super().read_into(key, start, buffer)
+        with self.lock:
+            self.under_way -= 1
+        return count
+
+
+def test_who_loses_a_peer_reads_nothing_any_more_when_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore that comes after it is not held up, and memory is not read into behind its back."""
+    monkeypatch.setattr("elastic_ddp.checkpoint.reading.PIECE_BYTES", 64)
+    save(Storage(tmp_path), 1)
+    storage = Counted(str(tmp_path))
+
+    def lose() -> None:
+        raise PeerLostError("a peer was lost")
+
+    with pytest.raises(PeerLostError):
+        restore(WholeStore(storage, keep=2), storage, alone(), tick=lose)
+    assert storage.most > 1 and storage.under_way == 0
+
+
+def test_who_may_not_do_that_any_more_removes_no_manifest(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    [_, newest] = save(storage, 1, 2)
+    corrupt(storage, newest.objects[0].key, "flip")
+    before = storage.list("commits")
+
+    def fence() -> None:
+        raise PeerLostError("this worker was presumed dead")
+
+    with pytest.raises(PeerLostError, match="presumed dead"):
+        restore(WholeStore(storage, keep=2), storage, alone(), fence=fence)
+    assert storage.list("commits") == before
 
 
 def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> str:
