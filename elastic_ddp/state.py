@@ -77,6 +77,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in one dimension, which can be viewed as any other dtype; in the same memory if it is contiguous."""
+    contiguous = tensor.detach().contiguous()
+    # One of a single element is, whatever its strides are, and keeps them.
+    return contiguous.as_strided((contiguous.numel(),), (1,))
+
+
 def weights_sha256(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """A hash of names, dtypes, shapes and bits, in the order given; the same on every device and machine.
 
@@ -264,7 +271,7 @@ def _decode(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
                 )
             if stored.is_meta:  # there is nothing, where only names and shapes are looked at
                 return np.broadcast_to(np.zeros((), dtype), node["shape"])
-            return stored.detach().cpu().reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(node["shape"])
+            return in_a_row(stored.cpu()).view(torch.uint8).numpy().view(dtype).reshape(node["shape"])
         case "numpy_scalar":
             return np.frombuffer(_bytes(body), _numpy_dtype(node["dtype"]))[0]
         case "torch_dtype":
@@ -364,7 +371,7 @@ def _no_bytes() -> torch.Tensor:
 
 
 def _little_endian(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    flat = in_a_row(tensor.detach().resolve_conj().resolve_neg().cpu())
     if not flat.numel():
         return memoryview(b"")
     raw: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()

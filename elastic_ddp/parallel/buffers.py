@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from elastic_ddp.batching import Node, insert, maximal_subtrees, root
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.process_group import ProcessGroup, all_gather_single
+from elastic_ddp.state import in_a_row
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By bytes. Other elements are as long as an int64, or twice as long."""
@@ -40,7 +41,7 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if one.dtype != other.dtype:
         return (one != other).any()
     integer = _INTEGERS.get(one.itemsize, torch.int64)  # complex128 is two of them
-    return (one.reshape(-1).view(integer) != other.reshape(-1).view(integer)).any()
+    return (in_a_row(one).view(integer) != in_a_row(other).view(integer)).any()
 
 
 def _shares_memory(buffer: torch.Tensor) -> bool:
@@ -149,7 +150,7 @@ class StepBuffers:
             for end in ends:
                 raw = end.contiguous()
                 # Micro-batch 0 is rank 0's. As bytes: gloo does not know every dtype.
-                dist.broadcast(raw.reshape(-1).view(torch.uint8), 0)
+                dist.broadcast(in_a_row(raw).view(torch.uint8), 0)
                 end.copy_(raw)
             self._others_end = ends
         total: Changes = root(sums, num_leaves, _add)

@@ -18,7 +18,7 @@ import torch
 from elastic_ddp import host_memory
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.parallel.process_group import Message, ProcessGroup
-from elastic_ddp.state import dtype_name, dtype_of, flatten, unflatten
+from elastic_ddp.state import dtype_name, dtype_of, flatten, in_a_row, unflatten
 
 CHUNK_BYTES = 16 << 20
 GROUP_BYTES = 64 << 20
@@ -80,7 +80,7 @@ def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
     on the host."""
     for value in tensors.values():
         if value.numel():
-            yield from value.detach().contiguous().reshape(-1).view(torch.uint8).split(CHUNK_BYTES)
+            yield from in_a_row(value).view(torch.uint8).split(CHUNK_BYTES)
 
 
 class _OnTheWay:

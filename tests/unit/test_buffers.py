@@ -259,6 +259,8 @@ def test_what_differs_is_told_by_bits(dtype: torch.dtype) -> None:
         assert not _differ(one, other)
         other.view(-1)[-1] = 0
         assert _differ(one, other) and _differ(one.to(torch.float32), other)
+    row = torch.ones(1, 3, dtype=dtype)
+    assert not _differ(row[:, 1], row[:, 2].clone()) and _differ(row[:, 1], row[:, 2] * 0)
 
 
 class Decaying(torch.nn.Module):

@@ -47,6 +47,7 @@ class Everything(nn.Module):
         self.register_buffer("fp16", torch.randn(9).to(torch.float16))
         self.register_buffer("strided", torch.arange(20)[::3])
         self.register_buffer("column", torch.randn(4, 4)[:, 1])
+        self.register_buffer("column_of_one", torch.randn(1, 4)[:, 1])
         self.register_buffer("nothing", torch.empty(0, 3))
         self.register_buffer("passing", torch.randn(4), persistent=False)
 
@@ -108,7 +109,11 @@ def whole(tree: Any) -> tuple[Any, dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def _bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    raw = (
+        tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().tobytes()
+        if tensor.numel()
+        else b""
+    )
     return str(tensor.dtype), tuple(tensor.shape), raw
 
 
