@@ -22,7 +22,7 @@ from elastic_ddp.checkpoint.behind import Behind
 from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix
 from elastic_ddp.checkpoint.stalls import WatchedStorage
 from elastic_ddp.checkpoint.store import CheckpointStore
-from elastic_ddp.checkpoint.writing import Part, StateWriter
+from elastic_ddp.checkpoint.writing import HostMemoryError, Part, StateWriter
 from elastic_ddp.errors import CheckpointError, ElasticDDPError, StorageError, described
 from elastic_ddp.storage import Storage
 
@@ -114,6 +114,10 @@ class Saver:
         self._writer = StateWriter(of_rank_0=of_rank_0)
         self._behind = Behind("save")
         self._broke = threading.Event()
+        self._no_room: HostMemoryError | None = None
+        """For what was to be copied last."""
+        self._unheard: list[Save] = []
+        """Failed saves, of which ranks may have said something since that nobody asks for."""
         self.awaits_others = False
 
     @property
@@ -128,7 +132,7 @@ class Saver:
 
     def begin(self, state: dict[str, Any], save: Save) -> None:
         """Copies this rank's share; the rest happens in a thread. Every rank calls it, at the same step. It waits for
-        the save before.
+        the save before. Where there is no memory for the copy the save fails, and training can go on.
 
         Raises:
             CheckpointError: the state holds something that cannot be kept.
@@ -136,9 +140,12 @@ class Saver:
         self.wait()
         # It was perhaps given up, and a thread of it still hangs in a write of what is replaced here. That does no
         # harm, as nothing of that attempt is ever committed; memory of its own for every such save might run out.
-        begin = time.monotonic()
-        with _uncollected():
-            self._writer.stage(state, rank=save.rank, world_size=save.world_size, seed=save.attempt)
+        begin, self._no_room = time.monotonic(), None
+        try:
+            with _uncollected():
+                self._writer.stage(state, rank=save.rank, world_size=save.world_size, seed=save.attempt)
+        except HostMemoryError as error:
+            self._no_room = error.with_traceback(None)  # which would keep the state
         copying_s = time.monotonic() - begin
         self._broke.clear()
         self._behind.do(lambda: self._run(save, copying_s))
@@ -173,6 +180,8 @@ class Saver:
 
     def _write(self, save: Save, storage: WatchedStorage) -> Part:
         """Writes this rank's share, and says meanwhile that it is at it."""
+        if self._no_room is not None:
+            raise self._no_room
         prefix = attempt_prefix(save.step, save.attempt)
         if save.rank == 0:
             return storage.until_stalled(lambda: self._writer.write(storage, prefix))
@@ -191,6 +200,7 @@ class Saver:
         try:
             parts = [self._write(save, storage), *self._parts_of_others(save)]
         except Exception as error:
+            self._unheard.append(save)
             with suppress(StorageError):
                 storage.until_stalled(lambda: store.discard(attempt_prefix(save.step, save.attempt)))
             tell(error)
@@ -215,16 +225,24 @@ class Saver:
     def _parts_of_others(self, save: Save) -> list[Part]:
         self.awaits_others = True
         try:
-            return [self._part_of(rank, save) for rank in range(1, save.world_size)]
+            parts = [self._part_of(rank, save) for rank in range(1, save.world_size)]
         finally:
             self.awaits_others = False
+        # They are through with all saves before.
+        unheard, self._unheard = self._unheard, []
+        with suppress(Exception):  # what is left takes little room, and goes with the generation
+            for each in unheard:
+                if each.mailbox is save.mailbox:
+                    for rank in range(1, each.world_size):
+                        _take(each, rank)
+        return parts
 
     def _part_of(self, rank: int, save: Save) -> Part:
         """What another rank has written, once it has. Raises what keeps it from that."""
         mailbox, key = save.mailbox, _place(save, rank)
         assert mailbox is not None
         last, heard_at = None, time.monotonic()
-        while (text := mailbox.get(key)) is None:
+        while mailbox.get(key) is None:
             if (beat := mailbox.get(f"{key}/beat")) != last:
                 last, heard_at = beat, time.monotonic()
             is_lost = self._broke.is_set()
@@ -233,13 +251,10 @@ class Saver:
                 what = "was lost" if is_lost else f"fell silent for {silence_s:g} s"
                 raise RankLostError(f"rank {rank} {what} before it had written its share of step {save.step}")
             time.sleep(POLL_S)
-        count, _, last = text.partition(" ")
-        letters = [mailbox.get(f"{key}/{number}") for number in range(int(count))]
-        for each in (key, f"{key}/beat", *(f"{key}/{number}" for number in range(int(count)))):
-            mailbox.remove(each)
+        letters = _take(save, rank)
         if None in letters:  # the store was replaced by an empty one meanwhile
             raise RankLostError(f"what rank {rank} said of its share of step {save.step} was lost")
-        word = _Word.model_validate_json("".join([*filter(None, letters), last]))
+        word = _Word.model_validate_json("".join(filter(None, letters)))
         if word.part is None:
             kind = StorageError if word.is_of_storage else CheckpointError
             raise kind(f"rank {rank} could not write its share of step {save.step}: {word.error}")
@@ -287,6 +302,19 @@ def _tell(save: Save, word: _Word) -> None:
         save.mailbox.put(f"{place}/{number}", letter)
         save.mailbox.put(f"{place}/beat", f"letter {number}")
     save.mailbox.put(place, f"{len(before)} {last}")
+
+
+def _take(save: Save, rank: int) -> list[str | None]:
+    """What a rank has said of a save, out of the mailbox. None is what is not there."""
+    mailbox, place = save.mailbox, _place(save, rank)
+    assert mailbox is not None
+    said = mailbox.get(place)
+    count, _, last = ("0", "", None) if said is None else said.partition(" ")
+    before = [f"{place}/{number}" for number in range(int(count))]
+    letters = [*map(mailbox.get, before), last]
+    for each in (place, f"{place}/beat", *before):
+        mailbox.remove(each)
+    return letters
 
 
 def _beat(save: Save, done: threading.Event) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -34,7 +35,7 @@ from elastic_ddp.checkpoint.manifest import (
 from elastic_ddp.checkpoint.planning import BlockPlanner, Box, is_in_shards, num_bytes, share_of
 from elastic_ddp.checkpoint.sampling import Sample, Sampler, check_same
 from elastic_ddp.checkpoint.stalls import Crew
-from elastic_ddp.errors import CheckpointError, ReplicasDifferError, mistakes
+from elastic_ddp.errors import CheckpointError, ElasticDDPError, ReplicasDifferError, described, mistakes
 from elastic_ddp.state import dtype_name, flatten
 from elastic_ddp.storage import Storage
 
@@ -55,6 +56,10 @@ _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
 Kind = tuple[str, tuple[int, ...]]
 """Of a tensor: the name of its dtype, and its shape."""
+
+
+class HostMemoryError(ElasticDDPError):
+    """This process does not get the host memory for its share of a state."""
 
 
 class WrittenBlock(BaseModel):
@@ -110,10 +115,9 @@ class StateWriter:
         """
         skeletons, tensors = flattened(state)
         _encoded(skeletons)
-        self._planner.set_up_planner(tensors)
-        self._planner.create_local_plan()
-        _check_manifest(tensors, self._planner.num_blocks)
-        self._planner.set_up_planner({})
+        with self._planned(tensors):
+            self._planner.create_local_plan()
+            _check_manifest(tensors, self._planner.num_blocks)
 
     def stage(self, state: dict[str, Any], *, rank: int, world_size: int, seed: str = "") -> None:
         """Copies this rank's share. When this returns the state may change.
@@ -125,6 +129,7 @@ class StateWriter:
 
         Raises:
             CheckpointError: the state holds something that cannot be kept.
+            HostMemoryError: there is no room for the share.
         """
         skeletons, tensors = flattened(state)
         self._rank = rank
@@ -132,7 +137,19 @@ class StateWriter:
             each.nbytes for name, each in tensors.items() if self._is_for_rank_0(name) and not _may_differ(name)
         )
         self._skeletons = skeletons if rank == 0 else {}
+        with self._planned(tensors):
+            self._stage(tensors, rank, world_size, seed)
+
+    @contextmanager
+    def _planned(self, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+        """The planner keeps none of them for longer: they may go before the next commit."""
         self._planner.set_up_planner(tensors)
+        try:
+            yield
+        finally:
+            self._planner.set_up_planner({})
+
+    def _stage(self, tensors: dict[str, torch.Tensor], rank: int, world_size: int, seed: str) -> None:
         kind = rank, world_size, _kinds_of(tensors)
         if self._share is None or self._share[0] != kind:  # else it is the one of the commit before
             share = share_of(
@@ -146,7 +163,6 @@ class StateWriter:
             self._share = kind, share, self._held_by_all(tensors)
         self._blocks.stage(self._share[1], self._planner)
         self._sampler.stage(self._share[2] if world_size > 1 else [], self._planner, seed)
-        self._planner.set_up_planner({})  # tensors that go before the next commit are not kept for it
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -406,7 +422,24 @@ def _end(blocks: list[tuple[WriteItem, int]]) -> int:
 
 
 def _buffers(sizes: list[int]) -> list[torch.Tensor]:
-    """Memory for objects; with a GPU pinned, as copies into it need not wait for each other then."""
+    """Memory for objects.
+
+    Raises:
+        HostMemoryError: there is not so much.
+    """
+    try:
+        return _allocated(sizes)
+    except (MemoryError, RuntimeError) as error:
+        reason = described(error)
+    # Out here: it is kept, and with it would be what led to it.
+    raise HostMemoryError(
+        f"this rank does not get the {sum(sizes)} bytes of host memory that its share of the state takes: {reason}. "
+        "Give each worker more memory, or have more workers share the state"
+    )
+
+
+def _allocated(sizes: list[int]) -> list[torch.Tensor]:
+    """With a GPU pinned, as copies into it need not wait for each other then."""
     if not torch.cuda.is_available():
         memory = host_memory.Memory({str(number): ([size], torch.uint8)} for number, size in enumerate(sizes))
         return [each.zero_() for each in memory.tensors.values()]

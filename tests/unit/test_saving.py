@@ -8,25 +8,26 @@ import os
 import signal
 import threading
 import uuid
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.checkpoint import Commit, saving
+from elastic_ddp.checkpoint import Commit, saving, writing
 from elastic_ddp.checkpoint.patience import PatientStorage
 from elastic_ddp.checkpoint.saving import RankLostError, Save, Saver, is_of_storage
-from elastic_ddp.checkpoint.writing import StateWriter
+from elastic_ddp.checkpoint.writing import HostMemoryError, StateWriter
 from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.parallel.sockets import shut_down
 from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
 from elastic_ddp.storage import Storage
 from tests.ranks import PROCESSES, empty_store, run_ranks
-from tests.saving import LocalMailbox, Ranks
+from tests.saving import LocalMailbox, Ranks, is_whole
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step, step_of
 from tests.whole import WholeStore
 
@@ -154,6 +155,60 @@ def test_what_a_rank_says_may_be_as_long_as_it_likes(tmp_path: Path, monkeypatch
     ranks.begin(2)
     assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 2
     assert not ranks.mailbox.letters
+
+
+def no_memory(sizes: list[int]) -> Never:
+    raise RuntimeError("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_save_for_which_a_rank_has_no_memory_fails_and_the_next_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int
+) -> None:
+    ranks = Ranks(lambda rank: Storage(tmp_path), 2)
+    state = {**make_state(1), "large": {"x": torch.ones(1000)}}
+    held = weakref.ref(state["large"]["x"])
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "_allocated", no_memory)
+        attempt = ranks.begin(1, of=[bad_rank], state=state)
+    ranks.begin(1, of=[1 - bad_rank], state=state, attempt=attempt)
+    error = ranks.wait()
+    assert not is_of_storage(error), "that is not to blame"
+    assert "bytes of host memory that its share of the state takes: RuntimeError: CUDA error: out of mem" in str(error)
+    assert isinstance(error, CheckpointError if bad_rank else HostMemoryError)
+    assert Storage(tmp_path).list("commits") == []
+    del state
+    assert held() is None
+    ranks.begin(2)
+    assert isinstance(ranks.wait(), Commit)
+    is_whole(Storage(tmp_path), 2)
+
+
+class FullAtFirst(Storage):
+    """Until there is room."""
+
+    has_room = False
+
+    def write(self, key: str, data: Any) -> None:
+        if not self.has_room:
+            raise StorageError("no space left on device")
+        super().write(key, data)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_what_ranks_said_of_saves_that_failed_goes_with_the_next_one_that_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int
+) -> None:
+    monkeypatch.setattr(saving, "LETTER_CHARACTERS", 100)
+    bad = FullAtFirst(str(tmp_path))
+    ranks = Ranks(lambda rank: bad if rank == bad_rank else Storage(tmp_path), 3)
+    for step in (1, 2):
+        ranks.begin(step)
+        assert isinstance(ranks.wait(), StorageError)
+    assert len(ranks.mailbox.letters) > 4, "nobody asked for that"
+    bad.has_room = True
+    ranks.begin(3)
+    assert isinstance(ranks.wait(), Commit) and not ranks.mailbox.letters
 
 
 def test_a_torch_store_carries_more_than_it_takes_at_once(tmp_path: Path) -> None:
