@@ -81,6 +81,8 @@ class Commits:
         self._at = time.monotonic()
         self._answered = 0
         """The newest request to commit that was met."""
+        self._meeting = 0
+        """The newest that a save meets which this worker began as rank 0, unless that fails."""
         self._metrics = Metrics(settings.best_metric, settings.keep_best or 0, settings.best_mode)
         """As far as this worker knows. One that has just come knows those of the newest commit, once it is rank 0."""
         self._failed = 0
@@ -130,8 +132,8 @@ class Commits:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether somebody waits for one, and it is not too soon after one that failed."""
-        return self._link.commit_requested > self._answered and not self.is_resting
+        """Whether somebody waits for one that is not under way, and it is not too soon after one that failed."""
+        return self._link.commit_requested > max(self._answered, self._meeting) and not self.is_resting
 
     @property
     def is_resting(self) -> bool:
@@ -237,16 +239,18 @@ class Commits:
         if newest is None:
             if self._store.rejected:
                 reasons = "; ".join(f"{key}: {reason}" for key, reason in self._store.rejected)
+                folders = ["commits", *(["set-aside"] if self._storage.list("set-aside") else [])]
+                all_of_them = " and ".join(f"{self._storage.uri}/{each}" for each in folders)
                 raise CheckpointError(
                     f"no commit of run {self._job.config.name!r} can be used: {reasons}. Repair them, make them "
-                    f"readable, or delete {self._storage.uri}/commits to begin again, or use another name; the run "
-                    "does not silently start over"
+                    f"readable, or delete {all_of_them} to begin again, or use another name; the run does not silently "
+                    "start over"
                 )
             if group.rank == 0 and (aside := self._storage.list("set-aside")):
                 raise CheckpointError(
                     f"run {self._job.config.name!r} has no commit but those set aside because they did not verify: "
-                    f"{aside}. Repair one and move it back to commits/, or delete set-aside/, or use another name; the "
-                    "run does not silently start over"
+                    f"{aside}. Repair one and move it back, as commits/20.json for step 20, or delete set-aside/, or "
+                    "use another name; the run does not silently start over"
                 )
             # What this worker knows is of steps that are made once more.
             self.step, self._known_step, self._at = None, None, time.monotonic()
@@ -321,6 +325,7 @@ class Commits:
                     interval_s=round(self._interval.seconds, 3) if self._interval is not None else None,
                 )
                 return
+            self._meeting = 0
             for_want_of_a_rank = isinstance(outcome, RankLostError) and self._current != generation
             goes_without = for_want_of_a_rank or isinstance(outcome, SupersededError)
             if goes_without:  # the others, or those of the next generation, can do it, at once
@@ -364,6 +369,7 @@ class Commits:
             values = state.state_dict()
         if group.rank == 0:
             self._link.say("commit_begun", generation=generation, step=step)
+            self._meeting = request
         self._saver.begin(values, save)
         if self._interval is not None:
             self._interval.stalled(time.monotonic() - copied_at)

@@ -98,7 +98,12 @@ class RunHandle:
         return len(leaving)
 
     def checkpoint(self) -> int:
-        """Has the run commit at the next step boundary. Returns the steps in the commit, once it is durable."""
+        """Has the run commit at the next step boundary. Returns the steps in the commit, once it is durable. Where that
+        fails it is tried again.
+
+        Raises:
+            ElasticDDPError: the run has ended without.
+        """
         request = self._ask("checkpoint")
         while (step := self._ask("committed", request)) is None:
             time.sleep(_ASK_AGAIN_S)
@@ -119,7 +124,7 @@ class RunHandle:
         try:
             return ray.get(getattr(self._rendezvous, method).remote(*arguments))
         except ray.exceptions.RayActorError as error:
-            raise ElasticDDPError(f"run {self.name!r} has ended") from error
+            raise ElasticDDPError(f"run {self.name!r} has ended; `elastic-ddp show` says how") from error
 
 
 def live_runs() -> list[str]:

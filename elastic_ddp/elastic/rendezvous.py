@@ -325,10 +325,12 @@ class Rendezvous:
             return assembly.request_commit()
 
     async def committed(self, request: int) -> int | None:
-        """Steps done in the commit that answered a request; None while there is none (ask again), held for a poll."""
+        """Steps done in the commit that answered a request; None while there is none (ask again), held for a poll. A
+        run that has failed gives none: its workers may have had more than there is in its newest commit."""
         async with self._turn() as assembly:
             state = assembly.state
-            if not assembly.membership.num_alive and assembly.last_commit is not None:
+            has_failed = assembly.journal.ended == "failed"
+            if not assembly.membership.num_alive and assembly.last_commit is not None and not has_failed:
                 assembly.meet_requests(request)  # nobody holds anything newer
             if state.requests_met < request and assembly.journal.outcome is None:
                 await self._poll(self._changed)

@@ -227,16 +227,24 @@ def test_a_run_whose_commits_were_all_set_aside_does_not_start_over(new_run: New
     assert commits.restore(alone(), lambda: None) is None
 
 
-def test_a_run_of_which_no_commit_can_be_used_begins_again_once_they_are_deleted(
-    new_run: NewRun, tmp_path: Path
+@pytest.mark.parametrize("was_set_aside", [False, True])
+def test_a_run_of_which_no_commit_can_be_used_begins_again_once_what_is_named_is_deleted(
+    new_run: NewRun, tmp_path: Path, was_set_aside: bool
 ) -> None:
-    commit(tmp_path, 1)
-    folder = tmp_path / "run" / COMMITS / "commits"
-    (folder / "1.json").write_bytes(b"torn")
     commits = new_run()._loop.commits
-    with pytest.raises(CheckpointError, match=f"delete {re.escape(str(folder))} to begin again, .* not silently"):
+    commit(tmp_path, 1)
+    folders = [tmp_path / "run" / COMMITS / "commits"]
+    if was_set_aside:
+        commit(tmp_path, 2)
+        (folders[0] / "2.json").write_bytes(b"torn")
+        assert commits.restore(alone(), lambda: None) == {"user": {}}
+        folders.append(folders[0].with_name("set-aside"))
+    (folders[0] / "1.json").write_bytes(b"torn")
+    named = " and ".join(map(str, folders))
+    with pytest.raises(CheckpointError, match=f"delete {re.escape(named)} to begin again, .* not silently"):
         commits.restore(alone(), lambda: None)
-    shutil.rmtree(folder)
+    for each in folders:
+        shutil.rmtree(each)
     assert commits.restore(alone(), lambda: None) is None
 
 
@@ -853,6 +861,27 @@ def test_a_commit_that_makes_up_for_one_of_a_dead_rank_0_comes_as_soon_as_it_can
     train(run, in_step)
     assert link_of(run).steps_of("commit_left_out") == []
     assert link_of(run).steps_of("commit") == [4, 7, 11, 12]
+
+
+def test_a_commit_that_is_under_way_for_somebody_is_not_due_again(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run()
+    go, due = slow_storage(monkeypatch), dict[int, bool]()
+
+    def in_step(step: Step) -> None:
+        link, commits = link_of(run), run._loop.commits
+        due[step.index] = commits.are_due(step.index)
+        if step.index in (1, 3):
+            link.commit_requested += 1
+        if step.index == 4:
+            go.set()
+            commits.close(60)
+
+    train(run, in_step)
+    assert due == {0: False, 1: False, 2: False, 3: False, 4: True, 5: False}
+    said = [(each["step"], each["request"]) for each in link_of(run).said if each["event"] == "commit"]
+    assert said[:2] == [(2, 1), (5, 2)] and link_of(run).steps_of("commit_left_out") == []
 
 
 def test_a_commit_that_somebody_waits_for_is_not_left_out(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,6 +256,23 @@ def test_who_asks_for_a_commit_is_told_when_there_is_one(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize(("status", "answer"), [("failed", None), ("finished", 7)])
+def test_a_run_that_has_failed_has_not_committed_what_it_was_asked_for(
+    play: Play, status: str, answer: int | None
+) -> None:
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        await rendezvous.take([{"event": "commit", "step": 7, "request": None, "time": 0.0}], None)
+        request = await rendezvous.checkpoint()
+        async with rendezvous._turn() as assembly:
+            assembly.end({"status": status, "error": "4 saves in a row failed"})
+        for each in ("a0", "a1", "a2"):
+            await rendezvous._on_lost(each, "its process ended")
+        assert await rendezvous.committed(request) == answer
+
+    play(scenario)
+
+
 def test_a_commit_that_had_begun_before_somebody_asked_is_no_answer(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
