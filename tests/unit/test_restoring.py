@@ -327,22 +327,23 @@ def test_a_commit_that_one_restore_passed_over_stays_if_the_next_one_uses_it(tmp
     assert storage.list("commits") == ["commits/1.json", newest.key] and not storage.list("set-aside")
 
 
-class Counted(Storage):
-    """Knows how many reads are under way, which take their time."""
+class Held(Storage):
+    """Ends no read of blocks but the first until it is let go."""
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri)
-        self.lock = threading.Lock()
-        self.under_way = self.most = 0
+        self.begun, self.under_way = itertools.count(), set[int]()
+        self.go = threading.Event()
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        with self.lock:
-            self.under_way += 1
-            self.most = max(self.most, self.under_way)
-        time.sleep(0.05)
+        if not key.endswith(".bin"):
+            return super().read_into(key, start, buffer)
+        number = next(self.begun)
+        self.under_way.add(number)
+        if number > 0:
+            assert self.go.wait(60)
         count = super().read_into(key, start, buffer)
-        with self.lock:
-            self.under_way -= 1
+        self.under_way.remove(number)
         return count
 
 
@@ -352,14 +353,16 @@ def test_who_loses_a_peer_reads_nothing_any_more_when_that_is_said(
     """A restore that comes after it is not held up, and memory is not read into behind its back."""
     monkeypatch.setattr("elastic_ddp.checkpoint.reading.PIECE_BYTES", 64)
     save(Storage(tmp_path), 1)
-    storage = Counted(str(tmp_path))
+    storage = Held(str(tmp_path))
 
     def lose() -> None:
+        assert storage.under_way, "what comes after the first piece"
+        threading.Timer(0.2, storage.go.set).start()
         raise PeerLostError("a peer was lost")
 
-    with pytest.raises(PeerLostError):
+    with pytest.raises(PeerLostError, match="a peer was lost"):
         restore(WholeStore(storage, keep=2), storage, alone(), tick=lose)
-    assert storage.most > 1 and storage.under_way == 0
+    assert storage.go.is_set() and not storage.under_way
 
 
 def test_who_may_not_do_that_any_more_removes_no_manifest(tmp_path: Path) -> None:
