@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from elastic_ddp import direct_reads
 from elastic_ddp.s3 import Upload
 
 TEMPORARY = ".tmp-"
@@ -42,12 +43,7 @@ class LocalFolder:
         return (self._path / key).stat().st_size
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        with (self._path / key).open("rb", buffering=0) as file:
-            file.seek(start)
-            done = 0
-            while done < len(buffer) and (count := file.readinto(buffer[done:])):
-                done += count
-        return done
+        return direct_reads.read_into(self._path / key, start, buffer)
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         target = self._path / key

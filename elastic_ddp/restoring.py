@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import struct
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -197,17 +196,21 @@ class _Piece:
     """Those that need it."""
 
     @classmethod
-    def all_of(cls, commit: Commit, names: Collection[str], needs: Sequence[bytes], rank: int) -> list[_Piece]:
+    def all_of(
+        cls, commit: Commit, names: Collection[str], needs: Sequence[bytes], rank: int, are_short: bool
+    ) -> list[_Piece]:
         """Those that this rank needs, of which whoever needs one needs all of its blocks: what all ranks hold may lie
         beside their shards. What several need is in one order on all of them.
 
         Args:
             needs: of every rank, whether it needs the blocks of these tensors, in their order.
+            are_short: on all ranks the same.
         """
         blocks = ((name, block.offsets) for name in names for block in commit.tensors[name].blocks)
         needed_by = dict(zip(blocks, map(bytes, zip(*needs, strict=True)), strict=True))
         pieces = []
-        for number, piece in enumerate(pieces_of(commit, names, lambda name, block: needed_by[name, block.offsets])):
+        found = pieces_of(commit, names, lambda name, block: needed_by[name, block.offsets], are_short)
+        for number, piece in enumerate(found):
             name, block = piece.blocks[0]
             ranks = [other for other, need in enumerate(needed_by[name, block.offsets]) if need]
             if rank in ranks:
@@ -250,7 +253,8 @@ def read_together(
     wrong, needs = _told(no_room, needed, group, most)
     if wrong:
         return None, wrong
-    pieces = _Piece.all_of(commit, tensors, needs, group.rank)
+    are_short = storage.is_local and group.world_size > 1 and carrier.are_all_near
+    pieces = _Piece.all_of(commit, tensors, needs, group.rank, are_short)
     spread = Spread(commit, tensors, layout, [each.piece for each in pieces])
     passing = _Passing(carrier, targets, spread, group.rank, tick)
     unread: CheckpointError | StorageError | None = None
@@ -282,7 +286,8 @@ def read_together(
 
 
 class _Passing:
-    """Of pieces, from the ranks that read them to those that need them. On each, what is begun first is through first.
+    """Of pieces, from the ranks that read them to those that need them. Of what has been begun on a rank, what comes to
+    it is taken first: if each waited for others to take theirs, only one of them would be at work.
 
     Attributes:
         garbled: a piece came as something else.
@@ -295,7 +300,8 @@ class _Passing:
         self._spread = spread
         self._rank = rank
         self._tick = tick
-        self._going: deque[tuple[_Piece, memoryview, Carriage]] = deque()
+        self._going: list[tuple[_Piece, memoryview, Carriage]] = []
+        self._late: list[tuple[_Piece, memoryview, Carriage]] = []
 
     def begin(self, each: _Piece, data: memoryview) -> None:
         """With the bytes of a piece, or the place for them. Waits for others before it if too many are under way."""
@@ -307,10 +313,20 @@ class _Passing:
         """Waits for all."""
         while self._going:
             self._take()
+        for each, data, carriage in sorted(self._late, key=lambda late: late[0].number):
+            carriage.make_up()
+            self._have(each, data, carriage)
 
     def _take(self) -> None:
-        each, data, carriage = self._going.popleft()
-        carriage.wait()
+        comes = (place for place, (each, _, _) in enumerate(self._going) if each.reader != self._rank)
+        each, data, carriage = self._going.pop(next(comes, 0))
+        if carriage.wait():
+            self._have(each, data, carriage)
+        else:
+            self._late.append((each, data, carriage))
+
+    def _have(self, each: _Piece, data: memoryview, carriage: Carriage) -> None:
+        """It is there, and has gone to where it was to."""
         self._tick()
         if each.reader != self._rank:  # else that was done when it was read
             try:

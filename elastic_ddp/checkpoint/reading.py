@@ -42,10 +42,13 @@ POSITION = "position"
 LARGE_BYTES = 8 << 20
 """A block of so many bytes is read alone if it is not all that is wanted of its tensor: its neighbours in memory are
 others than in the object, so that it would have to be copied with them. Alone it goes into its tensor."""
+SHORT_PIECE_BYTES = PIECE_BYTES // 2
+"""The same where ranks of a machine wait for each other's pieces from its disk: what comes last is copied when all is
+read. A block of more is one for itself."""
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
 LEAST_PARALLEL_PIECES = 2
-"""So many may always be: one comes while the other is checked."""
+"""So many may always be on their way: one comes while the other is checked."""
 MEMORY_BYTES = host_memory.total_bytes()
 
 # Else padding would reach into the next tensor, and what lies together in an object not do so in memory.
@@ -91,9 +94,17 @@ class _Place(NamedTuple):
 
 
 def pieces_of(
-    commit: Commit, names: Iterable[str], kind: Callable[[str, StoredBlock], object] = lambda name, block: None
+    commit: Commit,
+    names: Iterable[str],
+    kind: Callable[[str, StoredBlock], object] = lambda name, block: None,
+    are_short: bool = False,
 ) -> list[Piece]:
-    """The blocks of some of a commit's tensors, where they are stored. Those of two kinds are in two pieces."""
+    """The blocks of some of a commit's tensors, where they are stored. Those of two kinds are in two pieces.
+
+    Args:
+        are_short: see `SHORT_PIECE_BYTES`.
+    """
+    most_bytes = min(PIECE_BYTES, SHORT_PIECE_BYTES) if are_short else PIECE_BYTES
     wanted: list[list[_Place]] = [[] for _ in commit.objects]
     for name in names:
         tensor = commit.tensors[name]
@@ -107,7 +118,7 @@ def pieces_of(
     for item, places in zip(commit.objects, wanted, strict=True):
         together: list[_Place] = []
         for place in sorted(places, key=lambda each: each[:2]):
-            if together and not _go_together(together[0], together[-1], place):
+            if together and not _go_together(together[0], together[-1], place, most_bytes):
                 pieces.append(_piece(item.key, together))
                 together = []
             together.append(place)
@@ -116,10 +127,10 @@ def pieces_of(
     return pieces
 
 
-def _go_together(first: _Place, last: _Place, place: _Place) -> bool:
+def _go_together(first: _Place, last: _Place, place: _Place, most_bytes: int) -> bool:
     """Whether a block can be read with those from the first to the last."""
     follows = place.start == last.end and place.kind == last.kind
-    return follows and not (place.is_alone or last.is_alone) and place.end - first.start <= PIECE_BYTES
+    return follows and not (place.is_alone or last.is_alone) and place.end - first.start <= most_bytes
 
 
 def _piece(key: str, places: list[_Place]) -> Piece:
@@ -128,10 +139,11 @@ def _piece(key: str, places: list[_Place]) -> Piece:
 
 class Reading(Iterator[tuple[Piece, memoryview]]):
     """Pieces and their bytes, in their order. Several are read at a time, from now on, so that none waits for what its
-    user does before it asks for the first. Close it unless it has come to its end; an error of `read` ends it, too.
+    user does before it asks for the first: up to `PARALLEL_PIECES` are being read, or have come and are not used yet.
+    Close it unless it has come to its end; an error of `read` ends it, too.
 
     Args:
-        parallel: how many.
+        parallel: how many at a time.
     """
 
     def __init__(
@@ -139,7 +151,6 @@ class Reading(Iterator[tuple[Piece, memoryview]]):
     ) -> None:
         self._pieces = iter(pieces)
         self._read = read
-        self._parallel = parallel
         self._pool = ThreadPoolExecutor(parallel, thread_name_prefix="block-reader")
         self._coming: deque[tuple[Piece, Future[memoryview]]] = deque()
         self._go_on()
@@ -157,7 +168,7 @@ class Reading(Iterator[tuple[Piece, memoryview]]):
             raise
 
     def _go_on(self) -> None:
-        for piece in itertools.islice(self._pieces, self._parallel - len(self._coming)):
+        for piece in itertools.islice(self._pieces, PARALLEL_PIECES - len(self._coming)):
             self._coming.append((piece, self._pool.submit(self._read, piece)))
 
     def close(self) -> None:

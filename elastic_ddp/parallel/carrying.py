@@ -20,7 +20,7 @@ from elastic_ddp.parallel.process_group import Message, ProcessGroup
 
 IN_FLIGHT = 8
 """Pieces that are on their way between ranks: each waits for the network."""
-NEAR_IN_FLIGHT = 3
+NEAR_IN_FLIGHT = 4
 """The same from memory to memory: who copies later has more left to copy when all is read."""
 
 
@@ -28,10 +28,14 @@ class Carriage(Protocol):
     """Of a piece, on one of the ranks that it concerns."""
 
     came_over_network: bool
-    """Whether this rank got it in messages, once it has waited: these can come as something else, and a copy cannot."""
+    """Whether this rank got it in messages, once it has it: these can come as something else, and a copy cannot."""
 
-    def wait(self) -> None:
-        """Until this rank has the piece, and others have it from here. Once."""
+    def wait(self) -> bool:
+        """Until this rank has the piece, and others have it from here, which it returns; or some of them could not copy
+        it, and get it by `make_up`."""
+
+    def make_up(self) -> None:
+        """Where waiting returned False, once all others have been waited for, in the order of their numbers."""
 
 
 class Carrier:
@@ -69,16 +73,21 @@ class Carrier:
         return len([each for each in self._sees[self._group.rank] if each])
 
     @property
+    def are_all_near(self) -> bool:
+        """Whether they can read the first one's memory. The same on all of them."""
+        return self._is_near(0, range(self._group.world_size))
+
+    @property
     def in_flight(self) -> int:
         """How many pieces may have been begun on a rank, and not be through."""
-        return NEAR_IN_FLIGHT if self._is_near(0, range(self._group.world_size)) else IN_FLIGHT
+        return NEAR_IN_FLIGHT if self.are_all_near else IN_FLIGHT
 
     def begin(self, number: int, data: memoryview, source: int, ranks: Sequence[int]) -> Carriage:
-        """Begins to carry a piece from one rank to all of some. These call it, and wait for it, in one order of those
-        that several of them need.
+        """Begins to carry a piece from one rank to all of some. These begin what several of them need in one order, and
+        wait for it in that, or for what comes to them before what goes from them, which has others wait for less.
 
         Args:
-            number: of the piece, another one for each.
+            number: of the piece, another one for each, in that order.
             data: the bytes, or the place for them. It stays as it is until this has been waited for.
 
         Raises:
@@ -112,14 +121,19 @@ class _Messages:
         self.came_over_network = came_over_network
         self._works = works
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         for work in self._works:
             work.wait()
+        return True
+
+    def make_up(self) -> None:
+        raise AssertionError("nothing is to be made up for")
 
 
 class _Shown:
-    """To others, who are told where it is in this rank's memory, and answer once they have copied it. To who cannot it
-    is sent: not all memory of a process can be read that it can read itself."""
+    """To others, who are told where it is in this rank's memory, and answer once they have copied it, or could not: not
+    all memory of a process can be read that it can read itself. To these it is sent afterwards: they wait for this
+    rank then, while what comes to it may wait for them now."""
 
     came_over_network = False
 
@@ -134,12 +148,19 @@ class _Shown:
             for each, answer in zip(others, answers, strict=True)
         ]
 
-    def wait(self) -> None:
+        self._without: list[int] = []
+
+    def wait(self) -> bool:
         for each, answer, told, answered in self._others:
             told.wait()
             answered.wait()
             if not answer:
-                self._group.begin_send(_tensor(self._data), each, self._number).wait()
+                self._without.append(each)
+        return not self._without
+
+    def make_up(self) -> None:
+        for each in self._without:
+            self._group.begin_send(_tensor(self._data), each, self._number).wait()
 
 
 class _Copied:
@@ -156,8 +177,7 @@ class _Copied:
         self._where = torch.zeros(3, dtype=torch.int64)
         self._told = group.begin_receive(self._where, source, number)
 
-    def wait(self) -> None:
-        group = self._group
+    def wait(self) -> bool:
         self._told.wait()
         _, address, _ = where = self._where.tolist()
         if where != _where(self._number, address):
@@ -167,9 +187,11 @@ class _Copied:
         except OSError:  # if its process is gone the group tells
             self.came_over_network = True
         answer = torch.tensor([not self.came_over_network], dtype=torch.uint8)
-        group.begin_send(answer, self._source, self._number).wait()
-        if self.came_over_network:
-            group.begin_receive(_tensor(self._data), self._source, self._number).wait()
+        self._group.begin_send(answer, self._source, self._number).wait()
+        return not self.came_over_network
+
+    def make_up(self) -> None:
+        self._group.begin_receive(_tensor(self._data), self._source, self._number).wait()
 
 
 def _where(number: int, address: int) -> list[int]:

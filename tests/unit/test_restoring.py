@@ -6,6 +6,7 @@ import errno
 import gc
 import itertools
 import os
+import random
 import threading
 import time
 import weakref
@@ -20,12 +21,12 @@ from zlib_ng import zlib_ng
 
 from elastic_ddp import restoring
 from elastic_ddp.checkpoint.planning import BlockPlanner
-from elastic_ddp.checkpoint.reading import Targets, state_to_fill
+from elastic_ddp.checkpoint.reading import Piece, Targets, state_to_fill
 from elastic_ddp.errors import PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel import carrying
 from elastic_ddp.parallel.carrying import Carrier
 from elastic_ddp.parallel.process_group import FORM_S, ProcessGroup, is_lost_peer
-from elastic_ddp.restoring import ERROR_BYTES, restore, what_is_wrong
+from elastic_ddp.restoring import ERROR_BYTES, _Passing, _Piece, restore, what_is_wrong
 from elastic_ddp.storage import Storage
 from tests.ranks import alone, apart, run_ranks
 from tests.unit.test_checkpoint import corrupt, make_state, restored_step, save, step_of
@@ -188,6 +189,60 @@ def test_no_more_pieces_are_begun_at_once_than_there_is_memory_for(
     near = carrying.NEAR_IN_FLIGHT
     in_flight = carrying.IN_FLIGHT if is_apart else near
     assert run_ranks(world_size, most_begun, str(tmp_path), is_apart) == [(in_flight, in_flight)] * world_size
+
+
+class FakeCarriage:
+    """Notes when it is waited for, and made up for where it has to be."""
+
+    came_over_network = False
+
+    def __init__(self, number: int, noted: list[str], is_late: bool) -> None:
+        self.number, self.noted, self.is_late = number, noted, is_late
+
+    def wait(self) -> bool:
+        self.noted.append(f"wait {self.number}")
+        return not self.is_late
+
+    def make_up(self) -> None:
+        self.noted.append(f"make up {self.number}")
+
+
+def test_what_comes_to_a_rank_is_waited_for_before_what_goes_from_it_and_what_is_late_at_the_end() -> None:
+    """Else ranks that share pieces would work in turns: each would wait until others have what it read."""
+    noted: list[str] = []
+    carrier = mock.Mock(in_flight=4)
+    carrier.begin = lambda number, data, source, ranks: FakeCarriage(number, noted, number in (3, 4))
+    passing = _Passing(carrier, mock.Mock(), mock.Mock(), 0, lambda: noted.append("there"))
+    for number in range(8):
+        passing.begin(_Piece(Piece("object", 0, 1, ()), number, [0, 1]), memoryview(b"x"))
+    there = [f"wait {number}" for number in (1, 3, 5, 0, 7, 2, 4, 6)]
+    passing.end()
+    assert [each for each in noted if each.startswith("wait")] == there
+    assert noted[-4:] == ["make up 3", "there", "make up 4", "there"] and noted.count("there") == 8
+
+
+def restore_where_memory_cannot_be_read(group: ProcessGroup, uri: str) -> dict[str, Any]:
+    """What a rank restores that can copy only some of what others show to it."""
+    read, chance = carrying.read, random.Random(group.rank)
+
+    def read_some(pid: int, address: int, into: memoryview) -> None:
+        if len(into) > 16 and chance.random() < 0.5:  # but for marks
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        read(pid, address, into)
+
+    carrying.read = read_some
+    return restore_on(group, uri, 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_where_some_memory_cannot_be_read_every_rank_gets_the_state_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    monkeypatch.setattr("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(8))
+    [newest] = save(Storage(tmp_path), 1)
+    results = run_ranks(world_size, restore_where_memory_cannot_be_read, str(tmp_path))
+    assert [each["step"] for each in results] == [1] * world_size
+    assert sum(each["num_bytes"] for each in results) == sum(item.size for item in newest.objects)
 
 
 def tell_much(group: ProcessGroup) -> str:
@@ -399,14 +454,20 @@ def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> s
 
         def begin_another(self: Carrier, number: int, data: memoryview, source: int, ranks: Any) -> Any:
             carriage = begin(self, number, data, source, ranks)
-            wait = carriage.wait
+            wait, make_up = carriage.wait, carriage.make_up
 
-            def wait_for_another() -> None:
-                wait()
+            def wait_for_another() -> bool:
+                is_there = wait()
+                if source != group.rank and is_there:
+                    data[0] ^= 1
+                return is_there
+
+            def make_up_with_another() -> None:
+                make_up()
                 if source != group.rank:
                     data[0] ^= 1
 
-            carriage.wait = wait_for_another  # type: ignore[method-assign]
+            carriage.wait, carriage.make_up = wait_for_another, make_up_with_another  # type: ignore[method-assign]
             return carriage
 
         Carrier.begin = begin_another  # type: ignore[method-assign]

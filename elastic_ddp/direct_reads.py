@@ -1,0 +1,112 @@
+"""Ranges of files, read past the kernel's memory of them (O_DIRECT, open(2)) where they lie on a disk of this machine.
+
+What is read once, as a commit is, goes through that memory for nothing: it takes a processor for as long as all else
+that is done with it, and puts out of there what others read again and again. What is there already comes from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from io import FileIO
+from pathlib import Path
+
+LARGE_BYTES = 1 << 20
+"""Less is read as usual."""
+BLOCK_BYTES = 4096
+"""A direct read begins and ends at multiples of this in a file: disks have no larger blocks."""
+MEMORY_ALIGNMENT = 512
+"""And at multiples of this in memory, which the kernel refuses where a disk asks for more."""
+ASIDE_BYTES = 2 << 20
+"""So much at a time is read beside its place and copied, where that has not such an address."""
+
+_CANNOT = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+"""How file systems say that they do not read like this."""
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def read_into(path: Path, start: int, buffer: memoryview) -> int:
+    """Fills a buffer from a file, from `start` on. Returns how many bytes there were: fewer than it takes if the file
+    ends before."""
+    with path.open("rb", buffering=0) as file:
+        done = 0
+        if len(buffer) >= LARGE_BYTES and _is_on_disk(file) and not _is_in_memory(file, start, len(buffer)):
+            done = _read_directly(path, start, buffer)
+        file.seek(start + done)
+        while done < len(buffer) and (count := file.readinto(buffer[done:])):
+            done += count
+    return done
+
+
+def _is_on_disk(file: FileIO) -> bool:
+    """Whether that is of this machine, as its device tells, and known to read directly: what is mounted from elsewhere,
+    in the memory, or put together from other folders has none of its own."""
+    return hasattr(os, "O_DIRECT") and os.major(os.fstat(file.fileno()).st_dev) != 0
+
+
+def _is_in_memory(file: FileIO, start: int, size: int) -> bool:
+    """Whether the kernel has most of it there, or does not tell."""
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    length = start + size - first
+    pages = bytearray(-(-length // mmap.PAGESIZE))
+    try:
+        mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=first)
+    except (OSError, ValueError):  # the file ends before
+        return True
+    with mapped:
+        vector = (ctypes.c_char * len(pages)).from_buffer(pages)
+        if _libc.mincore(ctypes.c_void_p(_address(mapped)), ctypes.c_size_t(length), vector):
+            return True
+    return 2 * pages.count(0) < len(pages)
+
+
+def _read_directly(path: Path, start: int, buffer: memoryview) -> int:
+    """Fills a buffer from its begin, as far as that goes: not at all where a file system refuses."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            if (_address(buffer) - start) % MEMORY_ALIGNMENT == 0:
+                return _to_its_place(descriptor, start, buffer)
+            return _by_way_of(descriptor, start, buffer)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT:
+            raise
+        return 0
+
+
+def _to_its_place(descriptor: int, start: int, buffer: memoryview) -> int:
+    """All at once, and but for the blocks at both ends without a copy."""
+    before = start % BLOCK_BYTES
+    head = -start % BLOCK_BYTES
+    tail = (len(buffer) - head) % BLOCK_BYTES
+    end = len(buffer) - tail
+    first, last = (memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2))
+    places = [*([first] if head else []), buffer[head:end], *([last] if tail else [])]
+    count = min(os.preadv(descriptor, places, start - before) - before, len(buffer))
+    buffer[:head] = first[before : before + head]
+    buffer[end:] = last[:tail]
+    return max(0, count)
+
+
+def _by_way_of(descriptor: int, start: int, buffer: memoryview) -> int:
+    """Piece by piece, each copied from memory where it can come to."""
+    done = 0
+    aside = memoryview(mmap.mmap(-1, ASIDE_BYTES + 2 * BLOCK_BYTES))
+    while done < len(buffer):
+        before = (start + done) % BLOCK_BYTES
+        size = min(len(buffer) - done, ASIDE_BYTES)
+        whole = -(-(before + size) // BLOCK_BYTES) * BLOCK_BYTES
+        count = min(os.preadv(descriptor, [aside[:whole]], start + done - before) - before, size)
+        if count <= 0:
+            break
+        buffer[done : done + count] = aside[before : before + count]
+        done += count
+    return done
+
+
+def _address(buffer: memoryview | mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
