@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from elastic_ddp import direct_reads
+from elastic_ddp import direct_io
 from elastic_ddp.s3 import Upload
 
 TEMPORARY = ".tmp-"
@@ -43,7 +43,7 @@ class LocalFolder:
         return (self._path / key).stat().st_size
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        return direct_reads.read_into(self._path / key, start, buffer)
+        return direct_io.read_into(self._path / key, start, buffer)
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         target = self._path / key
@@ -182,8 +182,7 @@ def sync(path: Path) -> None:
 
 
 def _write_through(file: Any, data: bytes | memoryview) -> None:
-    file.write(data)
-    file.flush()
+    direct_io.write(file, data)
     os.fsync(file.fileno())
 
 

@@ -34,7 +34,7 @@ LAYERS = (
     ("telemetry", "ray_internals", "lease"),
     ("state", "storage", "seeding", "signals"),
     ("local_folder", "remote_folder"),
-    ("direct_reads", "s3"),
+    ("direct_io", "s3"),
     ("room", "driver"),
     ("batching", "config", "failures", "host_memory"),
     ("errors",),

@@ -1,29 +1,33 @@
-"""Ranges of files, read past the kernel's memory of them (O_DIRECT, open(2)) where they lie on a disk of this machine.
+"""What is large, read and written past the kernel's memory of files (O_DIRECT, open(2)) where these lie on a disk of
+this machine.
 
-What is read once, as a commit is, goes through that memory for nothing: it takes a processor for as long as all else
-that is done with it, and puts out of there what others read again and again. What is there already comes from there.
+A commit goes through that memory for nothing: it takes a processor for as long as all else that is done with it, or for
+many times as long, and puts out of there what others read again and again. What is there already is read from there.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
-from io import FileIO
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 LARGE_BYTES = 1 << 20
-"""Less is read as usual."""
+"""Less goes as usual."""
 BLOCK_BYTES = 4096
-"""A direct read begins and ends at multiples of this in a file: disks have no larger blocks."""
+"""What goes directly begins and ends at multiples of this in a file: disks have no larger blocks."""
 MEMORY_ALIGNMENT = 512
 """And at multiples of this in memory, which the kernel refuses where a disk asks for more."""
 ASIDE_BYTES = 2 << 20
-"""So much at a time is read beside its place and copied, where that has not such an address."""
+"""So much at a time goes by way of other memory, where it has not such an address."""
 
 _CANNOT = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
-"""How file systems say that they do not read like this."""
+"""How file systems say that they do not go along with it."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -33,20 +37,31 @@ def read_into(path: Path, start: int, buffer: memoryview) -> int:
     with path.open("rb", buffering=0) as file:
         done = 0
         if len(buffer) >= LARGE_BYTES and _is_on_disk(file) and not _is_in_memory(file, start, len(buffer)):
-            done = _read_directly(path, start, buffer)
+            done = _read_directly(file, start, buffer)
         file.seek(start + done)
         while done < len(buffer) and (count := file.readinto(buffer[done:])):
             done += count
     return done
 
 
-def _is_on_disk(file: FileIO) -> bool:
-    """Whether that is of this machine, as its device tells, and known to read directly: what is mounted from elsewhere,
-    in the memory, or put together from other folders has none of its own."""
+def write(file: IO[bytes], data: bytes | memoryview) -> None:
+    """All of it, into a file that has just been made. What the disk is to keep has to be synced afterwards."""
+    whole = memoryview(data).cast("B")
+    done = 0
+    if len(whole) >= LARGE_BYTES and _is_on_disk(file):
+        done = _write_directly(file, whole[: len(whole) // BLOCK_BYTES * BLOCK_BYTES])
+    file.seek(done)
+    file.write(whole[done:])
+    file.flush()
+
+
+def _is_on_disk(file: IO[bytes]) -> bool:
+    """Whether that is of this machine, as its device tells, and known to go along: what is mounted from elsewhere, in
+    the memory, or put together from other folders has none of its own."""
     return hasattr(os, "O_DIRECT") and os.major(os.fstat(file.fileno()).st_dev) != 0
 
 
-def _is_in_memory(file: FileIO, start: int, size: int) -> bool:
+def _is_in_memory(file: IO[bytes], start: int, size: int) -> bool:
     """Whether the kernel has most of it there, or does not tell."""
     first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     length = start + size - first
@@ -62,20 +77,54 @@ def _is_in_memory(file: FileIO, start: int, size: int) -> bool:
     return 2 * pages.count(0) < len(pages)
 
 
-def _read_directly(path: Path, start: int, buffer: memoryview) -> int:
+def _read_directly(file: IO[bytes], start: int, buffer: memoryview) -> int:
     """Fills a buffer from its begin, as far as that goes: not at all where a file system refuses."""
+    with _unless_refused(), _direct(file) as descriptor:
+        if (_address(buffer) - start) % MEMORY_ALIGNMENT == 0:
+            return _to_its_place(descriptor, start, buffer)
+        return _by_way_of(descriptor, start, buffer)
+    return 0
+
+
+def _write_directly(file: IO[bytes], data: memoryview) -> int:
+    """Whole blocks to the begin of a file, as far as that goes."""
+    done = 0
+    with _unless_refused(), _direct(file) as descriptor:
+        is_aligned = not data.readonly and _address(data) % MEMORY_ALIGNMENT == 0
+        aside = None if is_aligned else memoryview(mmap.mmap(-1, ASIDE_BYTES))
+        while done < len(data) and done % BLOCK_BYTES == 0:
+            part = data[done:]
+            if aside is not None:
+                part = part[:ASIDE_BYTES]
+                aside[: len(part)] = part
+                part = aside[: len(part)]
+            count = os.pwrite(descriptor, part, done)
+            if not count:
+                break
+            done += count
+    return done
+
+
+@contextmanager
+def _unless_refused() -> Iterator[None]:
+    """Ends the block where the file system does not go along."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        try:
-            if (_address(buffer) - start) % MEMORY_ALIGNMENT == 0:
-                return _to_its_place(descriptor, start, buffer)
-            return _by_way_of(descriptor, start, buffer)
-        finally:
-            os.close(descriptor)
+        yield
     except OSError as error:
         if error.errno not in _CANNOT:
             raise
-        return 0
+
+
+@contextmanager
+def _direct(file: IO[bytes]) -> Iterator[int]:
+    """Its descriptor, which goes directly meanwhile."""
+    descriptor = file.fileno()
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    try:
+        yield descriptor
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
 def _to_its_place(descriptor: int, start: int, buffer: memoryview) -> int:
