@@ -50,7 +50,7 @@ def write(file: IO[bytes], data: bytes | memoryview) -> None:
     done = 0
     if len(whole) >= LARGE_BYTES and _is_on_disk(file):
         done = _write_directly(file, whole[: len(whole) // BLOCK_BYTES * BLOCK_BYTES])
-    file.seek(done)
+        file.seek(done)
     file.write(whole[done:])
     file.flush()
 
