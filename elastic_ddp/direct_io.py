@@ -26,8 +26,9 @@ MEMORY_ALIGNMENT = 512
 ASIDE_BYTES = 2 << 20
 """So much at a time goes by way of other memory, where it has not such an address."""
 
-_CANNOT = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
-"""How file systems say that they do not go along with it."""
+_CANNOT = frozenset({errno.EFAULT, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+"""How file systems say that they do not go along with it, and the kernel that no disk can reach this memory, as may be
+with a driver's."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -142,7 +143,7 @@ def _to_its_place(descriptor: int, start: int, buffer: memoryview) -> int:
 
 
 def _by_way_of(descriptor: int, start: int, buffer: memoryview) -> int:
-    """Piece by piece, each copied from memory where it can come to."""
+    """Piece by piece, by way of memory that has such an address."""
     done = 0
     aside = memoryview(mmap.mmap(-1, ASIDE_BYTES + 2 * BLOCK_BYTES))
     while done < len(buffer):

@@ -22,10 +22,11 @@ from elastic_ddp.checkpoint.reading import (
     Targets,
     check,
     pieces_of,
+    read_piece,
     state_of,
     state_to_fill,
 )
-from elastic_ddp.checkpoint.verdicts import confirmed_pieces
+from elastic_ddp.checkpoint.verdicts import confirmed, confirmed_pieces
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel.carrying import Carriage, Carrier
 from elastic_ddp.parallel.process_group import ProcessGroup
@@ -256,7 +257,7 @@ def read_together(
     are_short = storage.is_local and group.world_size > 1 and carrier.are_all_near
     pieces = _Piece.all_of(commit, tensors, needs, group.rank, are_short)
     spread = Spread(commit, tensors, layout, [each.piece for each in pieces])
-    passing = _Passing(carrier, targets, spread, group.rank, tick)
+    passing = _Passing(carrier, targets, spread, group.rank, functools.partial(_read_again, storage, targets), tick)
     unread: CheckpointError | StorageError | None = None
     own = [each.piece for each in pieces if each.reader == group.rank]
     parallel = PARALLEL_PIECES
@@ -274,7 +275,7 @@ def read_together(
                     unread = _itself(error)
             passing.begin(each, targets.place_of(each.piece) if data is None else data)
         passing.end()
-    bad: Exception | None = unread or passing.garbled
+    bad: Exception | None = unread or passing.bad
     state = None
     if bad is None:
         try:
@@ -285,23 +286,38 @@ def read_together(
     return (None, wrong) if wrong else (state, None)
 
 
+def _read_again(storage: Storage, targets: Targets, piece: Piece) -> None:
+    """From the storage: what another rank has read, and this one cannot have from there."""
+    confirmed(storage, piece.key, lambda storage: read_piece(storage, piece, targets))
+
+
 class _Passing:
-    """Of pieces, from the ranks that read them to those that need them. Of what has been begun on a rank, what comes to
-    it is taken first: if each waited for others to take theirs, only one of them would be at work.
+    """Of pieces, from the ranks that read them to those that need them.
+
+    Args:
+        read_again: fills the targets with a piece that this rank cannot have from the one that read it.
 
     Attributes:
-        garbled: a piece came as something else.
+        bad: that failed, or a piece came as something else.
     """
 
-    def __init__(self, carrier: Carrier, targets: Targets, spread: Spread, rank: int, tick: Callable[[], None]) -> None:
-        self.garbled: PeerLostError | None = None
+    def __init__(
+        self,
+        carrier: Carrier,
+        targets: Targets,
+        spread: Spread,
+        rank: int,
+        read_again: Callable[[Piece], None],
+        tick: Callable[[], None],
+    ) -> None:
+        self.bad: CheckpointError | StorageError | PeerLostError | None = None
         self._carrier = carrier
         self._targets = targets
         self._spread = spread
         self._rank = rank
+        self._read_again = read_again
         self._tick = tick
         self._going: list[tuple[_Piece, memoryview, Carriage]] = []
-        self._late: list[tuple[_Piece, memoryview, Carriage]] = []
 
     def begin(self, each: _Piece, data: memoryview) -> None:
         """With the bytes of a piece, or the place for them. Waits for others before it if too many are under way."""
@@ -313,28 +329,24 @@ class _Passing:
         """Waits for all."""
         while self._going:
             self._take()
-        for each, data, carriage in sorted(self._late, key=lambda late: late[0].number):
-            carriage.make_up()
-            self._have(each, data, carriage)
 
     def _take(self) -> None:
         comes = (place for place, (each, _, _) in enumerate(self._going) if each.reader != self._rank)
         each, data, carriage = self._going.pop(next(comes, 0))
-        if carriage.wait():
-            self._have(each, data, carriage)
-        else:
-            self._late.append((each, data, carriage))
-
-    def _have(self, each: _Piece, data: memoryview, carriage: Carriage) -> None:
-        """It is there, and has gone to where it was to."""
+        is_there = carriage.wait()
         self._tick()
-        if each.reader != self._rank:  # else that was done when it was read
+        if not is_there:
+            try:
+                self._read_again(each.piece)
+            except (CheckpointError, StorageError) as error:
+                self.bad = self.bad or _itself(error)
+        elif each.reader != self._rank:  # else that was done when it was read
             try:
                 if carriage.came_over_network:
                     check(each.piece, data)
                 self._targets.fill(each.piece, data)
             except CheckpointError as error:
-                self.garbled = self.garbled or PeerLostError(
+                self.bad = self.bad or PeerLostError(
                     f"what rank {each.reader} sent of a commit came as something else: {error}"
                 )
         self._spread.come(each.piece)

@@ -36,15 +36,13 @@ from elastic_ddp.storage import Storage
 
 PIECE_BYTES = MAX_BLOCK_BYTES + (1 << 20)
 """Neighbouring blocks are read together up to so many bytes: large ones that make up a block's most, and what is small
-between them, such as an optimizer's counts of steps."""
+between them, such as an optimizer's counts of steps. Half of that where ranks of a machine wait for each other's pieces
+from its disk, as what comes last is copied when all is read."""
 POSITION = "position"
 """The component of a run's state that has the steps behind it."""
 LARGE_BYTES = 8 << 20
 """A block of so many bytes is read alone if it is not all that is wanted of its tensor: its neighbours in memory are
 others than in the object, so that it would have to be copied with them. Alone it goes into its tensor."""
-SHORT_PIECE_BYTES = PIECE_BYTES // 2
-"""The same where ranks of a machine wait for each other's pieces from its disk: what comes last is copied when all is
-read. A block of more is one for itself."""
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
 LEAST_PARALLEL_PIECES = 2
@@ -102,9 +100,9 @@ def pieces_of(
     """The blocks of some of a commit's tensors, where they are stored. Those of two kinds are in two pieces.
 
     Args:
-        are_short: see `SHORT_PIECE_BYTES`.
+        are_short: half as long as others, see `PIECE_BYTES`.
     """
-    most_bytes = min(PIECE_BYTES, SHORT_PIECE_BYTES) if are_short else PIECE_BYTES
+    most_bytes = PIECE_BYTES // 2 if are_short else PIECE_BYTES
     wanted: list[list[_Place]] = [[] for _ in commit.objects]
     for name in names:
         tensor = commit.tensors[name]

@@ -28,14 +28,11 @@ class Carriage(Protocol):
     """Of a piece, on one of the ranks that it concerns."""
 
     came_over_network: bool
-    """Whether this rank got it in messages, once it has it: these can come as something else, and a copy cannot."""
+    """Whether this rank gets it in messages: these can come as something else, and a copy cannot."""
 
     def wait(self) -> bool:
-        """Until this rank has the piece, and others have it from here, which it returns; or some of them could not copy
-        it, and get it by `make_up`."""
-
-    def make_up(self) -> None:
-        """Where waiting returned False, once all others have been waited for, in the order of their numbers."""
+        """Until others have the piece from here, or this rank has it. Returns False if it could not copy it, and has to
+        have it from elsewhere."""
 
 
 class Carrier:
@@ -83,11 +80,12 @@ class Carrier:
         return NEAR_IN_FLIGHT if self.are_all_near else IN_FLIGHT
 
     def begin(self, number: int, data: memoryview, source: int, ranks: Sequence[int]) -> Carriage:
-        """Begins to carry a piece from one rank to all of some. These begin what several of them need in one order, and
-        wait for it in that, or for what comes to them before what goes from them, which has others wait for less.
+        """Begins to carry a piece from one rank to all of some. These begin what several of them need in one order. In
+        that they wait for what comes to them, and for what goes from them when nothing comes: if each waited for others
+        to take theirs, only one of them would be at work.
 
         Args:
-            number: of the piece, another one for each, in that order.
+            number: of the piece, another one for each.
             data: the bytes, or the place for them. It stays as it is until this has been waited for.
 
         Raises:
@@ -126,45 +124,28 @@ class _Messages:
             work.wait()
         return True
 
-    def make_up(self) -> None:
-        raise AssertionError("nothing is to be made up for")
-
 
 class _Shown:
-    """To others, who are told where it is in this rank's memory, and answer once they have copied it, or could not: not
-    all memory of a process can be read that it can read itself. To these it is sent afterwards: they wait for this
-    rank then, while what comes to it may wait for them now."""
+    """To others, who are told where it is in this rank's memory, and answer once they have no use for it any more."""
 
     came_over_network = False
 
     def __init__(self, group: ProcessGroup, others: Sequence[int], number: int, data: memoryview) -> None:
-        self._group = group
-        self._number = number
         self._data = data
         address = torch.tensor(_where(number, address_of(data)))
-        answers = [torch.zeros(1, dtype=torch.uint8) for _ in others]
-        self._others = [
-            (each, answer, group.begin_send(address, each, number), group.begin_receive(answer, each, number))
-            for each, answer in zip(others, answers, strict=True)
-        ]
-
-        self._without: list[int] = []
+        told = [group.begin_send(address, each, number) for each in others]
+        answered = [group.begin_receive(torch.zeros(1, dtype=torch.uint8), each, number) for each in others]
+        self._messages = told + answered
 
     def wait(self) -> bool:
-        for each, answer, told, answered in self._others:
-            told.wait()
-            answered.wait()
-            if not answer:
-                self._without.append(each)
-        return not self._without
-
-    def make_up(self) -> None:
-        for each in self._without:
-            self._group.begin_send(_tensor(self._data), each, self._number).wait()
+        for each in self._messages:
+            each.wait()
+        return True
 
 
 class _Copied:
-    """From the memory of another rank, which shows it."""
+    """From the memory of another rank, which shows it; unless that cannot be read: not all can that its process can
+    read itself."""
 
     came_over_network = False
 
@@ -182,16 +163,13 @@ class _Copied:
         _, address, _ = where = self._where.tolist()
         if where != _where(self._number, address):
             raise PeerLostError(f"where rank {self._source} has a piece came as something else: {where}")
+        is_there = True
         try:
             read(self._pid, address, self._data)
         except OSError:  # if its process is gone the group tells
-            self.came_over_network = True
-        answer = torch.tensor([not self.came_over_network], dtype=torch.uint8)
-        self._group.begin_send(answer, self._source, self._number).wait()
-        return not self.came_over_network
-
-    def make_up(self) -> None:
-        self._group.begin_receive(_tensor(self._data), self._source, self._number).wait()
+            is_there = False
+        self._group.begin_send(torch.ones(1, dtype=torch.uint8), self._source, self._number).wait()
+        return is_there
 
 
 def _where(number: int, address: int) -> list[int]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -126,7 +128,7 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch, code: int) -> list[int]:
 
 
 @pytest.mark.parametrize("call", ["fcntl", "preadv"])
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+@pytest.mark.parametrize("code", [errno.EFAULT, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
 def test_a_file_system_that_refuses_is_read_as_usual(
     path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
@@ -161,6 +163,28 @@ def test_what_the_kernel_has_in_memory_is_read_from_there(path: Path, ways: list
     forget(path)
     read_back(path, Ranges(0, LARGE_BYTES, 0))
     assert ways
+
+
+@pytest.mark.parametrize(("mebibytes", "is_there"), [(0, False), (1, False), (3, True), (4, True)])
+def test_of_what_the_kernel_has_in_part_most_counts(
+    path: Path, monkeypatch: pytest.MonkeyPatch, mebibytes: int, is_there: bool
+) -> None:
+    def mincore(address: Any, length: Any, vector: Any) -> int:
+        pages = mebibytes << 20
+        vector[: pages // mmap.PAGESIZE] = b"\x01" * (pages // mmap.PAGESIZE)
+        return 0
+
+    monkeypatch.setattr(direct_io, "_libc", SimpleNamespace(mincore=mincore))
+    with path.open("rb") as file:
+        assert direct_io._is_in_memory(file, 0, 4 << 20) == is_there
+
+
+def test_where_the_kernel_does_not_tell_what_it_has_files_are_read_as_usual(
+    path: Path, ways: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct_io, "_libc", SimpleNamespace(mincore=lambda *args: -1))
+    read_back(path, Ranges(0, LARGE_BYTES, 0))
+    assert not ways
 
 
 def test_little_is_read_as_usual(path: Path, ways: list[str]) -> None:
@@ -233,7 +257,7 @@ def test_a_disk_that_takes_nothing_is_written_to_as_usual(path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("call", ["fcntl", "pwrite", "the second pwrite"])
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+@pytest.mark.parametrize("code", [errno.EFAULT, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
 def test_a_file_system_that_refuses_is_written_to_as_usual(
     path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:

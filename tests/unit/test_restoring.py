@@ -22,7 +22,7 @@ from zlib_ng import zlib_ng
 from elastic_ddp import restoring
 from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.checkpoint.reading import Piece, Targets, state_to_fill
-from elastic_ddp.errors import PeerLostError, StorageError, UnreadableError
+from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel import carrying
 from elastic_ddp.parallel.carrying import Carrier
 from elastic_ddp.parallel.process_group import FORM_S, ProcessGroup, is_lost_peer
@@ -192,33 +192,32 @@ def test_no_more_pieces_are_begun_at_once_than_there_is_memory_for(
 
 
 class FakeCarriage:
-    """Notes when it is waited for, and made up for where it has to be."""
+    """Notes when it is waited for."""
 
     came_over_network = False
 
-    def __init__(self, number: int, noted: list[str], is_late: bool) -> None:
-        self.number, self.noted, self.is_late = number, noted, is_late
+    def __init__(self, number: int, noted: list[str]) -> None:
+        self.number, self.noted = number, noted
 
     def wait(self) -> bool:
         self.noted.append(f"wait {self.number}")
-        return not self.is_late
-
-    def make_up(self) -> None:
-        self.noted.append(f"make up {self.number}")
+        return self.number not in (3, 4)
 
 
-def test_what_comes_to_a_rank_is_waited_for_before_what_goes_from_it_and_what_is_late_at_the_end() -> None:
+def test_what_comes_to_a_rank_is_waited_for_before_what_goes_from_it() -> None:
     """Else ranks that share pieces would work in turns: each would wait until others have what it read."""
     noted: list[str] = []
     carrier = mock.Mock(in_flight=4)
-    carrier.begin = lambda number, data, source, ranks: FakeCarriage(number, noted, number in (3, 4))
-    passing = _Passing(carrier, mock.Mock(), mock.Mock(), 0, lambda: noted.append("there"))
+    carrier.begin = lambda number, data, source, ranks: FakeCarriage(number, noted)
+    passing = _Passing(
+        carrier, mock.Mock(), mock.Mock(), 0, lambda piece: noted.append(f"read {piece.start}"), lambda: None
+    )
     for number in range(8):
-        passing.begin(_Piece(Piece("object", 0, 1, ()), number, [0, 1]), memoryview(b"x"))
-    there = [f"wait {number}" for number in (1, 3, 5, 0, 7, 2, 4, 6)]
+        passing.begin(_Piece(Piece("object", number, number + 1, ()), number, [0, 1]), memoryview(b"x"))
     passing.end()
+    there = [f"wait {number}" for number in (1, 3, 5, 0, 7, 2, 4, 6)]
     assert [each for each in noted if each.startswith("wait")] == there
-    assert noted[-4:] == ["make up 3", "there", "make up 4", "there"] and noted.count("there") == 8
+    assert noted[2] == "read 3" and noted[-2] == "read 4" and len(noted) == 10
 
 
 def restore_where_memory_cannot_be_read(group: ProcessGroup, uri: str) -> dict[str, Any]:
@@ -242,7 +241,40 @@ def test_where_some_memory_cannot_be_read_every_rank_gets_the_state_all_the_same
     [newest] = save(Storage(tmp_path), 1)
     results = run_ranks(world_size, restore_where_memory_cannot_be_read, str(tmp_path))
     assert [each["step"] for each in results] == [1] * world_size
-    assert sum(each["num_bytes"] for each in results) == sum(item.size for item in newest.objects)
+    size = sum(item.size for item in newest.objects)
+    assert size < sum(each["num_bytes"] for each in results) < world_size * size, "what could not be copied is read"
+
+
+def restore_what_is_bad(group: ProcessGroup, uri: str) -> dict[str, Any]:
+    def read_marks(pid: int, address: int, into: memoryview) -> None:
+        if len(into) > 16:
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        read(pid, address, into)
+
+    read, carrying.read = carrying.read, read_marks
+    if group.rank == 0:
+        return restore_on(group, uri, 128)
+    with mock.patch.object(restoring, "confirmed", side_effect=CheckpointError("it is bad")):
+        return restore_on(group, uri, 128)
+
+
+def test_what_is_found_bad_when_it_is_read_again_is_not_used(tmp_path: Path) -> None:
+    save(Storage(tmp_path), 1, 2)
+    results = run_ranks(2, restore_what_is_bad, str(tmp_path))
+    assert [each["step"] for each in results] == [None, None]
+    assert [reason for _, reason in results[0]["rejected"]] == ["it is bad"] * 2
+
+
+def test_pieces_are_shorter_where_ranks_of_a_machine_wait_for_each_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(8))
+    save(Storage(tmp_path), 1)
+    one, near, far = (
+        [each["pieces"] for each in run_ranks(world_size, restore_on, str(tmp_path), 256, is_apart)]
+        for world_size, is_apart in ((1, False), (2, False), (2, True))
+    )
+    assert one * 2 == far and near[0] == near[1] > far[0]
 
 
 def tell_much(group: ProcessGroup) -> str:
@@ -437,15 +469,6 @@ def test_who_may_not_do_that_any_more_removes_no_manifest(tmp_path: Path) -> Non
 
 def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> str:
     """What becomes of it on a rank where bytes come as others than were sent, and on another one."""
-    if what == "unreadable memory":
-        read = carrying.read
-
-        def read_marks(pid: int, address: int, into: memoryview) -> None:
-            if len(into) > 16:
-                raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-            read(pid, address, into)
-
-        carrying.read = read_marks
     if group.rank == 0 and what == "address":
         where = carrying._where
         carrying._where = lambda number, address: [*where(number, address)[:1], address + 64, where(number, address)[2]]
@@ -454,20 +477,15 @@ def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> s
 
         def begin_another(self: Carrier, number: int, data: memoryview, source: int, ranks: Any) -> Any:
             carriage = begin(self, number, data, source, ranks)
-            wait, make_up = carriage.wait, carriage.make_up
+            wait = carriage.wait
 
             def wait_for_another() -> bool:
                 is_there = wait()
-                if source != group.rank and is_there:
+                if source != group.rank:
                     data[0] ^= 1
                 return is_there
 
-            def make_up_with_another() -> None:
-                make_up()
-                if source != group.rank:
-                    data[0] ^= 1
-
-            carriage.wait, carriage.make_up = wait_for_another, make_up_with_another  # type: ignore[method-assign]
+            carriage.wait = wait_for_another  # type: ignore[method-assign]
             return carriage
 
         Carrier.begin = begin_another  # type: ignore[method-assign]
@@ -488,7 +506,7 @@ def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> s
     return "restored"
 
 
-@pytest.mark.parametrize("what", ["unreadable memory", "address", "over the group", "skeleton"])
+@pytest.mark.parametrize("what", ["address", "over the group", "skeleton"])
 def test_what_is_garbled_between_ranks_is_a_lost_peer_and_no_word_on_the_commit(tmp_path: Path, what: str) -> None:
     save(Storage(tmp_path), 1, 2)
     before = Storage(tmp_path).list()
