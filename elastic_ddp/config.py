@@ -325,8 +325,8 @@ class RunConfig(_Settings):
             raise ValueError(f"storage={storage!r} cannot be written: {there} is not a folder; choose another")
         if not os.access(there, os.W_OK | os.X_OK):
             raise ValueError(
-                f"storage={storage!r} cannot be written: this user may not write to {there}; change its "
-                "permissions, or choose another folder"
+                f"storage={storage!r} cannot be written: this user may not write to {there}, or nobody as "
+                "it is mounted read-only; change that, or choose another folder"
             )
         return storage
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from elastic_ddp.errors import described
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-_LASTING = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR} | _FULL
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_LASTING = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EFBIG, errno.EROFS} | _FULL
 _UNABLE = {errno.ENOSYS, errno.ENOTSUP}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"}
 _BAD_CREDENTIALS = {
@@ -82,6 +82,10 @@ def remedy(error: BaseException) -> str:
         return "set this machine's clock"
     if code in _FULL_CODES or (isinstance(error, OSError) and error.errno in _FULL):
         return "free space there or use another storage"
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return "mount it for writing or use another storage"
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return "raise the limit of a file's size (ulimit -f) or use another file system"
     if isinstance(error, NotImplementedError) or (isinstance(error, OSError) and error.errno in _UNABLE):
         return (
             "use one that creates an object only where there is none, as commits need it: a folder that all nodes "

@@ -198,7 +198,7 @@ class Saver:
         """Rank 0's part."""
         store, tell = self._store.through(storage, save.on_reject), _First(save.on_end)
         try:
-            parts = [self._write(save, storage), *self._parts_of_others(save)]
+            parts = self._parts_of_all(save, storage)
         except Exception as error:
             self._unheard.append(save)
             with suppress(StorageError):
@@ -222,20 +222,39 @@ class Saver:
             if not tell(error):
                 _log.warning("what is not kept is left until the next commit: %s", described(error))
 
-    def _parts_of_others(self, save: Save) -> list[Part]:
+    def _parts_of_all(self, save: Save, storage: WatchedStorage) -> list[Part]:
+        """What every rank has written. Where one fails at that the others are waited for all the same, but for ranks
+        that are lost: what they wrote once it is discarded would stay, on a disk that may be full."""
+        parts: list[Part] = []
+        failed: Exception | None = None
+        try:
+            parts.append(self._write(save, storage))
+        except Exception as error:
+            failed = _alone(error)
         self.awaits_others = True
         try:
-            parts = [self._part_of(rank, save) for rank in range(1, save.world_size)]
+            for rank in range(1, save.world_size):
+                try:
+                    parts.append(self._part_of(rank, save))
+                except (CheckpointError, StorageError) as error:
+                    failed = failed or _alone(error)
+        except Exception as error:
+            raise failed or error from None
         finally:
             self.awaits_others = False
-        # They are through with all saves before.
+        if failed is not None:
+            raise failed
+        self._clear_up(save)
+        return parts
+
+    def _clear_up(self, save: Save) -> None:
+        """What ranks said of saves that failed: they are through with all of them."""
         unheard, self._unheard = self._unheard, []
         with suppress(Exception):  # what is left takes little room, and goes with the generation
             for each in unheard:
                 if each.mailbox is save.mailbox:
                     for rank in range(1, each.world_size):
                         _take(each, rank)
-        return parts
 
     def _part_of(self, rank: int, save: Save) -> Part:
         """What another rank has written, once it has. Raises what keeps it from that."""
@@ -286,6 +305,11 @@ class _First:
             return False
         self._tell(outcome)
         return True
+
+
+def _alone(error: Exception) -> Exception:
+    """Without the frames that it came through, and what they hold."""
+    return error.with_traceback(None)
 
 
 def is_of_storage(error: Exception) -> bool:

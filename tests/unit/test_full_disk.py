@@ -20,13 +20,13 @@ ROOM_BYTES = PART_BYTES
 """For some small commits, and for none with two tensors of that size."""
 
 
-def save_without_room(folder: str, words: str) -> None:
+def save_without_room(folder: str, words: str, remedy: str = "free space there or use another storage") -> None:
     """A save that does not fit, between two that do."""
     storage = Storage(f"{folder}/runs")
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
     outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0, state=large_state(2, 2))
     assert isinstance(outcome, StorageError)
-    assert words in str(outcome) and "free space there or use another storage" in str(outcome)
+    assert words in str(outcome) and remedy in str(outcome)
     is_whole(storage, 1)
     assert not list(Path(folder).rglob(".tmp-*"))
     assert isinstance(save_on_ranks([storage] * 2, 3), Commit)
@@ -35,7 +35,7 @@ def save_without_room(folder: str, words: str) -> None:
 
 def save_with_small_files(folder: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES // 2, ROOM_BYTES // 2))
-    save_without_room(folder, "File too large")
+    save_without_room(folder, "File too large", "raise the limit of a file's size (ulimit -f)")
 
 
 def test_files_that_may_not_grow_fail_the_save_and_the_commit_before_stays(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 import uuid
 import weakref
 from pathlib import Path
@@ -196,19 +197,55 @@ class FullAtFirst(Storage):
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_what_ranks_said_of_saves_that_failed_goes_with_the_next_one_that_does_not(
+def test_what_ranks_said_of_a_save_that_failed_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int
 ) -> None:
     monkeypatch.setattr(saving, "LETTER_CHARACTERS", 100)
     bad = FullAtFirst(str(tmp_path))
     ranks = Ranks(lambda rank: bad if rank == bad_rank else Storage(tmp_path), 3)
-    for step in (1, 2):
-        ranks.begin(step)
-        assert isinstance(ranks.wait(), StorageError)
-    assert len(ranks.mailbox.letters) > 4, "nobody asked for that"
+    ranks.begin(1)
+    assert isinstance(ranks.wait(), StorageError) and not ranks.mailbox.letters
     bad.has_room = True
+    ranks.begin(2)
+    assert isinstance(ranks.wait(), Commit) and not ranks.mailbox.letters
+
+
+def test_what_ranks_said_of_saves_that_one_was_lost_in_goes_with_the_next_one_that_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "LETTER_CHARACTERS", 100)
+    ranks = Ranks(lambda rank: Storage(tmp_path), 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "SILENCE_S", 0.1)
+        for step in (1, 2):
+            ranks.begin(step, of=[0, 2])
+            assert isinstance(ranks.wait(), RankLostError)
+    assert len(ranks.mailbox.letters) > 4, "nobody asked for that"
     ranks.begin(3)
     assert isinstance(ranks.wait(), Commit) and not ranks.mailbox.letters
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_what_others_write_after_a_rank_has_failed_does_not_stay(tmp_path: Path, bad_rank: int) -> None:
+    """The disk may be full, and nothing is removed before the next commit."""
+    failed = threading.Event()
+
+    class Full(Storage):
+        def write(self, key: str, data: Any) -> None:
+            failed.set()
+            raise StorageError("no space left on device")
+
+    class Late(Storage):
+        def write(self, key: str, data: Any) -> None:
+            assert failed.wait(60)
+            time.sleep(0.3)  # in which rank 0 could have removed what is there, and tell of it
+            super().write(key, data)
+
+    ranks = Ranks(lambda rank: Full(str(tmp_path)) if rank == bad_rank else Late(str(tmp_path)), 3)
+    ranks.begin(1)
+    error = ranks.wait()
+    assert isinstance(error, StorageError) and "no space left" in str(error)
+    assert Storage(tmp_path).list() == []
 
 
 def test_a_torch_store_carries_more_than_it_takes_at_once(tmp_path: Path) -> None:

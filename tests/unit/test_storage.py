@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import fsspec
 import pytest
@@ -659,3 +659,23 @@ def test_a_folder_that_goes_with_another_one_is_made_once_more(tmp_path: Path, m
     monkeypatch.setattr(Path, "open", opened)
     storage.write("step=1/attempt=b/0.bin", b"second")
     assert gone and storage.list() == ["step=1/attempt=b/0.bin"]
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        (errno.ENOSPC, "free space there or use another storage"),
+        (errno.EROFS, "mount it for writing or use another storage"),
+        (errno.EFBIG, "raise the limit of a file's size (ulimit -f) or use another file system"),
+    ],
+)
+def test_what_keeps_a_disk_from_taking_more_is_told_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, remedy: str
+) -> None:
+    def fail(descriptor: int) -> Never:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StorageError) as error:
+        Storage(tmp_path).write("a", b"1")
+    assert os.strerror(code) in str(error.value) and str(error.value).endswith(remedy)
