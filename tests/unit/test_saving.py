@@ -226,6 +226,18 @@ def test_what_ranks_said_of_saves_that_one_was_lost_in_goes_with_the_next_one_th
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_rank_that_is_lost_besides_does_not_hide_what_another_one_failed_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int
+) -> None:
+    """That counts as a failed save, and the loss does not."""
+    monkeypatch.setattr(saving, "SILENCE_S", 0.1)
+    ranks = Ranks(lambda rank: Failing(tmp_path) if rank == bad_rank else Storage(tmp_path), 3)
+    ranks.begin(1, of=[0, 1])
+    error = ranks.wait()
+    assert is_of_storage(error) and "no space left" in str(error)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
 def test_what_others_write_after_a_rank_has_failed_does_not_stay(tmp_path: Path, bad_rank: int) -> None:
     """The disk may be full, and nothing is removed before the next commit."""
     failed = threading.Event()
