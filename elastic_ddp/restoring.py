@@ -336,10 +336,11 @@ class _Passing:
         is_there = carriage.wait()
         self._tick()
         if not is_there:
-            try:
-                self._read_again(each.piece)
-            except (CheckpointError, StorageError) as error:
-                self.bad = self.bad or _itself(error)
+            if self.bad is None:  # else it is of no use, and the storage may be away
+                try:
+                    self._read_again(each.piece)
+                except (CheckpointError, StorageError) as error:
+                    self.bad = _itself(error)
         elif each.reader != self._rank:  # else that was done when it was read
             try:
                 if carriage.came_over_network:

@@ -197,13 +197,11 @@ class Saver:
     def _commit(self, save: Save, storage: WatchedStorage) -> None:
         """Rank 0's part."""
         store, tell = self._store.through(storage, save.on_reject), _First(save.on_end)
-        try:
-            parts = self._parts_of_all(save, storage)
-        except Exception as error:
-            self._unheard.append(save)
+        parts, failed = self._parts_of_all(save, storage)
+        if failed is not None:
             with suppress(StorageError):
                 storage.until_stalled(lambda: store.discard(attempt_prefix(save.step, save.attempt)))
-            tell(error)
+            tell(failed)
             return
         try:
             storage.until_stalled(
@@ -222,33 +220,34 @@ class Saver:
             if not tell(error):
                 _log.warning("what is not kept is left until the next commit: %s", described(error))
 
-    def _parts_of_all(self, save: Save, storage: WatchedStorage) -> list[Part]:
-        """What every rank has written. Where one fails at that the others are waited for all the same, but for ranks
-        that are lost: what they wrote once it is discarded would stay, on a disk that may be full."""
+    def _parts_of_all(self, save: Save, storage: WatchedStorage) -> tuple[list[Part], Exception | None]:
+        """What the ranks have written, and the first error of one that could not. The others are waited for then, too,
+        up to the first that is lost: what they wrote once the attempt is discarded would stay, on a disk that may be
+        full. It takes as long as if none had failed."""
         parts: list[Part] = []
         failed: Exception | None = None
         try:
             parts.append(self._write(save, storage))
         except Exception as error:
-            failed = _alone(error)
+            failed = error.with_traceback(None)
         self.awaits_others = True
         try:
             for rank in range(1, save.world_size):
                 try:
                     parts.append(self._part_of(rank, save))
                 except (CheckpointError, StorageError) as error:
-                    failed = failed or _alone(error)
+                    failed = failed or error.with_traceback(None)
         except Exception as error:
-            raise failed or error from None
+            self._unheard.append(save)
+            failed = failed or error.with_traceback(None)
+        else:
+            self._clear_up(save)
         finally:
             self.awaits_others = False
-        if failed is not None:
-            raise failed
-        self._clear_up(save)
-        return parts
+        return parts, failed
 
     def _clear_up(self, save: Save) -> None:
-        """What ranks said of saves that failed: they are through with all of them."""
+        """What ranks said of saves that were given up before: they are through with all of them."""
         unheard, self._unheard = self._unheard, []
         with suppress(Exception):  # what is left takes little room, and goes with the generation
             for each in unheard:
@@ -305,11 +304,6 @@ class _First:
             return False
         self._tell(outcome)
         return True
-
-
-def _alone(error: Exception) -> Exception:
-    """Without the frames that it came through, and what they hold."""
-    return error.with_traceback(None)
 
 
 def is_of_storage(error: Exception) -> bool:

@@ -253,9 +253,11 @@ def restore_what_is_bad(group: ProcessGroup, uri: str) -> dict[str, Any]:
 
     read, carrying.read = carrying.read, read_marks
     if group.rank == 0:
-        return restore_on(group, uri, 128)
-    with mock.patch.object(restoring, "confirmed", side_effect=CheckpointError("it is bad")):
-        return restore_on(group, uri, 128)
+        return restore_on(group, uri, 1)
+    with mock.patch.object(restoring, "confirmed", side_effect=CheckpointError("it is bad")) as tried:
+        found = restore_on(group, uri, 1)
+    assert tried.call_count == 2, "once for each commit"
+    return found
 
 
 def test_what_is_found_bad_when_it_is_read_again_is_not_used(tmp_path: Path) -> None:
