@@ -1,5 +1,5 @@
 """The newest commit that verifies, on all ranks: each reads a part of it and sends that to those that need it, so that
-no byte leaves the storage twice.
+no byte leaves the storage twice, unless what one process has in memory cannot be read by another that should.
 """
 
 from __future__ import annotations

@@ -131,10 +131,11 @@ class _Shown:
     came_over_network = False
 
     def __init__(self, group: ProcessGroup, others: Sequence[int], number: int, data: memoryview) -> None:
-        self._data = data
         address = torch.tensor(_where(number, address_of(data)))
+        answers = [torch.zeros(1, dtype=torch.uint8) for _ in others]
+        self._kept = data, address, answers  # messages are on their way from and to there
         told = [group.begin_send(address, each, number) for each in others]
-        answered = [group.begin_receive(torch.zeros(1, dtype=torch.uint8), each, number) for each in others]
+        answered = [group.begin_receive(answer, each, number) for each, answer in zip(others, answers, strict=True)]
         self._messages = told + answered
 
     def wait(self) -> bool:
