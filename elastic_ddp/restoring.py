@@ -18,17 +18,17 @@ from elastic_ddp.checkpoint.reading import (
     LEAST_PARALLEL_PIECES,
     PARALLEL_PIECES,
     Piece,
+    Reading,
     Spread,
     Targets,
     check,
     pieces_of,
-    read_piece,
     state_of,
     state_to_fill,
 )
-from elastic_ddp.checkpoint.verdicts import confirmed, confirmed_pieces
+from elastic_ddp.checkpoint.verdicts import confirmed_piece
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerLostError, StorageError, UnreadableError
-from elastic_ddp.parallel.carrying import Carriage, Carrier
+from elastic_ddp.parallel.carrying import IN_FLIGHT, Carriage, Carrier
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.state import Layout
 from elastic_ddp.storage import Storage
@@ -117,8 +117,8 @@ def first_usable(
             offer = _offer(store, candidates, group, check_ours)
             if offer is None:
                 return None
-            carrier.look_around()
             commit, skeleton = offer
+            carrier.look_around(commit.num_blocks)
             state, wrong = read(commit, skeleton, carrier)
             if state is not None:
                 return commit, state
@@ -250,21 +250,28 @@ def read_together(
         needed = bytes(targets.need(name, block) for name in tensors for block in commit.tensors[name].blocks)
     except (CheckpointError, ConfigError) as error:
         no_room = _itself(error)
-    most = sum(len(tensor.blocks) for tensor in commit.tensors.values())
-    wrong, needs = _told(no_room, needed, group, most)
+    wrong, needs = _told(no_room, needed, group, commit.num_blocks)
     if wrong:
         return None, wrong
     are_short = storage.is_local and group.world_size > 1 and carrier.are_all_near
     pieces = _Piece.all_of(commit, tensors, needs, group.rank, are_short)
     spread = Spread(commit, tensors, layout, [each.piece for each in pieces])
-    passing = _Passing(carrier, targets, spread, group.rank, functools.partial(_read_again, storage, targets), tick)
+    passing = _Passing(
+        carrier, targets, spread, group.rank, lambda piece: confirmed_piece(storage, piece, targets), tick
+    )
     unread: CheckpointError | StorageError | None = None
-    own = [each.piece for each in pieces if each.reader == group.rank]
+    own = [each for each in pieces if each.reader == group.rank]
     parallel = PARALLEL_PIECES
     if storage.is_local:
         # Where all are asked for at once all come late, and what others wait for then is left to copy when all is read.
         parallel = max(LEAST_PARALLEL_PIECES, parallel // max(1, carrier.num_near))
-    with closing(confirmed_pieces(storage, own, targets, parallel)) as mine:
+
+    def read(each: _Piece) -> memoryview:
+        data = confirmed_piece(storage, each.piece, targets)
+        carrier.show(each.number, data)
+        return data
+
+    with closing(Reading(own, read, parallel)) as mine:
         for each in pieces:
             data = None
             if each.reader == group.rank and unread is None:
@@ -286,11 +293,6 @@ def read_together(
     return (None, wrong) if wrong else (state, None)
 
 
-def _read_again(storage: Storage, targets: Targets, piece: Piece) -> None:
-    """From the storage: what another rank has read, and this one cannot have from there."""
-    confirmed(storage, piece.key, lambda storage: read_piece(storage, piece, targets))
-
-
 class _Passing:
     """Of pieces, from the ranks that read them to those that need them.
 
@@ -307,7 +309,7 @@ class _Passing:
         targets: Targets,
         spread: Spread,
         rank: int,
-        read_again: Callable[[Piece], None],
+        read_again: Callable[[Piece], object],
         tick: Callable[[], None],
     ) -> None:
         self.bad: CheckpointError | StorageError | PeerLostError | None = None
@@ -322,7 +324,7 @@ class _Passing:
     def begin(self, each: _Piece, data: memoryview) -> None:
         """With the bytes of a piece, or the place for them. Waits for others before it if too many are under way."""
         self._going.append((each, data, self._carrier.begin(each.number, data, each.reader, each.ranks)))
-        while len(self._going) >= self._carrier.in_flight:
+        while len(self._going) >= IN_FLIGHT:
             self._take()
 
     def end(self) -> None:
@@ -331,8 +333,9 @@ class _Passing:
             self._take()
 
     def _take(self) -> None:
-        comes = (place for place, (each, _, _) in enumerate(self._going) if each.reader != self._rank)
-        each, data, carriage = self._going.pop(next(comes, 0))
+        comes = [place for place, (each, _, _) in enumerate(self._going) if each.reader != self._rank] or [0]
+        ready = (place for place in comes if self._going[place][2].is_ready())
+        each, data, carriage = self._going.pop(next(ready, comes[0]))
         is_there = carriage.wait()
         self._tick()
         if not is_there:

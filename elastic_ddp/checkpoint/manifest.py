@@ -209,6 +209,11 @@ class Commit(BaseModel):
         """Of all objects."""
         return sum(item.size for item in self.all_objects)
 
+    @property
+    def num_blocks(self) -> int:
+        """Of all tensors."""
+        return sum(len(tensor.blocks) for tensor in self.tensors.values())
+
     def to_bytes(self) -> bytes:
         """The manifest: JSON with a checksum of itself; the record has passed `check_record`."""
         # Read again first: a record's keys may be in another order as text, and the checksum is of what a reader has.

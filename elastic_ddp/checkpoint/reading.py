@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
@@ -135,7 +135,10 @@ def _piece(key: str, places: list[_Place]) -> Piece:
     return Piece(key, places[0].start, places[-1].end, tuple((each.name, each.block) for each in places))
 
 
-class Reading(Iterator[tuple[Piece, memoryview]]):
+AnyPiece = TypeVar("AnyPiece")
+
+
+class Reading(Iterator[tuple[AnyPiece, memoryview]]):
     """Pieces and their bytes, in their order. Several are read at a time, from now on, so that none waits for what its
     user does before it asks for the first: up to `PARALLEL_PIECES` are being read, or have come and are not used yet.
     Close it unless it has come to its end; an error of `read` ends it, too.
@@ -145,15 +148,15 @@ class Reading(Iterator[tuple[Piece, memoryview]]):
     """
 
     def __init__(
-        self, pieces: Iterable[Piece], read: Callable[[Piece], memoryview], parallel: int = PARALLEL_PIECES
+        self, pieces: Iterable[AnyPiece], read: Callable[[AnyPiece], memoryview], parallel: int = PARALLEL_PIECES
     ) -> None:
         self._pieces = iter(pieces)
         self._read = read
         self._pool = ThreadPoolExecutor(parallel, thread_name_prefix="block-reader")
-        self._coming: deque[tuple[Piece, Future[memoryview]]] = deque()
+        self._coming: deque[tuple[AnyPiece, Future[memoryview]]] = deque()
         self._go_on()
 
-    def __next__(self) -> tuple[Piece, memoryview]:
+    def __next__(self) -> tuple[AnyPiece, memoryview]:
         self._go_on()
         if not self._coming:
             self.close()
@@ -178,7 +181,7 @@ class Reading(Iterator[tuple[Piece, memoryview]]):
         self._pool.shutdown()
 
 
-def read_pieces(storage: Storage, pieces: Iterable[Piece], targets: Targets | None = None) -> Reading:
+def read_pieces(storage: Storage, pieces: Iterable[Piece], targets: Targets | None = None) -> Reading[Piece]:
     """From a storage, each as `read_piece`."""
     return Reading(pieces, lambda piece: read_piece(storage, piece, targets))
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from elastic_ddp.checkpoint.manifest import committed_steps, manifest_key
 from elastic_ddp.checkpoint.patience import PatientStorage
-from elastic_ddp.checkpoint.reading import PARALLEL_PIECES, Piece, Reading, Targets, read_piece
+from elastic_ddp.checkpoint.reading import Piece, Reading, Targets, read_piece
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
 from elastic_ddp.storage import Storage
 
@@ -38,15 +38,14 @@ def confirmed(storage: Storage, key: str, read: Callable[[Storage], Result]) -> 
     return _second(storage, key, first, read)
 
 
-def confirmed_pieces(
-    storage: Storage, pieces: Iterable[Piece], targets: Targets | None = None, parallel: int = PARALLEL_PIECES
-) -> Reading:
-    """As `read_pieces`, each piece as `confirmed`, so many at a time."""
-    return Reading(
-        pieces,
-        lambda piece: confirmed(storage, piece.key, lambda storage: read_piece(storage, piece, targets)),
-        parallel,
-    )
+def confirmed_piece(storage: Storage, piece: Piece, targets: Targets | None = None) -> memoryview:
+    """As `read_piece`, and as `confirmed`."""
+    return confirmed(storage, piece.key, lambda storage: read_piece(storage, piece, targets))
+
+
+def confirmed_pieces(storage: Storage, pieces: Iterable[Piece], targets: Targets | None = None) -> Reading[Piece]:
+    """As `read_pieces`, each as `confirmed`."""
+    return Reading(pieces, lambda piece: confirmed_piece(storage, piece, targets))
 
 
 def _second(storage: Storage, key: str, first: StorageError, read: Callable[[Storage], Result]) -> Result:

@@ -7,21 +7,26 @@ The loopback takes several times as long for a piece as a copy, and every rank o
 from __future__ import annotations
 
 import functools
+import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from elastic_ddp.errors import PeerLostError
-from elastic_ddp.parallel.cross_memory import Mark, address_of, read, readable
+from elastic_ddp.parallel.cross_memory import Board, BoardElsewhere, Mark, address_of, read, readable
 from elastic_ddp.parallel.process_group import Message, ProcessGroup
 
 IN_FLIGHT = 8
-"""Pieces that are on their way between ranks: each waits for the network."""
-NEAR_IN_FLIGHT = 4
-"""The same from memory to memory: who copies later has more left to copy when all is read."""
+"""Pieces that may have been begun on a rank, and not be through: each waits for the network, or for others to copy."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0001, 0.002
+"""Between looks at what others tell in their memory."""
+_TAKEN = -1
+"""What a rank tells of a piece that it has copied, or cannot. The one that has it tells the address."""
+_PLACE = struct.Struct("<Q")
 
 
 class Carriage(Protocol):
@@ -30,54 +35,67 @@ class Carriage(Protocol):
     came_over_network: bool
     """Whether this rank gets it in messages: these can come as something else, and a copy cannot."""
 
+    def is_ready(self) -> bool:
+        """Whether there is nothing to wait for, if that can be told."""
+
     def wait(self) -> bool:
         """Until others have the piece from here, or this rank has it. Returns False if it could not copy it, and has to
-        have it from elsewhere."""
+        have it from elsewhere.
+
+        Raises:
+            PeerLostError, or what `is_lost_peer` knows: one of them is gone.
+        """
 
 
 class Carrier:
-    """Between the ranks of a group. Create it with `opened`."""
+    """Between the ranks of a group. Create it with `opened`.
+
+    From memory to memory ranks tell each other of pieces on boards in their memory: messages would take a processor for
+    as long as it takes to copy what they tell of, as gloo's threads wait for each other in a loop.
+    """
 
     def __init__(self, group: ProcessGroup, mark: Mark) -> None:
         self._group = group
-        self._marks = group.begin_all_gather(mark.to_bytes())
-        self._seen: Callable[[], list[bytes]] | None = None
+        self._marks = functools.cache(group.begin_all_gather(mark.to_bytes()))
+        self._board = Board(0)
+        self._look: Callable[[], _Near] | None = None
 
     @classmethod
     @contextmanager
     def opened(cls, group: ProcessGroup) -> Iterator[Carrier]:
         """For as long as ranks may read each other's memory. Every rank calls it, and before it begins a piece
-        `look_around`. Both begin what needs no waiting for until then."""
+        `look_around`. Both begin what needs no waiting for until then. Who leaves it before all ranks are through, and
+        have met, is lost to those that wait for it."""
         with readable() if group.world_size > 1 else nullcontext(), Mark.of_this_process() as mark:
             yield cls(group, mark)
 
-    def look_around(self) -> None:
-        """Tells the others whose memory this rank can read. Once: it is as it was."""
-        if self._seen is None:
-            marks = [Mark.from_bytes(each) for each in self._marks()]
-            self._pids = [each.pid for each in marks]
-            self._seen = self._group.begin_all_gather(bytes(each.is_found() for each in marks))
+    def look_around(self, num_pieces: int) -> None:
+        """Tells the others whose memory this rank can read, and where it tells of pieces: so many, from number 0 on.
+        For other ones it is called once more, when all ranks are through with these, and have met."""
+        self._board = Board(num_pieces)
+        marks = [Mark.from_bytes(each) for each in self._marks()]
+        seen = bytes(each.is_found() for each in marks)
+        gathered = self._group.begin_all_gather(_PLACE.pack(self._board.address) + seen)
+        self._look = functools.cache(lambda: _Near.told(gathered(), marks))
 
-    @functools.cached_property
-    def _sees(self) -> list[bytes]:
-        """Of every rank, whether it can read each one's memory."""
-        assert self._seen is not None, "look_around first"
-        return self._seen()
+    @property
+    def _near(self) -> _Near:
+        assert self._look is not None, "look_around first"
+        return self._look()
 
     @property
     def num_near(self) -> int:
         """How many ranks have memory that this one can read; itself counts, where anything can be read at all."""
-        return len([each for each in self._sees[self._group.rank] if each])
+        return len([each for each in self._near.sees[self._group.rank] if each])
 
     @property
     def are_all_near(self) -> bool:
-        """Whether they can read the first one's memory. The same on all of them."""
+        """Whether they and the first one can read each other's memory. The same on all of them."""
         return self._is_near(0, range(self._group.world_size))
 
-    @property
-    def in_flight(self) -> int:
-        """How many pieces may have been begun on a rank, and not be through."""
-        return NEAR_IN_FLIGHT if self.are_all_near else IN_FLIGHT
+    def show(self, number: int, data: memoryview) -> None:
+        """Tells those that can copy it of a piece that this rank has, before it is begun. From any thread."""
+        self._board.tell(number, address_of(data))
 
     def begin(self, number: int, data: memoryview, source: int, ranks: Sequence[int]) -> Carriage:
         """Begins to carry a piece from one rank to all of some. These begin what several of them need in one order. In
@@ -97,8 +115,9 @@ class Carrier:
             return _Messages(group.rank != source, [])
         if self._is_near(source, others):
             if group.rank == source:
-                return _Shown(group, others, number, data)
-            return _Copied(group, self._pids[source], source, number, data)
+                self.show(number, data)
+                return _Shown(group, [self._near.boards[each] for each in others], number, data)
+            return _Copied(group, self._board, self._near.boards[source], number, data)
         if len(ranks) == group.world_size:
             work = dist.broadcast(_tensor(data), source, async_op=True)
             assert work is not None, "this rank is in the group"
@@ -108,8 +127,23 @@ class Carrier:
         return _Messages(True, [group.begin_receive(_tensor(data), source, number)])
 
     def _is_near(self, source: int, others: Sequence[int]) -> bool:
-        """Whether all of them can read the source's memory."""
-        return all(self._sees[rank][source] for rank in others)
+        """Whether all of them can read the source's memory, and it theirs."""
+        sees = self._near.sees
+        return all(sees[rank][source] and sees[source][rank] for rank in others)
+
+
+class _Near(NamedTuple):
+    """What ranks tell of each other's memory, in rank order."""
+
+    sees: list[bytes]
+    """Whether it can read each one's memory."""
+    boards: list[BoardElsewhere]
+
+    @classmethod
+    def told(cls, told: Sequence[bytes], marks: Sequence[Mark]) -> _Near:
+        addresses = [_PLACE.unpack_from(each)[0] for each in told]
+        boards = [BoardElsewhere(mark, address) for mark, address in zip(marks, addresses, strict=True)]
+        return cls([each[_PLACE.size :] for each in told], boards)
 
 
 class _Messages:
@@ -119,6 +153,9 @@ class _Messages:
         self.came_over_network = came_over_network
         self._works = works
 
+    def is_ready(self) -> bool:
+        return not self._works
+
     def wait(self) -> bool:
         for work in self._works:
             work.wait()
@@ -126,21 +163,22 @@ class _Messages:
 
 
 class _Shown:
-    """To others, who are told where it is in this rank's memory, and answer once they have no use for it any more."""
+    """To others, who are told where it is in this rank's memory, and tell once they have no use for it any more."""
 
     came_over_network = False
 
-    def __init__(self, group: ProcessGroup, others: Sequence[int], number: int, data: memoryview) -> None:
-        address = torch.tensor(_where(number, address_of(data)))
-        answers = [torch.zeros(1, dtype=torch.uint8) for _ in others]
-        self._kept = data, address, answers  # messages are on their way from and to there
-        told = [group.begin_send(address, each, number) for each in others]
-        answered = [group.begin_receive(answer, each, number) for each, answer in zip(others, answers, strict=True)]
-        self._messages = told + answered
+    def __init__(self, group: ProcessGroup, others: Sequence[BoardElsewhere], number: int, data: memoryview) -> None:
+        self._group = group
+        self._others = [*others]
+        self._number = number
+        self._kept = data  # they copy it
+
+    def is_ready(self) -> bool:
+        self._others = [each for each in self._others if _told(each, self._number) != _TAKEN]
+        return not self._others
 
     def wait(self) -> bool:
-        for each in self._messages:
-            each.wait()
+        _wait_until(self.is_ready, self._group)
         return True
 
 
@@ -150,33 +188,54 @@ class _Copied:
 
     came_over_network = False
 
-    def __init__(self, group: ProcessGroup, pid: int, source: int, number: int, data: memoryview) -> None:
+    def __init__(
+        self, group: ProcessGroup, board: Board, source: BoardElsewhere, number: int, data: memoryview
+    ) -> None:
         self._group = group
-        self._pid = pid
+        self._board = board
         self._source = source
         self._number = number
         self._data = data
-        self._where = torch.zeros(3, dtype=torch.int64)
-        self._told = group.begin_receive(self._where, source, number)
+        self._address = 0
+
+    def is_ready(self) -> bool:
+        self._address = self._address or _told(self._source, self._number)
+        return self._address != 0
 
     def wait(self) -> bool:
-        self._told.wait()
-        _, address, _ = where = self._where.tolist()
-        if where != _where(self._number, address):
-            raise PeerLostError(f"where rank {self._source} has a piece came as something else: {where}")
+        _wait_until(self.is_ready, self._group)
         is_there = True
         try:
-            read(self._pid, address, self._data)
+            read(self._source.pid, self._address, self._data)
         except OSError:  # if its process is gone the group tells
             is_there = False
-        self._group.begin_send(torch.ones(1, dtype=torch.uint8), self._source, self._number).wait()
+        self._board.tell(self._number, _TAKEN)
         return is_there
 
 
-def _where(number: int, address: int) -> list[int]:
-    """What is told of a piece in memory: so that nothing else is taken for it, as what is copied from there is not
-    checked again."""
-    return [number, address, number ^ ~address]
+def _told(board: BoardElsewhere, number: int) -> int:
+    """What another rank tells of a piece; 0 if nothing yet."""
+    told = board.look(number)
+    if told is None:
+        raise PeerLostError(f"process {board.pid}, with which this rank shares pieces, does not do so any more")
+    return told
+
+
+def _wait_until(is_so: Callable[[], bool], group: ProcessGroup) -> None:
+    """Looks again and again, as nothing wakes who waits for another process's memory to change.
+
+    Raises:
+        PeerLostError: it is not so within the group's timeout, or the group is cut.
+    """
+    end = time.monotonic() + group.timeout_s
+    pause_s = FIRST_PAUSE_S
+    while not is_so():
+        if group.is_cut:
+            raise PeerLostError("a peer was lost while pieces were carried")
+        if time.monotonic() > end:
+            raise PeerLostError(f"a peer told nothing of a piece for {group.timeout_s:g} s")
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
 
 
 def _tensor(data: memoryview) -> torch.Tensor:

@@ -116,6 +116,11 @@ class ProcessGroup:
         return torch.device("cpu") if self.shares_device else self.device
 
     @property
+    def timeout_s(self) -> float:
+        """For every collective and message."""
+        return self._timeout.total_seconds()
+
+    @property
     def is_cut(self) -> bool:
         """Whether it was broken here, as a peer is lost."""
         return self._is_cut

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import itertools
 import mmap
 import os
 import random
+import signal
+import threading
+import time
 from contextlib import nullcontext
 from typing import Any, Never
 from unittest import mock
@@ -14,9 +18,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from elastic_ddp.errors import PeerLostError
 from elastic_ddp.parallel import carrying, cross_memory
-from elastic_ddp.parallel.carrying import IN_FLIGHT, NEAR_IN_FLIGHT, Carrier
-from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
+from elastic_ddp.parallel.carrying import IN_FLIGHT, Carrier
+from elastic_ddp.parallel.process_group import ProcessGroup
 from tests.ranks import apart, run_ranks
 
 PIECES = 40
@@ -37,11 +42,11 @@ def forbidden(*args: Any, **more: Any) -> Never:
     raise AssertionError("that is not the way")
 
 
-def carry(group: ProcessGroup, blind_ranks: list[int]) -> tuple[int, dict[int, bool]]:
-    """How many pieces may be in flight, and of all that this rank needs whether it had them in the end. Whoever had one
-    first overwrites it as soon as it may."""
+def carry(group: ProcessGroup, blind_ranks: list[int]) -> dict[int, bool]:
+    """Of all pieces that this rank needs, whether it had them in the end. Whoever had one first overwrites it as soon
+    as it may."""
     if not blind_ranks:
-        dist.broadcast = forbidden
+        dist.broadcast = dist.isend = dist.irecv = forbidden
         carrying.read, reads = counting(carrying.read)
     good: dict[int, bool] = {}
     going: list[Any] = []
@@ -54,7 +59,7 @@ def carry(group: ProcessGroup, blind_ranks: list[int]) -> tuple[int, dict[int, b
             data[:] = bytes(len(data))
 
     with apart() if group.rank in blind_ranks else nullcontext(), Carrier.opened(group) as carrier:
-        carrier.look_around()
+        carrier.look_around(PIECES)
         for number in range(PIECES):
             ranks = users(number, group.world_size)
             if group.rank in ranks:
@@ -63,14 +68,15 @@ def carry(group: ProcessGroup, blind_ranks: list[int]) -> tuple[int, dict[int, b
                     data[:] = bytes(len(data))
                 carriage = carrier.begin(number, memoryview(data), ranks[0], sorted(ranks))
                 going.append((number, data, carriage))
-                if len(going) >= carrier.in_flight:
+                if len(going) >= IN_FLIGHT:
                     take()
         while going:
             take()
         if not blind_ranks:
             awaited = [each for each in good if content(each) and users(each, group.world_size)[0] != group.rank]
             assert len(reads) == len(awaited) > 0
-        return carrier.in_flight, good
+        group.meet()
+        return good
 
 
 def allowed(group: ProcessGroup) -> list[list[object]]:
@@ -78,7 +84,7 @@ def allowed(group: ProcessGroup) -> list[list[object]]:
     with mock.patch.object(cross_memory, "_let_look") as let_look:
         told = [[each.args[0].value for each in let_look.call_args_list]]
         with Carrier.opened(group) as carrier:
-            carrier.look_around()
+            carrier.look_around(PIECES)
             told.append([each.args[0].value for each in let_look.call_args_list])
         told.append([each.args[0].value for each in let_look.call_args_list])
     return told
@@ -103,10 +109,7 @@ def counting(read: Any) -> tuple[Any, list[int]]:
 
 @pytest.mark.parametrize("blind_ranks", [[], [1], [0, 1, 2]])
 def test_every_piece_comes_to_all_that_need_it_from_memory_to_memory_or_not(blind_ranks: list[int]) -> None:
-    results = run_ranks(3, carry, blind_ranks)
-    in_flight = IN_FLIGHT if blind_ranks else NEAR_IN_FLIGHT
-    for rank, (window, good) in enumerate(results):
-        assert window == in_flight
+    for rank, good in enumerate(run_ranks(3, carry, blind_ranks)):
         assert good == {number: True for number in range(PIECES) if rank in users(number, 3)}
 
 
@@ -124,7 +127,7 @@ def carry_what_cannot_be_read(group: ProcessGroup) -> dict[int, tuple[bool, bool
     carrying.read = read_some
     come: dict[int, tuple[bool, bool]] = {}
     with Carrier.opened(group) as carrier:
-        carrier.look_around()
+        carrier.look_around(PIECES)
         for number in range(PIECES):
             ranks = users(number, group.world_size)
             if group.rank not in ranks:
@@ -136,6 +139,7 @@ def carry_what_cannot_be_read(group: ProcessGroup) -> dict[int, tuple[bool, bool
                 data[:] = bytes(len(data))
             elif data:
                 come[number] = (data == content(number), is_there)
+        group.meet()
     return come
 
 
@@ -145,26 +149,98 @@ def test_a_piece_that_its_process_alone_can_read_is_said_not_to_have_come() -> N
         assert list(come.values()) == expected and len(come) > 3
 
 
-def lose_the_source(group: ProcessGroup) -> None:
-    """What a rank meets that is shown a piece, and does not find it there any more, nor its source."""
+def copy_what_is_gone(group: ProcessGroup) -> bool | None:
+    """Whether a piece is said to have come that was shown, and then let go."""
     store = group.store.at(group.assignment.store_host, group.assignment.store_port)
     memory = mmap.mmap(-1, 1 << 20)
+    is_there = None
     with Carrier.opened(group) as carrier, memoryview(memory) as data:
-        carrier.look_around()
+        carrier.look_around(PIECES)
         carriage = carrier.begin(0, data, 0, [0, 1])
         if group.rank == 1:
-            store.set("it is awaited", b"")
-            store.get("the source is gone")
-            with pytest.raises(RuntimeError) as error:
-                carriage.wait()
-            assert is_lost_peer(error.value), error.value
+            while not carriage.is_ready():
+                time.sleep(0.001)
+            store.set("it is shown", b"")
+            store.get("it is gone")
+            is_there = carriage.wait()
         else:
-            store.get("it is awaited")
-            carriage._messages[0].wait()  # type: ignore[attr-defined]
-    memory.close()
+            store.get("it is shown")
+            carriage._kept.release()  # type: ignore[attr-defined]
+    if group.rank == 0:
+        memory.close()
+        store.set("it is gone", b"")
+    return is_there
+
+
+def test_a_piece_that_is_gone_has_not_come() -> None:
+    assert run_ranks(2, copy_what_is_gone) == [None, False]
+
+
+def lose_a_peer(group: ProcessGroup, how: str, waits_for: str) -> str | None:
+    """What a rank meets that waits for a piece, or for another rank to copy one, which does not do so."""
+    store = group.store.at(group.assignment.store_host, group.assignment.store_port)
+    source = 0 if waits_for == "the source" else 1
+    said = None
+    with Carrier.opened(group) as carrier:
+        carrier.look_around(PIECES)
+        assert carrier.are_all_near
+        if group.rank == 1:
+            if how == "is cut off":
+                threading.Timer(0.2, group.cut).start()
+            elif how == "is silent":
+                group._timeout = datetime.timedelta(seconds=0.3)
+            carriage = carrier.begin(0, memoryview(bytearray(b"piece")), source, [0, 1])
+            store.set("it waits", b"")
+            with pytest.raises(PeerLostError) as error:
+                carriage.wait()
+            said = str(error.value)
+            store.set("it has waited", b"")
+        elif how in ("is cut off", "is silent"):
+            store.get("it has waited")
+        else:
+            store.get("it waits")
+            if how == "ends":
+                os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 0 and how == "fails":
+        store.get("it has waited")  # its process is still there, as that of a worker that waits for another generation
     group.close(intact=False)
-    store.set("the source is gone", b"")
+    return said
 
 
-def test_a_piece_that_is_gone_with_its_source_is_a_lost_peer() -> None:
-    run_ranks(2, lose_the_source)
+@pytest.mark.parametrize("waits_for", ["the source", "who copies"])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("fails", "does not do so any more"),
+        ("is cut off", "a peer was lost"),
+        ("is silent", "told nothing of a piece for 0.3 s"),
+    ],
+)
+def test_who_waits_for_a_rank_that_does_not_come_has_lost_it(how: str, says: str, waits_for: str) -> None:
+    first, second = run_ranks(2, lose_a_peer, how, waits_for)
+    assert first is None and says in second
+
+
+@pytest.mark.parametrize("waits_for", ["the source", "who copies"])
+def test_who_waits_for_a_process_that_ends_has_lost_it(waits_for: str) -> None:
+    with pytest.raises(AssertionError) as error:
+        run_ranks(2, lose_a_peer, "ends", waits_for)
+    assert str(error.value) == "rank 0: it died", "and nothing else fails"
+
+
+def carry_twice(group: ProcessGroup) -> list[bytes]:
+    """What comes under a number that had another piece before."""
+    come = []
+    with Carrier.opened(group) as carrier:
+        for content in (b"first", b"other"):
+            carrier.look_around(1)
+            data = bytearray(content if group.rank == 0 else len(content))
+            carriage = carrier.begin(0, memoryview(data), 0, [0, 1])
+            assert carriage.wait() and carriage.is_ready()
+            come.append(bytes(data))
+            group.meet()
+    return come
+
+
+def test_what_was_told_of_pieces_before_is_not_taken_for_others() -> None:
+    assert run_ranks(2, carry_twice) == [[b"first", b"other"]] * 2

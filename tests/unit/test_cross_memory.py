@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from elastic_ddp.parallel import cross_memory
-from elastic_ddp.parallel.cross_memory import Mark, address_of, read, readable
+from elastic_ddp.parallel.cross_memory import Board, BoardElsewhere, Mark, address_of, read, readable
 from tests.ranks import PROCESSES
 
 SIZE = 40 << 20
@@ -25,6 +25,51 @@ def hold(results: Connection, ends: Connection) -> None:
     with readable(), Mark.of_this_process() as mark:
         results.send((mark.to_bytes(), address_of(memoryview(data))))
         ends.recv()
+
+
+def tell(results: Connection, ends: Connection) -> None:
+    """Has a board, on which it tells what it is told to. Its mark is gone at None, and another one there at the next;
+    at the third it ends."""
+    board = Board(1000)
+    with readable():
+        for _ in range(2):
+            with Mark.of_this_process() as mark:
+                results.send((mark.to_bytes(), board.address))
+                while (told := ends.recv()) is not None:
+                    board.tell(*told)
+                    results.send(None)
+            results.send(None)
+        ends.recv()
+
+
+def test_what_a_process_tells_on_its_board_is_found_as_long_as_its_mark_is_there() -> None:
+    answer, results = PROCESSES.Pipe(duplex=False)
+    ends, end = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=tell, args=(results, ends))
+    process.start()
+    marks = []
+    for _ in range(2):
+        mark, address = answer.recv()
+        marks.append(Mark.from_bytes(mark))
+        board = BoardElsewhere(marks[-1], address)
+        for place, number in ((0, 1), (999, -1), (7, 2**63 - 1), (8, -(2**63))):
+            end.send((place, number))
+            answer.recv()
+            assert board.look(place) == number
+        assert board.look(998) == 0
+        end.send(None)
+        answer.recv()
+        assert board.look(998) is None
+    assert marks[0].address == marks[1].address and marks[0].content != marks[1].content, "the place is used again"
+    end.send(None)
+    process.join()
+    assert board.look(0) is None
+
+
+def test_a_board_that_is_not_there_is_not_found() -> None:
+    with other_process() as (mark, _):
+        assert BoardElsewhere(mark, 0).look(0) is None
+        assert BoardElsewhere(replace(mark, pid=os.getpid()), mark.address).look(0) is None
 
 
 @contextmanager

@@ -281,7 +281,7 @@ def _restore_large(
 
     def counted_irecv(tensor: torch.Tensor, *place: Any, **options: Any) -> Any:
         nonlocal got
-        got += tensor.numel() if is_apart else 0  # else it tells where a piece is, or that it was copied
+        got += tensor.numel()
         return irecv(tensor, *place, **options)
 
     def counted_memory(pid: int, address: int, into: memoryview) -> None:
