@@ -137,17 +137,20 @@ class BoardElsewhere:
         self.pid = mark.pid
         self._content = mark.content
         self._address = address
-        self._found = bytearray(_NUMBER.size + _MARK_BYTES)
+        self._found = bytearray(2 * _NUMBER.size + _MARK_BYTES)
         self._here = _Range(address_of(memoryview(self._found)), len(self._found))
-        # The number first: if the mark is there after it, the board was.
-        self._there = (_Range * 2)(_Range(address, _NUMBER.size), _Range(mark.address, _MARK_BYTES))
+        # The kernel may read a number byte by byte while it is told: then it is another one the second time. And if the
+        # mark is there after it, the board was.
+        number = _Range(address, _NUMBER.size)
+        self._there = (_Range * 3)(number, number, _Range(mark.address, _MARK_BYTES))
 
     def look(self, place: int) -> int | None:
         """The number at a place; None if the mark is not there any more."""
-        self._there[0].start = self._address + place * _NUMBER.size
-        one, two, no_flags = map(ctypes.c_ulong, (1, 2, 0))
-        count = _libc.process_vm_readv(self.pid, ctypes.byref(self._here), one, self._there, two, no_flags)
-        if count != len(self._found) or self._found[_NUMBER.size :] != self._content:
+        self._there[0].start = self._there[1].start = self._address + place * _NUMBER.size
+        one, three, no_flags = map(ctypes.c_ulong, (1, 3, 0))
+        count = _libc.process_vm_readv(self.pid, ctypes.byref(self._here), one, self._there, three, no_flags)
+        if count != len(self._found) or self._found[2 * _NUMBER.size :] != self._content:
             return None
-        [number] = _NUMBER.unpack_from(self._found)
-        return int(number)
+        [first] = _NUMBER.unpack_from(self._found)
+        [second] = _NUMBER.unpack_from(self._found, _NUMBER.size)
+        return int(first) if first == second else 0

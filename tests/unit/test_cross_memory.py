@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,26 @@ def test_what_a_process_tells_on_its_board_is_found_as_long_as_its_mark_is_there
     end.send(None)
     process.join()
     assert board.look(0) is None
+
+
+def test_a_number_that_is_being_told_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel copies bytes, and may find some of a number's before the others."""
+    board = BoardElsewhere(Mark(1, 2, b"m" * 16), 4096)
+
+    class Torn:
+        def __init__(self, *found: bytes) -> None:
+            self.found = found
+
+        def process_vm_readv(self, pid: int, here: Any, ones: Any, there: Any, threes: Any, flags: Any) -> int:
+            assert [each.start for each in there] == [4096 + 5 * 8, 4096 + 5 * 8, 2]
+            board._found[:] = b"".join(self.found) + b"m" * 16
+            return 32
+
+    none, whole = bytes(8), (0x7F0102030405).to_bytes(8, "little")
+    part = whole[:3] + bytes(5)
+    for first, second, number in ((none, whole, 0), (part, whole, 0), (none, part, 0), (whole, whole, 0x7F0102030405)):
+        monkeypatch.setattr(cross_memory, "_libc", Torn(first, second))
+        assert board.look(5) == number
 
 
 def test_a_board_that_is_not_there_is_not_found() -> None:
