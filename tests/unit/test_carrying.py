@@ -21,6 +21,7 @@ import torch.distributed as dist
 from elastic_ddp.errors import PeerLostError
 from elastic_ddp.parallel import carrying, cross_memory
 from elastic_ddp.parallel.carrying import IN_FLIGHT, Carrier
+from elastic_ddp.parallel.cross_memory import BoardElsewhere
 from elastic_ddp.parallel.process_group import ProcessGroup
 from tests.ranks import apart, run_ranks
 
@@ -48,6 +49,8 @@ def carry(group: ProcessGroup, blind_ranks: list[int]) -> dict[int, bool]:
     if not blind_ranks:
         dist.broadcast = dist.isend = dist.irecv = forbidden
         carrying.read, reads = counting(carrying.read)
+    elif group.rank in blind_ranks:
+        carrying.read = BoardElsewhere.look = forbidden  # type: ignore[assignment, method-assign]
     good: dict[int, bool] = {}
     going: list[Any] = []
 

@@ -98,6 +98,32 @@ def test_ranks_of_one_machine_ask_its_disk_for_few_pieces_at_once(
     assert run_ranks(world_size, pieces_at_once, str(tmp_path), is_apart, is_local) == [parallel] * world_size
 
 
+def shown_early(group: ProcessGroup, uri: str) -> tuple[list[int], list[int]]:
+    """The pieces that a rank has read, and those that it showed as soon as it had."""
+    own, early = set[int](), set[int]()
+    begin, show = Carrier.begin, Carrier.show
+
+    def noted_begin(self: Carrier, number: int, data: memoryview, source: int, ranks: Any) -> Any:
+        if source == group.rank:
+            own.add(number)
+        return begin(self, number, data, source, ranks)
+
+    def noted_show(self: Carrier, number: int, data: memoryview) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            early.add(number)
+        show(self, number, data)
+
+    with mock.patch.object(Carrier, "begin", noted_begin), mock.patch.object(Carrier, "show", noted_show):
+        restore_on(group, uri, 1)
+    return sorted(own), sorted(early)
+
+
+def test_a_piece_is_shown_when_it_is_read_and_not_when_it_is_its_turn(tmp_path: Path) -> None:
+    save(Storage(tmp_path), 1)
+    for own, early in run_ranks(2, shown_early, str(tmp_path)):
+        assert own == early != []
+
+
 @pytest.mark.parametrize("which", ["blocks", "skeleton", "manifest"])
 @pytest.mark.parametrize("how", ["flip", "missing", "short"])
 @pytest.mark.parametrize("is_apart", [False, True])
