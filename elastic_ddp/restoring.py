@@ -266,20 +266,23 @@ def read_together(
         # Where all are asked for at once all come late, and what others wait for then is left to copy when all is read.
         parallel = max(LEAST_PARALLEL_PIECES, parallel // max(1, carrier.num_near))
 
+    shown: dict[int, memoryview] = {}
+    """Pieces that others may copy already, by number."""
+
     def read(each: _Piece) -> memoryview:
-        data = confirmed_piece(storage, each.piece, targets)
+        shown[each.number] = data = confirmed_piece(storage, each.piece, targets)
         carrier.show(each.number, data)
         return data
 
     with closing(Reading(own, read, parallel)) as mine:
         for each in pieces:
-            data = None
             if each.reader == group.rank and unread is None:
                 try:
-                    _, data = next(mine)
+                    next(mine)
                 except (CheckpointError, StorageError) as error:
                     # The others are told when all is sent, and get nothing good meanwhile.
                     unread = _itself(error)
+            data = shown.pop(each.number, None)
             passing.begin(each, targets.place_of(each.piece) if data is None else data)
         passing.end()
     bad: Exception | None = unread or passing.bad
@@ -333,9 +336,9 @@ class _Passing:
             self._take()
 
     def _take(self) -> None:
-        comes = [place for place, (each, _, _) in enumerate(self._going) if each.reader != self._rank] or [0]
-        ready = (place for place in comes if self._going[place][2].is_ready())
-        each, data, carriage = self._going.pop(next(ready, comes[0]))
+        in_turn = sorted(range(len(self._going)), key=lambda place: self._going[place][0].reader == self._rank)
+        ready = (place for place in in_turn if self._going[place][2].is_ready())
+        each, data, carriage = self._going.pop(next(ready, in_turn[0]))
         is_there = carriage.wait()
         self._tick()
         if not is_there:
