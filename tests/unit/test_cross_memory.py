@@ -72,19 +72,21 @@ def test_a_number_that_is_being_told_is_not_there_yet(monkeypatch: pytest.Monkey
     board = BoardElsewhere(Mark(1, 2, b"m" * 16), 4096)
 
     class Torn:
-        def __init__(self, *found: bytes) -> None:
-            self.found = found
+        def __init__(self, *found: bytes, count: int = 32) -> None:
+            self.found, self.count = found, count
 
         def process_vm_readv(self, pid: int, here: Any, ones: Any, there: Any, threes: Any, flags: Any) -> int:
             assert [each.start for each in there] == [4096 + 5 * 8, 4096 + 5 * 8, 2]
             board._found[:] = b"".join(self.found) + b"m" * 16
-            return 32
+            return self.count
 
     none, whole = bytes(8), (0x7F0102030405).to_bytes(8, "little")
     part = whole[:3] + bytes(5)
     for first, second, number in ((none, whole, 0), (part, whole, 0), (none, part, 0), (whole, whole, 0x7F0102030405)):
         monkeypatch.setattr(cross_memory, "_libc", Torn(first, second))
         assert board.look(5) == number
+    monkeypatch.setattr(cross_memory, "_libc", Torn(whole, whole, count=16))
+    assert board.look(5) is None, "the mark was not read"
 
 
 def test_a_board_that_is_not_there_is_not_found() -> None:

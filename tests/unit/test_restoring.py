@@ -22,7 +22,7 @@ from zlib_ng import zlib_ng
 
 from elastic_ddp import restoring
 from elastic_ddp.checkpoint.planning import BlockPlanner
-from elastic_ddp.checkpoint.reading import Piece, Targets, state_to_fill
+from elastic_ddp.checkpoint.reading import Piece, Reading, Targets, state_to_fill
 from elastic_ddp.checkpoint.verdicts import confirmed_piece
 from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel import carrying
@@ -146,18 +146,26 @@ class OneBadPiece(Storage):
 
 def copy_beside_a_bad_piece(group: ProcessGroup, uri: str) -> tuple[int | None, int]:
     """The step that is restored, and how many pieces could not be copied, none of which lies in its tensors."""
-    read, unread = carrying.read, []
+    store = group.store.at(group.assignment.store_host, group.assignment.store_port)
+    read, close, unread = carrying.read, Reading.close, []
 
     def read_if_there(pid: int, address: int, into: memoryview) -> None:
+        store.get("the bad piece is known")
         try:
             read(pid, address, into)
         except OSError:
             unread.append(address)
             raise
 
+    def close_and_tell(reading: Reading[Any]) -> None:
+        close(reading)
+        if group.rank == 0:
+            store.set("the bad piece is known", b"")
+
     carrying.read = read_if_there
     storage = OneBadPiece(uri) if group.rank == 0 else Storage(uri)
     with (
+        mock.patch.object(Reading, "close", close_and_tell),
         mock.patch.object(Targets, "_place_in_tensors", return_value=None),
         mock.patch.object(Piece, "empty", lambda piece: memoryview(mmap.mmap(-1, piece.end - piece.start))),
         mock.patch("elastic_ddp.checkpoint.reading.PIECE_BYTES", 1),
