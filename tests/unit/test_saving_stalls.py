@@ -18,6 +18,14 @@ from tests.unit.faulty import ranks_of_many_blocks
 from tests.unit.test_checkpoint import restored_step
 
 
+@pytest.fixture(autouse=True)
+def _no_thread_of_another_test() -> None:
+    """Those end with their savers, which may be garbage that nobody has collected yet."""
+    for each in threading.enumerate():
+        if each.name.startswith("save-"):
+            each.name = "of another test"
+
+
 class Hung(Storage):
     """Some kind of operation hangs until it is let go."""
 
