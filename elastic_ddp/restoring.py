@@ -327,7 +327,7 @@ class _Passing:
     def begin(self, each: _Piece, data: memoryview) -> None:
         """With the bytes of a piece, or the place for them. Waits for others before it if too many are under way."""
         self._going.append((each, data, self._carrier.begin(each.number, data, each.reader, each.ranks)))
-        while len(self._going) >= IN_FLIGHT:
+        while len(self._going) >= IN_FLIGHT or (self._going and self._next_ready() is not None):
             self._take()
 
     def end(self) -> None:
@@ -335,10 +335,16 @@ class _Passing:
         while self._going:
             self._take()
 
+    def _in_turn(self) -> list[int]:
+        """Places of what is under way: what comes to this rank before what goes from it."""
+        return sorted(range(len(self._going)), key=lambda place: self._going[place][0].reader == self._rank)
+
+    def _next_ready(self) -> int | None:
+        return next((place for place in self._in_turn() if self._going[place][2].is_ready()), None)
+
     def _take(self) -> None:
-        in_turn = sorted(range(len(self._going)), key=lambda place: self._going[place][0].reader == self._rank)
-        ready = (place for place in in_turn if self._going[place][2].is_ready())
-        each, data, carriage = self._going.pop(next(ready, in_turn[0]))
+        ready = self._next_ready()
+        each, data, carriage = self._going.pop(self._in_turn()[0] if ready is None else ready)
         is_there = carriage.wait()
         self._tick()
         if not is_there:

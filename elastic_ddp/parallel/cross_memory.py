@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc_at_once = ctypes.PyDLL(None)
+"""The same, for calls that take no longer than it may take to have the interpreter's lock again, if it is let go: up to
+5 ms where another thread has work for it."""
 _SET_PTRACER, _ANYBODY, _NOBODY = 0x59616D61, ctypes.c_ulong(-1), ctypes.c_ulong(0)
 """prctl(2): who may look into this process where the kernel's Yama lets nobody but its parents, as on Ubuntu."""
 
@@ -149,7 +152,7 @@ class BoardElsewhere:
         """The number at a place; None if the mark is not there any more."""
         self._there[0].start = self._there[1].start = self._address + place * _NUMBER.size
         one, three, no_flags = map(ctypes.c_ulong, (1, 3, 0))
-        count = _libc.process_vm_readv(self.pid, ctypes.byref(self._here), one, self._there, three, no_flags)
+        count = _libc_at_once.process_vm_readv(self.pid, ctypes.byref(self._here), one, self._there, three, no_flags)
         if count != len(self._found) or self._found[2 * _NUMBER.size :] != self._content:
             return None
         [first] = _NUMBER.unpack_from(self._found)

@@ -83,9 +83,9 @@ def test_a_number_that_is_being_told_is_not_there_yet(monkeypatch: pytest.Monkey
     none, whole = bytes(8), (0x7F0102030405).to_bytes(8, "little")
     part = whole[:3] + bytes(5)
     for first, second, number in ((none, whole, 0), (part, whole, 0), (none, part, 0), (whole, whole, 0x7F0102030405)):
-        monkeypatch.setattr(cross_memory, "_libc", Torn(first, second))
+        monkeypatch.setattr(cross_memory, "_libc_at_once", Torn(first, second))
         assert board.look(5) == number
-    monkeypatch.setattr(cross_memory, "_libc", Torn(whole, whole, count=16))
+    monkeypatch.setattr(cross_memory, "_libc_at_once", Torn(whole, whole, count=16))
     assert board.look(5) is None, "the mark was not read"
 
 

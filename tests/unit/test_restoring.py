@@ -272,7 +272,11 @@ def test_no_more_pieces_are_begun_at_once_than_there_is_memory_for(
 ) -> None:
     monkeypatch.setattr("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(8))
     save(Storage(tmp_path), 1)
-    assert run_ranks(world_size, most_begun, str(tmp_path), is_apart) == [carrying.IN_FLIGHT] * world_size
+    most = run_ranks(world_size, most_begun, str(tmp_path), is_apart)
+    if world_size > 1 and is_apart:
+        assert most == [carrying.IN_FLIGHT] * world_size
+    else:  # what need not be waited for is let go at once
+        assert all(1 <= each <= carrying.IN_FLIGHT for each in most)
 
 
 class FakeCarriage:
@@ -316,7 +320,7 @@ def test_what_comes_to_a_rank_is_waited_for_before_what_goes_from_it(monkeypatch
 
 def test_what_has_come_is_taken_before_what_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = passed(monkeypatch, are_ready=[2, 3, 7])
-    there = [f"wait {number}" for number in (3, 2, 1, 5, 7, 0, 4, 6)]
+    there = [f"wait {number}" for number in (2, 3, 1, 5, 7, 0, 4, 6)]
     assert [each for each in noted if each.startswith("wait")] == there
 
 
