@@ -325,7 +325,7 @@ class _Passing:
         self._going: list[tuple[_Piece, memoryview, Carriage]] = []
 
     def begin(self, each: _Piece, data: memoryview) -> None:
-        """With the bytes of a piece, or the place for them. Takes what is ready, and waits if too many are under way."""
+        """With the bytes of a piece, or the place for them. Takes what is ready, waits if too many are under way."""
         self._going.append((each, data, self._carrier.begin(each.number, data, each.reader, each.ranks)))
         while len(self._going) >= IN_FLIGHT or self._next_ready() is not None:
             self._take()
