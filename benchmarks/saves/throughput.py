@@ -39,7 +39,7 @@ from saves.stores import (
     OurSaves,
     forget,
     give_large_memory_back,
-    have_memory_ready,
+    memory_ready,
 )
 from saves.turns import turns
 from tests.ranks import run_ranks
@@ -142,10 +142,10 @@ def restore_in_turns(
         dist.barrier()
         if group.rank == 0:
             forget(folder)
-        have_memory_ready(2 * commit.num_bytes)
-        begin = time.process_time()
-        rates[name] += [commit.num_bytes / MIB / seconds for seconds in timed(all_sides[name])]
-        processor_s[name].append(time.process_time() - begin)
+        with memory_ready(2 * commit.num_bytes):
+            begin = time.process_time()
+            rates[name] += [commit.num_bytes / MIB / seconds for seconds in timed(all_sides[name])]
+            processor_s[name].append(time.process_time() - begin)
     return {
         **{name: rate[1:] for name, rate in rates.items()},
         "processor_s": {name: seconds[1:] for name, seconds in processor_s.items()},
