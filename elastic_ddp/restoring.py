@@ -82,7 +82,7 @@ def restore(
     layout = functools.cache(lambda: spread() or (lambda name: None))
     found = first_usable(
         store,
-        store.candidates(),
+        store.manifests(),
         group,
         lambda commit, skeleton, carrier: read_together(
             commit, skeleton, storage, group, carrier, layout=layout(), tick=tick
@@ -180,7 +180,9 @@ def _next(store: CommitCatalog, candidates: Iterator[Commit], check_ours: Callab
     for commit in candidates:
         try:
             check_ours(commit)
-            return _Offer(commit, store.skeleton(commit))
+            return _Offer(commit, store.whole(commit))
+        except FileNotFoundError:
+            continue  # removed since it was listed
         except (CheckpointError, UnreadableError) as error:
             store.reject(commit.key, commit.attempt, error)
     return None

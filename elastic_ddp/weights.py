@@ -92,7 +92,7 @@ class Weights:
 
     def _candidates(self, store: CommitCatalog) -> Iterator[Commit]:
         """Those that may be used, and an error when there are no more."""
-        yield from store.candidates(self.step)
+        yield from store.manifests(self.step)
         if not store.rejected:
             if self.step is not None and (there := store.steps()):
                 raise ConfigError(

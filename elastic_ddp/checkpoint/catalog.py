@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,19 @@ class CommitCatalog:
 
         return confirmed(self._storage, commit.state.key, read)
 
+    def whole(self, commit: Commit) -> bytes:
+        """The skeleton of a commit that is complete. Its objects are listed while that is read, as a storage that is
+        far away takes its time for each.
+
+        Raises:
+            CheckpointError, UnreadableError: it is not complete, or as `skeleton`.
+            FileNotFoundError: the commit was removed meanwhile.
+        """
+        with self._unless_removed(commit), ThreadPoolExecutor(1) as beside:
+            skeleton = beside.submit(self.skeleton, commit)
+            self._check_present(commit)
+            return skeleton.result()
+
     def steps(self) -> list[int]:
         """Those that have a commit, newest first, whether it is complete or not."""
         return committed_steps(self._storage.list("commits"))
@@ -117,37 +131,65 @@ class CommitCatalog:
         return [(step, each.error if isinstance(each, Bad) else each) for step, each in found if each is not None]
 
     def candidates(self, only: int | None = None) -> Iterator[Commit]:
-        """Complete commits, newest first, or the one at a step; looked at one by one, as the first is nearly always the
-        one wanted. None counts as rejected when it is called: what could not be read before may be read now."""
-        self.rejected, self._attempts = [], {}
-        return self._candidates(only)
+        """Complete commits, like `manifests`."""
+        found = ((each.step, self._if_complete(each)) for each in self.manifests(only))
+        return (commit for each in found if (commit := self._unless_bad(*each)) is not None)
 
-    def _candidates(self, only: int | None) -> Iterator[Commit]:
+    def manifests(self, only: int | None = None) -> Iterator[Commit]:
+        """Commits whose manifests verify, newest first, or the one at a step; looked at one by one, as the first is
+        nearly always the one wanted. None counts as rejected when it is called: what could not be read before may be
+        read now."""
+        self.rejected, self._attempts = [], {}
+        return self._manifests(only)
+
+    def _manifests(self, only: int | None) -> Iterator[Commit]:
         seen: set[int] = set()
         # Listed again when none was good: a saver may have committed and cleaned up behind the first listing.
-        while steps := [step for step in self.steps() if step not in seen and only in (None, step)]:
+        while True:
+            sizes = self._storage.sizes("commits")
+            steps = [step for step in committed_steps(sizes) if step not in seen and only in (None, step)]
+            if not steps:
+                return
             for step in steps:
                 seen.add(step)
-                found = self.complete_at(step)
-                if isinstance(found, Bad):
-                    self.reject(manifest_key(step), found.attempt, found.error)
-                elif found is not None:
-                    yield found
+                commit = self._unless_bad(step, self._manifest_at(step, sizes.get(manifest_key(step))))
+                if commit is not None:
+                    yield commit
+
+    def _unless_bad(self, step: int, found: Commit | Bad | None) -> Commit | None:
+        """Rejects a bad one."""
+        if isinstance(found, Bad):
+            self.reject(manifest_key(step), found.attempt, found.error)
+            return None
+        return found
 
     def complete_at(self, step: int) -> Commit | Bad | None:
         """The commit of a step, or why it is not complete; None if it was removed since it was listed."""
-        attempt, key = None, manifest_key(step)
+        found = self._manifest_at(step)
+        return self._if_complete(found) if isinstance(found, Commit) else found
+
+    def _manifest_at(self, step: int, size: int | None = None) -> Commit | Bad | None:
+        key = manifest_key(step)
         try:
-            commit = confirmed(self._storage, key, lambda storage: read_manifest(storage, key))
-            attempt = commit.attempt
-            with self._unless_removed(commit):
-                prefix = commit.prefix
-                confirmed(self._storage, prefix, lambda storage: commit.check_present(storage.sizes(prefix)))
+            return confirmed(self._storage, key, lambda storage: read_manifest(storage, key, size))
         except FileNotFoundError:
             return None
         except (CheckpointError, UnreadableError) as error:
-            return Bad(attempt, error)
+            return Bad(None, error)
+
+    def _if_complete(self, commit: Commit) -> Commit | Bad | None:
+        try:
+            with self._unless_removed(commit):
+                self._check_present(commit)
+        except FileNotFoundError:
+            return None
+        except (CheckpointError, UnreadableError) as error:
+            return Bad(commit.attempt, error)
         return commit
+
+    def _check_present(self, commit: Commit) -> None:
+        prefix = commit.prefix
+        confirmed(self._storage, prefix, lambda storage: commit.check_present(storage.sizes(prefix)))
 
     def set_aside(self, key: str, attempt: str | None, fence: Callable[[], None] = lambda: None) -> None:
         """Has a commit that does not verify out of the way, so that its step can be committed again. It is kept, with

@@ -53,14 +53,18 @@ MEMORY_BYTES = host_memory.total_bytes()
 assert host_memory.ALIGNMENT == ALIGNMENT
 
 
-def read_manifest(storage: Storage, key: str) -> Commit:
+def read_manifest(storage: Storage, key: str, size: int | None = None) -> Commit:
     """The commit whose manifest is stored under `key`.
+
+    Args:
+        size: of the manifest in bytes, if that is known; one more look at the storage else.
 
     Raises:
         CheckpointError: it is none.
         FileNotFoundError: there is no such object.
     """
-    if (size := storage.size(key)) > MAX_MANIFEST_BYTES:
+    size = storage.size(key) if size is None else size
+    if size > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{key} is not the manifest of a commit: it has {size} bytes")
     return Commit.from_bytes(key, storage.read(key))
 

@@ -479,6 +479,52 @@ def test_what_is_damaged_on_the_way_alone_is_read_again(tmp_path: Path) -> None:
     assert Storage(tmp_path).list("set-aside") == []
 
 
+class AskedAtOnce(Storage):
+    """Lists an attempt's objects once its skeleton is asked for, and gives that when they are. It is not asked for the
+    size of what it has listed."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(uri)
+        self.both = threading.Barrier(2, timeout=30)
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        if prefix.startswith("step="):
+            self.both.wait()
+        return super().sizes(prefix)
+
+    def read(self, key: str) -> bytes:
+        if key.startswith("step="):
+            self.both.wait()
+        return super().read(key)
+
+    def size(self, key: str) -> int:
+        raise AssertionError(f"one more look at {key}")
+
+
+def test_before_the_first_piece_a_storage_is_waited_for_three_times(tmp_path: Path) -> None:
+    save(Storage(tmp_path), 1, 2)
+    found = restore(WholeStore(storage := AskedAtOnce(str(tmp_path)), keep=2), storage, alone())
+    assert found is not None and step_of(found[1]) == 2
+
+
+class Removed(Storage):
+    """A commit is gone when its objects are looked for."""
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        if prefix.startswith("step=2/"):
+            self.delete("commits/2.json")
+            self.delete_tree(prefix)
+        return super().sizes(prefix)
+
+
+def test_a_commit_that_was_removed_since_it_was_listed_is_no_bad_one(tmp_path: Path) -> None:
+    save(Storage(tmp_path), 1, 2)
+    store = WholeStore(storage := Removed(str(tmp_path)), keep=2)
+    found = restore(store, storage, alone())
+    assert found is not None and step_of(found[1]) == 1 and not store.rejected
+    assert storage.list("set-aside") == []
+
+
 class BadAtFirst(Storage):
     """Whatever is read of objects is bad the first time."""
 
