@@ -36,8 +36,9 @@ class LocalFolder:
         self._path = path
         self.uri = str(path)
 
-    def read(self, key: str) -> bytes:
-        return (self._path / key).read_bytes()
+    def read(self, key: str, at_most: int | None = None) -> bytes:
+        with open(self._path / key, "rb") as file:
+            return file.read(-1 if at_most is None else at_most + 1)
 
     def size(self, key: str) -> int:
         return (self._path / key).stat().st_size

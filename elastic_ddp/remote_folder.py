@@ -10,7 +10,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from elastic_ddp.failures import is_missing_bucket
-from elastic_ddp.s3 import Upload, abort_on_s3, create_on_s3, delete_on_s3_if, read_on_s3, uploads_on_s3, write_on_s3
+from elastic_ddp.s3 import (
+    Upload,
+    abort_on_s3,
+    create_on_s3,
+    delete_on_s3_if,
+    read_all_on_s3,
+    read_on_s3,
+    uploads_on_s3,
+    write_on_s3,
+)
 
 PART_BYTES = 8 << 20
 """Of a large object on S3, sent at once."""
@@ -34,9 +43,15 @@ class RemoteFolder:
         self._is_s3 = self._protocol in ("s3", "s3a")
         self._opened: tuple[int, Any, str] | None = None
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, at_most: int | None = None) -> bytes:
         fs, base = self._open()
-        data: bytes = fs.cat_file(f"{base}/{key}")
+        path = f"{base}/{key}"
+        if at_most is None:
+            data: bytes = fs.cat_file(path)
+        elif self._is_s3:
+            data = read_all_on_s3(fs, path, at_most)
+        else:  # no range of one that is short enough: an empty object has none, which is an error in some stores
+            data = fs.cat_file(path, start=0, end=at_most + 1) if self.size(key) > at_most else fs.cat_file(path)
         return data
 
     def size(self, key: str) -> int:

@@ -179,8 +179,9 @@ def _next(store: CommitCatalog, candidates: Iterator[Commit], check_ours: Callab
     """
     for commit in candidates:
         try:
+            skeleton = store.whole(commit)
             check_ours(commit)
-            return _Offer(commit, store.whole(commit))
+            return _Offer(commit, skeleton)
         except FileNotFoundError:
             continue  # removed since it was listed
         except (CheckpointError, UnreadableError) as error:

@@ -48,10 +48,11 @@ class Storage:
         """Whether it is a folder of a file system, this machine's own or a mounted one."""
         return isinstance(self._folder, LocalFolder)
 
-    def read(self, key: str) -> bytes:
-        """The whole object; FileNotFoundError if there is none."""
+    def read(self, key: str, at_most: int | None = None) -> bytes:
+        """The whole object; FileNotFoundError if there is none. Of one that has more bytes than it may have, one more
+        than that: it may be larger than memory is."""
         with self._errors("read", key, FileNotFoundError):
-            return self._folder.read(_checked(key))
+            return self._folder.read(_checked(key), at_most)
 
     def size(self, key: str) -> int:
         """Of an object, in bytes; FileNotFoundError if there is none."""
@@ -218,7 +219,7 @@ class _Folder(Protocol):
 
     uri: str
 
-    def read(self, key: str) -> bytes: ...
+    def read(self, key: str, at_most: int | None = None) -> bytes: ...
     def size(self, key: str) -> int: ...
     def read_into(self, key: str, start: int, buffer: memoryview) -> int: ...
     def write(self, key: str, data: bytes | memoryview) -> None: ...

@@ -98,8 +98,8 @@ class LimitedStorage(Storage):
         with self._limit.carrying(len(data)):
             super().write(key, data)
 
-    def read(self, key: str) -> bytes:
-        data = super().read(key)
+    def read(self, key: str, at_most: int | None = None) -> bytes:
+        data = super().read(key, at_most)
         with self._limit.carrying(len(data)):
             self.num_bytes += len(data)
         return data

@@ -95,7 +95,7 @@ class CommitCatalog:
 
         def read(storage: Storage) -> bytes:
             try:
-                data = storage.read(commit.state.key)
+                data = storage.read(commit.state.key, commit.state.size)
             except FileNotFoundError as error:
                 raise CheckpointError(f"{commit.state.key} is missing") from error
             commit.state.check(data)
@@ -113,8 +113,11 @@ class CommitCatalog:
         """
         with self._unless_removed(commit), ThreadPoolExecutor(1) as beside:
             skeleton = beside.submit(self.skeleton, commit)
-            self._check_present(commit)
-            return skeleton.result()
+            try:
+                self._check_present(commit)
+                return skeleton.result()
+            finally:
+                del skeleton  # it has its error, which has this frame
 
     def steps(self) -> list[int]:
         """Those that have a commit, newest first, whether it is complete or not."""
@@ -145,14 +148,10 @@ class CommitCatalog:
     def _manifests(self, only: int | None) -> Iterator[Commit]:
         seen: set[int] = set()
         # Listed again when none was good: a saver may have committed and cleaned up behind the first listing.
-        while True:
-            sizes = self._storage.sizes("commits")
-            steps = [step for step in committed_steps(sizes) if step not in seen and only in (None, step)]
-            if not steps:
-                return
+        while steps := [step for step in self.steps() if step not in seen and only in (None, step)]:
             for step in steps:
                 seen.add(step)
-                commit = self._unless_bad(step, self._manifest_at(step, sizes.get(manifest_key(step))))
+                commit = self._unless_bad(step, self._manifest_at(step))
                 if commit is not None:
                     yield commit
 
@@ -168,10 +167,10 @@ class CommitCatalog:
         found = self._manifest_at(step)
         return self._if_complete(found) if isinstance(found, Commit) else found
 
-    def _manifest_at(self, step: int, size: int | None = None) -> Commit | Bad | None:
+    def _manifest_at(self, step: int) -> Commit | Bad | None:
         key = manifest_key(step)
         try:
-            return confirmed(self._storage, key, lambda storage: read_manifest(storage, key, size))
+            return confirmed(self._storage, key, lambda storage: read_manifest(storage, key))
         except FileNotFoundError:
             return None
         except (CheckpointError, UnreadableError) as error:

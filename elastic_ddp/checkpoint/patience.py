@@ -35,8 +35,8 @@ class Wrapped(Storage):
     def _do(self, operation: Callable[[], Result]) -> Result:
         raise NotImplementedError
 
-    def read(self, key: str) -> bytes:
-        return self._do(lambda: self._storage.read(key))
+    def read(self, key: str, at_most: int | None = None) -> bytes:
+        return self._do(lambda: self._storage.read(key, at_most))
 
     def size(self, key: str) -> int:
         return self._do(lambda: self._storage.size(key))

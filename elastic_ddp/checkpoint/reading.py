@@ -53,20 +53,14 @@ MEMORY_BYTES = host_memory.total_bytes()
 assert host_memory.ALIGNMENT == ALIGNMENT
 
 
-def read_manifest(storage: Storage, key: str, size: int | None = None) -> Commit:
+def read_manifest(storage: Storage, key: str) -> Commit:
     """The commit whose manifest is stored under `key`.
-
-    Args:
-        size: of the manifest in bytes, if that is known; one more look at the storage else.
 
     Raises:
         CheckpointError: it is none.
         FileNotFoundError: there is no such object.
     """
-    size = storage.size(key) if size is None else size
-    if size > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{key} is not the manifest of a commit: it has {size} bytes")
-    return Commit.from_bytes(key, storage.read(key))
+    return Commit.from_bytes(key, storage.read(key, MAX_MANIFEST_BYTES))
 
 
 @dataclass(frozen=True)

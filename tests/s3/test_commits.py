@@ -11,14 +11,16 @@ import pytest
 import torch
 from moto.s3.models import S3Backend
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit, housekeeping
+from elastic_ddp.checkpoint import CheckpointStore, Commit, CommitCatalog, housekeeping
 from elastic_ddp.checkpoint.pruning import prune
+from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
+from tests.ranks import alone
 from tests.s3.ceph import USER
 from tests.s3.conftest import Bucket
 from tests.s3.proxy import Proxy, Refusal
 from tests.saving import PART_BYTES, large_state, save_on_ranks
-from tests.unit.test_checkpoint import restored_step
+from tests.unit.test_checkpoint import restored_step, step_of
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -43,6 +45,20 @@ def test_large_objects_go_in_parts_and_come_back(bucket: Bucket, proxy: Proxy, m
     assert sum(item.size for item in commit.objects) > 5 * PART_BYTES and len(parts) >= 5
     restored = CheckpointStore(bucket.storage(), keep=1).load(commit)
     assert all(torch.equal(restored["large"][name], tensor) for name, tensor in state["large"].items())
+
+
+def test_a_restore_asks_no_more_than_it_has_to_before_the_first_piece(bucket: Bucket, proxy: Proxy) -> None:
+    commit = save_on_ranks([bucket.storage()], 1)
+    assert isinstance(commit, Commit), commit
+    asked: list[str] = []
+    proxy.plan = lambda request: asked.append(f"{request.method} {request.target}")
+    storage = bucket.storage(endpoint=proxy.endpoint)
+    found = restore(CommitCatalog(storage), storage, alone())
+    assert found is not None and step_of(found[1]) == 1
+    listed, manifest, *both = asked[:4]
+    assert "GET" in listed and "prefix=" in listed and f"/{commit.key}" in manifest and manifest.startswith("GET ")
+    assert sorted("prefix=" in each for each in both) == [False, True] and all(each.startswith("GET ") for each in both)
+    assert not any(each.startswith("HEAD ") for each in asked)
 
 
 def test_a_step_is_committed_once_whoever_comes_second(bucket: Bucket) -> None:

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ddp import cli_checkpoints
-from elastic_ddp.checkpoint import CommitCatalog, manifest
+from elastic_ddp.checkpoint import CommitCatalog, manifest, reading
 from elastic_ddp.checkpoint.manifest import ALIGNMENT, MAX_SKELETON_BYTES, Commit, StoredTensor
 from elastic_ddp.checkpoint.reading import read_manifest
 from elastic_ddp.errors import CheckpointError
@@ -32,7 +32,7 @@ from elastic_ddp.job import COMMITS
 from elastic_ddp.parallel.process_group import ProcessGroup
 from elastic_ddp.restoring import restore
 from elastic_ddp.storage import Storage
-from tests.ranks import run_ranks
+from tests.ranks import alone, run_ranks
 from tests.unit.blocks import PREFIX, commit_of, write
 from tests.unit.forging import in_little_memory, signed
 from tests.unit.held import is_let_go_after
@@ -202,6 +202,19 @@ def test_a_skeleton_of_absurd_size_is_not_read(tmp_path: Path) -> None:
     assert found is not None and found[0].step == 1
     [(rejected, reason)] = store.rejected
     assert rejected == newest.key and "less than or equal" in reason
+
+
+@pytest.mark.parametrize("which", ["manifest", "skeleton"])
+def test_what_is_longer_than_it_may_be_is_not_read(tmp_path: Path, which: str) -> None:
+    storage = Storage(tmp_path)
+    [_, newest] = save(storage, 1, 2)
+    os.truncate(tmp_path / (newest.key if which == "manifest" else newest.state.key), 1 << 40)
+    store = WholeStore(storage, keep=2)
+    patched_reading = mock.patch.object(reading, "MAX_MANIFEST_BYTES", 1 << 20)
+    with mock.patch.object(manifest, "MAX_MANIFEST_BYTES", 1 << 20), patched_reading:
+        found = restore(store, storage, alone())
+    assert found is not None and found[0].step == 1
+    assert [key for key, _ in store.rejected] == [newest.key]
 
 
 def read_very_many_lists() -> str:

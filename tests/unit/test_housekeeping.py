@@ -47,9 +47,9 @@ class Elsewhere(Storage):
     def now(self) -> float:
         return super().now() + self.later_s
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, at_most: int | None = None) -> bytes:
         self.read_keys.append(key)
-        return super().read(key)
+        return super().read(key, at_most)
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -378,7 +378,7 @@ def test_a_commit_is_not_removed_because_the_newest_cannot_be_read(tmp_path: Pat
 class Away(Storage):
     """Lists what it has, and lets nobody read it."""
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, at_most: int | None = None) -> bytes:
         raise StorageError("403") from PermissionError("403")
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:

@@ -16,6 +16,7 @@ import pytest
 from zlib_ng import zlib_ng
 
 from elastic_ddp import restoring
+from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reading import Targets, state_to_fill
 from elastic_ddp.errors import PeerLostError, StorageError, UnreadableError
 from elastic_ddp.parallel.process_group import FORM_S, ProcessGroup
@@ -145,6 +146,25 @@ def test_what_a_bad_commit_held_is_let_go_before_another_one_is_read(
     assert found is not None and found[0].step == 1 and len(filled) == 2
 
 
+def test_a_commit_whose_skeleton_is_bad_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+    [_, newest] = save(storage, 1, 2)
+    corrupt(storage, newest.state.key, "flip")
+    whole, looked_at = CommitCatalog.whole, list[weakref.ref[Commit]]()
+
+    def noted(catalog: CommitCatalog, commit: Commit) -> bytes:
+        looked_at.append(weakref.ref(commit))
+        return whole(catalog, commit)
+
+    monkeypatch.setattr(CommitCatalog, "whole", noted)
+    gc.disable()
+    try:
+        found = restore(WholeStore(storage, keep=2), storage, alone())
+        assert found is not None and [each() for each in looked_at] == [None, found[0]]
+    finally:
+        gc.enable()
+
+
 class Flaky(Storage):
     """Of objects that begin so, as many readings as are told have a bit of theirs flipped on the way."""
 
@@ -157,8 +177,8 @@ class Flaky(Storage):
             self.times -= 1
             data[len(data) // 2] ^= 0x10
 
-    def read(self, key: str) -> bytes:
-        data = bytearray(super().read(key))
+    def read(self, key: str, at_most: int | None = None) -> bytes:
+        data = bytearray(super().read(key, at_most))
         self.flip(key, memoryview(data))
         return bytes(data)
 
@@ -192,8 +212,8 @@ def test_what_is_damaged_on_the_way_alone_is_read_again(tmp_path: Path) -> None:
 
 
 class AskedAtOnce(Storage):
-    """Lists an attempt's objects once its skeleton is asked for, and gives that when they are. It is not asked for the
-    size of what it has listed."""
+    """Lists an attempt's objects once its skeleton is asked for, and gives that when they are. It is asked for no
+    sizes besides."""
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri)
@@ -204,10 +224,10 @@ class AskedAtOnce(Storage):
             self.both.wait()
         return super().sizes(prefix)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, at_most: int | None = None) -> bytes:
         if key.startswith("step="):
             self.both.wait()
-        return super().read(key)
+        return super().read(key, at_most)
 
     def size(self, key: str) -> int:
         raise AssertionError(f"one more look at {key}")
@@ -400,9 +420,9 @@ class BadSector(Storage):
         super().__init__(uri)
         self.key = key
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, at_most: int | None = None) -> bytes:
         self.meet(key)
-        return super().read(key)
+        return super().read(key, at_most)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         self.meet(key)

@@ -48,6 +48,15 @@ def test_what_is_written_is_read_listed_and_deleted(storage: Storage) -> None:
     assert storage.list() == ["a"]
 
 
+def test_of_what_is_longer_than_it_may_be_one_byte_more_is_read(storage: Storage) -> None:
+    for data in (b"", b"12345", bytes(range(256)) * 4096):
+        storage.write("object", data)
+        for at_most in (0, 4, 5, 6, len(data), len(data) + 1):
+            assert storage.read("object", at_most) == data[: at_most + 1]
+    with pytest.raises(FileNotFoundError):
+        storage.read("another", 5)
+
+
 def test_folders_of_a_file_system_are_local(storage: Storage) -> None:
     assert storage.is_local == storage.uri.startswith("/") == PatientStorage(storage, within_s=1).is_local
 
