@@ -11,6 +11,7 @@ import os
 import tracemalloc
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -204,17 +205,32 @@ def test_a_skeleton_of_absurd_size_is_not_read(tmp_path: Path) -> None:
     assert rejected == newest.key and "less than or equal" in reason
 
 
+class Noting(Storage):
+    """How many bytes were read at once of objects that may be too long. To set one aside it is read whole."""
+
+    most: Counter[str]
+
+    def read(self, key: str, at_most: int | None = None) -> bytes:
+        data = super().read(key, at_most)
+        if at_most is not None:
+            self.most[key] = max(self.most[key], len(data))
+        return data
+
+
 @pytest.mark.parametrize("which", ["manifest", "skeleton"])
-def test_what_is_longer_than_it_may_be_is_not_read(tmp_path: Path, which: str) -> None:
-    storage = Storage(tmp_path)
+def test_what_is_longer_than_it_may_be_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    storage = Noting(tmp_path)
+    storage.most = Counter()
     [_, newest] = save(storage, 1, 2)
-    os.truncate(tmp_path / (newest.key if which == "manifest" else newest.state.key), 1 << 40)
+    key, most = (newest.key, 1 << 20) if which == "manifest" else (newest.state.key, newest.state.size)
+    os.truncate(tmp_path / key, 64 << 20)
+    for module in (manifest, reading):
+        monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 1 << 20)
     store = WholeStore(storage, keep=2)
-    patched_reading = mock.patch.object(reading, "MAX_MANIFEST_BYTES", 1 << 20)
-    with mock.patch.object(manifest, "MAX_MANIFEST_BYTES", 1 << 20), patched_reading:
-        found = restore(store, storage, alone())
+    found = restore(store, storage, alone())
     assert found is not None and found[0].step == 1
-    assert [key for key, _ in store.rejected] == [newest.key]
+    assert [each for each, _ in store.rejected] == [newest.key]
+    assert storage.most[key] == most + 1
 
 
 def read_very_many_lists() -> str:
