@@ -29,7 +29,8 @@ PIECE_BYTES = 16 << 20
 _M_MMAP_THRESHOLD = -3
 """Of glibc. It grows by itself unless it is set."""
 LATER_BYTES, LATER_PARTS, LATER_EVERY_S = 128 << 20, 10, 0.1
-"""Of memory that a machine has ready: twice as fast as three ranks together restore from Ceph beside them."""
+"""Of the memory that a rank holds back, and how often it lets go of such a part: three ranks let go of twice what they
+need when they restore from Ceph on the same machine."""
 
 
 @contextmanager
