@@ -79,10 +79,10 @@ def test_a_commit_that_cannot_be_read_is_named_and_the_others_are_looked_at(
 ) -> None:
     read = Storage.read
 
-    def refuse(storage: Storage, key: str) -> bytes:
+    def refuse(storage: Storage, key: str, at_most: int | None = None) -> bytes:
         if key in (commits[2].key, commits[1].state.key):
             raise StorageError("no rights") from PermissionError("no rights")
-        return read(storage, key)
+        return read(storage, key, at_most)
 
     monkeypatch.setattr(Storage, "read", refuse)
     rows = json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)
@@ -528,10 +528,10 @@ def test_what_cannot_be_read_stays_and_is_named_and_the_rest_goes(
     for step in (10, 5):
         storage.write(f"step={step}/attempt={'a' * 32}/0-0.bin", b"half")
 
-    def archived(storage: Storage, key: str) -> bytes:
+    def archived(storage: Storage, key: str, at_most: int | None = None) -> bytes:
         if key == commits[0].key:
             raise StorageError("InvalidObjectState, 403") from PermissionError("403")
-        return read(storage, key)
+        return read(storage, key, at_most)
 
     monkeypatch.setattr(Storage, "read", archived)
     options = ["--keep", "1", "--orphans-older-than-s", "0"]

@@ -414,7 +414,7 @@ def test_a_run_without_commits_has_none(tmp_path: Path) -> None:
 
 
 class BadSector(Storage):
-    """Whatever asks for one object fails, as with a medium that is worn or with rights that are missing."""
+    """Whatever asks for one object that is there fails, as with a worn medium or with rights that are missing."""
 
     def __init__(self, uri: str, key: str) -> None:
         super().__init__(uri)
@@ -429,7 +429,7 @@ class BadSector(Storage):
         return super().read_into(key, start, buffer)
 
     def meet(self, key: str) -> None:
-        if key == self.key:
+        if key == self.key and self.size(key):
             raise StorageError(f"cannot read {key!r}: Permission denied") from PermissionError("Permission denied")
 
 
