@@ -38,7 +38,8 @@ class LocalFolder:
 
     def read(self, key: str, at_most: int | None = None) -> bytes:
         with open(self._path / key, "rb") as file:
-            return file.read(-1 if at_most is None else at_most + 1)
+            # Memory for all that may come is taken before anything does.
+            return file.read(-1 if at_most is None else min(os.fstat(file.fileno()).st_size, at_most) + 1)
 
     def size(self, key: str) -> int:
         return (self._path / key).stat().st_size

@@ -179,9 +179,8 @@ def _next(store: CommitCatalog, candidates: Iterator[Commit], check_ours: Callab
     """
     for commit in candidates:
         try:
-            skeleton = store.whole(commit)
             check_ours(commit)
-            return _Offer(commit, skeleton)
+            return _Offer(commit, store.whole(commit))
         except FileNotFoundError:
             continue  # removed since it was listed
         except (CheckpointError, UnreadableError) as error:

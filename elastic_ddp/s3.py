@@ -57,26 +57,6 @@ def abort_on_s3(fs: Any, base: str, upload: Upload) -> None:
         fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload.id)
 
 
-def read_all_on_s3(fs: Any, path: str, at_most: int) -> bytes:
-    """An object, or of one that has more bytes than it may have one more than that. s3fs would ask for its size first,
-    and so wait for S3 twice."""
-    bucket, key, _ = fs.split_path(path)
-
-    async def read() -> bytearray:
-        body = (await fs._call_s3("get_object", Bucket=bucket, Key=key))["Body"]
-        data = bytearray()
-        try:
-            async for chunk in body.iter_chunks(CHUNK_BYTES):
-                data += chunk
-                if len(data) > at_most:
-                    break
-        finally:
-            body.close()
-        return data
-
-    return bytes(sync(fs.loop, read)[: at_most + 1])
-
-
 def read_on_s3(fs: Any, path: str, start: int, buffer: memoryview) -> int:
     """Fills a buffer from an object's bytes as they come: fsspec would have them twice, in pieces and then as a whole.
     Returns how many there were."""

@@ -18,7 +18,7 @@ from elastic_ddp.storage import Storage
 from tests.ranks import alone
 from tests.s3.ceph import USER
 from tests.s3.conftest import Bucket
-from tests.s3.proxy import Proxy, Refusal
+from tests.s3.proxy import Fault, Proxy, Refusal
 from tests.saving import PART_BYTES, large_state, save_on_ranks
 from tests.unit.test_checkpoint import restored_step, step_of
 
@@ -59,6 +59,17 @@ def test_a_restore_asks_no_more_than_it_has_to_before_the_first_piece(bucket: Bu
     assert "GET" in listed and "prefix=" in listed and f"/{commit.key}" in manifest and manifest.startswith("GET ")
     assert sorted("prefix=" in each for each in both) == [False, True] and all(each.startswith("GET ") for each in both)
     assert not any(each.startswith("HEAD ") for each in asked)
+
+
+@pytest.mark.parametrize("which", ["manifest", "skeleton"])
+def test_the_only_commit_is_read_although_the_first_answer_breaks_off(bucket: Bucket, proxy: Proxy, which: str) -> None:
+    commit = save_on_ranks([bucket.storage()], 1)
+    assert isinstance(commit, Commit), commit
+    name = (commit.key if which == "manifest" else commit.state.key).rpartition("/")[2]
+    proxy.plan = lambda request: Fault.HALF_ANSWERED if f"/{name}" in request.target and not proxy.met else None
+    storage = bucket.storage(endpoint=proxy.endpoint, is_patient=True)
+    found = restore(CommitCatalog(storage), storage, alone())
+    assert found is not None and step_of(found[1]) == 1 and len(proxy.met) == 1
 
 
 def test_a_step_is_committed_once_whoever_comes_second(bucket: Bucket) -> None:
