@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 import time
+import tracemalloc
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
@@ -55,6 +56,17 @@ def test_of_what_is_longer_than_it_may_be_one_byte_more_is_read(storage: Storage
             assert storage.read("object", at_most) == data[: at_most + 1]
     with pytest.raises(FileNotFoundError):
         storage.read("another", 5)
+
+
+def test_what_may_be_long_and_is_not_takes_no_memory_for_that(storage: Storage) -> None:
+    storage.write("object", b"12345")
+    tracemalloc.start()
+    try:
+        assert storage.read("object", 1 << 27) == b"12345"
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
 
 
 def test_folders_of_a_file_system_are_local(storage: Storage) -> None:
