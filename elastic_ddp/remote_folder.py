@@ -10,15 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from elastic_ddp.failures import is_missing_bucket
-from elastic_ddp.s3 import (
-    Upload,
-    abort_on_s3,
-    create_on_s3,
-    delete_on_s3_if,
-    read_on_s3,
-    uploads_on_s3,
-    write_on_s3,
-)
+from elastic_ddp.s3 import Upload, abort_on_s3, create_on_s3, delete_on_s3_if, read_on_s3, uploads_on_s3, write_on_s3
 
 PART_BYTES = 8 << 20
 """Of a large object on S3, sent at once."""
@@ -44,20 +36,18 @@ class RemoteFolder:
 
     def read(self, key: str, at_most: int | None = None) -> bytes:
         fs, base = self._open()
-        path = f"{base}/{key}"
+        path, data = f"{base}/{key}", b""
         if at_most is None:
-            data: bytes = fs.cat_file(path)
+            data = fs.cat_file(path)
             return data
         try:  # s3fs asks for the size of a whole object first, and so waits for S3 twice
             data = fs.cat_file(path, start=0, end=at_most + 1)
-            return data
         except FileNotFoundError:
             raise
         except Exception:
-            with suppress(Exception):  # an empty object has no range, which is an error in some stores
-                if self.size(key) == 0:
-                    return b""
-            raise
+            if self.size(key):  # else there is no range in it, which is an error in some stores
+                raise
+        return data
 
     def size(self, key: str) -> int:
         fs, base = self._open()

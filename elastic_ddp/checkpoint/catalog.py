@@ -135,8 +135,8 @@ class CommitCatalog:
 
     def candidates(self, only: int | None = None) -> Iterator[Commit]:
         """Complete commits, like `manifests`."""
-        found = ((each.step, self._if_complete(each)) for each in self.manifests(only))
-        return (commit for each in found if (commit := self._unless_bad(*each)) is not None)
+        found = self.manifests(only)
+        return (each for each in found if self._unless_bad(each.step, self._if_complete(each)) is not None)
 
     def manifests(self, only: int | None = None) -> Iterator[Commit]:
         """Commits whose manifests verify, newest first, or the one at a step; looked at one by one, as the first is
