@@ -29,8 +29,8 @@ sys.path[:0] = FOLDERS
 
 from saves.state import TENSOR_KIB  # noqa: E402
 
-from elastic_ddp.checkpoint.reading import PARALLEL_PIECES, PIECE_BYTES  # noqa: E402
-from elastic_ddp.parallel.carrying import IN_FLIGHT  # noqa: E402
+from elastic_ddp.checkpoint.reader import PARALLEL_PIECES, PIECE_BYTES  # noqa: E402
+from elastic_ddp.distributed.piece_transfer import IN_FLIGHT  # noqa: E402
 
 PARTS = ("held", "throughput", "overhead", "memory")
 OTHERS = ("dcp", "dcp, cached", "ray", "ray, async", "torch")

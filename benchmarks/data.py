@@ -30,7 +30,7 @@ import ray
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from elastic_ddp.config import DataConfig
+from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.index import DatasetIndex, build_index
 from elastic_ddp.data.order import EpochOrder, EpochShape, Lane

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 
 TARGET_S = 180.0

@@ -19,10 +19,10 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from elastic_ddp.elastic.members import Arrival, Member
-from elastic_ddp.elastic.messages import RendezvousOptions
-from elastic_ddp.elastic.rendezvous import start_rendezvous
-from elastic_ddp.parallel.process_group import Assignment
+from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.rendezvous.actor import start_rendezvous
+from elastic_ddp.rendezvous.members import JoinRequest, Member
+from elastic_ddp.rendezvous.messages import RendezvousOptions
 
 TARGET_S = 1.0
 
@@ -44,7 +44,7 @@ def meet(rendezvous: Any, members: list[Member], after: int, lost: str | None) -
     waiting, generation = list(members), 0
     step = None if after == 0 else 10
     while waiting:
-        arrivals = [Arrival(member=each, step=step, between_steps=True) for each in waiting]
+        arrivals = [JoinRequest(member=each, step=step, between_steps=True) for each in waiting]
         answers = ray.get([rendezvous.join.remote(each, after, lost) for each in arrivals])
         placed = [answer for answer in answers if isinstance(answer, Assignment)]
         assert all(answer.world_size == len(members) for answer in placed)

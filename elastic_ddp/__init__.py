@@ -8,26 +8,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elastic_ddp.config import CheckpointConfig, DataConfig, DDPConfig, FSDPConfig, RunConfig
-    from elastic_ddp.control import RunHandle, get_run
+    from elastic_ddp.config.run_config import CheckpointConfig, DataConfig, DDPConfig, FSDPConfig, RunConfig
+    from elastic_ddp.driver.run_handle import RunHandle, get_run
+    from elastic_ddp.driver.trainer import ElasticTrainer, RunResult
     from elastic_ddp.errors import ElasticDDPError
-    from elastic_ddp.run import Run
-    from elastic_ddp.step import Step
-    from elastic_ddp.trainer import ElasticTrainer, RunResult
+    from elastic_ddp.worker.run import Run
+    from elastic_ddp.worker.step import Step
 
 _MODULES = {
-    "CheckpointConfig": "config",
-    "DDPConfig": "config",
-    "DataConfig": "config",
+    "CheckpointConfig": "config.run_config",
+    "DDPConfig": "config.run_config",
+    "DataConfig": "config.run_config",
     "ElasticDDPError": "errors",
-    "ElasticTrainer": "trainer",
-    "FSDPConfig": "config",
-    "Run": "run",
-    "RunConfig": "config",
-    "RunHandle": "control",
-    "RunResult": "trainer",
-    "Step": "step",
-    "get_run": "control",
+    "ElasticTrainer": "driver.trainer",
+    "FSDPConfig": "config.run_config",
+    "Run": "worker.run",
+    "RunConfig": "config.run_config",
+    "RunHandle": "driver.run_handle",
+    "RunResult": "driver.trainer",
+    "Step": "worker.step",
+    "get_run": "driver.run_handle",
 }
 
 __all__ = [

@@ -37,7 +37,7 @@ class TrainFunctionError(ElasticDDPError):
     Never retried."""
 
 
-class WorkersLostError(ElasticDDPError):
+class WorkersFailedError(ElasticDDPError):
     """The run cannot go on with the workers it has: they were lost more often than `max_restarts` allows, could not be
     started, or lose the same step again and again though none of them dies."""
 
@@ -50,16 +50,16 @@ class ReplicasDifferError(ElasticDDPError):
     """Ranks hold different values of what they should hold alike, such as weights."""
 
 
-class PeerLostError(Exception):
+class PeerFailedError(Exception):
     """What was waited for will not come, as the generation broke. Never leaves a worker: the step comes again."""
 
 
-def described(error: BaseException) -> str:
+def format_exception(error: BaseException) -> str:
     """The kind and the text of `error`, as the ledger and other errors give them."""
     return f"{type(error).__name__}: {error}"
 
 
-def mistakes(error: ValidationError, *, with_places: bool = False) -> str:
+def format_validation_error(error: ValidationError, *, with_places: bool = False) -> str:
     """The first few that pydantic found, with where they are.
 
     Raise the error that tells of them outside of the block that caught this one. Whatever is raised in there leads to
@@ -77,6 +77,6 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
-def some(names: Sequence[str], most: int = 10, between: str = ", ") -> str:
+def shorten(names: Sequence[str], most: int = 10, between: str = ", ") -> str:
     """The first of some names, as an error gives them."""
     return between.join([*names[:most], *(["…"] if len(names) > most else [])]) or "none"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
-from elastic_ddp.errors import described
+from elastic_ddp.errors import format_exception
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def _read(reader: int) -> None:
             try:
                 tell()
             except Exception as error:  # the run may be over
-                _log.info("SIGTERM came, and nobody could be told: %s", described(error))
+                _log.info("SIGTERM came, and nobody could be told: %s", format_exception(error))
 
 
 class StopRequests:

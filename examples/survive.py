@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 
 import elastic_ddp as ed
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger, render
 
 ROWS, FEATURES = 20_003, 32

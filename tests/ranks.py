@@ -15,14 +15,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.parallel.cross_memory import Mark
-from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
-from elastic_ddp.parallel.store import StoreConnection
+from elastic_ddp.distributed.cross_memory import Mark
+from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
+from elastic_ddp.distributed.store import StoreConnection
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # What every process would import by itself otherwise. DDP imports torch._dynamo when it is first built: that alone is a
 # second or more.
-PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest", "elastic_ddp.run"])
+PROCESSES.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest", "elastic_ddp.worker.run"]
+)
 
 OTHERS_FAIL_S = 1.0
 """How long what else fails may take to be told as well."""
@@ -107,7 +109,7 @@ def _rank(assignment: Assignment, body: Callable[..., Any], args: tuple[Any, ...
         group = ProcessGroup.form(assignment, store=store, device=torch.device("cpu"), timeout_s=60)
         value = body(group, *args)
         if dist.is_initialized():  # the body may have closed it
-            group.meet()
+            group.barrier()
         group.close(intact=True)
         results.send((value, None))
     except BaseException:

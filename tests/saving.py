@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, Save, Saver
-from elastic_ddp.checkpoint.patience import PatientStorage
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.retry import RetryingStorage
+from elastic_ddp.storage.storage import Storage
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step
 
 PART_BYTES = 5 << 20
@@ -65,7 +65,7 @@ class Ranks:
     def __init__(
         self, storage: Callable[[int], Storage], world_size: int, *, keep: int = 2, retry_s: float = 0.0
     ) -> None:
-        self.storages = [PatientStorage(storage(rank), within_s=retry_s) for rank in range(world_size)]
+        self.storages = [RetryingStorage(storage(rank), within_s=retry_s) for rank in range(world_size)]
         self.savers = [
             Saver(each, CheckpointStore(each, keep=keep), of_rank_0=frozenset({"user"})) for each in self.storages
         ]

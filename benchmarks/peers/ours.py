@@ -31,7 +31,7 @@ class ElasticDDP(RaySystem):
         self.spawn(module("ours", str(self.folder)), RAY_ADDRESS=address)
 
     def resize(self, num_workers: int) -> None:
-        command = [sys.executable, "-m", "elastic_ddp.cli", "resize", NAME, str(num_workers)]
+        command = [sys.executable, "-m", "elastic_ddp.cli.main", "resize", NAME, str(num_workers)]
         environment = {**os.environ, "RAY_ADDRESS": self._address}
         subprocess.run(command, check=True, capture_output=True, env=environment)
 

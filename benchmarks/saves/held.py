@@ -33,7 +33,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils._pytree import tree_map
 
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 from saves.state import make_state, num_bytes, tensors_of
 from saves.stores import OurSaves
 from saves.turns import turns

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from elastic_ddp.checkpoint import CommitCatalog
-from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.restoring import restore
-from elastic_ddp.storage import Storage
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.restore import restore
 from saves.state import make_state, num_bytes, shard_of_any, tensors_of
 from saves.stores import OurSaves
 from tests.ranks import run_ranks

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from elastic_ddp.checkpoint.saving import Save, Saver
+from elastic_ddp.checkpoint.saver import Save, Saver
 from elastic_ddp.checkpoint.store import CheckpointStore
-from elastic_ddp.host_memory import empty_bytes
-from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
-from elastic_ddp.storage import Storage
+from elastic_ddp.distributed.store import StoreConnection, StoreMailbox
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors.host_memory import empty_bytes
 
 CONCURRENCY = 8
 """Requests of a bare put or get that are on their way."""

@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ddp.checkpoint import CommitCatalog
 from elastic_ddp.checkpoint.manifest import Commit
-from elastic_ddp.host_memory import empty_bytes
-from elastic_ddp.parallel.carrying import IN_FLIGHT
-from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.restoring import restore
-from elastic_ddp.storage import Storage
+from elastic_ddp.distributed.piece_transfer import IN_FLIGHT
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors.host_memory import empty_bytes
+from elastic_ddp.worker.restore import restore
 from saves.state import MIB, in_shards, make_state, num_bytes, shard_of_any, tensors_of
 from saves.stores import (
     PIECE_BYTES,

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_ddp.checkpoint.confirmed_read import confirmed, confirmed_pieces
 from elastic_ddp.checkpoint.manifest import Commit, committed_steps, manifest_key, set_aside_key
-from elastic_ddp.checkpoint.reading import empty_tensors, pieces_of, read_manifest, state_of, state_to_fill
-from elastic_ddp.checkpoint.verdicts import confirmed, confirmed_pieces
+from elastic_ddp.checkpoint.reader import empty_tensors, pieces_of, read_manifest, state_of, state_to_fill
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from elastic_ddp.checkpoint.confirmed_read import confirmed
 from elastic_ddp.checkpoint.manifest import (
     Commit,
     attempt_of,
@@ -16,14 +17,13 @@ from elastic_ddp.checkpoint.manifest import (
     step_of_attempt,
 )
 from elastic_ddp.checkpoint.metrics import Measurement, measurements_of
-from elastic_ddp.checkpoint.reading import read_manifest
+from elastic_ddp.checkpoint.reader import read_manifest
 from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
-from elastic_ddp.checkpoint.verdicts import confirmed
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
-from elastic_ddp.local_folder import is_temporary
-from elastic_ddp.s3 import Upload
-from elastic_ddp.storage import CLOCK, Storage
+from elastic_ddp.storage.local import is_temporary
+from elastic_ddp.storage.s3 import Upload
+from elastic_ddp.storage.storage import CLOCK, Storage
 
 _log = logging.getLogger(__name__)
 

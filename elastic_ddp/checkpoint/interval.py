@@ -24,10 +24,10 @@ _MEASURED = 5
 """Saves whose median counts: the first one takes longer, as it gets its memory."""
 
 
-def mean_time_between_failures(losses: int, watched_s: float) -> float:
+def mean_time_between_failures(failures: int, watched_s: float) -> float:
     """Seconds, from so many losses in so many seconds, and one more in `PRIOR_MTBF_S`: the inverse of the mean of the
     rate's posterior, with a Gamma(1, PRIOR_MTBF_S) prior."""
-    return (PRIOR_MTBF_S + watched_s) / (1 + losses)
+    return (PRIOR_MTBF_S + watched_s) / (1 + failures)
 
 
 def interval_s(*, stall_s: float, save_s: float, mtbf_s: float | None, max_overhead: float | None) -> float:
@@ -64,7 +64,7 @@ class MeasuredInterval:
         self._stalls: tuple[float, ...] = ()
         self._saves: tuple[float, ...] = ()
         self._began_at = clock()
-        self._losses = 0
+        self._failures = 0
 
     def stalled(self, seconds: float) -> None:
         """A save held training up."""
@@ -74,9 +74,9 @@ class MeasuredInterval:
         """A save took so long, from its begin to the commit."""
         self._saves = (*self._saves, seconds)[-_MEASURED:]
 
-    def lost(self) -> None:
+    def record_failure(self) -> None:
         """Workers were lost."""
-        self._losses += 1
+        self._failures += 1
 
     @property
     def seconds(self) -> float:
@@ -86,7 +86,7 @@ class MeasuredInterval:
         return interval_s(
             stall_s=statistics.median(self._stalls),
             save_s=statistics.median(self._saves) if self._saves else 0.0,
-            mtbf_s=mean_time_between_failures(self._losses, self._watched_s) if self._is_auto else None,
+            mtbf_s=mean_time_between_failures(self._failures, self._watched_s) if self._is_auto else None,
             max_overhead=self._max_overhead,
         )
 
@@ -96,9 +96,9 @@ class MeasuredInterval:
 
     def record(self) -> dict[str, Any]:
         """What of it a commit keeps, for those who go on from that."""
-        return {"losses": self._losses, "watched_s": round(self._watched_s, 3)}
+        return {"losses": self._failures, "watched_s": round(self._watched_s, 3)}
 
     def go_on_from(self, record: Mapping[str, Any]) -> None:
         """Counts in what was seen before a commit, if its record says, and was not seen by this worker itself."""
-        self._losses = max(self._losses, record.get("losses", 0))
+        self._failures = max(self._failures, record.get("losses", 0))
         self._began_at = min(self._began_at, self._clock() - record.get("watched_s", 0.0))

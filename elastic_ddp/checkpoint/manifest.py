@@ -24,9 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint.record import check_facts
-from elastic_ddp.config import MAX_STEP
-from elastic_ddp.errors import CheckpointError, mistakes
-from elastic_ddp.state import dtype_of
+from elastic_ddp.config.run_config import MAX_STEP
+from elastic_ddp.errors import CheckpointError, format_validation_error
+from elastic_ddp.tensors.state_tree import dtype_of
 
 FORMAT: Final = 3
 MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**27, 2**22
@@ -244,7 +244,7 @@ class Commit(BaseModel):
                 raise ValueError("it does not have its own checksum")
             commit = cls.model_validate_json(text)
         except ValidationError as error:
-            what = mistakes(error)
+            what = format_validation_error(error)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{key} is not the manifest of a commit: {error}") from error
         else:

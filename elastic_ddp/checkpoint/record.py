@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from elastic_ddp.errors import mistakes
+from elastic_ddp.errors import format_validation_error
 
 _STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -51,7 +51,7 @@ def check_facts(record: str) -> None:
     try:
         Facts.model_validate_json(record)
     except ValidationError as error:
-        what = mistakes(error, with_places=True)
+        what = format_validation_error(error, with_places=True)
     else:
         return
     raise ValueError(f"its record cannot be one of a run: {what}")

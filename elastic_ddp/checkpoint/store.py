@@ -12,9 +12,16 @@ from elastic_ddp.checkpoint.housekeeping import Housekeeping
 from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix, check_record, manifest_key
 from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.checkpoint.retention import Retention
-from elastic_ddp.checkpoint.writing import Kind, Part, put_together
-from elastic_ddp.errors import CheckpointError, ElasticDDPError, StorageError, UnreadableError, described, some
-from elastic_ddp.storage import Storage
+from elastic_ddp.checkpoint.writer import Kind, Part, put_together
+from elastic_ddp.errors import (
+    CheckpointError,
+    ElasticDDPError,
+    StorageError,
+    UnreadableError,
+    format_exception,
+    shorten,
+)
+from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
 _PUBLISH_TRIES = 3
@@ -151,7 +158,7 @@ class CheckpointStore(CommitCatalog):
         if isinstance(found, Commit):
             try:
                 if names := different_runs(record, found.record):
-                    raise CheckpointError(f"{found.key} is of another run, which differs in {some(names, 5)}")
+                    raise CheckpointError(f"{found.key} is of another run, which differs in {shorten(names, 5)}")
                 self.verify(found)
             except FileNotFoundError:
                 return None
@@ -189,4 +196,4 @@ class CheckpointStore(CommitCatalog):
         try:
             self._housekeeping.tidy(self._storage, newest, fence, is_current)
         except Exception as error:  # whatever it is, the commit stands
-            _log.warning("what is not kept is left until the next commit: %s", described(error))
+            _log.warning("what is not kept is left until the next commit: %s", format_exception(error))

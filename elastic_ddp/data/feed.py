@@ -13,13 +13,13 @@ from typing import Self
 import ray
 import torch
 
-from elastic_ddp.config import DataConfig
-from elastic_ddp.data.cutting import EndedEarlyError, HostBatch, MicroBatch, Placer, cut
+from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.index import DatasetIndex
+from elastic_ddp.data.micro_batches import EndedEarlyError, HostBatch, MicroBatch, Placer, split_into_micro_batches
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.pipeline import ChunkPipeline
 from elastic_ddp.data.source import Transform
-from elastic_ddp.errors import PeerLostError
+from elastic_ddp.errors import PeerFailedError
 
 _CHUNKS_PER_PIPELINE = 100_000
 """A pipeline ends after about as many chunks and another goes on: Ray Data keeps 1.2 KB for each block it has seen."""
@@ -179,7 +179,7 @@ class MicroBatchFeed:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._interrupted)
             if self._interrupted:
-                raise PeerLostError("the generation broke while this worker waited for data")
+                raise PeerFailedError("the generation broke while this worker waited for data")
             if self._closed:
                 raise ValueError("the feed is closed")
             if not self._ready:
@@ -251,7 +251,7 @@ class MicroBatchFeed:
                 if self._closed:
                     raise _Closed
                 self._pipeline = pipeline
-            for batch in cut(plan, iter(pipeline), lambda: self._skipped_to):
+            for batch in split_into_micro_batches(plan, iter(pipeline), lambda: self._skipped_to):
                 if batch.number >= done:
                     yield batch
         finally:

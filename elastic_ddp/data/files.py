@@ -22,8 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from elastic_ddp.errors import DataError, described
-from elastic_ddp.failures import remedy
+from elastic_ddp.errors import DataError, format_exception
+from elastic_ddp.storage.errors import suggest_fix
 
 _TAIL_BYTES = 64 * 1024  # read at once from a file's end: most footers are smaller
 _MAGIC = b"PAR1"
@@ -130,7 +130,7 @@ def _list(source: str) -> list[DataFile]:
         where = "" if source == path else f" (at {path})"
         raise DataError(f"data={source!r}: there is no such file or folder{where}; check the path") from None
     except Exception as error:  # file systems raise whatever their client library does
-        raise DataError(f"data={source!r} cannot be listed: {described(error)}; {remedy(error)}") from error
+        raise DataError(f"data={source!r} cannot be listed: {format_exception(error)}; {suggest_fix(error)}") from error
     if not wanted:
         raise DataError(
             f"data={source!r} holds no Parquet file; a folder needs files that end in .parquet (names that begin with "

@@ -13,7 +13,7 @@ from elastic_ddp.errors import DataError
 if TYPE_CHECKING:
     import ray.data
 
-    from elastic_ddp.storage import Storage
+    from elastic_ddp.storage.storage import Storage
 
 _MARKER = "data/dataset.json"
 _ROWS_PER_GROUP = 8192  # small enough that a window of several fits in memory, large enough to read well

@@ -36,7 +36,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from elastic_ddp.config import DataConfig
+from elastic_ddp.config.run_config import DataConfig
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -39,13 +39,13 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import WorkerGroupError
 
-from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, hasten, managed_nodes
+from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, managed_nodes, shorten_intervals
 from elastic_ddp.ray_internals.starting import CountingFailurePolicy, why_not_started_before
-from elastic_ddp.ray_internals.turnover import sort_out
-from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, give_back
+from elastic_ddp.ray_internals.turnover import classify_workers
+from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, release_placement_groups
 
 if TYPE_CHECKING:
-    from elastic_ddp.elastic.messages import Orders
+    from elastic_ddp.rendezvous.messages import WorkerDirectives
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class RestartingController(TrainController):
             logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
         super().__init__(*args, **kwargs)
         logging.getLogger(TrainController.__module__).addFilter(lambda record: not _tells_of(record, *self._no_news))
-        hasten()
+        shorten_intervals()
 
 
 class InPlaceController(RestartingController):
@@ -123,7 +123,7 @@ class InPlaceController(RestartingController):
         status = await self._poll_workers() if isinstance(state, RunningState) else None
         try:
             draining = _draining()
-            orders: Orders | None = await self.rendezvous.supervise.remote(started, starting, draining)
+            orders: WorkerDirectives | None = await self.rendezvous.supervise.remote(started, starting, draining)
         except RayActorError:
             orders = None  # the driver ended it, and with it the run
         except RayTaskError:  # the disk of its node is full, perhaps
@@ -145,24 +145,26 @@ class InPlaceController(RestartingController):
         return await self._turn_over(group, status, orders)
 
     async def _turn_over(
-        self, group: ElasticWorkerGroup, status: WorkerGroupPollStatus, orders: Orders
+        self, group: ElasticWorkerGroup, status: WorkerGroupPollStatus, orders: WorkerDirectives
     ) -> TrainControllerLoopIterationResult:
         """Takes out of the group who has gone, and asks for others; or ends the group, if nobody is left in it."""
         state = self.get_state()
         workers = [actor_id(worker) for worker in group.get_workers()]
         done = {rank for rank, each in status.worker_statuses.items() if not each.running}
-        turnover = sort_out(workers, orders, done=done, errors=status.errors, is_overdue=self._has_had_time)
+        turnover = classify_workers(workers, orders, done=done, errors=status.errors, is_overdue=self._has_had_time)
         if turnover.is_over:
             group.remove(turnover.dismissed)
             self._latest_poll_time = float("-inf")  # Ray Train polls once more, and at once
             return await super()._step()
-        lost = turnover.lost
+        failed = turnover.failed
         self._see_who_has_trained(set(workers) - set(orders.newcomers))
-        self._wait_after(sum(workers[rank] in orders.newcomers for rank in lost))
-        if lost:
-            error = WorkerGroupError(error_message="workers were lost", worker_failures=lost)
+        self._wait_after(sum(workers[rank] in orders.newcomers for rank in failed))
+        if failed:
+            error = WorkerGroupError(error_message="workers were lost", worker_failures=failed)
             decision = FailureDecision.RETRY
-            if any(counts_as_failure(group.get_workers()[rank], orders) for rank in lost):  # Ray Train counts decisions
+            if any(
+                counts_as_failure(group.get_workers()[rank], orders) for rank in failed
+            ):  # Ray Train counts decisions
                 decision = self._failure_policy.make_decision(training_failed_error=error)
             if decision != FailureDecision.RETRY or turnover.nobody_trains:
                 return self._execute_failure_decision(decision, training_failed_error=error)
@@ -170,7 +172,7 @@ class InPlaceController(RestartingController):
             # Ray Train looks after no group that is empty: it starts another, as soon as there is room.
             everyone = WorkerGroupError(error_message="all workers were drained", worker_failures={})
             return self._to(state, RestartingState(training_failed_error=everyone))
-        if gone := lost.keys() | turnover.left:
+        if gone := failed.keys() | turnover.left:
             group.remove(gone)
             self._hurry = True
         if not turnover.through:  # otherwise the run is over
@@ -203,7 +205,9 @@ class InPlaceController(RestartingController):
             self._num_failed += num_lost
             self._not_before = time.monotonic() + PAUSES_S[min(self._num_failed, len(PAUSES_S)) - 1]
 
-    def _ask_for_room(self, group: ElasticWorkerGroup | None, orders: Orders, draining: Collection[str]) -> None:
+    def _ask_for_room(
+        self, group: ElasticWorkerGroup | None, orders: WorkerDirectives, draining: Collection[str]
+    ) -> None:
         """Has Ray, and its autoscaler, look for room for as many workers as there may be, and keep no more of it.
 
         Args:
@@ -215,7 +219,7 @@ class InPlaceController(RestartingController):
         stay = set(orders.avoid).difference(draining)
         alive = {each["NodeID"]: each["Resources"] for each in ray.nodes() if each["Alive"]} if stay else {}
         out_of_use = {node: resources for node, resources in alive.items() if node in stay}
-        going = {*orders.lost, *orders.dismissed, *orders.leaving}
+        going = {*orders.failed, *orders.dismissed, *orders.leaving}
         workers = group.get_workers() if group is not None else []
         # A worker that starts on a node which is drained is in none of the orders yet.
         kept = managed_nodes().difference(orders.avoid, draining) if workers else set()
@@ -264,7 +268,7 @@ class InPlaceController(RestartingController):
         )
 
 
-def counts_as_failure(worker: Worker, orders: Orders) -> bool:
+def counts_as_failure(worker: Worker, orders: WorkerDirectives) -> bool:
     """Whether a lost worker is a failure of the run: not if it never trained while others do, nor if it went with a
     node that is drained."""
     return actor_id(worker) not in orders.newcomers and worker.metadata.node_id not in orders.avoid
@@ -332,4 +336,4 @@ class ElasticTorchTrainer(TorchTrainer):
             ray.get(controller.run.remote())
             return ray.get(controller.get_result.remote())
         finally:
-            give_back(rooms)
+            release_placement_groups(rooms)

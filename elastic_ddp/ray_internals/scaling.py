@@ -19,7 +19,7 @@ from ray.train.v2._internal.execution.scaling_policy import (
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2.api.config import ScalingConfig
 
-from elastic_ddp.room import workers_that_fit
+from elastic_ddp.config.capacity import workers_that_fit
 
 SAID_AGAIN_S, BELIEVED_S = 5, 15
 """How often Ray is told how many workers the run would have, and for how long it keeps room for them. By default 20 s
@@ -30,7 +30,7 @@ NODE_ID = "ray.io/node-id"
 """A label that every node has."""
 
 
-def hasten() -> None:
+def shorten_intervals() -> None:
     """Has Ray Train's policies in this process ask as often, and wait as briefly, as is said above."""
     autoscaling_coordinator_client.AUTOSCALING_REQUESTS_INTERVAL_S = SAID_AGAIN_S
     autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = BELIEVED_S

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elastic_ddp.elastic.messages import Orders
+    from elastic_ddp.rendezvous.messages import WorkerDirectives
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Turnover:
     """Let go in peace, by the rendezvous or by the end of their function."""
     left: frozenset[int]
     """Of these, who has gone, or is overdue."""
-    lost: dict[int, Exception]
+    failed: dict[int, Exception]
 
     @property
     def is_over(self) -> bool:
@@ -31,7 +31,7 @@ class Turnover:
     @property
     def nobody_trains(self) -> bool:
         """Whether there is nobody to go on with, once the lost are gone."""
-        return self.everyone <= self.through | self.dismissed | self.lost.keys()
+        return self.everyone <= self.through | self.dismissed | self.failed.keys()
 
     @property
     def all_have_left(self) -> bool:
@@ -39,9 +39,9 @@ class Turnover:
         return self.left == self.everyone
 
 
-def sort_out(
+def classify_workers(
     workers: Sequence[str],
-    orders: Orders,
+    orders: WorkerDirectives,
     *,
     done: Set[int],
     errors: Mapping[int, Exception],
@@ -60,14 +60,14 @@ def sort_out(
     dismissed = {rank for rank, each in enumerate(workers) if each in orders.dismissed}
     if not orders.is_over:  # who returns all the same was let go before the rendezvous had it in its list
         dismissed |= done - errors.keys()
-    lost: dict[int, Exception] = {
+    failed: dict[int, Exception] = {
         **{rank: error for rank, error in errors.items() if rank not in dismissed},
-        **{rank: RuntimeError(orders.lost[each]) for rank, each in enumerate(workers) if each in orders.lost},
+        **{rank: RuntimeError(orders.failed[each]) for rank, each in enumerate(workers) if each in orders.failed},
     }
     return Turnover(
         everyone=frozenset(range(len(workers))),
-        through=frozenset(done - dismissed - lost.keys()),
+        through=frozenset(done - dismissed - failed.keys()),
         dismissed=frozenset(dismissed),
         left=frozenset(rank for rank in dismissed if rank in done or is_overdue(workers[rank])),
-        lost=lost,
+        failed=failed,
     )

@@ -79,7 +79,7 @@ class _Newcomer:
     """Whether that is the start of its training function, the last of them."""
 
 
-def give_back(rooms: str) -> None:
+def release_placement_groups(rooms: str) -> None:
     """Removes what is left of placement groups whose names begin so: those of a controller that was ended live on until
     the driver's process ends."""
     for each in placement_group_table().values():

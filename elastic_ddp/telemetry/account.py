@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from elastic_ddp.telemetry.stopwatch import Stopwatch, split_lost
 
 _TYPICAL_OF = 20
-RUN_ENDED, RUN_FAILED, PEER_LOST = "the run ended", "the run failed", "a worker was lost"
+RUN_ENDED, RUN_FAILED, PEER_FAILED = "the run ended", "the run failed", "a worker was lost"
 CHANGED, HANDED_ON = "workers were to join or leave", "those who go handed the state on"
 UNMADE = "the loop ended with a step that was lost, and begins again"
 """What a generation was ended by, in its own words."""
@@ -79,7 +79,7 @@ class Account:
         finally:
             self._watch.mark()
 
-    def lost(self, *, in_step: bool) -> None:
+    def record_failure(self, *, in_step: bool) -> None:
         """A peer was lost since the last mark: that time was for nothing. In a step, what is longer than a typical one
         went into noticing it; where there is no typical one, what came after the last that the worker got done."""
         lost_s = self._watch.since_mark()

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_ddp.telemetry.account import CHANGED, HANDED_ON, PEER_LOST
+from elastic_ddp.telemetry.account import CHANGED, HANDED_ON, PEER_FAILED
 from elastic_ddp.telemetry.stopwatch import PHASES
 
 Event = Mapping[str, Any]
@@ -131,7 +131,7 @@ class _Generation:
             case "first_step":
                 self.first_step_s = event.get("seconds")
             case "generation_ended":
-                self.ended_by, self.was_left = event.get("reason", PEER_LOST), True
+                self.ended_by, self.was_left = event.get("reason", PEER_FAILED), True
             case "generation_account":
                 self.was_left = True
             case "worker_lost" if self.lost_at is None:

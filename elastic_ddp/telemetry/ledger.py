@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from elastic_ddp.errors import StorageError
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
 _SEGMENT_BYTES = 64 * 1024

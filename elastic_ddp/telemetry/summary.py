@@ -9,11 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ddp.errors import WorkersLostError
-from elastic_ddp.telemetry.account import PEER_LOST
+from elastic_ddp.errors import WorkersFailedError
+from elastic_ddp.telemetry.account import PEER_FAILED
 from elastic_ddp.telemetry.goodput import PARTS, STALLS, Event, goodput, stalls
 
-WORKER_LOST = "worker lost"
+WORKER_FAILED = "worker lost"
 """What a generation is formed for that replaces one which broke."""
 
 _STYLES = {
@@ -87,7 +87,7 @@ def summarize(
         "samples_per_second": round(samples / wall_seconds, 3) if samples and wall_seconds else None,
         "goodput": seconds,
         "sessions": len({event["session"] for event in events}),
-        "restarts": sum(row["reason"] == WORKER_LOST for row in generations),
+        "restarts": sum(row["reason"] == WORKER_FAILED for row in generations),
         "workers_lost": len({event.get("member") for event in events if event["event"] == "worker_lost"} - {None}),
         "workers_drained": sum(event["event"] == "worker_left" and event.get("kind") == "drain" for event in events),
         "commits": len({event["step"] for event in events if event["event"] == "commit"}),
@@ -257,7 +257,7 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
                 about["ended_by"] = event.get("reason")
             elif event["event"] == "finished" and event.get("status") == "stopped":
                 current["ended_by"] = "the run was stopped"  # its workers know only that their loop ended
-            elif event["event"] == "failed" and event.get("kind") not in (None, WorkersLostError.__name__):
+            elif event["event"] == "failed" and event.get("kind") not in (None, WorkersFailedError.__name__):
                 current["ended_by"] = "an error"  # the others may have seen no more than that a peer was gone
             elif event["event"] in ("finished", "failed") and current["ended_by"] is None:
                 current["ended_by"] = event.get("status", "failed")
@@ -272,7 +272,7 @@ def _close(row: dict[str, Any], following: Mapping[str, Any]) -> None:
     """Says of a generation that could not speak for itself what the one after it tells."""
     if row["ended_by"] is None:
         row["last_step"] = max(row["last_step"], following["first_step"])
-        row["ended_by"] = "the driver was lost" if row["session"] != following["session"] else PEER_LOST
+        row["ended_by"] = "the driver was lost" if row["session"] != following["session"] else PEER_FAILED
 
 
 def _steps(summary: Mapping[str, Any]) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 import elastic_ddp as ed
-from elastic_ddp.parallel import handover
+from elastic_ddp.distributed import state_transfer
 from tests.chaos import hosts
 from tests.integration import jobs
 from tests.integration.clusters import parent_of
@@ -102,7 +102,7 @@ def make_train(
 
     def train(run: ed.Run) -> None:
         _install(run, faults, Path(markers))
-        run._loop.participation.activity.enter("build")
+        run._loop.membership.activity.enter("build")
         if write_s:
             _slow_down(run, write_s)
         jobs.make_train(in_a_step, waits_for_saves=not write_s)(run)
@@ -140,10 +140,10 @@ def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
 
     def wait(run: ed.Run, at: int) -> None:
         while run.rank == 0 and not until(run, at):
-            link, generation = run._loop.link, run._loop.participation.generation
-            if link.reconfigure_requested or link.stop_requested or generation is None:
+            client, generation = run._loop.client, run._loop.membership.generation
+            if client.reconfigure_requested or client.stop_requested or generation is None:
                 return
-            if link._signals.broken == generation.number:
+            if client._signals.broken == generation.number:
                 return
             time.sleep(0.01)
 
@@ -151,19 +151,19 @@ def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
 
 
 def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
-    enter = run._loop.participation.activity.enter
-    rank, generation = run._loop.link.member.rank_in_group, 0
+    enter = run._loop.membership.activity.enter
+    rank, generation = run._loop.client.member.rank_in_group, 0
 
     def enter_and_fail(place: str, *worked_s: Callable[[], float]) -> None:
         enter(place, *worked_s)
         fail_in(place)
 
     def fail_in(place: str) -> None:
-        if place == "backward" and run._loop.commits.is_saving:
+        if place == "backward" and run._loop.checkpointer.is_saving:
             fail_in("saving")
         nonlocal rank, generation
-        if run._loop.participation.generation is not None:
-            rank, generation = run.rank, run._loop.participation.generation.number
+        if run._loop.membership.generation is not None:
+            rank, generation = run.rank, run._loop.membership.generation.number
         for number, fault in enumerate(faults):
             is_here = (fault.rank, fault.place) == (rank, place)
             if not is_here or run.position.step < fault.step or marker_of(markers, number).exists():
@@ -174,12 +174,12 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
                     continue
             if linger(faults, markers):
                 continue
-            here = Happened(os.getpid(), run._loop.link.member.id, rank, run.position.step, generation)
+            here = Happened(os.getpid(), run._loop.client.member.id, rank, run.position.step, generation)
             if _claim(marker_of(markers, number), here):
                 _fail(fault, run)
 
-    run._loop.participation.activity.enter = enter_and_fail  # type: ignore[method-assign]
-    pieces = handover._pieces
+    run._loop.membership.activity.enter = enter_and_fail  # type: ignore[method-assign]
+    pieces = state_transfer._pieces
 
     def pieces_and_fail(tensors: Any) -> Iterator[Any]:
         for number, piece in enumerate(pieces(tensors)):
@@ -187,11 +187,11 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
                 fail_in("transfer")
             yield piece
 
-    handover._pieces = pieces_and_fail
+    state_transfer._pieces = pieces_and_fail
 
 
 def _slow_down(run: ed.Run, write_s: float) -> None:
-    storage = run._loop.commits._storage._storage
+    storage = run._loop.checkpointer._storage._storage
     write = storage.write
 
     def write_slowly(key: str, data: bytes | memoryview) -> None:

@@ -17,9 +17,9 @@ import ray
 from ray.util import placement_group_table
 
 import elastic_ddp as ed
-from elastic_ddp.control import RunHandle, live_runs
+from elastic_ddp.driver.run_handle import RunHandle, live_runs
 from elastic_ddp.errors import ElasticDDPError
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 from tests.chaos.faults import Fault, Happened, happened, make_train, marker_of
 from tests.integration import jobs
@@ -129,7 +129,7 @@ class Trial:
         ledger = read_ledger(Storage(self.config["storage"]).at(self.name))
         return [event for event in ledger if not kinds or event["event"] in kinds]
 
-    def lost(self) -> set[str]:
+    def failure(self) -> set[str]:
         """Members that were taken for dead."""
         return {event["member"] for event in self.events("worker_lost", "newcomer_lost") if event.get("member")}
 
@@ -152,8 +152,8 @@ class Trial:
         steps_of_drivers = {fault.step for fault in self.faults if fault.how == "driver"}
         pairs = zip(self.faults, facts, strict=True)
         unwritten = {each.member for fault, each in pairs if fault.how in DEADLY and fault.step in steps_of_drivers}
-        lost = self.lost() | unwritten
-        assert lost >= victims and len(lost) == num_victims, "nobody else was lost"
+        failure = self.failure() | unwritten
+        assert failure >= victims and len(failure) == num_victims, "nobody else was lost"
         leavers = {each.member for how, each in by_how if how in ("SIGTERM", "drain")}
         assert self.left() >= leavers, "they left in peace"
         hung = {each.member for how, each in by_how if how == "hang"}

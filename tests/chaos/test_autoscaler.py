@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from elastic_ddp.control import RunHandle
+from elastic_ddp.driver.run_handle import RunHandle
 from tests.chaos.autoscaling import autoscaling, connect, draining, nodes_of, num_nodes
 from tests.chaos.faults import Fault
 from tests.chaos.runs import Trial, until

@@ -73,8 +73,8 @@ def test_a_dead_node_that_ray_still_counts_does_not_hold_a_restarted_group_up(
     summary = run.fit().summary
     run.check_results(summary, calm)
     [victim] = run.happened()
-    lost, [_, *again] = run.events("worker_lost"), run.events("rendezvous")
-    [noticed] = [each["time"] for each in lost if each["member"] == victim.member]
+    failure, [_, *again] = run.events("worker_lost"), run.events("rendezvous")
+    [noticed] = [each["time"] for each in failure if each["member"] == victim.member]
     assert again[-1]["world_size"] == 1 and noticed < again[-1]["time"] < noticed + 60.0
 
 

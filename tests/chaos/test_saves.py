@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
-from elastic_ddp.job import COMMITS
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.job import COMMITS
 from tests.chaos.faults import Fault
 from tests.chaos.runs import STEPS, Trial, until
 

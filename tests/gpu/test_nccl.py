@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.errors import PeerLostError
-from elastic_ddp.parallel.process_group import Assignment, ProcessGroup
-from elastic_ddp.parallel.store import StoreConnection
+from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
+from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.errors import PeerFailedError
 from tests.ranks import empty_store
 
 pytestmark = pytest.mark.gpu
@@ -36,12 +36,12 @@ def test_a_group_that_is_cut_while_the_device_is_at_work_is_aborted_and_another_
         dist.all_reduce(value)
         torch.cuda._sleep(CYCLES)
         work = dist.all_reduce(value, async_op=True)
-        cutter = threading.Timer(0.2, group.cut)
+        cutter = threading.Timer(0.2, group.abort)
         cutter.start()
-        with pytest.raises(PeerLostError, match="before the device had reduced"):
-            group.settle()
+        with pytest.raises(PeerFailedError, match="before the device had reduced"):
+            group.synchronize()
         cutter.join()
-        assert group.is_cut
+        assert group.aborted
         del work
         group.close(intact=False)
         assert not dist.is_initialized()
@@ -54,8 +54,8 @@ def test_groups_one_after_the_other_leave_the_device_as_they_found_it() -> None:
         group = form(generation)
         value = torch.ones(1 << 10, device="cuda")
         dist.all_reduce(value)
-        group.settle()
-        group.meet()
+        group.synchronize()
+        group.barrier()
         group.close(intact=True)
         torch.cuda.synchronize()
         held.append(torch.cuda.mem_get_info()[0])

@@ -47,7 +47,7 @@ def status(cluster: Cluster) -> str:
 def command(cluster: Cluster, *arguments: str) -> str:
     """What `elastic-ddp` prints, asked for something on a cluster."""
     environment = {**os.environ, "RAY_ADDRESS": cluster.address, "COLUMNS": "200"}
-    line = [sys.executable, "-m", "elastic_ddp.cli", *arguments]
+    line = [sys.executable, "-m", "elastic_ddp.cli.main", *arguments]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout

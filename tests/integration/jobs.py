@@ -79,16 +79,16 @@ class Counter:
 
 def get_ready(run: ed.Run, at: int) -> None:
     """Steps are so short here that the run would be over before a worker has the first rows of its next place."""
-    while run._loop.link.reconfigure_requested and run._loop.link._signals.broken is None:
-        if run._loop.participation.is_ready_to_change(at + 1):
+    while run._loop.client.reconfigure_requested and run._loop.client._signals.broken is None:
+        if run._loop.membership.is_ready_to_change(at + 1):
             return
         time.sleep(0.01)
 
 
 def finish_saving(run: ed.Run) -> None:
     """Steps are so short here that a save takes many of them, and those that are due meanwhile would be left out."""
-    if (generation := run._loop.participation.generation) is not None:
-        run._loop.commits._wait_in(generation.group)
+    if (generation := run._loop.membership.generation) is not None:
+        run._loop.checkpointer._wait_in(generation.group)
 
 
 def make_train(
@@ -138,7 +138,7 @@ def kill_once(
         if run.rank == rank and at == step and not Path(marker).exists():
             Path(marker).touch()
             os.kill(os.getpid() if pid is None else pid, how)
-            while how == signal.SIGINT and not run._loop.link.stop_requested:
+            while how == signal.SIGINT and not run._loop.client.stop_requested:
                 time.sleep(0.01)
 
     return fault
@@ -150,7 +150,7 @@ def hold(marker: str, *, step: int, world_size: int = 1) -> Callable[..., None]:
 
     def fault(run: ed.Run, at: int) -> None:
         while run.rank == 0 and at >= step and not Path(marker).exists():
-            if run.world_size < world_size and run._loop.link.reconfigure_requested:
+            if run.world_size < world_size and run._loop.client.reconfigure_requested:
                 return
             time.sleep(0.05)
 
@@ -164,7 +164,7 @@ def hold_for_others(marker: str, *, step: int) -> Callable[..., None]:
     def fault(run: ed.Run, at: int) -> None:
         if run.rank == 0 and at == step and not Path(marker).exists():
             Path(marker).touch()
-            while not run._loop.link.reconfigure_requested:
+            while not run._loop.client.reconfigure_requested:
                 time.sleep(0.01)
 
     return fault
@@ -187,9 +187,9 @@ def hold_until_asked(marker: str, *, step: int) -> Callable[..., None]:
     for."""
 
     def fault(run: ed.Run, at: int) -> None:
-        link = run._loop.link
+        client = run._loop.client
         while run.rank == 0 and at >= step and not Path(marker).exists():
-            if link.reconfigure_requested or link.stop_requested or run._loop.commits.is_asked_for:
+            if client.reconfigure_requested or client.stop_requested or run._loop.checkpointer.is_asked_for:
                 return
             time.sleep(0.01)
 

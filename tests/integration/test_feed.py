@@ -15,15 +15,15 @@ import pytest
 import ray
 import torch
 
-from elastic_ddp.config import DataConfig
-from elastic_ddp.data.cutting import MicroBatch
+from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.index import DatasetIndex, build_index
 from elastic_ddp.data.ingest import materialize
+from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.data.source import Arrays, Transform
 from elastic_ddp.errors import DataError
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 
 NUM_MICRO_BATCHES = 4
 MICRO_BATCH_SIZE = 8

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import elastic_ddp as ed
-from elastic_ddp.job import COMMITS
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
+from elastic_ddp.worker.job import COMMITS
 from tests.integration import jobs
-from tests.whole import WholeStore
+from tests.single_rank_store import SingleRankStore
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def fit(
     config = jobs.settings(storage, name, 2, **{"min_workers": 1, "resize_interval_s": 1.0, **changes})
     train = jobs.make_train(fault, str(held_out))
     result = ed.ElasticTrainer(train, str(folder / "data"), config, transform=jobs.jitter).fit()
-    store = WholeStore(Storage(storage).at(name).at(COMMITS), keep=1)
+    store = SingleRankStore(Storage(storage).at(name).at(COMMITS), keep=1)
     newest = store.load_latest()
     assert newest is not None and newest[0].step == result.steps
     [evaluated] = [each for each in read_ledger(Storage(storage).at(name)) if each["event"] == "evaluation"][-1:]

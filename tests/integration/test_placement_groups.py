@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.util import placement_group, placement_group_table
 
-from elastic_ddp.ray_internals.worker_group import give_back
+from elastic_ddp.ray_internals.worker_group import release_placement_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
@@ -14,7 +14,7 @@ def test_rooms_of_a_controller_that_was_ended_are_given_back_and_nobody_elses() 
     groups = {name: placement_group([{"CPU": 1}], name=name) for name in ("run-1-a", "run-1-b", "run-2-a")}
     assert all(group.wait(30) for group in groups.values())
     placement_group([{"CPU": 1}], name="run-1-c")  # for which there is no room
-    give_back("run-1-")
+    release_placement_groups("run-1-")
     states = {each["name"]: each["state"] for each in placement_group_table().values()}
     assert states == {**dict.fromkeys(("run-1-a", "run-1-b", "run-1-c"), "REMOVED"), "run-2-a": "CREATED"}
     assert placement_group([{"CPU": 2}]).wait(30), "there is room again"

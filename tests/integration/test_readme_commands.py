@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ddp.config import CheckpointConfig, DataConfig, DDPConfig, FSDPConfig, RunConfig
+from elastic_ddp.config.run_config import CheckpointConfig, DataConfig, DDPConfig, FSDPConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
 BUDGET_S = 480

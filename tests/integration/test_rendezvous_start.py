@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import ray
 
-from elastic_ddp.elastic import rendezvous as rendezvous_module
-from elastic_ddp.elastic.messages import RendezvousOptions
-from elastic_ddp.elastic.rendezvous import start_rendezvous
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.lease import DriverLease
-from elastic_ddp.storage import Storage
+from elastic_ddp.rendezvous import actor as rendezvous_module
+from elastic_ddp.rendezvous.actor import start_rendezvous
+from elastic_ddp.rendezvous.messages import RendezvousOptions
+from elastic_ddp.storage.lease import DriverLease
+from elastic_ddp.storage.storage import Storage
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
@@ -70,7 +70,7 @@ def test_a_run_on_a_cluster_that_asks_for_a_token_is_found_by_another_process(
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
     if told == "by RAY_ADDRESS":
         environment["RAY_ADDRESS"] = address
-    line = [sys.executable, "-m", "elastic_ddp.cli", "status", uri if told == "by its folder" else name]
+    line = [sys.executable, "-m", "elastic_ddp.cli.main", "status", uri if told == "by its folder" else name]
     with DriverLease(Storage(uri), name, "session", print) as lease:
         lease.acquire()
         lease.renew(ray_address=address)

@@ -22,12 +22,12 @@ import torch
 
 import elastic_ddp as ed
 from elastic_ddp import ray_internals
-from elastic_ddp.errors import ConfigError, DataError, ReplicasDifferError, TrainFunctionError, WorkersLostError
-from elastic_ddp.job import COMMITS
-from elastic_ddp.storage import Storage
+from elastic_ddp.errors import ConfigError, DataError, ReplicasDifferError, TrainFunctionError, WorkersFailedError
+from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
+from elastic_ddp.worker.job import COMMITS
 from tests.integration import jobs
-from tests.whole import WholeStore
+from tests.single_rank_store import SingleRankStore
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +112,7 @@ def test_an_evaluation_is_the_mean_over_the_rows_each_of_them_once(folder: Path,
     table = pq.read_table(folder / "held-out")
     held_out = {"x": torch.from_numpy(np.stack(table["x"].to_numpy())), "y": torch.from_numpy(table["y"].to_numpy())}
     assert len(held_out["y"]) % 48 % 8, "the last batch is short, and not a whole number of micro-batches"
-    newest = WholeStore(Storage(calm.uri).at(COMMITS), keep=1).load_latest()
+    newest = SingleRankStore(Storage(calm.uri).at(COMMITS), keep=1).load_latest()
     assert newest is not None and newest[0].step == calm.steps
     model = jobs.Model()
     model.load_state_dict(newest[1]["model"])
@@ -167,8 +167,8 @@ def test_a_worker_that_is_stopped_is_taken_for_dead_and_replaced(folder: Path, c
     assert_same(result, calm)
     first, second = result.summary["generations"]
     assert second["first_step"] == first["last_step"] == 27
-    lost = next(event for event in read_ledger(Storage(result.uri)) if event["event"] == "worker_lost")
-    assert lost["error"] == "it was silent for 5 s"
+    failure = next(event for event in read_ledger(Storage(result.uri)) if event["event"] == "worker_lost")
+    assert failure["error"] == "it was silent for 5 s"
     assert second["detection_s"] > 3, "the silence, but for a beat and a step"
     assert second["rendezvous_s"] is not None and second["hand_over_s"] is not None
     assert second["first_step_s"] > 0
@@ -261,7 +261,7 @@ def test_nothing_is_committed_of_replicas_that_differ_and_the_same_command_mends
     train = jobs.make_train(fault, str(folder / "held-out"))
     with pytest.raises(ReplicasDifferError, match=r"ranks 0 and 1 hold different values of model\.0\.weight, "):
         fit(folder, "flipped", 2, train=train)
-    newest = WholeStore(Storage(folder / "runs" / "flipped").at(COMMITS), keep=1).latest()
+    newest = SingleRankStore(Storage(folder / "runs" / "flipped").at(COMMITS), keep=1).latest()
     assert marker.exists() and newest is not None and newest.step == 20
     assert_same(fit(folder, "flipped", 2, train=train), calm)
 
@@ -315,8 +315,8 @@ def test_a_worker_that_is_stopped_has_its_group_restarted_where_it_is_not_resize
     assert_same(result, calm)
     assert [each["first_step"] for each in result.summary["generations"]] == [0, 20]
     events = read_ledger(Storage(result.uri))
-    lost = next(event for event in events if event["event"] == "worker_lost")
-    assert lost["error"] == "it was silent for 5 s"
+    failure = next(event for event in events if event["event"] == "worker_lost")
+    assert failure["error"] == "it was silent for 5 s"
     first, _ = (event["members"] for event in events if event["event"] == "rendezvous")
     assert not any(Path("/proc", str(each["pid"])).exists() for each in first), "nothing is left of the group"
 
@@ -468,7 +468,7 @@ def test_workers_that_are_lost_too_often_end_the_run(folder: Path, cluster: None
         if step == 2:
             os._exit(1)
 
-    with pytest.raises(WorkersLostError, match="max_restarts=1 allows"):
+    with pytest.raises(WorkersFailedError, match="max_restarts=1 allows"):
         fit(folder, "lost", 1, train=jobs.make_train(fault), max_restarts=1)
 
 

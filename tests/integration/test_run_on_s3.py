@@ -11,7 +11,7 @@ import pyarrow.fs
 import pytest
 import s3fs
 
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 from tests.integration import jobs
 

@@ -11,7 +11,7 @@ import boto3
 import fsspec
 import pytest
 
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 from tests.s3 import ceph
 from tests.s3.ceph import Ceph, Keys
 from tests.s3.proxy import Proxy

@@ -14,14 +14,14 @@ from tests.s3.ceph import Ceph, Keys
 from tests.s3.conftest import Bucket, made
 from tests.s3.proxy import SLOW_DOWN, Fault, Plan, Proxy, Refusal, Request
 from tests.saving import PART_BYTES, is_whole, large_state, save_on_ranks
+from tests.single_rank_store import SingleRankStore
 from tests.unit.test_checkpoint import keys_of, restored_step, step_of
-from tests.whole import WholeStore
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.checkpoint.patience.FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("elastic_ddp.s3._CREATE_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_ddp.storage.s3._CREATE_PAUSE_S", 0.01)
 
 
 def at(number: int, what: Fault | Refusal) -> Plan:
@@ -105,7 +105,7 @@ def test_a_bucket_that_is_missing_is_named_at_once_and_is_no_empty_folder(bucket
     for needed in (missing.uri, "NoSuchBucket, 404", "create the bucket"):
         assert needed in str(outcome)
     with pytest.raises(StorageError, match="create the bucket"):
-        WholeStore(missing, keep=1).latest()
+        SingleRankStore(missing, keep=1).latest()
     for read in (
         lambda: missing.read("a"),
         lambda: missing.size("a"),
@@ -141,7 +141,7 @@ def test_a_commit_stands_whose_answer_was_lost_and_was_not_to_be_had(bucket: Buc
 def test_a_large_object_goes_through_what_passes(
     bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, which: str, what: Fault | Refusal
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.remote_folder.PART_BYTES", PART_BYTES)
+    monkeypatch.setattr("elastic_ddp.storage.remote.PART_BYTES", PART_BYTES)
 
     def is_meant(request: Request) -> bool:
         if which == "POST complete":
@@ -152,7 +152,7 @@ def test_a_large_object_goes_through_what_passes(
     proxy.plan = first(1, what, is_meant)
     outcome = save_on_ranks([storage], 1, retry_s=60.0, state=state)
     assert isinstance(outcome, Commit) and len(proxy.met) == 1, outcome
-    WholeStore(bucket.storage(), keep=1).verify(outcome)
+    SingleRankStore(bucket.storage(), keep=1).verify(outcome)
     assert bucket.storage().list() == sorted(keys_of(outcome))
 
 
@@ -182,7 +182,7 @@ def test_a_large_object_may_be_the_first_request_of_a_process(bucket: Bucket) ->
 def test_a_large_object_whose_part_is_refused_says_so_and_leaves_nothing(
     bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.remote_folder.PART_BYTES", PART_BYTES)
+    monkeypatch.setattr("elastic_ddp.storage.remote.PART_BYTES", PART_BYTES)
     storage, state = bucket.storage(endpoint=proxy.endpoint, is_patient=True), large_state(1, 2)
     for which, what, said in (
         ("partNumber=2", Refusal(403, "ExpiredToken"), "ExpiredToken, 403"),
@@ -204,7 +204,7 @@ def test_a_restore_that_fails_at_any_request_takes_no_commit_for_a_bad_one(
     storage = bucket.storage(endpoint=proxy.endpoint)
     for number in itertools.count():
         proxy.plan = at(number, what)
-        store = WholeStore(storage, keep=2)
+        store = SingleRankStore(storage, keep=2)
         try:
             restored = store.load_latest()
         except StorageError:
@@ -233,7 +233,7 @@ def test_whatever_happens_on_the_way_nothing_is_lost(bucket: Bucket, proxy: Prox
         assert found == step if isinstance(outcome, Commit) else found in (before, step)
         before = found
 
-        reader = WholeStore(storage, keep=2)
+        reader = SingleRankStore(storage, keep=2)
         try:
             restored = reader.load_latest()
         except StorageError:
@@ -279,7 +279,7 @@ def test_a_server_that_does_not_know_the_user_is_a_clear_error(real_bucket: Buck
     assert isinstance(outcome, StorageError)
     assert f"{code}, 403" in str(outcome) and "renew or correct the credentials" in str(outcome)
     with pytest.raises(StorageError, match=code):
-        WholeStore(stranger, keep=1).latest()
+        SingleRankStore(stranger, keep=1).latest()
     is_whole(real_bucket.storage(), 1)
 
 

@@ -10,14 +10,14 @@ from unittest.mock import patch
 import torch
 from hypothesis import strategies as st
 
-from elastic_ddp import host_memory
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint.manifest import Skeleton
 from elastic_ddp.checkpoint.planning import BlockPlanner, share_of
-from elastic_ddp.checkpoint.reading import pieces_of, read_pieces, state_to_fill
-from elastic_ddp.checkpoint.writing import BlockWriter, Part, put_together
-from elastic_ddp.storage import Storage
-from tests.unit.forging import kinds_in
+from elastic_ddp.checkpoint.reader import pieces_of, read_pieces, state_to_fill
+from elastic_ddp.checkpoint.writer import BlockWriter, Part, put_together
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors import host_memory
+from tests.unit.crafted_commits import kinds_in
 
 ATTEMPT = "0" * 32
 PREFIX = f"step=7/attempt={ATTEMPT}"

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ddp.config import RunConfig
-from elastic_ddp.elastic import rendezvous as rendezvous_module
-from elastic_ddp.elastic.messages import RendezvousOptions
-from elastic_ddp.elastic.rendezvous import Rendezvous
-from elastic_ddp.job import Job
-from elastic_ddp.loop import Loop
-from elastic_ddp.parallel.store import StoreConnection
-from elastic_ddp.run import Run
-from elastic_ddp.storage import Storage
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.distributed.store import StoreConnection
+from elastic_ddp.rendezvous import actor as rendezvous_module
+from elastic_ddp.rendezvous.actor import Rendezvous
+from elastic_ddp.rendezvous.messages import RendezvousOptions
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.job import Job
+from elastic_ddp.worker.loop import Loop
+from elastic_ddp.worker.run import Run
 from tests.ranks import empty_store
-from tests.unit.alone import CPU, FakeFeed, FakeIndex, FakeLink, NewRun
 from tests.unit.faulty import QUICK, Died
-from tests.unit.here import RAY_HERE, RendezvousHere
-from tests.unit.scene import LIMIT_S, OPTIONS, Play
+from tests.unit.inprocess_rendezvous import RAY_HERE, InProcessRendezvous
+from tests.unit.rendezvous_harness import LIMIT_S, OPTIONS, Play
+from tests.unit.single_worker import CPU, FakeClient, FakeFeed, FakeIndex, NewRun
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def new_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _connection: StoreConnection, _a_small_heap: None
 ) -> Iterator[NewRun]:
     """Makes runs on one worker, with a real process group. One in the folder of another finds its commits."""
-    monkeypatch.setattr("elastic_ddp.generation.MicroBatchFeed", FakeFeed)
-    monkeypatch.setattr("elastic_ddp.participation.StoreConnection", lambda: _connection)
+    monkeypatch.setattr("elastic_ddp.worker.generation.MicroBatchFeed", FakeFeed)
+    monkeypatch.setattr("elastic_ddp.worker.membership.StoreConnection", lambda: _connection)
     runs: list[Run] = []
 
     def make(num_rows: int = 80, folder: str = "run", **changes: Any) -> Run:
@@ -63,9 +63,9 @@ def new_run(
             transform=None,
             storage=Storage(tmp_path).at(folder),
         )
-        link: Any = FakeLink(empty_store().port)
+        client: Any = FakeClient(empty_store().port)
         torch.manual_seed(0)
-        runs.append(Run(Loop(job, link, CPU)))
+        runs.append(Run(Loop(job, client, CPU)))
         return runs[-1]
 
     yield make
@@ -94,16 +94,16 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 @pytest.fixture
-def rendezvous_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RendezvousHere]]:
+def rendezvous_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., InProcessRendezvous]]:
     """Starts rendezvous in this process, for links and drivers in it."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(rendezvous_module, "POLL_S", 0.05)
-    monkeypatch.setattr("elastic_ddp.elastic.link.ray", RAY_HERE)
-    monkeypatch.setattr("elastic_ddp.session.ray", RAY_HERE)
-    started: list[RendezvousHere] = []
+    monkeypatch.setattr("elastic_ddp.rendezvous.client.ray", RAY_HERE)
+    monkeypatch.setattr("elastic_ddp.driver.session.ray", RAY_HERE)
+    started: list[InProcessRendezvous] = []
 
-    def start(options: RendezvousOptions = OPTIONS) -> RendezvousHere:
-        started.append(RendezvousHere(options))
+    def start(options: RendezvousOptions = OPTIONS) -> InProcessRendezvous:
+        started.append(InProcessRendezvous(options))
         return started[-1]
 
     yield start

@@ -13,10 +13,10 @@ from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_ddp.checkpoint import saving, writing
+from elastic_ddp.checkpoint import saver, writer
 from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.errors import StorageError
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 from tests.saving import FileMailbox, Ranks
 
 
@@ -117,16 +117,16 @@ def new_folder() -> str:
 def ranks_of_many_blocks(storage: Callable[[int], Storage], world_size: int, *, keep: int = 2) -> Ranks:
     """Each of them writes several objects. With the fixture `quick_ranks`."""
     ranks = Ranks(storage, world_size, keep=keep)
-    for saver in ranks.savers:
-        saver._writer._blocks._object_bytes = 200
+    for rank_saver in ranks.savers:
+        rank_saver._writer._blocks._object_bytes = 200
     return ranks
 
 
 QUICK: list[tuple[Any, str, Any]] = [
-    (saving, "POLL_S", 0.001),
-    (saving, "BEAT_S", 0.02),
-    (saving, "SILENCE_OF_THE_LOST_S", 0.2),
-    (writing, "BlockPlanner", partial(BlockPlanner, 128)),
+    (saver, "POLL_S", 0.001),
+    (saver, "BEAT_S", 0.02),
+    (saver, "SILENCE_OF_THE_LOST_S", 0.2),
+    (writer, "BlockPlanner", partial(BlockPlanner, 128)),
 ]
 """Where what is how: ranks that save look often for word of others, and states have many blocks."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from elastic_ddp.state import weights_sha256
+from elastic_ddp.tensors.state_tree import weights_sha256
 
 
 def make_state(step: int) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from elastic_ddp.elastic.hang import Activity
+from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.telemetry.account import Account
 from elastic_ddp.telemetry.stopwatch import Stopwatch
-from tests.unit.alone import LOST_PEER, NewRun, link_of, prepared
+from tests.unit.single_worker import PEER_FAILURE, NewRun, link_of, prepared
 
 
 class Worker:
@@ -33,7 +33,7 @@ class Worker:
         self.now += seconds
 
     @property
-    def for_nothing(self) -> tuple[float, float]:
+    def dummy_batch(self) -> tuple[float, float]:
         """Redone, and spent on noticing that."""
         seconds = self.account.seconds()
         return seconds["redone"], seconds["detection"]
@@ -42,7 +42,7 @@ class Worker:
 def lose_in_the_first_step(worker: Worker) -> None:
     worker.work(2.0)
     worker.wait(30.0)
-    worker.account.lost(in_step=True)
+    worker.account.record_failure(in_step=True)
 
 
 def lose_in_the_second_step(worker: Worker) -> None:
@@ -57,8 +57,8 @@ def lose_where_the_first_metrics_are_gathered(worker: Worker) -> None:
     worker.wait(2.0)
     with pytest.raises(RuntimeError), worker.activity.within("collective"):
         worker.wait(30.0)
-        raise RuntimeError(LOST_PEER)
-    worker.account.lost(in_step=True)
+        raise RuntimeError(PEER_FAILURE)
+    worker.account.record_failure(in_step=True)
 
 
 def lose_in_an_evaluation(worker: Worker) -> None:
@@ -69,7 +69,7 @@ def lose_in_an_evaluation(worker: Worker) -> None:
     worker.work(1.0)
     worker.work(1.0)
     worker.wait(30.0)
-    worker.account.lost(in_step=False)
+    worker.account.record_failure(in_step=False)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def lose_in_an_evaluation(worker: Worker) -> None:
 def test_silence_is_no_work_where_nobody_knows_how_long_that_takes(lose: Callable[[Worker], None]) -> None:
     worker = Worker()
     lose(worker)
-    assert worker.for_nothing == (2.0, 30.0)
+    assert worker.dummy_batch == (2.0, 30.0)
 
 
 def test_a_typical_step_tells_how_much_of_a_long_wait_was_work() -> None:
@@ -95,14 +95,14 @@ def test_a_typical_step_tells_how_much_of_a_long_wait_was_work() -> None:
         worker.account.step_done()
     worker.work(1.0)
     worker.wait(30.0)
-    worker.account.lost(in_step=True)
-    assert worker.for_nothing == (4.0, 27.0)
+    worker.account.record_failure(in_step=True)
+    assert worker.dummy_batch == (4.0, 27.0)
 
 
 def test_a_worker_whose_first_step_waits_for_a_silent_peer_says_so(new_run: NewRun) -> None:
     run, now = new_run(), 1000.0
-    run._loop.participation.account._watch = Stopwatch(lambda: now)
-    run._loop.participation.activity._clock = lambda: now
+    run._loop.membership.account._watch = Stopwatch(lambda: now)
+    run._loop.membership.activity._clock = lambda: now
     model = prepared(run)
     for step in run.steps():
         with step:
@@ -111,7 +111,7 @@ def test_a_worker_whose_first_step_waits_for_a_silent_peer_says_so(new_run: NewR
                 step.backward(model(batch["x"]).square().mean())
             if len(link_of(run).joins) == 1:
                 now += 30.0
-                raise dist.DistNetworkError(LOST_PEER)
+                raise dist.DistNetworkError(PEER_FAILURE)
             step.optimize()
     told = next(said["account"] for said in link_of(run).said if said["event"] == "generation_ended")
     assert (told["useful"], told["redone"], told["detection"]) == (0.0, 4.0, 30.0)

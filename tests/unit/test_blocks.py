@@ -18,16 +18,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from elastic_ddp.checkpoint import writing
+from elastic_ddp.checkpoint import writer
 from elastic_ddp.checkpoint.manifest import StoredTensor, num_values
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, BlockPlanner, blocks_of, share_of
-from elastic_ddp.checkpoint.writing import SLAB_BYTES, BlockWriter, Part, StateWriter, in_slabs, put_together
+from elastic_ddp.checkpoint.writer import SLAB_BYTES, BlockWriter, Part, StateWriter, in_slabs, put_together
 from elastic_ddp.errors import CheckpointError
-from elastic_ddp.state import flatten, unflatten
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors.state_tree import flatten, unflatten
+from tests.single_rank_store import SingleRankStore
 from tests.unit.blocks import PREFIX, SHAPES, commit_of, read, same, some_tensors, write
-from tests.unit.forging import kinds_in
-from tests.whole import WholeStore
+from tests.unit.crafted_commits import kinds_in
 
 
 @given(SHAPES, st.sampled_from([1, 2, 8]), st.integers(1, 300))
@@ -284,15 +284,15 @@ def test_a_state_whose_manifest_would_be_too_large_is_refused_before_anything_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     state = {"model": {**some_tensors(), "a,[{name": torch.ones(3), "large": torch.zeros(5 << 20)}}
-    commit = WholeStore(Storage(tmp_path / "one"), keep=1).save(state, step=7, record={})
-    empty = WholeStore(Storage(tmp_path / "none"), keep=1).save({"model": {}}, step=7, record={})
+    commit = SingleRankStore(Storage(tmp_path / "one"), keep=1).save(state, step=7, record={})
+    empty = SingleRankStore(Storage(tmp_path / "none"), keep=1).save({"model": {}}, step=7, record={})
     count, nothing = (num_values(each.to_bytes()) for each in (commit, empty))
     of_objects = len(commit.objects) * 3
     blocks = sum(len(each.blocks) for each in commit.tensors.values())
     assert blocks == len(commit.tensors) + 1
-    monkeypatch.setattr(writing, "MAX_MANIFEST_VALUES", count - nothing)
+    monkeypatch.setattr(writer, "MAX_MANIFEST_VALUES", count - nothing)
     StateWriter().stage(state, rank=0, world_size=world_size)
-    monkeypatch.setattr(writing, "MAX_MANIFEST_VALUES", count - nothing - of_objects)  # these are not known beforehand
+    monkeypatch.setattr(writer, "MAX_MANIFEST_VALUES", count - nothing - of_objects)  # these are not known beforehand
     for refuse in (
         lambda: StateWriter().prepare(state),
         lambda: StateWriter().stage(state, rank=world_size - 1, world_size=world_size),
@@ -303,7 +303,7 @@ def test_a_state_whose_manifest_would_be_too_large_is_refused_before_anything_is
         ):
             refuse()
     monkeypatch.undo()
-    monkeypatch.setattr(writing, "MAX_MANIFEST_BYTES", 1000)
+    monkeypatch.setattr(writer, "MAX_MANIFEST_BYTES", 1000)
     with pytest.raises(CheckpointError, match="it may have at most 1000 and 4194304"):
         StateWriter().prepare(state)
 

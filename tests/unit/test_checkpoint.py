@@ -13,9 +13,9 @@ import torch
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint.manifest import committed_steps, set_aside
 from elastic_ddp.errors import CheckpointError, StorageError
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
+from tests.single_rank_store import SingleRankStore
 from tests.unit.states import make_state, step_of
-from tests.whole import WholeStore
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -26,12 +26,12 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def save(storage: Storage, *steps: int, keep: int = 3) -> list[Commit]:
-    store = WholeStore(storage, keep=keep)
+    store = SingleRankStore(storage, keep=keep)
     return [store.save(make_state(step), step=step, record={"step": step}) for step in steps]
 
 
 def restored_step(storage: Storage) -> int | None:
-    found = WholeStore(storage, keep=1).load_latest()
+    found = SingleRankStore(storage, keep=1).load_latest()
     if found is None:
         return None
     commit, state = found
@@ -40,16 +40,16 @@ def restored_step(storage: Storage) -> int | None:
 
 
 def test_a_run_without_commits_has_no_latest(storage: Storage) -> None:
-    store = WholeStore(storage, keep=1)
+    store = SingleRankStore(storage, keep=1)
     assert store.latest() is None and store.load_latest() is None and store.rejected == []
 
 
 def test_the_newest_commit_comes_back_with_its_record(storage: Storage) -> None:
     record = {"epoch": 2, "samples_sha256": "ab", "nested": {"a": [1]}, "loss": 0.1, "none": None}
-    store = WholeStore(storage, keep=2)
+    store = SingleRankStore(storage, keep=2)
     store.save(make_state(9), step=9, record={})
     saved = store.save(make_state(10), step=10, record=record)
-    other = WholeStore(storage, keep=2)
+    other = SingleRankStore(storage, keep=2)
     assert other.latest() == saved and saved.record == record and saved.step == 10
     assert step_of(other.load(saved)) == 10
     assert other.rejected == []
@@ -57,14 +57,14 @@ def test_the_newest_commit_comes_back_with_its_record(storage: Storage) -> None:
 
 @pytest.mark.parametrize("keys", [(9, 10), ("\U0001f600", "\uffff")], ids=["numbers", "beyond the BMP"])
 def test_a_record_may_have_keys_that_are_in_another_order_as_text(storage: Storage, keys: tuple[Any, Any]) -> None:
-    WholeStore(storage, keep=1).save(make_state(1), step=1, record={"x": dict.fromkeys(keys, 1)})
-    found = WholeStore(storage, keep=1).latest()
+    SingleRankStore(storage, keep=1).save(make_state(1), step=1, record={"x": dict.fromkeys(keys, 1)})
+    found = SingleRankStore(storage, keep=1).latest()
     assert found is not None and found.record["x"] == {str(key): 1 for key in keys}
 
 
 def test_a_changed_copy_of_a_commit_has_a_manifest_of_its_own(storage: Storage) -> None:
-    WholeStore(storage, keep=1).save(make_state(1), step=1, record={"epoch": 1})
-    found = WholeStore(storage, keep=1).latest()
+    SingleRankStore(storage, keep=1).save(make_state(1), step=1, record={"epoch": 1})
+    found = SingleRankStore(storage, keep=1).latest()
     assert found is not None and found.manifest == storage.read(found.key)
     changed = found.model_copy(update={"record": {"epoch": 2}})
     assert Commit.from_bytes(changed.key, changed.manifest).record == {"epoch": 2}
@@ -106,14 +106,14 @@ def test_what_a_dead_saver_left_goes_with_the_next_commit_and_later_steps_stay(s
 def test_a_step_is_committed_once(storage: Storage) -> None:
     [first] = save(storage, 4)
     before = storage.list()
-    store = WholeStore(storage, keep=3)
+    store = SingleRankStore(storage, keep=3)
     assert store.save(make_state(4), step=4, record={"another": "attempt"}) == first
     assert storage.list() == before
 
 
 def test_a_saver_that_comes_second_removes_its_attempt_and_takes_the_first_commit(storage: Storage) -> None:
     # Both saw no commit before they wrote; the other one's manifest comes just before ours.
-    store = WholeStore(storage, keep=3)
+    store = SingleRankStore(storage, keep=3)
     rival: list[Commit] = []
     publish = store._publish
 
@@ -130,7 +130,7 @@ def test_a_saver_that_comes_second_and_cannot_remove_its_attempt_has_the_first_c
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = Storage(tmp_path)
-    store = WholeStore(storage, keep=3)
+    store = SingleRankStore(storage, keep=3)
     publish = store._publish
     rival: list[Commit] = []
 
@@ -158,7 +158,7 @@ def test_a_saver_that_may_not_commit_any_more_leaves_nothing(storage: Storage) -
         raise CheckpointError("its generation is over")
 
     with pytest.raises(CheckpointError, match="its generation is over"):
-        WholeStore(storage, keep=3).save(make_state(2), step=2, record={"step": 2}, fence=refuse)
+        SingleRankStore(storage, keep=3).save(make_state(2), step=2, record={"step": 2}, fence=refuse)
     assert storage.list() == before
     assert restored_step(storage) == 1
 
@@ -168,7 +168,7 @@ def test_a_bad_commit_is_made_again_when_its_step_comes_again(storage: Storage) 
     [bad] = save(storage, 4)
     corrupt(storage, bad.objects[0].key, "flip")
     assert restored_step(storage) == 3
-    store = WholeStore(storage, keep=3)
+    store = SingleRankStore(storage, keep=3)
     again = store.save(make_state(4), step=4, record={"step": 4})
     assert again.attempt != bad.attempt and restored_step(storage) == 4
     assert store.rejected[0][0] == "commits/4.json"
@@ -176,7 +176,7 @@ def test_a_bad_commit_is_made_again_when_its_step_comes_again(storage: Storage) 
 
 
 def test_every_manifest_that_cannot_be_read_is_kept(storage: Storage) -> None:
-    store = WholeStore(storage, keep=3)
+    store = SingleRankStore(storage, keep=3)
     for text in (b"torn", b"torn", b"also torn"):
         storage.write("commits/4.json", text)
         store.set_aside("commits/4.json", None)
@@ -222,7 +222,7 @@ def test_a_damaged_commit_falls_back_to_the_one_before(
     [_, newest] = [*save(storage, 1), *save(storage, 3)]
     key = {"manifest": newest.key, "skeleton": newest.state.key, "tensors": newest.objects[0].key}[which]
     corrupt(storage, key, how)
-    store = WholeStore(storage, keep=3)
+    store = SingleRankStore(storage, keep=3)
     with caplog.at_level(logging.WARNING):
         found = store.load_latest()
     if which == "manifest" and how == "long":
@@ -260,7 +260,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
 def test_when_nothing_verifies_there_is_nothing_to_resume_and_it_says_why(storage: Storage) -> None:
     for commit in save(storage, 1, 2):
         corrupt(storage, commit.objects[0].key, "flip")
-    store = WholeStore(storage, keep=3)
+    store = SingleRankStore(storage, keep=3)
     assert store.load_latest() is None
     assert [key for key, _ in store.rejected] == ["commits/2.json", "commits/1.json"]
 
@@ -275,9 +275,9 @@ class _Outage(Storage):
 
 
 def test_an_outage_is_raised_and_never_taken_for_a_bad_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.checkpoint.verdicts.AGAIN_S", 0.0)
+    monkeypatch.setattr("elastic_ddp.checkpoint.confirmed_read.AGAIN_S", 0.0)
     save(Storage(tmp_path), 1, 2)
-    store = WholeStore(_Outage(tmp_path), keep=2)
+    store = SingleRankStore(_Outage(tmp_path), keep=2)
     with pytest.raises(StorageError, match="connection reset"):
         store.load_latest()
     assert store.rejected == []
@@ -298,12 +298,12 @@ class _BusySaver(Storage):
 
 def test_a_reader_follows_a_saver_that_overtakes_it(tmp_path: Path) -> None:
     save(Storage(tmp_path), 1, 2)
-    found = WholeStore(_BusySaver(tmp_path), keep=1).load_latest()
+    found = SingleRankStore(_BusySaver(tmp_path), keep=1).load_latest()
     assert found is not None and found[0].step == 4
 
 
 def test_what_cannot_be_kept_is_refused_before_anything_is_written(storage: Storage) -> None:
-    store = WholeStore(storage, keep=1)
+    store = SingleRankStore(storage, keep=1)
     for state, record, message in (
         ({"user": {"rng": torch.Generator()}}, {}, r"user\.rng: a Generator cannot be saved without pickle"),
         ({"../model": {}}, {}, "name of a component"),
@@ -314,7 +314,7 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(storage: Stor
             store.save(state, step=1, record=record)
     assert storage.list() == []
     with pytest.raises(ValueError, match="keep=0"):
-        WholeStore(storage, keep=0)
+        SingleRankStore(storage, keep=0)
 
 
 def _manifest(**changes: Any) -> bytes:
@@ -392,7 +392,7 @@ def test_a_commit_with_an_object_that_is_too_long_is_made_again(tmp_path: Path) 
     storage = Storage(tmp_path)
     [bad] = save(storage, 4)
     corrupt(storage, bad.objects[0].key, "long")
-    store = WholeStore(storage, keep=3)
+    store = SingleRankStore(storage, keep=3)
     store.verify(bad)  # all that is read of it
     assert store.save(make_state(4), step=4, record={"step": 4}).attempt != bad.attempt
     assert restored_step(storage) == 4

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from elastic_ddp.errors import StorageError
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
+from tests.single_rank_store import SingleRankStore
 from tests.unit.faulty import Died, FaultyStorage
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step, save, step_of
-from tests.whole import WholeStore
 
 FAULTS = ["error before", "error after", "dies before", "dies after", "dies within", "lies"]
 
@@ -45,7 +45,7 @@ def _survives(uri: str, fault: str, at: int) -> bool:
     faulty = FaultyStorage(uri, fault, at)
     saved = False
     try:
-        WholeStore(faulty, keep=2).save(make_state(3), step=3, record={"step": 3})
+        SingleRankStore(faulty, keep=2).save(make_state(3), step=3, record={"step": 3})
         saved = True
     except (StorageError, Died):
         pass
@@ -75,7 +75,7 @@ def test_making_a_bad_commit_again_can_be_interrupted_anywhere(tmp_path: Path, f
         Storage(uri).delete(bad.objects[0].key)
         faulty = FaultyStorage(uri, fault, at)
         with suppress(StorageError, Died):
-            WholeStore(faulty, keep=2).save(make_state(2), step=2, record={"step": 2})
+            SingleRankStore(faulty, keep=2).save(make_state(2), step=2, record={"step": 2})
         if faulty.operations <= at:
             break
         assert restored_step(Storage(uri)) in (1, 2)
@@ -95,17 +95,17 @@ def test_a_commit_whose_answer_was_lost_stands(tmp_path: Path, fault: str) -> No
     save(Storage(tmp_path), 1, keep=2)
     storage = LostAnswer(str(tmp_path), fault, None)
     with pytest.raises((StorageError, Died)):
-        WholeStore(storage, keep=2).save(make_state(2), step=2, record={"step": 2})
+        SingleRankStore(storage, keep=2).save(make_state(2), step=2, record={"step": 2})
     assert restored_step(Storage(tmp_path)) == 2
 
 
 SAVER = """
 import itertools, sys
 sys.path[:0] = {path!r}
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 from tests.unit.test_checkpoint import make_state
-from tests.whole import WholeStore
-store = WholeStore(Storage({uri!r}), keep=2)
+from tests.single_rank_store import SingleRankStore
+store = SingleRankStore(Storage({uri!r}), keep=2)
 for step in itertools.count({first}):
     store.save(make_state(step), step=step, record={{"step": step}})
     print(step, flush=True)
@@ -120,5 +120,5 @@ def test_a_killed_saver_loses_no_commit_that_it_announced(tmp_path: Path) -> Non
         announced = [int(saver.stdout.readline()) for _ in range(8)]
         os.kill(saver.pid, signal.SIGKILL)
         announced += [int(line) for line in saver.stdout.read().split()]
-    found = WholeStore(Storage(tmp_path), keep=2).load_latest()
+    found = SingleRankStore(Storage(tmp_path), keep=2).load_latest()
     assert found is not None and step_of(found[1]) in (announced[-1], announced[-1] + 1)

@@ -18,11 +18,12 @@ import pytest
 import ray
 from typer.testing import CliRunner
 
-from elastic_ddp import cli, trainer
-from elastic_ddp.driver import Driver
+from elastic_ddp.cli import main as cli_main
+from elastic_ddp.driver import trainer
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.lease import DriverLease
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.lease import DriverLease
+from elastic_ddp.storage.lease_holder import Driver
+from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import Ledger, summarize
 
 SETTINGS = """
@@ -53,7 +54,7 @@ def ledger_of_a_run(folder: Path) -> None:
 
 def invoke(*arguments: str) -> Any:
     """Our errors are raised, as `main` gets them."""
-    result = CliRunner().invoke(cli.app, list(arguments))
+    result = CliRunner().invoke(cli_main.app, list(arguments))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -63,7 +64,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     """The console script: exit status, standard output and standard error."""
     monkeypatch.setattr(sys, "argv", ["elastic-ddp", *arguments])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        cli_main.main()
     out, err = capsys.readouterr()
     return int(ended.value.code or 0), out, err
 
@@ -191,7 +192,7 @@ def test_a_run_whose_driver_was_killed_is_resumed_by_the_same_command(
 
 
 def test_status_of_no_run_says_what_becomes_of_an_interrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.control.live_runs", list)
+    monkeypatch.setattr("elastic_ddp.driver.run_handle.live_runs", list)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
     shown = invoke("status").output
     assert shown.startswith("no run is live on this cluster; the command of an interrupted one resumes it\n")
@@ -226,7 +227,7 @@ def test_a_live_run_is_asked_for_what_was_typed(
         drain=lambda node, deadline_s: heard.append(("drain", node, deadline_s)) or 1,  # type: ignore[func-returns-value]
         status=lambda: {"state": "training"},
     )
-    monkeypatch.setattr("elastic_ddp.control.get_run", {"lm": run}.__getitem__)
+    monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", {"lm": run}.__getitem__)
     assert invoke(*command).output.strip() == said
     assert heard == [asked]
 

@@ -23,22 +23,23 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from elastic_ddp import cli
-from elastic_ddp.checkpoint import Commit, CommitCatalog, Retention, pruning, reading
+from elastic_ddp.checkpoint import Commit, CommitCatalog, Retention, reader
+from elastic_ddp.checkpoint import prune as pruning
 from elastic_ddp.checkpoint.manifest import attempt_prefix, set_aside_key
-from elastic_ddp.driver import Driver, started
+from elastic_ddp.cli import main
 from elastic_ddp.errors import CheckpointError, ConfigError, DriverReplacedError, StorageError
-from elastic_ddp.job import COMMITS
-from elastic_ddp.lease import DriverLease, holder
-from elastic_ddp.local_folder import TEMPORARY
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.lease import DriverLease, holder
+from elastic_ddp.storage.lease_holder import Driver, started
+from elastic_ddp.storage.local import TEMPORARY
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.job import COMMITS
+from tests.single_rank_store import SingleRankStore
 from tests.unit.test_checkpoint import corrupt, keys_of, make_state
-from tests.whole import WholeStore
 
 
 @pytest.fixture
 def commits(tmp_path: Path) -> list[Commit]:
-    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=3)
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=3)
     record = {"time": 1_795_169_703.0, "epoch": 1, "samples": 40}
     losses = {10: 0.25, 20: 0.5, 30: 0.75}
     return [
@@ -50,7 +51,7 @@ def commits(tmp_path: Path) -> list[Commit]:
 
 
 def invoke(*arguments: str) -> Any:
-    result = CliRunner().invoke(cli.app, ["checkpoints", *arguments])
+    result = CliRunner().invoke(main.app, ["checkpoints", *arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -87,13 +88,13 @@ def test_a_commit_that_cannot_be_read_is_named_and_the_others_are_looked_at(
     monkeypatch.setattr(Storage, "read", refuse)
     rows = json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)
     assert {row["step"]: row["error"] is None for row in rows} == {10: True, 20: True, 30: False}
-    result = CliRunner().invoke(cli.app, ["checkpoints", "verify", str(tmp_path / "lm")])
+    result = CliRunner().invoke(main.app, ["checkpoints", "verify", str(tmp_path / "lm")])
     bad = ["no rights" in line for line in result.stdout.splitlines() if line.startswith("step ")]
     assert result.exit_code == 1 and bad == [True, True, False]
 
 
 def test_names_in_a_manifest_give_a_terminal_no_orders(tmp_path: Path) -> None:
-    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=9)
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9)
     record = {"metrics": {"\x1b]0;a title\x07\x1b[2Jloss": {"value": 5.5, "step": 200}}}
     store.save(make_state(200), step=200, record=record)
     text = invoke("ls", str(tmp_path / "lm")).stdout
@@ -101,7 +102,7 @@ def test_names_in_a_manifest_give_a_terminal_no_orders(tmp_path: Path) -> None:
 
 
 def test_a_value_that_is_older_than_its_commit_is_listed_with_its_step(tmp_path: Path) -> None:
-    store, of_before = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=9), {"value": 5.5, "step": 0}
+    store, of_before = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9), {"value": 5.5, "step": 0}
     store.save(make_state(200), step=200, record={"metrics": {"validation": of_before}})
     assert "validation 5.5 (step 0)" in invoke("ls", str(tmp_path / "lm")).stdout
     [row] = json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)
@@ -122,7 +123,7 @@ def test_verify_reads_everything_and_exits_with_1_if_anything_is_bad(tmp_path: P
 
 
 def test_verify_calls_bad_what_no_restore_takes(tmp_path: Path) -> None:
-    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     store.save({**make_state(7), "position": {"step": 8}}, step=7, record={})
     found = invoke("verify", str(tmp_path / "lm"))
     assert found.exit_code == 1 and "is not a state of step 7: its position is {'step': 8}" in " ".join(
@@ -144,11 +145,11 @@ def test_weights_are_exported_for_other_tools(tmp_path: Path, commits: list[Comm
 def test_an_export_is_on_the_disk_and_a_link_to_its_place_stays_one(
     tmp_path: Path, commits: list[Commit], suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link, file = tmp_path / f"newest.{suffix}", tmp_path / "shelf" / f"weights.{suffix}"
+    client, file = tmp_path / f"newest.{suffix}", tmp_path / "shelf" / f"weights.{suffix}"
     file.parent.mkdir()
     file.write_text("what was there before")
     file.chmod(0o640)
-    link.symlink_to(file)
+    client.symlink_to(file)
     done: list[str] = []
     fsync, replace_file = os.fsync, os.replace
 
@@ -163,8 +164,8 @@ def test_an_export_is_on_the_disk_and_a_link_to_its_place_stays_one(
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", put)
-    invoke("export", str(tmp_path / "lm"), str(link))
-    assert link.is_symlink() and done[-2:] == ["put", str(file.parent)]
+    invoke("export", str(tmp_path / "lm"), str(client))
+    assert client.is_symlink() and done[-2:] == ["put", str(file.parent)]
     found = load_file(file) if suffix == "safetensors" else torch.load(file, weights_only=True)
     assert found.keys() == make_state(30)["model"].keys() and [*file.parent.iterdir()] == [file]
     assert file.stat().st_mode & 0o777 == 0o640
@@ -216,19 +217,19 @@ def removals_of(storage: Storage, keep: int) -> list[pruning.Removal]:
 
 def test_export_reads_the_weights_alone(tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    plain: Any = reading.check
+    plain: Any = reader.check
 
-    def check(piece: reading.Piece, data: memoryview) -> None:
+    def check(piece: reader.Piece, data: memoryview) -> None:
         read.extend(name for name, _ in piece.blocks)
         plain(piece, data)
 
-    monkeypatch.setattr(reading, "check", check)
+    monkeypatch.setattr(reader, "check", check)
     invoke("export", str(tmp_path / "lm"), str(tmp_path / "weights.pt"))
     assert sorted(read) == ["model.bias", "model.weight"]
 
 
 def test_what_is_no_tensor_in_the_weights_is_kept_for_torch_and_otherwise_left_out_by_name(tmp_path: Path) -> None:
-    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     weights = {"layer.weight": torch.ones(3), "layer._extra_state": {"scale": 2.0}}
     store.save({"model": weights}, step=1, record={})
     text = " ".join(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.safetensors")).stdout.split())
@@ -251,7 +252,7 @@ EXTRA_STATES: list[tuple[Any, bool]] = [
 
 @pytest.mark.parametrize(("extra", "is_plain"), EXTRA_STATES, ids=repr)
 def test_what_torch_does_not_load_plainly_is_said_by_name(tmp_path: Path, extra: Any, is_plain: bool) -> None:
-    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     store.save({"model": {"w": torch.ones(3), "q._extra_state": extra}}, step=1, record={})
     text = " ".join(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt")).stdout.split())
     said = "torch.load takes it with weights_only=False alone, for what is in q._extra_state"
@@ -261,7 +262,7 @@ def test_what_torch_does_not_load_plainly_is_said_by_name(tmp_path: Path, extra:
 
 
 def test_a_dtype_that_safetensors_has_not_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     weights = {
         "w": torch.ones(2),
         "phases": torch.ones(2, dtype=torch.complex128),
@@ -294,7 +295,7 @@ def limited(what: int, most: int) -> Iterator[None]:
 
 
 def test_an_export_that_finds_no_room_leaves_what_was_there(tmp_path: Path) -> None:
-    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     store.save({"model": {"weight": torch.zeros(1 << 19)}}, step=1, record={})
     folder = tmp_path / "out"
     folder.mkdir()
@@ -336,7 +337,7 @@ def prune(tmp_path: Path, *options: str) -> Any:
 def steps_left(tmp_path: Path) -> list[int]:
     """Of commits that are there with every byte; nothing else may be."""
     storage = Storage(tmp_path / "lm").at(COMMITS)
-    store = WholeStore(storage, keep=1)
+    store = SingleRankStore(storage, keep=1)
     found = [(step, commit) for step, commit in store.all_commits() if isinstance(commit, Commit)]
     for _, commit in found:
         store.verify(commit)
@@ -379,7 +380,7 @@ def test_the_newest_complete_commit_always_stays_and_what_may_be_newer(tmp_path:
     storage = Storage(tmp_path / "lm").at(COMMITS)
     corrupt(storage, commits[2].objects[0].key, "missing")
     assert prune(tmp_path, "--keep", "1") == [(10, "commit")]
-    assert WholeStore(storage, keep=1).latest() == commits[1]
+    assert SingleRankStore(storage, keep=1).latest() == commits[1]
     assert storage.list(commits[2].key.split("/")[0]) == ["commits/20.json", "commits/30.json"]
     corrupt(storage, commits[1].objects[0].key, "missing")
     assert prune(tmp_path, "--keep", "1", "--orphans-older-than-s", "0") == [], "none is complete"
@@ -394,7 +395,7 @@ def test_prune_reads_the_newest_commit_before_it_removes_the_good_ones_before_it
     text = " ".join(invoke("prune", run, "--keep", "1").stdout.split())
     assert "step 30 stays, with all that was written at it" in text and "does not have the checksum" in text
     assert storage.list("commits") == [commits[1].key, commits[2].key]
-    WholeStore(storage, keep=1).verify(commits[1])
+    SingleRankStore(storage, keep=1).verify(commits[1])
     corrupt(storage, commits[1].objects[0].key, "flip")
     assert prune(tmp_path, "--keep", "1") == [], "none verifies"
 
@@ -439,7 +440,7 @@ def test_what_lies_in_a_run_is_told_from_the_run(tmp_path: Path, commits: list[C
 
 
 def test_prune_removes_nothing_where_commits_of_another_run_would_stay(tmp_path: Path) -> None:
-    store = WholeStore(Storage(tmp_path / "lm").at(COMMITS), keep=9)
+    store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9)
     for step, batch, data in ((10, 64, "a"), (20, 64, "a"), (30, 32, "a"), (40, 64, "b")):
         record = {"identity": {"global_batch_size": batch}, "data": data}
         store.save({"model": {}, "user": {"step": step}}, step=step, record=record)
@@ -500,7 +501,7 @@ def test_what_was_never_committed_goes_when_it_is_old(tmp_path: Path, commits: l
 
 def test_what_was_set_aside_stays_until_it_is_asked_for(tmp_path: Path, commits: list[Commit]) -> None:
     storage = Storage(tmp_path / "lm").at(COMMITS)
-    store = WholeStore(storage, keep=1)
+    store = SingleRankStore(storage, keep=1)
     corrupt(storage, commits[0].key, "flip")
     store.set_aside(commits[0].key, None)
     store.set_aside(commits[1].key, commits[1].attempt)

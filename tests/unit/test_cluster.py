@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from elastic_ddp import cluster
-from elastic_ddp.cluster import connect_or_start
+from elastic_ddp.driver import cluster
+from elastic_ddp.driver.cluster import connect_or_start
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.ray_internals import are_known
 

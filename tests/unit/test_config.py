@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from elastic_ddp.config import DATA_IDENTITY, IDENTITY, CheckpointConfig, DataConfig, RunConfig, read_toml
+from elastic_ddp.config.run_config import DATA_IDENTITY, IDENTITY, CheckpointConfig, DataConfig, RunConfig, read_toml
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.storage import Storage
-from tests.unit.held import is_let_go_after
+from elastic_ddp.storage.storage import Storage
+from tests.unit.memory_checks import is_let_go_after
 
 MINIMAL: dict[str, Any] = {
     "name": "lm",

@@ -22,7 +22,6 @@ from ray.train.v2._internal.execution.scaling_policy import (
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2.api.exceptions import ControllerError
 
-from elastic_ddp.elastic.messages import Orders
 from elastic_ddp.ray_internals import controller as controller_module
 from elastic_ddp.ray_internals import worker_group
 from elastic_ddp.ray_internals.controller import (
@@ -35,8 +34,9 @@ from elastic_ddp.ray_internals.controller import (
 from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy
 from elastic_ddp.ray_internals.starting import CountingFailurePolicy
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup
+from elastic_ddp.rendezvous.messages import WorkerDirectives
 
-NOBODY = Orders(lost={}, newcomers=[], dismissed=[], leaving=[], avoid=[], limit=3, is_over=False)
+NOBODY = WorkerDirectives(failed={}, newcomers=[], dismissed=[], leaving=[], avoid=[], limit=3, is_over=False)
 START = RunningState()
 
 
@@ -113,7 +113,7 @@ def controller(clock: Clock) -> Any:
     return controller
 
 
-def look(controller: Any, group: FakeGroup, orders: Orders, *, done: str = "", failed: str = "") -> Any:
+def look(controller: Any, group: FakeGroup, orders: WorkerDirectives, *, done: str = "", failed: str = "") -> Any:
     """One look at the workers. The next state, or what the decision about a failure led to."""
     names = str(group)
     errors = {rank: RuntimeError("died") for rank, name in enumerate(names) if name in failed}
@@ -355,7 +355,7 @@ def test_room_is_asked_for_where_those_are_who_stay(controller: Any, monkeypatch
     group = FakeGroup("")
     group.workers = [a_worker("a", "one"), a_worker("b", "two"), a_worker("c", "two"), a_worker("d", "cut")]
     group.workers += [a_worker("starts", "draining"), a_worker("e", "by hand"), a_worker("f", "gone")]
-    orders = NOBODY._replace(lost={"b": "SIGKILL"}, leaving=["d"], avoid=["cut", "gone", "draining"])
+    orders = NOBODY._replace(failed={"b": "SIGKILL"}, leaving=["d"], avoid=["cut", "gone", "draining"])
     controller._ask_for_room(group, orders, {"draining": 30.0})
     assert ask.call_count == 1
     assert policy._request.nodes == ("one", "two") and policy.num_out_of_use == 2

@@ -24,21 +24,21 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ddp import cli_checkpoints
-from elastic_ddp.checkpoint import CommitCatalog, manifest, reading
+from elastic_ddp.checkpoint import CommitCatalog, manifest, reader
 from elastic_ddp.checkpoint.manifest import ALIGNMENT, MAX_SKELETON_BYTES, Commit, StoredTensor
-from elastic_ddp.checkpoint.reading import read_manifest
+from elastic_ddp.checkpoint.reader import read_manifest
+from elastic_ddp.cli import checkpoints
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import CheckpointError
-from elastic_ddp.job import COMMITS
-from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.restoring import restore
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.job import COMMITS
+from elastic_ddp.worker.restore import restore
 from tests.ranks import alone, run_ranks
+from tests.single_rank_store import SingleRankStore
 from tests.unit.blocks import PREFIX, commit_of, write
-from tests.unit.forging import in_little_memory, signed
-from tests.unit.held import is_let_go_after
+from tests.unit.crafted_commits import in_little_memory, signed
+from tests.unit.memory_checks import is_let_go_after
 from tests.unit.test_checkpoint import make_state, save, step_of
-from tests.whole import WholeStore
 
 
 def tensor_of(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> StoredTensor:
@@ -94,7 +94,7 @@ def test_a_grid_is_taken_and_no_grid_that_lacks_or_repeats_a_block(sides: list[l
 
 def test_blocks_without_elements_may_lie_anywhere(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    store = WholeStore(storage, keep=1)
+    store = SingleRankStore(storage, keep=1)
     weight = torch.arange(24.0).reshape(6, 4)
     commit = store.save({"model": weight}, step=1, record={})
     body = json.loads(commit.to_bytes())
@@ -108,7 +108,7 @@ def test_blocks_without_elements_may_lie_anywhere(tmp_path: Path) -> None:
 
 def test_a_block_without_elements_may_begin_where_another_one_does(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    store = WholeStore(storage, keep=1)
+    store = SingleRankStore(storage, keep=1)
     weight = torch.arange(16.0).reshape(4, 4)
     commit = store.save({"model": weight}, step=1, record={})
     body = json.loads(commit.to_bytes())
@@ -134,7 +134,7 @@ def test_a_block_without_elements_may_begin_where_another_one_does(tmp_path: Pat
 
 def restored_within(group: ProcessGroup, uri: str, most: int) -> tuple[int, list[tuple[str, str]]]:
     """The step that is restored where no manifest may have more bytes, and what is passed over."""
-    store = WholeStore(Storage(uri), keep=2)
+    store = SingleRankStore(Storage(uri), keep=2)
     with mock.patch.object(manifest, "MAX_MANIFEST_BYTES", most):
         found = restore(store, Storage(uri), group)
     assert found is not None
@@ -198,7 +198,7 @@ def test_a_skeleton_of_absurd_size_is_not_read(tmp_path: Path) -> None:
     body = json.loads(newest.to_bytes())
     body["state"]["size"] = MAX_SKELETON_BYTES + 1
     storage.write(newest.key, signed(body))
-    store = WholeStore(storage, keep=2)
+    store = SingleRankStore(storage, keep=2)
     found = store.load_latest()
     assert found is not None and found[0].step == 1
     [(rejected, reason)] = store.rejected
@@ -224,9 +224,9 @@ def test_what_is_longer_than_it_may_be_is_not_read(tmp_path: Path, monkeypatch: 
     [_, newest] = save(storage, 1, 2)
     key, most = (newest.key, 1 << 20) if which == "manifest" else (newest.state.key, newest.state.size)
     os.truncate(tmp_path / key, 64 << 20)
-    for module in (manifest, reading):
+    for module in (manifest, reader):
         monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 1 << 20)
-    store = WholeStore(storage, keep=2)
+    store = SingleRankStore(storage, keep=2)
     found = restore(store, storage, alone())
     assert found is not None and found[0].step == 1
     assert [each for each, _ in store.rejected] == [newest.key]
@@ -254,7 +254,7 @@ def test_a_commit_whose_manifest_could_not_be_read_again_is_not_made(
     before = storage.list()
     monkeypatch.setattr("elastic_ddp.checkpoint.manifest.MAX_MANIFEST_VALUES", 50)
     with pytest.raises(CheckpointError, match=r"it has \d+ bytes and \d+ values, and may have at most \d+ and 50"):
-        WholeStore(storage, keep=3).save(make_state(2), step=2, record={})
+        SingleRankStore(storage, keep=3).save(make_state(2), step=2, record={})
     assert storage.list() == before
 
 
@@ -262,8 +262,8 @@ def test_a_commit_whose_manifest_could_not_be_read_again_is_not_made(
 def test_a_state_whose_skeleton_could_not_be_read_again_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, most: int
 ) -> None:
-    monkeypatch.setattr(f"elastic_ddp.checkpoint.writing.MAX_SKELETON_{what}", most)
-    store = WholeStore(Storage(tmp_path), keep=1)
+    monkeypatch.setattr(f"elastic_ddp.checkpoint.writer.MAX_SKELETON_{what}", most)
+    store = SingleRankStore(Storage(tmp_path), keep=1)
     store.save(make_state(1), step=1, record={})
     message = rf"without its tensors the state has \d+ bytes and \d+ values .* at most .*{most}"
     with pytest.raises(CheckpointError, match=message):
@@ -319,16 +319,16 @@ def test_whatever_is_changed_in_a_manifest_its_commit_is_used_or_the_one_before(
             body, path, operator.delitem if how == "remove" else lambda at, key, value=value: at.__setitem__(key, value)
         )
     storage.write("commits/2.json", signed(body))
-    store = WholeStore(storage, keep=2)
+    store = SingleRankStore(storage, keep=2)
     found = store.load_latest()
     assert found is not None
     if found[0].step == 1:
         assert step_of(found[1]) == 1 and [key for key, _ in store.rejected] == ["commits/2.json"]
     for as_json in (False, True):
-        cli_checkpoints.ls(run, as_json)
+        checkpoints.ls(run, as_json)
     with suppress(typer.Exit):
-        cli_checkpoints.verify(run)
-    cli_checkpoints.prune(run, keep=1, dry_run=True)
+        checkpoints.verify(run)
+    checkpoints.prune(run, keep=1, dry_run=True)
 
 
 @pytest.mark.parametrize(

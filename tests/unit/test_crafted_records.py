@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from elastic_ddp import cli, cli_checkpoints
 from elastic_ddp.checkpoint.interval import MeasuredInterval
 from elastic_ddp.checkpoint.metrics import Metrics, measurements
 from elastic_ddp.checkpoint.record import Facts, check_facts
 from elastic_ddp.checkpoint.retention import Retention
+from elastic_ddp.cli import checkpoints, main
 from elastic_ddp.errors import CheckpointError, ConfigError
-from elastic_ddp.job import COMMITS
-from elastic_ddp.storage import Storage
-from tests.unit.forging import signed
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.job import COMMITS
+from tests.single_rank_store import SingleRankStore
+from tests.unit.crafted_commits import signed
 from tests.unit.test_checkpoint import make_state, restored_step, save
-from tests.whole import WholeStore
 
 WRONG: list[dict[str, Any]] = [
     {"metrics": {"loss": {"value": 10**400, "step": 1}}},
@@ -63,9 +63,9 @@ def test_a_commit_with_a_crafted_record_is_a_bad_one(tmp_path: Path, record: dic
     storage = Storage(tmp_path / "lm").at(COMMITS)
     plant(storage, record)
     assert restored_step(storage) == 1
-    result = CliRunner().invoke(cli.app, ["checkpoints", "ls", str(tmp_path / "lm")])
+    result = CliRunner().invoke(main.app, ["checkpoints", "ls", str(tmp_path / "lm")])
     assert result.exit_code == 0 and "its record cannot be one of a run" in " ".join(result.stdout.split())
-    result = CliRunner().invoke(cli.app, ["checkpoints", "verify", str(tmp_path / "lm")])
+    result = CliRunner().invoke(main.app, ["checkpoints", "verify", str(tmp_path / "lm")])
     assert result.exit_code == 1 and "step 1: every byte is as it was committed" in result.stdout
 
 
@@ -75,7 +75,7 @@ def test_a_record_that_could_not_be_read_again_is_refused_before_anything_is_wri
     with pytest.raises(
         CheckpointError, match=r"the record of step 1 cannot be kept: its record cannot be one of a run: '"
     ):
-        WholeStore(storage, keep=1).save(make_state(1), step=1, record=record)
+        SingleRankStore(storage, keep=1).save(make_state(1), step=1, record=record)
     assert storage.list() == []
 
 
@@ -111,7 +111,7 @@ def test_whatever_a_record_holds_its_commit_is_used_or_the_one_before(run: str, 
     storage = Storage(run).at(COMMITS)
     body = json.loads(storage.read("commits/2.json"))
     storage.write("commits/2.json", signed({**body, "record": record}))
-    commit = WholeStore(storage, keep=2).latest()
+    commit = SingleRankStore(storage, keep=2).latest()
     assert commit is not None
     assert all(math.isfinite(each.value) for each in measurements(commit.record).values())
     measured = MeasuredInterval("auto", None)
@@ -119,17 +119,17 @@ def test_whatever_a_record_holds_its_commit_is_used_or_the_one_before(run: str, 
     measured.stalled(1.0)
     assert 0 < measured.seconds < math.inf
     for as_json in (False, True):
-        cli_checkpoints.ls(run, as_json)
+        checkpoints.ls(run, as_json)
     metrics = Metrics("loss", 1)
     metrics.learn(commit.record)
     check_facts(json.dumps(metrics.record()))
     with suppress(ConfigError):  # no commit has a value
-        cli_checkpoints.prune(run, keep=1, keep_best=1, best_metric="loss", dry_run=True)
+        checkpoints.prune(run, keep=1, keep_best=1, best_metric="loss", dry_run=True)
 
 
 def test_what_a_run_keeps_of_the_best_does_not_stumble_over_a_crafted_record() -> None:
     storage = Storage(f"memory://{uuid.uuid4().hex}")
     plant(storage, WRONG[0])
-    store = WholeStore(storage, keep=Retention(last=1, best=1, metric="loss"))
+    store = SingleRankStore(storage, keep=Retention(last=1, best=1, metric="loss"))
     store.save(make_state(3), step=3, record={"metrics": {"loss": {"value": 1.0, "step": 3}}})
     assert [commit.step for commit in store.candidates()] == [3]

@@ -14,20 +14,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zlib_ng import zlib_ng
 
-from elastic_ddp import host_memory
-from elastic_ddp.checkpoint import reading
+from elastic_ddp.checkpoint import reader
 from elastic_ddp.checkpoint.manifest import MAX_BLOCK_BYTES, Commit
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import CheckpointError, ConfigError
-from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.restoring import restore
-from elastic_ddp.state import unflatten
-from elastic_ddp.storage import Storage
-from elastic_ddp.weights import Fit
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors import host_memory
+from elastic_ddp.tensors.state_tree import unflatten
+from elastic_ddp.worker.pretrained import Fit
+from elastic_ddp.worker.restore import restore
 from tests.ranks import alone, run_ranks
-from tests.unit.forging import NAMES_NOTHING, in_little_memory, limit_memory, plant, plant_sparse
+from tests.single_rank_store import SingleRankStore
+from tests.unit.crafted_commits import NAMES_NOTHING, in_little_memory, limit_memory, plant, plant_sparse
 from tests.unit.test_checkpoint import make_state, restored_step, save, step_of
-from tests.whole import WholeStore
 
 MANY = 1 << 20
 TENSORS = {"model.w": torch.zeros(MANY, dtype=torch.uint8), "model.none": torch.empty(0), "model.one": torch.ones(1)}
@@ -84,7 +84,7 @@ SKELETONS = {
 
 def restored_with(uri: str, group: ProcessGroup) -> tuple[int | None, list[str]]:
     """The step that a rank restores, and what of the newer ones was rejected."""
-    store = WholeStore(Storage(uri), keep=2)
+    store = SingleRankStore(Storage(uri), keep=2)
     found = restore(store, Storage(uri), group)
     return None if found is None else step_of(found[1]), [key for key, _ in store.rejected]
 
@@ -153,7 +153,7 @@ def why_not(group: ProcessGroup, uri: str) -> str:
 
 
 def test_a_commit_that_no_memory_has_room_for_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    as_many = reading.MEMORY_BYTES // MAX_BLOCK_BYTES
+    as_many = reader.MEMORY_BYTES // MAX_BLOCK_BYTES
     for name, tensors in {
         "one that is larger than the memory": {"model.w": (as_many + 1, MAX_BLOCK_BYTES)},
         "several that are together": {f"model.{n}": (as_many // 3 + 1, MAX_BLOCK_BYTES) for n in range(3)},
@@ -166,7 +166,7 @@ def test_a_commit_that_no_memory_has_room_for_is_refused_and_left_as_it_is(tmp_p
 
 def used_and_verified(uri: str) -> tuple[int, list[str]]:
     """The step that is restored, and what `verify` says of all commits."""
-    store = WholeStore(Storage(uri), keep=2)
+    store = SingleRankStore(Storage(uri), keep=2)
     said = []
     for _, commit in store.all_commits():
         try:
@@ -194,10 +194,10 @@ def test_a_block_that_is_larger_than_any_is_written_is_never_read(tmp_path: Path
 def test_what_this_machine_has_no_memory_for_is_not_begun_however_much_it_promises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = WholeStore(Storage(tmp_path), keep=2)
+    store = SingleRankStore(Storage(tmp_path), keep=2)
     for step in (1, 2):
         store.save({"model": torch.zeros(1000 * step)}, step=step, record={})
-    monkeypatch.setattr(reading, "MEMORY_BYTES", 2 * 8000 - 1)  # for the tensor, and for its bytes as they come
+    monkeypatch.setattr(reader, "MEMORY_BYTES", 2 * 8000 - 1)  # for the tensor, and for its bytes as they come
     with pytest.raises(
         ConfigError, match=r"commits/2.json needs 16000 bytes of memory on .* has 15999 bytes.*more memory"
     ):
@@ -210,7 +210,7 @@ def test_memory_that_was_there_and_cannot_be_had_is_no_word_on_the_commit(
 ) -> None:
     save(Storage(tmp_path), 1)
     monkeypatch.setattr(host_memory, "Memory", Mock(side_effect=MemoryError("unable to allocate 34.0 MiB")))
-    store = WholeStore(Storage(tmp_path), keep=2)
+    store = SingleRankStore(Storage(tmp_path), keep=2)
     with pytest.raises(ConfigError, match=r"commits/1.json needs .* unable to allocate 34.0 MiB.*more memory"):
         store.load_latest()
     assert not store.rejected
@@ -224,7 +224,7 @@ def test_shapes_that_no_tensor_can_have_have_the_commit_before_used(tmp_path: Pa
     for each in (body["tensors"]["model.w"], *body["tensors"]["model.w"]["blocks"]):
         each["shape" if "shape" in each else "sizes"] = [2**48, 2**48, 0]
     storage.write(commit.key, Commit.model_validate_json(json.dumps(body)).to_bytes())
-    store = WholeStore(storage, keep=2)
+    store = SingleRankStore(storage, keep=2)
     found = store.load_latest()
     assert found is not None and found[0].step == 1
     assert "tensors that cannot be" in store.rejected[0][1]
@@ -295,10 +295,10 @@ def _within_tensors(skeleton: Any) -> list[tuple[Any, ...]]:
 def restore_anything() -> None:
     """Replaces something in the skeleton of a real state, or all of it, and restores."""
     storage = Storage(f"memory://{uuid.uuid4().hex}")
-    store = WholeStore(storage, keep=9)
+    store = SingleRankStore(storage, keep=9)
     real = store.save(make_state(2), step=2, record={})
-    tensors, targets = reading.state_to_fill(real)
-    for _ in reading.read_pieces(storage, reading.pieces_of(real, tensors), targets):
+    tensors, targets = reader.state_to_fill(real)
+    for _ in reader.read_pieces(storage, reader.pieces_of(real, tensors), targets):
         pass
     skeleton = json.loads(store.skeleton(real))
     ways = st.one_of(*(st.sampled_from(ways) for ways in (places(skeleton), _within_tensors(skeleton))))
@@ -310,7 +310,7 @@ def restore_anything() -> None:
         if random.random() < 0.1:
             text = text[: random.randrange(len(text))]
         try:
-            reading.state_of(real, text.encode(), tensors)
+            reader.state_of(real, text.encode(), tensors)
         except CheckpointError:
             pass
         except BaseException as error:  # hypothesis shows the example

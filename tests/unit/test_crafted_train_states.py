@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR, StepLR
 
+from elastic_ddp.distributed.buffer_sync import own_buffers
+from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.errors import CheckpointError
-from elastic_ddp.parallel.buffers import own_buffers
-from elastic_ddp.parallel.prepared import PreparedModel
-from elastic_ddp.state import flatten, unflatten, weights_sha256
-from elastic_ddp.storage import Storage
-from elastic_ddp.train_state import Position, TrainState
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors.state_tree import flatten, unflatten, weights_sha256
+from elastic_ddp.worker.train_state import Position, TrainState
+from tests.single_rank_store import SingleRankStore
 from tests.unit.test_crafted_states import places
-from tests.whole import WholeStore
 
 
 class Model(torch.nn.Sequential):
@@ -338,7 +338,7 @@ def test_what_a_users_scheduler_has_since_its_first_step_comes_back_and_nothing_
 
 def test_a_state_that_says_another_step_than_its_commit_has_the_one_before_used(tmp_path: Path) -> None:
     for step, position in ((1, {"step": 1}), (2, {"step": 3}), (3, {"step": 3.0}), (4, {}), (5, "5"), (6, [6])):
-        store = WholeStore(Storage(tmp_path), keep=9)
+        store = SingleRankStore(Storage(tmp_path), keep=9)
         store.save({"position": position, "model": {"w": torch.ones(2)}}, step=step, record={})
     found = store.load_latest()
     assert found is not None and found[0].step == 1

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.parallel import cross_memory
-from elastic_ddp.parallel.cross_memory import Board, BoardElsewhere, Mark, address_of, read, readable
+from elastic_ddp.distributed import cross_memory
+from elastic_ddp.distributed.cross_memory import Board, BoardElsewhere, Mark, address_of, read, readable
 from tests.ranks import PROCESSES
 
 SIZE = 40 << 20

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from elastic_ddp import cli
 from elastic_ddp.checkpoint import Commit
-from elastic_ddp.job import COMMITS
-from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.restoring import restore
-from elastic_ddp.storage import Storage
+from elastic_ddp.cli import main
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.job import COMMITS
+from elastic_ddp.worker.restore import restore
 from tests.ranks import apart, run_ranks
+from tests.single_rank_store import SingleRankStore
 from tests.unit.faulty import ranks_of_many_blocks
 from tests.unit.test_checkpoint import corrupt, step_of
-from tests.whole import WholeStore
 
 HOW = ["flip", "missing", "short", "long", "swapped"]
 
@@ -63,7 +63,7 @@ def restore_all(group: ProcessGroup, runs: list[str], is_apart: bool) -> list[tu
     found = []
     for run in runs:
         storage = Storage(run).at(COMMITS)
-        store = WholeStore(storage, keep=2)
+        store = SingleRankStore(storage, keep=2)
         with apart() if is_apart else nullcontext():
             restored = restore(store, storage, group)
         found.append((None if restored is None else step_of(restored[1]), store.rejected))
@@ -86,11 +86,11 @@ def test_any_damage_is_named_and_all_ranks_use_the_commit_before(
 def test_verify_names_any_damage_and_exits_with_1(tmp_path: Path, commits: list[Commit]) -> None:
     for name, copy in damaged(tmp_path, commits).items():
         key, _ = name.split()
-        result = CliRunner().invoke(cli.app, ["checkpoints", "verify", str(copy)])
+        result = CliRunner().invoke(main.app, ["checkpoints", "verify", str(copy)])
         said = "".join(result.stdout.split())  # lines are wrapped
         assert result.exit_code == 1, name
         assert f"step2:bad:{key}" in said and "step1:everybyteisasitwascommitted" in said, f"{name}: {result.stdout}"
-    assert CliRunner().invoke(cli.app, ["checkpoints", "verify", str(tmp_path / "run")]).exit_code == 0
+    assert CliRunner().invoke(main.app, ["checkpoints", "verify", str(tmp_path / "run")]).exit_code == 0
 
 
 def test_a_bit_that_flips_anywhere_is_noticed(tmp_path: Path, commits: list[Commit]) -> None:
@@ -104,9 +104,9 @@ def test_a_bit_that_flips_anywhere_is_noticed(tmp_path: Path, commits: list[Comm
             bad = bytearray(good)
             bad[position] ^= 1 << position % 8
             file.write_bytes(bad)
-            found = WholeStore(storage, keep=2).load_latest()
+            found = SingleRankStore(storage, keep=2).load_latest()
             assert found is not None
             assert found[0] == commits[0] or (key == newest.key and found[0] == newest), (key, position)
         file.write_bytes(good)
-    found = WholeStore(storage, keep=2).load_latest()
+    found = SingleRankStore(storage, keep=2).load_latest()
     assert found is not None and found[0] == newest

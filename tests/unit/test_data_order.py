@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ddp.config import DataConfig
-from elastic_ddp.data.cutting import cut
+from elastic_ddp.config.run_config import DataConfig
+from elastic_ddp.data.micro_batches import split_into_micro_batches
 from elastic_ddp.data.order import EpochOrder, EpochShape, FeedPlan, Lane, _permutation, transform_generator
 from elastic_ddp.data.source import PreparedChunk
 
@@ -63,7 +63,7 @@ def rows_of_window(lane: Lane, window: int, first_row_ids: np.ndarray) -> np.nda
 
 def micro_batches(plan: FeedPlan) -> MicroBatches:
     found: MicroBatches = {}
-    batches = cut(plan, read(plan), lambda: 0)
+    batches = split_into_micro_batches(plan, read(plan), lambda: 0)
     for step in range(plan.first_step, plan.last_step):
         for number in plan.micro_batches:
             batch = next(batches)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
-from elastic_ddp.config import DataConfig
+from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.columns import to_numpy
 from elastic_ddp.data.index import DatasetIndex, build_index
 from elastic_ddp.data.order import EpochShape, FeedPlan

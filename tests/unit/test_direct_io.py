@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from elastic_ddp import direct_io
-from elastic_ddp.direct_io import ASIDE_BYTES, BLOCK_BYTES, LARGE_BYTES, MEMORY_ALIGNMENT, read_into, write
+from elastic_ddp.storage import direct_io
+from elastic_ddp.storage.direct_io import ASIDE_BYTES, BLOCK_BYTES, LARGE_BYTES, MEMORY_ALIGNMENT, read_into, write
 
 CONTENT = random.Random(0).randbytes(5_000_123)
 preadv, pwrite, is_on_disk = os.preadv, os.pwrite, direct_io._is_on_disk

@@ -12,19 +12,19 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic_ddp.config import RunConfig
-from elastic_ddp.data.feeds import Feeds
-from elastic_ddp.elastic.hang import Activity
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.data.feed_cache import FeedCache
+from elastic_ddp.distributed.buffer_sync import StepBuffers
+from elastic_ddp.distributed.prepared_model import PreparedModel, units_of
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.generation import Generation, strategy_of
-from elastic_ddp.parallel.buffers import StepBuffers
-from elastic_ddp.parallel.prepared import PreparedModel, units_of
-from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.parallel.strategy import Strategy
-from elastic_ddp.step import Step
-from elastic_ddp.train_state import TrainState
+from elastic_ddp.rendezvous.hang import Activity
+from elastic_ddp.worker.generation import Generation, strategy_of
+from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
-from tests.unit.alone import FakeFeed, FakeIndex
+from tests.unit.single_worker import FakeFeed, FakeIndex
 
 M, SIZE = 4, 3
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def trained(
     """Some steps of a new strategy. The norms of their gradients."""
     assert state.model is not None
     strategy = strategy_of(config)(state.model, config, group)
-    strategy.spread(state.optimizers)
+    strategy.shard(state.optimizers)
     norms = train_on(strategy, group, state, rows, steps, clip)
     strategy.close()
     return norms
@@ -187,7 +187,7 @@ def _leaves_early(group: ProcessGroup) -> str:
     config, state = prepared("fsdp")
     assert state.model is not None
     strategy = strategy_of(config)(state.model, config, group)
-    strategy.spread(state.optimizers)
+    strategy.shard(state.optimizers)
     rows = np.array([3, 3, 3, 0])
     feed: Any = FakeFeed(
         FakeIndex(num_rows=9),
@@ -196,7 +196,7 @@ def _leaves_early(group: ProcessGroup) -> str:
         micro_batches=tuple(strategy.micro_batches),
         first_step=0,
     )
-    feeds = Feeds(lambda owned, step, after: feed)
+    feeds = FeedCache(lambda owned, step, after: feed)
     buffers = StepBuffers(state.module)
     generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None, activity=Activity())
     step = Step(generation, rows, 0, dict)
@@ -234,7 +234,7 @@ def _communicated(group: ProcessGroup, reshard_after_forward: bool) -> dict[str,
     config, state = prepared("fsdp", fsdp={"reshard_after_forward": reshard_after_forward})
     assert state.model is not None
     strategy = strategy_of(config)(state.model, config, group)
-    strategy.spread(state.optimizers)
+    strategy.shard(state.optimizers)
     strategy.begin_step(np.array([3, 3, 3, 3]))
     with Collectives() as communication:
         for m in strategy.to_compute:
@@ -356,13 +356,13 @@ def _looked_at_after_a_forward(group: ProcessGroup) -> list[str]:
     config, state = prepared("fsdp")
     assert state.model is not None
     strategy = strategy_of(config)(state.model, config, group)
-    strategy.spread(state.optimizers)
+    strategy.shard(state.optimizers)
     state.model.eval()  # statistics stay
     found = [state.weights_sha256()]
     for _ in range(2):
         with torch.no_grad():
             state.model(data(0, 0))
-        strategy.settle()
+        strategy.reshard()
         found.append(state.weights_sha256())
     with torch.no_grad():
         state.model(data(0, 0))  # which the user does without asking

@@ -22,17 +22,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.checkpoint.manifest import ALIGNMENT, attempt_prefix
 from elastic_ddp.checkpoint.planning import BlockPlanner
-from elastic_ddp.checkpoint.reading import PIECE_BYTES
-from elastic_ddp.checkpoint.writing import Part, StateWriter
-from elastic_ddp.config import RunConfig
+from elastic_ddp.checkpoint.reader import PIECE_BYTES
+from elastic_ddp.checkpoint.writer import Part, StateWriter
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.distributed import piece_transfer
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.generation import strategy_of
-from elastic_ddp.parallel import carrying
-from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.restoring import _Piece, restore
-from elastic_ddp.state import flatten, whole
-from elastic_ddp.storage import Storage
-from elastic_ddp.train_state import Position, TrainState
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors.state_tree import flatten, gather_full
+from elastic_ddp.worker.generation import strategy_of
+from elastic_ddp.worker.restore import _Piece, restore
+from elastic_ddp.worker.train_state import Position, TrainState
 from tests.ranks import apart, run_ranks
 from tests.unit.test_fsdp import OPTIMIZERS, prepared, trained, whole_state
 
@@ -54,7 +54,7 @@ def save(group: ProcessGroup, folder: Path, state: dict[str, Any]) -> None:
     if group.rank == 0:
         store = CheckpointStore(storage, keep=1)
         store.complete(step=step, attempt=attempt, parts=parts, kinds=writer.kinds, record={}, fence=lambda: None)
-    group.meet()
+    group.barrier()
 
 
 class Kept:
@@ -101,7 +101,7 @@ def _in_full(tree: Any) -> Any:
         for name, each in tree.items():
             whole_ones[name] = _in_full(each)
         return whole_ones
-    return whole(tree).clone() if isinstance(tree, torch.Tensor) else tree
+    return gather_full(tree).clone() if isinstance(tree, torch.Tensor) else tree
 
 
 def _save_all(group: ProcessGroup, folder: Path) -> dict[tuple[str, str], Everything]:
@@ -133,7 +133,7 @@ def _restore_all(group: ProcessGroup, folders: list[Path]) -> dict[tuple[Path, s
             spread = strategy_of(config)(state.model, config, group)
 
             def layout() -> Any:
-                spread.spread(state.optimizers)  # noqa: B023
+                spread.shard(state.optimizers)  # noqa: B023
                 return spread.layout(state.optimizers)  # noqa: B023
 
             storage = Storage(folder)
@@ -181,8 +181,8 @@ def test_a_commit_is_restored_at_every_world_size_and_with_either_strategy(
 
 def test_each_rank_writes_its_shards_and_a_share_of_what_all_hold(tmp_path: Path) -> None:
     sizes = run_ranks(3, _written, tmp_path)
-    whole = sum(sizes)
-    assert all(0.2 * whole < size < 0.5 * whole for size in sizes), sizes
+    gather_full = sum(sizes)
+    assert all(0.2 * gather_full < size < 0.5 * gather_full for size in sizes), sizes
 
 
 def _written(group: ProcessGroup, folder: Path) -> int:
@@ -202,7 +202,7 @@ def _counted(group: ProcessGroup, folder: Path) -> tuple[int, int]:
     """Blocks of all ranks, and of this one."""
     config, state = prepared("fsdp")
     trained(group, config, state, ROWS, range(1))
-    with mock.patch("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(32)):
+    with mock.patch("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(32)):
         writer = StateWriter()
     writer.stage(state.state_dict(), rank=group.rank, world_size=group.world_size)
     written = writer.write(Storage(folder), "x").blocks
@@ -213,13 +213,13 @@ def _counted(group: ProcessGroup, folder: Path) -> tuple[int, int]:
 def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path, is_apart: bool) -> None:
     """And every byte leaves the storage once."""
     saved = run_ranks(2, save_large, tmp_path)[0]
-    whole = sum(each.nbytes for each in saved.values())
+    gather_full = sum(each.nbytes for each in saved.values())
     every = run_ranks(3, _restore_large, tmp_path, "SGD", 3000, is_apart)
     for got, _, found in every:
         assert found.keys() == saved.keys() and all(found[name].tobytes() == saved[name].tobytes() for name in saved)
-        assert got < 0.3 * whole, "no more than its shard"
+        assert got < 0.3 * gather_full, "no more than its shard"
     assert sum(got for got, _, _ in every) > 0, "a piece lies across two shards"
-    assert whole <= sum(read for _, read, _ in every) < 1.1 * whole
+    assert gather_full <= sum(read for _, read, _ in every) < 1.1 * gather_full
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
@@ -261,8 +261,8 @@ def _large() -> torch.nn.Module:
 
 def save_large(group: ProcessGroup, folder: Path, optimizer: str = "SGD") -> Tensors:
     config, state = prepared("fsdp", optimizer, model=_large())
-    strategy_of(config)(state.model, config, group).spread(state.optimizers)  # type: ignore[arg-type]
-    with mock.patch("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(1024)):
+    strategy_of(config)(state.model, config, group).shard(state.optimizers)  # type: ignore[arg-type]
+    with mock.patch("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(1024)):
         save(group, folder, state.state_dict())
     return {name: each.numpy() for name, each in whole_state(state).items()}
 
@@ -272,7 +272,7 @@ def _restore_large(
 ) -> tuple[int, int, Tensors]:
     """Bytes of pieces that came from other ranks, and from the storage, and the state."""
     got = read = 0
-    broadcast, irecv, read_memory = dist.broadcast, dist.irecv, carrying.read
+    broadcast, irecv, read_memory = dist.broadcast, dist.irecv, piece_transfer.read
 
     def counted_broadcast(tensor: torch.Tensor, source: int, **options: Any) -> Any:
         nonlocal got
@@ -300,16 +300,16 @@ def _restore_large(
     spread = strategy_of(config)(state.model, config, group)
 
     def layout() -> Any:
-        spread.spread(state.optimizers)
+        spread.shard(state.optimizers)
         return spread.layout(state.optimizers)
 
     storage = Counting(folder)
     with (
         apart() if is_apart else nullcontext(),
-        mock.patch("elastic_ddp.checkpoint.reading.PIECE_BYTES", piece_bytes),
+        mock.patch("elastic_ddp.checkpoint.reader.PIECE_BYTES", piece_bytes),
         mock.patch("torch.distributed.broadcast", counted_broadcast),
         mock.patch("torch.distributed.irecv", counted_irecv),
-        mock.patch.object(carrying, "read", counted_memory),
+        mock.patch.object(piece_transfer, "read", counted_memory),
     ):
         restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
     assert restored is not None
@@ -334,7 +334,7 @@ def shards_restored_to(group: ProcessGroup, folder: Path, device: str) -> list[b
         for name, each in _large().named_parameters()
     }
     storage = Slow(folder)
-    with mock.patch("elastic_ddp.checkpoint.reading.PIECE_BYTES", 3000):
+    with mock.patch("elastic_ddp.checkpoint.reader.PIECE_BYTES", 3000):
         found = restore(CheckpointStore(storage, keep=1), storage, group, lambda: likes.get)
     assert found is not None and found[1]["model"].keys() == {name.partition(".")[2] for name in likes}
     shards = {f"model.{name}": each.to_local() for name, each in found[1]["model"].items()}
@@ -365,7 +365,7 @@ def _replicated(group: ProcessGroup, folder: Path) -> tuple[int, list[list[float
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     replicated = distribute_tensor(torch.arange(6.0), mesh, [Replicate()])
     cut = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
-    with mock.patch("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(8)):
+    with mock.patch("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(8)):
         writer = StateWriter()
         save(group, folder, {"x": {"replicated": replicated, "cut": cut}, "position": {"step": 0}})
     writer.stage({"x": replicated}, rank=group.rank, world_size=group.world_size)
@@ -406,7 +406,7 @@ def _shards_of_all_kinds() -> dict[str, DTensor]:
 
 
 def _save_shards(group: ProcessGroup, folder: Path) -> None:
-    with mock.patch("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(8)):
+    with mock.patch("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(8)):
         save(group, folder, {"x": _shards_of_all_kinds(), "position": {"step": 0}})
 
 
@@ -445,7 +445,7 @@ class Average:
             self.mean.setdefault(name, each.detach().clone()).lerp_(each.detach(), 0.1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: whole(each) if self.is_whole else each for name, each in self.mean.items()}
+        return {name: gather_full(each) if self.is_whole else each for name, each in self.mean.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         like = dict(self.module.named_parameters())
@@ -467,7 +467,7 @@ def _averaged(group: ProcessGroup, folder: Path) -> tuple[str, bool]:
         strategy = strategy_of(config)(state.model, config, group)
 
         def layout() -> Any:
-            strategy.spread(state.optimizers)  # noqa: B023
+            strategy.shard(state.optimizers)  # noqa: B023
             state.layout = strategy.layout(state.optimizers)  # noqa: B023
             return state.layout  # noqa: B023
 
@@ -484,7 +484,7 @@ def _averaged(group: ProcessGroup, folder: Path) -> tuple[str, bool]:
             assert restored is not None
             state.load_state_dict(restored[1])
         average.update()
-    first, second = ({name: whole(each) for name, each in average.mean.items()} for average in averages)
+    first, second = ({name: gather_full(each) for name, each in average.mean.items()} for average in averages)
     return str(refused.value), all(torch.equal(first[name], second[name]) for name in first)
 
 

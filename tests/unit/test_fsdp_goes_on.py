@@ -15,17 +15,17 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.elastic.hang import Activity
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.generation import Generation, strategy_of
-from elastic_ddp.job import COMMITS
-from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.parallel.strategy import Strategy
-from elastic_ddp.restoring import restore
-from elastic_ddp.state import whole
-from elastic_ddp.storage import Storage
-from elastic_ddp.train_state import TrainState
-from elastic_ddp.weights import Weights
+from elastic_ddp.rendezvous.hang import Activity
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors.state_tree import gather_full
+from elastic_ddp.worker.generation import Generation, strategy_of
+from elastic_ddp.worker.job import COMMITS
+from elastic_ddp.worker.pretrained import Weights
+from elastic_ddp.worker.restore import restore
+from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
 from tests.unit.test_fsdp import OPTIMIZERS, prepared, train_on
 from tests.unit.test_fsdp_commits import Everything, everything, save
@@ -84,7 +84,7 @@ class RowWise(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
-        kept = {number: {key: whole(each) for key, each in one.items()} for number, one in saved["state"].items()}
+        kept = {number: {key: gather_full(each) for key, each in one.items()} for number, one in saved["state"].items()}
         return {**saved, "state": kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ def test_a_run_that_was_interrupted_has_the_bits_of_one_that_was_not(world_size:
 def _moved_up(group: ProcessGroup, folder: Path) -> dict[int, Everything]:
     """By generation, what this process ends it with: two train, and then the second and a third go on from a commit."""
     first, found = group.assignment, {}
-    group.meet()
+    group.barrier()
     group.close(intact=True)
     for number, members in ((2, (0, 1)), (3, (1, 2))):
         if first.rank in members:
@@ -193,7 +193,7 @@ def test_a_process_whose_rank_has_changed_has_the_shards_of_its_new_one(tmp_path
 def _lived_through(group: ProcessGroup, num_generations: int) -> list[tuple[int, int]]:
     """Descriptors and threads of a process after each generation, in each of which it has another rank."""
     first, found = group.assignment, []
-    group.meet()
+    group.barrier()
     group.close(intact=True)
     for number in range(2, 2 + num_generations):
         place = replace(first, generation=number, rank=(first.rank + number) % first.world_size)
@@ -201,7 +201,7 @@ def _lived_through(group: ProcessGroup, num_generations: int) -> list[tuple[int,
         state, strategy = begun(now, "AdamW")
         train_on(strategy, now, state, ROWS, range(1))
         state.state_dict()
-        now.meet()
+        now.barrier()
         strategy.close()
         del state, strategy
         now.close(intact=True)

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ddp.data.feeds import Feeds
-from elastic_ddp.elastic.hang import Activity
-from elastic_ddp.evaluation import evaluate
-from elastic_ddp.generation import Generation, strategy_of
-from elastic_ddp.parallel.buffers import StepBuffers
-from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.state import whole
-from elastic_ddp.step import Step
+from elastic_ddp.data.feed_cache import FeedCache
+from elastic_ddp.distributed.buffer_sync import StepBuffers
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.rendezvous.hang import Activity
+from elastic_ddp.tensors.state_tree import gather_full
+from elastic_ddp.worker.evaluation import evaluate
+from elastic_ddp.worker.generation import Generation, strategy_of
+from elastic_ddp.worker.step import Step
 from tests.ranks import run_ranks
-from tests.unit.alone import FakeFeed, FakeIndex
+from tests.unit.single_worker import FakeFeed, FakeIndex
 from tests.unit.test_fsdp import CPU, SIZE, M, config_of, data, prepared
 
 Batch = dict[str, torch.Tensor]
@@ -53,7 +53,7 @@ def _after_a_step(group: ProcessGroup) -> list[tuple[list[float], float]]:
         config, state = prepared("fsdp", "SGD", model=Net())
         assert state.model is not None
         strategy = strategy_of(config)(state.model, config, group)
-        strategy.spread(state.optimizers)
+        strategy.shard(state.optimizers)
         feed: Any = FakeFeed(
             FakeIndex(num_rows=M * SIZE),
             num_micro_batches=M,
@@ -61,7 +61,7 @@ def _after_a_step(group: ProcessGroup) -> list[tuple[list[float], float]]:
             micro_batches=tuple(strategy.micro_batches),
             first_step=0,
         )
-        feeds = Feeds(lambda owned, step, after: feed)  # noqa: B023
+        feeds = FeedCache(lambda owned, step, after: feed)  # noqa: B023
         buffers = StepBuffers(state.module)
         generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None, activity=Activity())
         votes = dict.fromkeys(("commit", "saving", "stop", "reconfigure"), False)
@@ -69,7 +69,7 @@ def _after_a_step(group: ProcessGroup) -> list[tuple[list[float], float]]:
             for batch in step.micro_batches():
                 step.backward(loss_fn(state.model, batch))
             step.optimize()
-        weights = [each for p in state.module.parameters() for each in whole(p).flatten().tolist()]
+        weights = [each for p in state.module.parameters() for each in gather_full(p).flatten().tolist()]
         found.append((weights, _evaluated(generation, loss_fn)))
     return found
 
@@ -79,9 +79,9 @@ def _evaluated(generation: Generation, loss_fn: Any) -> float:
     job: Any = SimpleNamespace(config=config_of("fsdp"), storage="")
     index = SimpleNamespace(from_bytes=lambda data: FakeIndex(num_rows=M * SIZE + 2), to_bytes=lambda: b"")
     with (
-        mock.patch("elastic_ddp.evaluation.MicroBatchFeed", FakeFeed),
-        mock.patch("elastic_ddp.evaluation.DatasetIndex", index),
-        mock.patch("elastic_ddp.evaluation.open_index", lambda *of, **options: index),
+        mock.patch("elastic_ddp.worker.evaluation.MicroBatchFeed", FakeFeed),
+        mock.patch("elastic_ddp.worker.evaluation.DatasetIndex", index),
+        mock.patch("elastic_ddp.worker.evaluation.open_index", lambda *of, **options: index),
     ):
         return evaluate(generation, job, loss_fn, "data", None, CPU)
 
@@ -107,7 +107,7 @@ def _gradients(group: ProcessGroup, strategy: str, precision: str, rows: list[in
     state.module.eval()
     assert state.model is not None
     spread = strategy_of(config)(state.model, config, group)
-    spread.spread(state.optimizers)
+    spread.shard(state.optimizers)
     spread.begin_step(np.array(rows))
     for m in spread.to_compute[:1] * max(0, spread.least_forwards(np.array(rows)) - len(spread.to_compute)):
         spread.prepare_forward(m)
@@ -116,7 +116,9 @@ def _gradients(group: ProcessGroup, strategy: str, precision: str, rows: list[in
         spread.prepare_forward(m)
         y = state.model(data(0, m))
         spread.backward(y.square().mean() if rows[m] else _of_padding(y), m)
-    return {name: whole(each.grad).numpy() for name, each in state.module.named_parameters() if each.grad is not None}
+    return {
+        name: gather_full(each.grad).numpy() for name, each in state.module.named_parameters() if each.grad is not None
+    }
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.generation import strategy_of
-from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
+from elastic_ddp.worker.generation import strategy_of
 from tests.ranks import run_ranks
 from tests.unit.test_fsdp import Block, data, prepared
 
@@ -59,7 +59,7 @@ def _said(group: ProcessGroup, model: torch.nn.Module, wanted: list[str]) -> str
     config, state = prepared("fsdp", "SGD", model=model)
     assert state.model is not None
     strategy = strategy_of(config)(state.model, config, group)
-    strategy.spread(state.optimizers)
+    strategy.shard(state.optimizers)
     strategy.begin_step(np.array([3, 3, 3, 3]))
     try:
         for m in strategy.to_compute:
@@ -100,7 +100,7 @@ def _on_one_rank(group: ProcessGroup) -> str:
     try:
         said = _said(group, Branches(), ["ab", "ab", "ab", "b"])
     except Exception as error:
-        assert is_lost_peer(error), error
+        assert is_peer_failure(error), error
         said = "the others left"
     group.close(intact=False)
     return said

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.errors import StorageError
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 from tests.ranks import PROCESSES
 from tests.saving import PART_BYTES, is_whole, large_state, save_on_ranks
 

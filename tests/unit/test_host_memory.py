@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ddp import host_memory
+from elastic_ddp.tensors import host_memory
 
 LARGE = host_memory.LARGE_BYTES
 

@@ -20,16 +20,16 @@ import torch
 from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
 from elastic_ddp.checkpoint.housekeeping import LOOK_AGAIN_S, ORPHAN_AGE_S, Housekeeping
 from elastic_ddp.checkpoint.manifest import attempt_prefix, manifest_key
-from elastic_ddp.checkpoint.pruning import prune, removals
+from elastic_ddp.checkpoint.prune import prune, removals
 from elastic_ddp.checkpoint.store import SupersededError
-from elastic_ddp.checkpoint.writing import StateWriter
-from elastic_ddp.errors import CheckpointError, PeerLostError, StorageError
-from elastic_ddp.local_folder import TEMPORARY
-from elastic_ddp.s3 import Upload
-from elastic_ddp.storage import Storage
+from elastic_ddp.checkpoint.writer import StateWriter
+from elastic_ddp.errors import CheckpointError, PeerFailedError, StorageError
+from elastic_ddp.storage.local import TEMPORARY
+from elastic_ddp.storage.s3 import Upload
+from elastic_ddp.storage.storage import Storage
+from tests.single_rank_store import SingleRankStore
 from tests.unit.test_checkpoint import corrupt, keys_of
-from tests.unit.test_restoring import BadSector
-from tests.whole import WholeStore
+from tests.unit.test_restore import BadSector
 
 
 class Elsewhere(Storage):
@@ -60,7 +60,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Elsewhere:
     return Elsewhere(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path / "run")
 
 
-def save(store: WholeStore, step: int, value: float | None = None, measured_at: int | None = None) -> Commit:
+def save(store: SingleRankStore, step: int, value: float | None = None, measured_at: int | None = None) -> Commit:
     at = step if measured_at is None else measured_at
     metrics = {} if value is None else {"loss": {"value": value, "step": at}}
     return store.save({"user": {"step": step}}, step=step, record={"metrics": metrics})
@@ -77,7 +77,7 @@ def write_orphan(storage: Storage, step: int) -> str:
 
 
 def test_every_kth_and_the_best_stay_with_every_byte_and_nothing_else(storage: Elsewhere) -> None:
-    store = WholeStore(storage, keep=Retention(last=2, every_steps=10, best=2, metric="loss"))
+    store = SingleRankStore(storage, keep=Retention(last=2, every_steps=10, best=2, metric="loss"))
     losses = {3: 0.9, 6: 0.2, 9: 0.8, 12: 0.7, 15: 0.1, 18: 0.5, 21: 0.6, 24: 0.4, 27: 0.3}
     commits = {step: save(store, step, value) for step, value in losses.items()}
     assert steps_in(storage) == [6, 12, 15, 21, 24, 27]
@@ -86,7 +86,7 @@ def test_every_kth_and_the_best_stay_with_every_byte_and_nothing_else(storage: E
 
 def test_of_several_that_know_one_evaluation_only_the_first_is_kept_as_the_best(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    store = WholeStore(storage, keep=Retention(last=1, best=2, metric="loss"))
+    store = SingleRankStore(storage, keep=Retention(last=1, best=2, metric="loss"))
     for step, (value, at) in {10: (0.1, 10), 20: (0.1, 10), 30: (0.1, 10), 40: (0.9, 40), 50: (0.9, 40)}.items():
         save(store, step, value, at)
     assert steps_in(storage) == [10, 40, 50]
@@ -95,7 +95,7 @@ def test_of_several_that_know_one_evaluation_only_the_first_is_kept_as_the_best(
 def test_another_saver_of_the_run_keeps_the_same(tmp_path: Path) -> None:
     storage, keep = Storage(tmp_path), Retention(last=1, every_steps=10, best=1, metric="loss", mode="max")
     for step in range(3, 40, 3):
-        save(WholeStore(storage, keep=keep), step, 1.0 if step == 6 else 0.5)
+        save(SingleRankStore(storage, keep=keep), step, 1.0 if step == 6 else 0.5)
     assert steps_in(storage) == [6, 12, 21, 30, 39]
 
 
@@ -103,8 +103,8 @@ def test_what_is_kept_for_good_is_read_once(tmp_path: Path) -> None:
     storage = Elsewhere(tmp_path)
     keep = Retention(last=1, every_steps=1)
     for step in range(1, 6):
-        save(WholeStore(storage, keep=keep), step)
-    store = WholeStore(storage, keep=keep)
+        save(SingleRankStore(storage, keep=keep), step)
+    store = SingleRankStore(storage, keep=keep)
     storage.read_keys.clear()
     save(store, 6)
     assert sorted(storage.read_keys) == [manifest_key(step) for step in range(1, 7)]
@@ -118,23 +118,23 @@ def test_what_is_kept_for_good_is_read_once(tmp_path: Path) -> None:
 def test_a_bad_commit_is_not_kept_for_its_place(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     keep = Retention(last=3, every_steps=10, best=1, metric="loss")
-    bad = save(WholeStore(storage, keep=keep), 10, 0.1)
-    save(WholeStore(storage, keep=keep), 12, 0.3)
+    bad = save(SingleRankStore(storage, keep=keep), 10, 0.1)
+    save(SingleRankStore(storage, keep=keep), 12, 0.3)
     corrupt(storage, bad.objects[0].key if bad.objects else bad.state.key, "missing")
     for step in range(13, 19):
-        save(WholeStore(storage, keep=keep), step, 0.5)
+        save(SingleRankStore(storage, keep=keep), step, 0.5)
     assert steps_in(storage) == [10, 12, 16, 17, 18], "12 is the first that can be used, and the best"
 
 
 def test_a_commit_that_was_made_anew_after_going_back_counts_with_its_own_value(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    store = WholeStore(storage, keep=Retention(last=1, best=1, metric="loss"))
+    store = SingleRankStore(storage, keep=Retention(last=1, best=1, metric="loss"))
     for bad in [save(store, 20, 1.0), save(store, 25, 3.0)]:
         store.set_aside(bad.key, bad.attempt)
 
     def is_over() -> None:
         if storage.list("commits"):
-            raise PeerLostError("the generation is over, and nothing is tidied")
+            raise PeerFailedError("the generation is over, and nothing is tidied")
 
     anew = {"metrics": {"loss": {"value": 9.0, "step": 20}}}
     store.save({"user": {}}, step=20, record=anew, fence=is_over)
@@ -144,13 +144,13 @@ def test_a_commit_that_was_made_anew_after_going_back_counts_with_its_own_value(
 
 def test_a_saver_is_asked_for_once_more_right_before_commits_are_removed(tmp_path: Path) -> None:
     storage = Elsewhere(tmp_path)
-    store, asked = WholeStore(storage, keep=1), 0
+    store, asked = SingleRankStore(storage, keep=1), 0
 
     def fence() -> None:
         nonlocal asked
         asked += 1
         if asked > 1 and manifest_key(30) in storage.read_keys:  # it has looked at what is there
-            raise PeerLostError("the generation is over")
+            raise PeerFailedError("the generation is over")
 
     for step in (20, 30):
         asked = 0
@@ -173,14 +173,14 @@ class Stale(Storage):
 @pytest.mark.parametrize("what", ["manifest", "object"])
 def test_what_is_missing_in_one_listing_is_not_removed_for_it(tmp_path: Path, what: str) -> None:
     storage, keep = Stale(tmp_path), Retention(last=1, best=1, metric="loss")
-    best = save(WholeStore(storage, keep=keep), 10, 0.1)
-    save(WholeStore(storage, keep=keep), 20, 0.5)
+    best = save(SingleRankStore(storage, keep=keep), 10, 0.1)
+    save(SingleRankStore(storage, keep=keep), 20, 0.5)
     assert steps_in(storage) == [10, 20]
     storage.without = best.key if what == "manifest" else best.state.key
-    save(WholeStore(storage, keep=keep), 30, 0.6)
+    save(SingleRankStore(storage, keep=keep), 30, 0.6)
     assert manifest_key(10) in storage.list("commits")
     storage.without = ""
-    store = WholeStore(storage, keep=keep)
+    store = SingleRankStore(storage, keep=keep)
     store.verify(best)
     save(store, 40, 0.7)
     assert steps_in(storage) == [10, 40]
@@ -190,10 +190,10 @@ def test_a_bad_commit_that_might_be_the_best_is_left_and_counts_for_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage, keep = Elsewhere(tmp_path), Retention(last=1, best=1, metric="loss")
-    best = save(WholeStore(storage, keep=keep), 10, 0.1)
-    save(WholeStore(storage, keep=keep), 20, 0.3)
+    best = save(SingleRankStore(storage, keep=keep), 10, 0.1)
+    save(SingleRankStore(storage, keep=keep), 20, 0.3)
     corrupt(storage, best.state.key, "missing")
-    store = WholeStore(storage, keep=keep)
+    store = SingleRankStore(storage, keep=keep)
     for step in (30, 40, 50):
         save(store, step, 0.5)
     assert steps_in(storage) == [10, 20, 50], "20 is the best of those that are left"
@@ -215,7 +215,7 @@ class Held(Elsewhere):
 def test_a_folder_that_cannot_be_removed_keeps_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     storage = Held(tmp_path)
     storage.held = "step=1/"
-    store = WholeStore(storage, keep=2)
+    store = SingleRankStore(storage, keep=2)
     write_orphan(storage, 90)
     for step in range(1, 9):
         storage.later_s = 2 * ORPHAN_AGE_S * (step == 8)
@@ -238,11 +238,11 @@ def test_a_folder_that_cannot_be_removed_keeps_no_other(tmp_path: Path, caplog: 
 def test_a_manifest_that_cannot_be_read_stays_with_all_at_its_step_and_the_rest_is_tidied(
     tmp_path: Path, keep: Retention, left: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = WholeStore(Storage(tmp_path), keep=9)
+    before = SingleRankStore(Storage(tmp_path), keep=9)
     commits = {step: save(before, step, value) for step, value in {10: 0.1, 20: 0.5, 30: 0.2, 40: 0.6}.items()}
     storage = BadSector(str(tmp_path), commits[10].key)
     beside, dead = write_orphan(storage, 10), write_orphan(storage, 25)
-    store = WholeStore(storage, keep=keep)
+    store = SingleRankStore(storage, keep=keep)
     save(store, 50, 0.7)
     assert steps_in(storage) == left and not storage.list(dead)
     at_step_10 = [*keys_of(commits[10])[1:], f"{beside}/0-0.bin"] if 10 in left else []
@@ -255,10 +255,10 @@ def test_a_manifest_that_cannot_be_read_stays_with_all_at_its_step_and_the_rest_
 
 def test_what_could_not_be_read_counts_again_when_it_can(tmp_path: Path) -> None:
     now, keep = [100.0], Retention(last=1, best=1, metric="loss")
-    before = WholeStore(Storage(tmp_path), keep=9)
+    before = SingleRankStore(Storage(tmp_path), keep=9)
     commits = {step: save(before, step, value) for step, value in {10: 0.1, 20: 0.5}.items()}
     storage = BadSector(str(tmp_path), commits[10].key)
-    store = WholeStore(storage, keep=keep)
+    store = SingleRankStore(storage, keep=keep)
     store._housekeeping = Housekeeping(keep, clock=lambda: now[0])
     save(store, 30, 0.7)
     assert steps_in(storage) == [10, 20, 30], "20 is the best of those that can be read"
@@ -284,10 +284,10 @@ def test_a_commit_of_another_run_pushes_out_none_of_this_one_and_stays(
         store.save({"user": {"step": step}}, step=step, record=record)
 
     storage = Storage(tmp_path)
-    store = WholeStore(storage, keep=9)
+    store = SingleRankStore(storage, keep=9)
     for step, value, batch in ((10, 0.5, 64), (20, 0.7, 64), (30, 0.8, 64), (35, 0.1, 32)):
         put(step, value, batch)
-    store = WholeStore(storage, keep=keep)
+    store = SingleRankStore(storage, keep=keep)
     put(40, 0.9, 64)
     assert steps_in(storage) == left
     assert "step 35 stays, with all that was written at it: its commit is another run's" in caplog.text
@@ -304,11 +304,11 @@ def written(storage: Storage, step: int) -> dict[str, Any]:
 
 def test_what_was_left_once_and_is_looked_at_no_more_stays(tmp_path: Path) -> None:
     now, keep = [100.0], Retention(last=2)
-    before = WholeStore(Storage(tmp_path), keep=9)
+    before = SingleRankStore(Storage(tmp_path), keep=9)
     for step in (10, 20, 30):
         save(before, step)
     storage = BadSector(str(tmp_path), manifest_key(30))
-    store = WholeStore(storage, keep=keep)
+    store = SingleRankStore(storage, keep=keep)
     store._housekeeping = Housekeeping(keep, clock=lambda: now[0])
     save(store, 40)
     assert steps_in(storage) == [20, 30, 40]
@@ -319,7 +319,7 @@ def test_what_was_left_once_and_is_looked_at_no_more_stays(tmp_path: Path) -> No
 
 
 def test_a_commit_of_another_run_at_the_same_step_is_set_aside(tmp_path: Path) -> None:
-    store = WholeStore(Storage(tmp_path), keep=9)
+    store = SingleRankStore(Storage(tmp_path), keep=9)
     store.save({"user": {"step": "theirs"}}, step=10, record={"identity": {"global_batch_size": 32}})
     store.save({"user": {"step": "ours"}}, step=10, record={"identity": {"global_batch_size": 64}})
     newest = store.latest()
@@ -368,11 +368,11 @@ def test_of_one_who_has_left_and_commits_late_no_manifest_without_its_objects_st
 
 
 def test_a_commit_is_not_removed_because_the_newest_cannot_be_read(tmp_path: Path) -> None:
-    before = WholeStore(Storage(tmp_path), keep=9)
+    before = SingleRankStore(Storage(tmp_path), keep=9)
     for step in (10, 20):
         save(before, step)
     storage = BadSector(str(tmp_path), manifest_key(30))
-    save(WholeStore(storage, keep=1), 30)
+    save(SingleRankStore(storage, keep=1), 30)
     assert steps_in(storage) == [20, 30]
 
 
@@ -393,11 +393,11 @@ class Away(Storage):
 def test_where_no_manifest_can_be_read_nothing_is_removed_and_that_is_an_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = WholeStore(Storage(tmp_path), keep=9)
+    store = SingleRankStore(Storage(tmp_path), keep=9)
     for step in (10, 20):
         save(store, step)
     orphan = write_orphan(Storage(tmp_path), 5)
-    save(WholeStore(Away(tmp_path), keep=1), 30)
+    save(SingleRankStore(Away(tmp_path), keep=1), 30)
     assert "what is not kept is left until the next commit: StorageError: 403" in caplog.text
     with pytest.raises(StorageError, match="403"):
         removals(Away(tmp_path), Retention(last=1), orphan_age_s=0, with_set_aside=True)
@@ -407,15 +407,15 @@ def test_where_no_manifest_can_be_read_nothing_is_removed_and_that_is_an_error(
 KILLED = """
 import os, signal, sys
 import torch
-from elastic_ddp import local_folder
-from elastic_ddp.storage import Storage
-from tests.whole import WholeStore
+from elastic_ddp.storage import local
+from elastic_ddp.storage.storage import Storage
+from tests.single_rank_store import SingleRankStore
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-setattr(local_folder.os, sys.argv[2], die)
-WholeStore(Storage(sys.argv[1]), keep=2).save({"model": {"w": torch.ones(1 << 16)}}, step=5, record={})
+setattr(local.os, sys.argv[2], die)
+SingleRankStore(Storage(sys.argv[1]), keep=2).save({"model": {"w": torch.ones(1 << 16)}}, step=5, record={})
 """
 
 
@@ -430,7 +430,7 @@ def test_what_a_saver_on_a_disk_left_that_was_killed_before_any_object_was_there
     left_by_a_kill_before("replace", tmp_path)
     storage = Storage(tmp_path)
     assert storage.list() == [] and sum(each.num_bytes for each in storage.uploads()) >= 1 << 18
-    save(WholeStore(storage, keep=1), 6)
+    save(SingleRankStore(storage, keep=1), 6)
     assert storage.uploads() == [] and storage.list("step=5") == []
     assert not (tmp_path / "step=5").exists()
 
@@ -438,7 +438,7 @@ def test_what_a_saver_on_a_disk_left_that_was_killed_before_any_object_was_there
 def test_a_manifest_that_a_saver_did_not_finish_goes_when_it_is_old(tmp_path: Path) -> None:
     [manifest] = left_by_a_kill_before("link", tmp_path)
     assert manifest.parent.name == "commits"
-    store = WholeStore(Storage(tmp_path), keep=1)
+    store = SingleRankStore(Storage(tmp_path), keep=1)
     save(store, 6)
     assert manifest.exists(), "somebody may be writing it"
     at = time.time() - ORPHAN_AGE_S - 60
@@ -475,7 +475,7 @@ def test_a_manifest_that_was_not_set_aside_to_the_end_keeps_nothing_and_goes_whe
     attempt = uuid.uuid4().hex
     storage = Uploading(tmp_path, [f"set-aside/4-{attempt}.json", "anothers/object"])
     storage.write(f"{attempt_prefix(4, attempt)}/0-0.bin", b"half")
-    store = WholeStore(storage, keep=1)
+    store = SingleRankStore(storage, keep=1)
     save(store, 6)
     assert not storage.list("step=4"), "nobody has set it aside"
     assert len(storage.uploads()) == 2
@@ -485,7 +485,7 @@ def test_a_manifest_that_was_not_set_aside_to_the_end_keeps_nothing_and_goes_whe
 
 
 def test_prune_takes_what_is_on_its_way_to_a_folder_that_it_removes(tmp_path: Path) -> None:
-    store = WholeStore(Storage(tmp_path), keep=9)
+    store = SingleRankStore(Storage(tmp_path), keep=9)
     commits = [save(store, step) for step in (1, 2)]
     storage = Uploading(tmp_path, [f"{each.prefix}/9-0.bin" for each in commits])
     chosen, _ = removals(storage, Retention(last=1), orphan_age_s=ORPHAN_AGE_S, with_set_aside=False)
@@ -495,7 +495,7 @@ def test_prune_takes_what_is_on_its_way_to_a_folder_that_it_removes(tmp_path: Pa
 
 
 def test_an_orphan_of_a_later_step_goes_when_it_is_old_by_the_clock_of_the_storage(storage: Elsewhere) -> None:
-    store = WholeStore(storage, keep=1)
+    store = SingleRankStore(storage, keep=1)
     orphan = write_orphan(storage, 50)
     save(store, 1)
     storage.later_s = ORPHAN_AGE_S - 60
@@ -513,7 +513,7 @@ def test_what_a_saver_left_that_was_killed_while_it_asked_for_the_time_goes(
         patch.setattr(Storage, "delete_tree", lambda *_: None)  # it does not come to that
         storage.now()
     assert len(storage.list()) == 1
-    commit = save(WholeStore(storage, keep=1), 1)
+    commit = save(SingleRankStore(storage, keep=1), 1)
     assert storage.list() == sorted(keys_of(commit))
 
 
@@ -540,10 +540,10 @@ def test_wherever_a_removal_is_interrupted_no_manifest_lists_what_is_gone(tmp_pa
     for at in range(5):
         storage = Interrupted(tmp_path / str(at))
         for step in (1, 2):
-            save(WholeStore(storage, keep=2), step)
+            save(SingleRankStore(storage, keep=2), step)
         storage.left = at
-        save(WholeStore(storage, keep=1), 3)
-        found = WholeStore(storage, keep=1).all_commits()
+        save(SingleRankStore(storage, keep=1), 3)
+        found = SingleRankStore(storage, keep=1).all_commits()
         assert [step for step, _ in found] == [3, 2, 1][: max(1, 3 - at)], "the oldest goes first"
         assert all(isinstance(commit, Commit) for _, commit in found)
     assert storage.left >= 0, "there is none more"
@@ -551,7 +551,7 @@ def test_wherever_a_removal_is_interrupted_no_manifest_lists_what_is_gone(tmp_pa
 
 
 def restored_step_of(storage: Storage) -> int | None:
-    found = WholeStore(storage, keep=1).load_latest()
+    found = SingleRankStore(storage, keep=1).load_latest()
     return None if found is None else found[0].step
 
 
@@ -561,28 +561,28 @@ def test_the_newest_object_of_an_attempt_tells_its_age(tmp_path: Path) -> None:
     old = tmp_path / orphan / "0-0.bin"
     os.utime(old, (1e9 + 5, 1e9 + 5))
     storage.write(f"{orphan}/1-0.bin", b"of a rank that is slower")
-    save(WholeStore(storage, keep=1), 1)
+    save(SingleRankStore(storage, keep=1), 1)
     assert len(storage.list(orphan)) == 2
     (tmp_path / orphan / "1-0.bin").unlink()
-    save(WholeStore(storage, keep=1), 2)
+    save(SingleRankStore(storage, keep=1), 2)
     assert not storage.list(orphan)
 
 
 def test_an_attempt_of_the_same_step_may_be_of_those_who_came_after(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     orphan, earlier = write_orphan(storage, 5), write_orphan(storage, 4)
-    save(WholeStore(storage, keep=1), 5)
+    save(SingleRankStore(storage, keep=1), 5)
     assert storage.list(orphan) and not storage.list(earlier)
-    save(WholeStore(storage, keep=1), 6)
+    save(SingleRankStore(storage, keep=1), 6)
     assert not storage.list(orphan)
 
 
 def test_a_commit_that_was_passed_over_keeps_its_objects_whatever_their_age(tmp_path: Path) -> None:
     storage = Elsewhere(tmp_path)
-    bad = save(WholeStore(storage, keep=1), 9)
+    bad = save(SingleRankStore(storage, keep=1), 9)
     storage.write(manifest_key(9), b"{}")
     storage.later_s = 10 * ORPHAN_AGE_S
-    save(WholeStore(storage, keep=1), 3)
+    save(SingleRankStore(storage, keep=1), 3)
     assert storage.list(bad.prefix) and steps_in(storage) == [3, 9]
 
 
@@ -594,7 +594,7 @@ def begun(storage: Storage, step: int) -> Callable[..., Commit]:
 
     def complete(**options: Any) -> Commit:
         options = {"fence": lambda: None, **options}
-        store = WholeStore(storage, keep=1)
+        store = SingleRankStore(storage, keep=1)
         return store.complete(step=step, attempt=attempt, parts=[part], kinds=writer.kinds, record={}, **options)
 
     return complete
@@ -602,7 +602,7 @@ def begun(storage: Storage, step: int) -> Callable[..., Commit]:
 
 def test_a_worker_that_left_and_comes_late_with_an_older_step_commits_nothing(storage: Elsewhere) -> None:
     late = begun(storage, 4)
-    save(WholeStore(storage, keep=1), 6)
+    save(SingleRankStore(storage, keep=1), 6)
     with pytest.raises(CheckpointError, match=r"what was written of step 4 is not all there: step=4/.* is missing"):
         late()
     assert steps_in(storage) == [6] and not storage.list("step=4")
@@ -619,7 +619,7 @@ def test_a_storage_that_lost_what_was_written_gets_no_manifest(tmp_path: Path) -
 
 def test_a_saver_whose_generation_is_over_leaves_the_removal_to_those_who_came_after(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    save(WholeStore(storage, keep=1), 1)
+    save(SingleRankStore(storage, keep=1), 1)
     outlived = begun(storage, 5)
     theirs = begun(storage, 3)  # who went back to step 1, as everybody but the saver died
     assert outlived(is_current=lambda: False).step == 5
@@ -631,21 +631,23 @@ def test_a_saver_that_was_replaced_removes_nothing_and_its_commit_stands(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = Storage(tmp_path)
-    save(WholeStore(storage, keep=1), 1)
+    save(SingleRankStore(storage, keep=1), 1)
     orphan = write_orphan(storage, 2)
     asked: list[bool] = []
 
     def fence() -> None:
         asked.append(manifest_key(5) in storage.list("commits"))
         if asked[-1]:
-            raise PeerLostError("this worker was presumed dead")
+            raise PeerFailedError("this worker was presumed dead")
 
     complete = begun(storage, 5)
     with caplog.at_level(logging.WARNING):
         assert complete(fence=fence).step == 5
     assert asked == [False, True], "before the commit, and before anything is removed"
     assert steps_in(storage) == [1, 5] and storage.list(orphan)
-    assert "what is not kept is left until the next commit: PeerLostError: this worker was presumed dead" in caplog.text
+    assert (
+        "what is not kept is left until the next commit: PeerFailedError: this worker was presumed dead" in caplog.text
+    )
 
 
 def test_whoever_came_after_the_listing_is_not_touched(tmp_path: Path) -> None:
@@ -670,8 +672,8 @@ def test_a_storage_that_does_not_date_its_objects_loses_none_of_them(
 
     storage = Undated(tmp_path)
     orphan = write_orphan(storage, 9)
-    save(WholeStore(storage, keep=1), 1)
+    save(SingleRankStore(storage, keep=1), 1)
     with caplog.at_level(logging.WARNING):
-        save(WholeStore(storage, keep=1), 2)
+        save(SingleRankStore(storage, keep=1), 2)
     assert storage.list(orphan) and "there are no modification times" in caplog.text
     assert steps_in(storage) == [2], "the rest goes all the same"

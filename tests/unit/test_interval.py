@@ -78,7 +78,7 @@ def test_losses_shorten_the_interval_and_quiet_time_lengthens_it() -> None:
     at_first = measured.seconds
     assert at_first == pytest.approx(math.sqrt(3600.0))
     for _ in range(3):
-        measured.lost()
+        measured.record_failure()
     assert measured.seconds == pytest.approx(at_first / 2)
     clock.now += 3 * 3600.0
     assert measured.seconds == pytest.approx(at_first)
@@ -88,12 +88,12 @@ def test_what_a_commit_keeps_of_it_counts_in_the_next_life() -> None:
     clock = Clock()
     before = MeasuredInterval("auto", None, clock)
     clock.now += 7200.0
-    before.lost()
+    before.record_failure()
     record = before.record()
     assert record == {"losses": 1, "watched_s": 7200.0}
     after = MeasuredInterval("auto", None, clock)
     after.go_on_from(record)
-    after.lost()
+    after.record_failure()
     clock.now += 100.0
     assert after.record() == {"losses": 2, "watched_s": 7300.0}
     for _ in range(3):  # it is gone back to again and again

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp import driver as driver_module
-from elastic_ddp import lease as lease_module
-from elastic_ddp.driver import Driver, started
 from elastic_ddp.errors import ConfigError, DriverReplacedError, StorageError
-from elastic_ddp.lease import EXPIRES_S, DriverLease
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage import lease as lease_module
+from elastic_ddp.storage import lease_holder as driver_module
+from elastic_ddp.storage.lease import EXPIRES_S, DriverLease
+from elastic_ddp.storage.lease_holder import Driver, started
+from elastic_ddp.storage.storage import Storage
 
 FAR = replace(
     Driver.this_process("far"), host="far", pid=7, user="ada", boot_id="another boot", ray_address="10.0.0.9:6379"

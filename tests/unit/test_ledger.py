@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elastic_ddp.errors import StorageError
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.ledger import Ledger, new_session, read_ledger
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ddp.elastic.membership import GATHER_S, LEFT, LONG_GONE, PATIENCE_S, SETTLE_S, SUPERSEDED
-from tests.unit.club import BROKEN, DEAD, Club, club_of, member
+from elastic_ddp.rendezvous.membership import GATHER_S, LEFT, LONG_GONE, PATIENCE_S, SETTLE_S, SUPERSEDED
+from tests.unit.membership_harness import BROKEN, DEAD, MembershipHarness, club_of, member
 
 # The first generation.
 
 
 def test_the_first_generation_waits_for_the_whole_group() -> None:
-    club = Club(size=3)
+    club = MembershipHarness(size=3)
     assert club.form() is None
     club.all_arrive("ab")
     club.now += GATHER_S - 0.1
@@ -25,7 +25,7 @@ def test_the_first_generation_waits_for_the_whole_group() -> None:
 
 
 def test_a_member_that_asks_again_counts_once() -> None:
-    club = Club(size=2)
+    club = MembershipHarness(size=2)
     club.all_arrive("aa")
     assert club.form() is None
     club.all_arrive("b")
@@ -33,7 +33,7 @@ def test_a_member_that_asks_again_counts_once() -> None:
 
 
 def test_the_first_generation_goes_without_those_who_do_not_come_in_time() -> None:
-    club = Club(size=3)
+    club = MembershipHarness(size=3)
     club.all_arrive("a")
     club.now += GATHER_S / 2
     club.all_arrive("b")
@@ -42,14 +42,14 @@ def test_the_first_generation_goes_without_those_who_do_not_come_in_time() -> No
 
 
 def test_members_of_the_first_generation_that_come_at_once_are_ranked_as_in_their_group() -> None:
-    club = Club(size=3)
+    club = MembershipHarness(size=3)
     for name, rank in (("c", 2), ("a", 0), ("b", 1)):
         assert club.arrive(name, rank=rank) is None
     assert club.names() == ["a", "b", "c"]
 
 
 def test_who_dies_before_the_first_generation_is_not_in_it() -> None:
-    club = Club(size=3)
+    club = MembershipHarness(size=3)
     club.all_arrive("abc")
     assert not club.membership.lose("b", DEAD)
     assert club.form() is None
@@ -58,7 +58,7 @@ def test_who_dies_before_the_first_generation_is_not_in_it() -> None:
 
 
 def test_below_min_workers_nothing_forms_however_long_it_takes() -> None:
-    club = Club(min_workers=3, size=2)
+    club = MembershipHarness(min_workers=3, size=2)
     club.all_arrive("ab")
     club.now += 100 * GATHER_S
     assert club.form() is None
@@ -86,7 +86,7 @@ def test_a_minimum_that_is_lowered_lets_those_who_wait_go_on() -> None:
 
 
 def test_one_who_asks_again_has_waited_since_it_first_came() -> None:
-    club = Club(size=2)
+    club = MembershipHarness(size=2)
     for _ in range(int(GATHER_S)):  # a member that waits asks once a second
         club.all_arrive("a")
         club.now += 1
@@ -103,13 +103,13 @@ def test_survivors_form_at_once_when_the_dead_one_is_known() -> None:
     generation = club.formed()
     assert [each.id for each in generation.members] == ["a", "c"]
     assert (generation.number, generation.reason, generation.first_step) == (2, "worker lost", 5)
-    assert club.membership.loss is None
+    assert club.membership.failure is None
 
 
 def test_no_generation_forms_while_a_living_member_has_not_come() -> None:
     club = club_of("abc")
-    assert club.arrive("a", 5, lost=BROKEN) is None
-    assert club.arrive("b", 5, lost=BROKEN) is None
+    assert club.arrive("a", 5, failure=BROKEN) is None
+    assert club.arrive("b", 5, failure=BROKEN) is None
     club.now += 100 * GATHER_S
     assert club.form() is None
     club.membership.lose("c", DEAD)
@@ -119,7 +119,7 @@ def test_no_generation_forms_while_a_living_member_has_not_come() -> None:
 def test_a_death_that_comes_to_be_known_last_lets_those_who_wait_form() -> None:
     club = club_of("abcd")
     for name in "ab":
-        assert club.arrive(name, 5, lost=BROKEN) is None
+        assert club.arrive(name, 5, failure=BROKEN) is None
     assert not club.membership.lose("c", DEAD)  # the generation was broken already
     assert club.form() is None
     assert not club.membership.lose("d", DEAD)
@@ -130,12 +130,12 @@ def test_two_losses_at_once_make_one_generation() -> None:
     club = club_of("abcd")
     assert club.membership.lose("a", DEAD)
     assert not club.membership.lose("d", "it was silent for 5 s")
-    assert club.membership.loss == DEAD  # the first word counts
+    assert club.membership.failure == DEAD  # the first word counts
     club.all_arrive("bc", 5)
     generation = club.formed()
     assert (generation.number, [each.id for each in generation.members]) == (2, ["b", "c"])
     assert club.form() is None
-    assert club.membership.lost() == {"a": DEAD, "d": "it was silent for 5 s"}
+    assert club.membership.failed() == {"a": DEAD, "d": "it was silent for 5 s"}
 
 
 def test_one_who_dies_while_it_waits_is_not_waited_for() -> None:
@@ -153,14 +153,14 @@ def test_a_newcomer_that_dies_while_it_waits_breaks_nothing() -> None:
     club.all_arrive("c")
     assert not club.membership.lose("c", DEAD)
     club.now += SETTLE_S
-    assert club.membership.loss is None
+    assert club.membership.failure is None
     assert not club.wants_change
 
 
 def test_a_broken_connection_without_a_death_makes_a_generation_of_the_same_members() -> None:
     club = club_of("abc")
     for name in "cab":
-        assert club.arrive(name, 5, lost=BROKEN) is None
+        assert club.arrive(name, 5, failure=BROKEN) is None
     generation = club.formed()
     assert (generation.number, generation.reason) == (2, "worker lost")
     assert [each.id for each in generation.members] == ["a", "b", "c"]
@@ -168,26 +168,26 @@ def test_a_broken_connection_without_a_death_makes_a_generation_of_the_same_memb
 
 def test_the_first_word_of_how_a_generation_broke_counts() -> None:
     club = club_of("abc")
-    club.arrive("a", 5, lost="the first")
-    club.arrive("b", 5, lost="the second")
-    assert club.membership.loss == "the first"
+    club.arrive("a", 5, failure="the first")
+    club.arrive("b", 5, failure="the second")
+    assert club.membership.failure == "the first"
 
 
 def test_a_loss_that_one_outside_of_the_generation_reports_is_none_of_it() -> None:
     club = club_of("ab")
-    assert club.arrive("c", lost=BROKEN) is None
-    assert club.membership.loss is None
+    assert club.arrive("c", failure=BROKEN) is None
+    assert club.membership.failure is None
 
 
 def test_one_presumed_dead_that_returns_is_refused() -> None:
     club = club_of("ab")
     club.membership.lose("a", "it was silent for 5 s")
-    assert club.arrive("a", 5, lost=BROKEN) == "it was silent for 5 s"
+    assert club.arrive("a", 5, failure=BROKEN) == "it was silent for 5 s"
     assert club.membership.why_gone("a") == "it was silent for 5 s"
     club.all_arrive("b", 5)
     assert club.names() == ["b"]
     assert club.arrive("a", 5) == "it was silent for 5 s"
-    assert club.membership.loss is None
+    assert club.membership.failure is None
 
 
 def test_without_survivors_newcomers_gather_as_at_the_start() -> None:
@@ -206,7 +206,7 @@ def test_one_that_left_is_no_loss_and_is_not_waited_for() -> None:
     club = club_of("ab")
     club.membership.retire("a")
     assert not club.membership.lose("a", DEAD)  # its process ends after that
-    assert club.membership.lost() == {}
+    assert club.membership.failed() == {}
     assert club.membership.why_gone("a") == LEFT
     assert club.membership.num_alive == 1
     club.all_arrive("b", 5)
@@ -218,7 +218,7 @@ def test_one_that_died_stays_dead_when_it_retires() -> None:
     club = club_of("ab")
     club.membership.lose("a", DEAD)
     club.membership.retire("a")
-    assert club.membership.lost() == {"a": DEAD}
+    assert club.membership.failed() == {"a": DEAD}
 
 
 def test_those_who_train_and_those_who_wait_are_alive() -> None:
@@ -236,7 +236,7 @@ def test_a_generation_that_is_too_small_ends_once_what_it_does_together_is_done(
     club = club_of("abc", min_workers=2)
     for each in "bc":
         club.membership.lose(each, DEAD)
-    club.arrive("a", 5, between_steps=False, lost=BROKEN)
+    club.arrive("a", 5, between_steps=False, failure=BROKEN)
     assert club.names() == ["a"], "nobody else could do it"
     assert club.wants_change
     club.arrive("a", 5)
@@ -267,9 +267,9 @@ def test_of_members_whose_processes_are_gone_is_kept_that_they_are() -> None:
     club.all_arrive("ac", 5)
     assert club.names() == ["a"]
     club.membership.forget(["a", "b", "c"])
-    assert club.membership.lost() == {"b": DEAD} and list(club.membership.dismissed) == ["c"]
+    assert club.membership.failed() == {"b": DEAD} and list(club.membership.dismissed) == ["c"]
     club.membership.forget(["a"])
-    assert club.membership.lost() == {} and not club.membership.dismissed and club.membership.leaving == []
+    assert club.membership.failed() == {} and not club.membership.dismissed and club.membership.leaving == []
     assert club.arrive("b", 5) == club.arrive("c", 5) == LONG_GONE
     assert club.membership.is_newcomer("d") and not club.membership.is_newcomer("a")
 
@@ -406,7 +406,7 @@ def test_max_workers_is_not_exceeded_and_who_came_first_gets_in_first() -> None:
     assert club.names() == ["b", "d", "c"]
 
 
-def in_prospect(club: Club, also: str | None = None) -> list[str]:
+def in_prospect(club: MembershipHarness, also: str | None = None) -> list[str]:
     """Who would be in the next generation, in rank order."""
     newcomer = member(also, "n") if also is not None else None
     places = club.membership.prospects(club.now, newcomer)
@@ -428,7 +428,7 @@ def test_members_and_newcomers_are_told_the_places_that_they_get() -> None:
 
 
 def test_nothing_is_in_prospect_where_nothing_is_known() -> None:
-    club = Club(size=2)
+    club = MembershipHarness(size=2)
     club.arrive("a")
     assert in_prospect(club) == in_prospect(club, also="b") == [], "nobody trains yet"
     club = club_of("ab", min_workers=2)
@@ -440,7 +440,7 @@ def test_nothing_is_in_prospect_where_nothing_is_known() -> None:
 
 
 def test_the_first_generation_takes_no_more_than_max_workers() -> None:
-    club = Club(max_workers=2, size=3)
+    club = MembershipHarness(max_workers=2, size=3)
     club.all_arrive("abc")
     assert club.names() == ["a", "b"]
 
@@ -479,7 +479,7 @@ def test_one_who_was_left_out_is_not_let_in_again() -> None:
 
 
 def test_at_the_start_nobody_has_any_state() -> None:
-    club = Club()
+    club = MembershipHarness()
     club.all_arrive("ab")
     generation = club.formed()
     assert (generation.source, generation.receivers, generation.first_step) == (None, (0, 1), None)
@@ -525,14 +525,14 @@ def test_a_generation_that_broke_while_it_formed_starts_from_the_newest_commit_a
 
 
 def test_ranks_are_grouped_by_node_in_the_order_of_the_nodes_seniors() -> None:
-    club = Club(size=5)
+    club = MembershipHarness(size=5)
     for name, node in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "z"), ("e", "y")):
         club.arrive(name, node=node)
     assert club.names() == ["a", "c", "b", "e", "d"]
 
 
 def test_rank_0_is_a_survivor_if_there_is_one_and_newcomers_rank_after_those_of_their_node() -> None:
-    club = Club(size=3)
+    club = MembershipHarness(size=3)
     for name, node in (("a", "x"), ("b", "y"), ("c", "z")):
         club.arrive(name, node=node)
     club.formed()
@@ -549,7 +549,7 @@ def test_rank_0_is_a_survivor_if_there_is_one_and_newcomers_rank_after_those_of_
 def test_a_restarted_group_supersedes_the_one_before() -> None:
     club = club_of("ab")
     assert club.arrive("c", group="h") is None
-    assert club.membership.lost() == {"a": SUPERSEDED, "b": SUPERSEDED}
+    assert club.membership.failed() == {"a": SUPERSEDED, "b": SUPERSEDED}
     assert club.form() is None
     assert club.arrive("d", group="h") is None
     generation = club.formed()
@@ -558,12 +558,12 @@ def test_a_restarted_group_supersedes_the_one_before() -> None:
 
 
 def test_a_late_member_of_an_old_group_is_refused_and_takes_nobodys_place() -> None:
-    club = Club(size=2)
+    club = MembershipHarness(size=2)
     club.arrive("a", group="g")
     club.arrive("c", group="h")
     assert club.arrive("b", group="g") == SUPERSEDED  # it never came before
-    assert club.arrive("a", group="g", lost=BROKEN) == SUPERSEDED
-    assert club.membership.loss is None
+    assert club.arrive("a", group="g", failure=BROKEN) == SUPERSEDED
+    assert club.membership.failure is None
     assert club.form() is None
     club.arrive("d", group="h")
     assert club.names() == ["c", "d"]
@@ -572,7 +572,7 @@ def test_a_late_member_of_an_old_group_is_refused_and_takes_nobodys_place() -> N
 def test_a_newcomer_of_the_same_group_supersedes_nobody() -> None:
     club = club_of("ab")
     assert club.arrive("c", group="g") is None
-    assert club.membership.lost() == {}
+    assert club.membership.failed() == {}
 
 
 # Reasons.

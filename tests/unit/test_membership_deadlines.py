@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastic_ddp.elastic.members import Arrival, FormedGeneration, Member, Notice
-from elastic_ddp.elastic.membership import Membership
-from tests.unit.club import BROKEN, DEAD, member
+from elastic_ddp.rendezvous.members import DrainNotice, FormedGeneration, JoinRequest, Member
+from elastic_ddp.rendezvous.membership import Membership
+from tests.unit.membership_harness import BROKEN, DEAD, member
 
 SEEDS = 1600
 CALM_S = 60.0
@@ -44,7 +44,7 @@ class History:
         self.most = self.random.randint(self.least, 4)
         self.membership = Membership(min_workers=self.least, max_workers=self.most)
         self.workers: dict[str, Worker] = {}
-        self.notices: dict[str, Notice] = {}
+        self.notices: dict[str, DrainNotice] = {}
         """By the id of a worker, or of a node."""
         self.generation: FormedGeneration | None = None
         self.now, self.stored = 100.0, 0
@@ -114,9 +114,9 @@ class History:
             self.workers[name] = Worker(member(name, node, size=self.least, rank=len(self.workers)))
             self.arrives(self.workers[name])
 
-    def arrives(self, worker: Worker, lost: str | None = None) -> None:
+    def arrives(self, worker: Worker, failure: str | None = None) -> None:
         worker.waits = True
-        arrival = Arrival(
+        arrival = JoinRequest(
             member=worker.member,
             step=worker.step,
             between_steps=not worker.is_amid,
@@ -124,7 +124,7 @@ class History:
             committed=worker.committed,
             at_s=self.now,
         )
-        self.membership.arrive(arrival, lost=lost)
+        self.membership.arrive(arrival, failure=failure)
         self.let_go()
 
     def let_go(self) -> None:
@@ -133,7 +133,7 @@ class History:
                 before, each.alive = self.held(), False
                 assert self.held() == before, f"step {before} went with {each.member.id}"
 
-    def notice_of(self, worker: Worker) -> Notice | None:
+    def notice_of(self, worker: Worker) -> DrainNotice | None:
         """The shortest of its own and of its node."""
         mine = [self.notices[key] for key in (worker.member.id, worker.member.node_id) if key in self.notices]
         return min(mine, key=lambda each: each.ends_s, default=None)
@@ -156,12 +156,12 @@ class History:
 
     def an_evaluation_begins(self) -> None:
         training, resumable = self.training(), self.random.random() < 0.8
-        if training and len(training) == len(self.current()) and self.membership.loss is None:
+        if training and len(training) == len(self.current()) and self.membership.failure is None:
             for each in training:
                 each.is_amid, each.resumable = True, resumable
 
     def an_evaluation_ends(self) -> None:
-        if self.membership.loss is None:
+        if self.membership.failure is None:
             for each in self.training():
                 each.is_amid, each.resumable = False, True
 
@@ -181,14 +181,14 @@ class History:
 
     def notice_a_loss(self) -> bool:
         survivors = self.training()
-        if self.membership.loss is None or not survivors:
+        if self.membership.failure is None or not survivors:
             return False
         for each in survivors:
             self.arrives(each, BROKEN)
         return True
 
-    def give_notice(self, whom: str) -> Notice:
-        notice = Notice(self.now, self.random.choice([2.0, 8.0, 30.0]))
+    def give_notice(self, whom: str) -> DrainNotice:
+        notice = DrainNotice(self.now, self.random.choice([2.0, 8.0, 30.0]))
         self.notices[whom] = min(notice, self.notices.get(whom, notice), key=lambda each: each.ends_s)
         return notice
 
@@ -207,7 +207,7 @@ class History:
         """If it is not to be waited for any more."""
         self.membership.break_if_overdue(self.now)
         overdue = [each for each in self.training() if self.is_overdue(each) and not each.is_stuck]
-        assert not overdue or self.membership.loss is not None, "a step is waited for"
+        assert not overdue or self.membership.failure is not None, "a step is waited for"
 
     def the_run_is_resized(self) -> None:
         self.membership.wanted = self.random.randint(self.least, self.most)

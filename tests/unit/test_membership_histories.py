@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from elastic_ddp.elastic.members import Arrival, FormedGeneration, Member
-from elastic_ddp.elastic.membership import GATHER_S, SETTLE_S, Membership
-from tests.unit.club import BROKEN, DEAD, member
+from elastic_ddp.rendezvous.members import FormedGeneration, JoinRequest, Member
+from elastic_ddp.rendezvous.membership import GATHER_S, SETTLE_S, Membership
+from tests.unit.membership_harness import BROKEN, DEAD, member
 
 
 @dataclass
@@ -72,14 +72,16 @@ class Histories(RuleBasedStateMachine):
     def any_of(self, data: st.DataObject, workers: list[Worker]) -> Worker:
         return data.draw(st.sampled_from(sorted(workers, key=lambda each: int(each.member.id))))
 
-    def says_arrival(self, worker: Worker, lost: str | None = None) -> None:
-        arrival = Arrival(member=worker.member, step=worker.step, between_steps=worker.between_steps, at_s=worker.at_s)
-        assert self.membership.arrive(arrival, lost=lost) is None
+    def says_arrival(self, worker: Worker, failure: str | None = None) -> None:
+        arrival = JoinRequest(
+            member=worker.member, step=worker.step, between_steps=worker.between_steps, at_s=worker.at_s
+        )
+        assert self.membership.arrive(arrival, failure=failure) is None
 
-    def comes_back(self, worker: Worker, lost: str | None, between_steps: bool = True) -> None:
+    def comes_back(self, worker: Worker, failure: str | None, between_steps: bool = True) -> None:
         worker.waits, worker.at_s, worker.between_steps = True, self.now, between_steps
-        self.broken = self.broken or lost is not None
-        self.says_arrival(worker, lost)
+        self.broken = self.broken or failure is not None
+        self.says_arrival(worker, failure)
 
     # What happens.
 
@@ -135,8 +137,8 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def one_presumed_dead_returns(self, data: st.DataObject) -> None:
         gone = self.any_of(data, [each for each in self.workers.values() if not each.alive])
-        arrival = Arrival(member=gone.member, step=gone.step, between_steps=True, at_s=self.now)
-        assert self.membership.arrive(arrival, lost=BROKEN) is not None
+        arrival = JoinRequest(member=gone.member, step=gone.step, between_steps=True, at_s=self.now)
+        assert self.membership.arrive(arrival, failure=BROKEN) is not None
         self.form()
 
     @precondition(lambda self: self.training())

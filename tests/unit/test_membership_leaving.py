@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elastic_ddp.elastic.members import AT_ONCE, DRAIN, RESIZE, Notice
-from elastic_ddp.elastic.membership import LEFT, PATIENCE_S, WORKER_LOST
-from tests.unit.club import BROKEN, DEAD, Club, club_of
+from elastic_ddp.rendezvous.members import AT_ONCE, DRAIN, RESIZE, DrainNotice
+from elastic_ddp.rendezvous.membership import LEFT, PATIENCE_S, WORKER_FAILED
+from tests.unit.membership_harness import BROKEN, DEAD, MembershipHarness, club_of
 
 
 def test_members_that_are_asked_to_leave_are_left_out_of_the_next_generation() -> None:
@@ -76,9 +76,9 @@ def test_a_loss_is_what_a_generation_of_those_who_leave_is_formed_for() -> None:
     club = club_of("ab")
     club.membership.ask_to_leave("b")
     club.membership.lose("a", DEAD)
-    club.arrive("b", 5, lost="a peer was lost")
+    club.arrive("b", 5, failure="a peer was lost")
     generation = club.formed()
-    assert (generation.brief, generation.reason) == (True, WORKER_LOST)
+    assert (generation.brief, generation.reason) == (True, WORKER_FAILED)
 
 
 def test_members_that_all_leave_go_once_the_newest_state_is_committed() -> None:
@@ -88,7 +88,7 @@ def test_members_that_all_leave_go_once_the_newest_state_is_committed() -> None:
     club.arrive("b", 5)
     assert club.form() is None
     assert club.membership.dismissed == {"a": DRAIN, "b": DRAIN}
-    assert club.membership.lost() == {}
+    assert club.membership.failed() == {}
     club.all_arrive("cd")
     generation = club.formed()
     assert [each.id for each in generation.members] == ["c", "d"]
@@ -111,7 +111,7 @@ def test_of_members_that_all_leave_one_commits_first_and_makes_no_step() -> None
 def test_a_survivor_that_leaves_commits_though_there_are_fewer_than_min_workers() -> None:
     club = club_of("ab", min_workers=2)
     club.membership.lose("b", DEAD)
-    club.arrive("a", 5, lost=BROKEN)
+    club.arrive("a", 5, failure=BROKEN)
     assert club.form() is None
     club.membership.ask_to_leave("a")
     assert club.names() == ["a"]
@@ -119,7 +119,7 @@ def test_a_survivor_that_leaves_commits_though_there_are_fewer_than_min_workers(
 
 def test_a_step_that_outlasts_three_quarters_of_a_notice_is_broken() -> None:
     club = club_of("ab", min_workers=2)
-    club.membership.ask_to_leave("b", Notice(club.now, 20.0))
+    club.membership.ask_to_leave("b", DrainNotice(club.now, 20.0))
     club.now += 14.9
     assert not club.membership.break_if_overdue(club.now)
     club.now += 0.1
@@ -132,7 +132,7 @@ def test_a_step_that_outlasts_three_quarters_of_a_notice_is_broken() -> None:
 
 def test_a_notice_breaks_one_generation_and_no_other() -> None:
     club = club_of("ab", min_workers=2)
-    club.membership.ask_to_leave("b", Notice(club.now, 20.0))
+    club.membership.ask_to_leave("b", DrainNotice(club.now, 20.0))
     club.now += 15
     assert club.membership.break_if_overdue(club.now)
     club.arrive("a", 4)
@@ -144,7 +144,7 @@ def test_a_notice_breaks_one_generation_and_no_other() -> None:
 
 def test_one_whose_time_is_nearly_up_leaves_in_an_evaluation_too_if_others_hold_the_state() -> None:
     club = club_of("abc")
-    club.membership.ask_to_leave("b", Notice(club.now, 20.0))
+    club.membership.ask_to_leave("b", DrainNotice(club.now, 20.0))
     club.now += 15
     assert club.membership.break_if_overdue(club.now)
     for name in "abc":
@@ -153,9 +153,9 @@ def test_one_whose_time_is_nearly_up_leaves_in_an_evaluation_too_if_others_hold_
     assert club.membership.dismissed == {"b": DRAIN}
 
 
-def overdue_amid_an_evaluation(club: Club, names: str) -> None:
+def overdue_amid_an_evaluation(club: MembershipHarness, names: str) -> None:
     """Those who are to go have not got out of it when three quarters of their time are over."""
-    club.membership.ask_to_leave(names, Notice(club.now, 20.0))
+    club.membership.ask_to_leave(names, DrainNotice(club.now, 20.0))
     club.now += 15
     assert club.membership.break_if_overdue(club.now)
 
@@ -229,7 +229,7 @@ def test_a_state_in_the_midst_of_a_steps_block_is_not_handed_over() -> None:
 
 def test_a_generation_in_which_state_is_handed_on_is_not_broken_by_a_notice() -> None:
     club = club_of("ab", min_workers=2)
-    club.membership.ask_to_leave("ab", Notice(club.now, 20.0))
+    club.membership.ask_to_leave("ab", DrainNotice(club.now, 20.0))
     club.now += 10
     club.all_arrive("ab", 5)
     assert club.formed().brief
@@ -239,11 +239,11 @@ def test_a_generation_in_which_state_is_handed_on_is_not_broken_by_a_notice() ->
 
 def test_of_two_notices_the_one_that_leaves_less_time_counts() -> None:
     club = club_of("ab", min_workers=2, nodes={"b": "x"})
-    assert club.membership.drain("id of x", Notice(club.now, 600.0))
-    assert club.membership.drain("id of x", Notice(club.now, 60.0))
-    assert not club.membership.drain("id of x", Notice(club.now, 60.0)), "that is no news"
-    assert not club.membership.drain("id of x", Notice(club.now, 600.0))
-    club.membership.ask_to_leave("b", Notice(club.now, 600.0))
+    assert club.membership.drain("id of x", DrainNotice(club.now, 600.0))
+    assert club.membership.drain("id of x", DrainNotice(club.now, 60.0))
+    assert not club.membership.drain("id of x", DrainNotice(club.now, 60.0)), "that is no news"
+    assert not club.membership.drain("id of x", DrainNotice(club.now, 600.0))
+    club.membership.ask_to_leave("b", DrainNotice(club.now, 600.0))
     club.now += 30
     assert club.wants_change, "half of the minute is over"
     assert club.membership.has_time(club.now, 14.9)
@@ -260,7 +260,7 @@ def test_a_generation_knows_whether_it_has_the_members_of_the_one_before() -> No
 
 def test_one_who_waits_to_leave_breaks_nothing() -> None:
     club = club_of("ab", min_workers=2)
-    club.membership.ask_to_leave("b", Notice(club.now, 20.0))
+    club.membership.ask_to_leave("b", DrainNotice(club.now, 20.0))
     club.arrive("b", 5)
     club.now += 20
     assert not club.membership.break_if_overdue(club.now)
@@ -268,7 +268,7 @@ def test_one_who_waits_to_leave_breaks_nothing() -> None:
 
 def test_one_with_notice_stays_while_it_is_needed_for_half_of_the_time() -> None:
     club = club_of("ab", min_workers=2)
-    club.membership.ask_to_leave("b", Notice(club.now, 20.0))
+    club.membership.ask_to_leave("b", DrainNotice(club.now, 20.0))
     assert not club.wants_change
     club.now += 9.9
     assert not club.wants_change
@@ -284,7 +284,7 @@ def test_one_with_notice_stays_while_it_is_needed_for_half_of_the_time() -> None
 
 def test_one_with_notice_leaves_as_soon_as_another_has_come() -> None:
     club = club_of("ab", min_workers=2, max_workers=2)
-    club.membership.ask_to_leave("b", Notice(club.now, 20.0))
+    club.membership.ask_to_leave("b", DrainNotice(club.now, 20.0))
     club.all_arrive("c")
     assert club.wants_change
     club.all_arrive("ab", 5)
@@ -295,7 +295,7 @@ def test_one_with_notice_leaves_as_soon_as_another_has_come() -> None:
 def test_a_generation_is_not_formed_again_for_a_newcomer_that_is_not_enough_to_let_anybody_go() -> None:
     club = club_of("abc", min_workers=3, max_workers=3)
     for name in "bc":
-        club.membership.ask_to_leave(name, Notice(club.now, 120.0))
+        club.membership.ask_to_leave(name, DrainNotice(club.now, 120.0))
     club.all_arrive("d")
     club.now += PATIENCE_S
     assert not club.wants_change
@@ -307,7 +307,7 @@ def test_a_generation_is_not_formed_again_for_a_newcomer_that_is_not_enough_to_l
 
 def test_one_with_notice_still_counts_when_another_is_lost() -> None:
     club = club_of("abc", min_workers=2)
-    club.membership.ask_to_leave("c", Notice(club.now, 20.0))
+    club.membership.ask_to_leave("c", DrainNotice(club.now, 20.0))
     club.membership.lose("b", DEAD)
     club.all_arrive("ac", 5)
     assert club.names() == ["a", "c"]
@@ -347,8 +347,8 @@ def test_who_stays_waits_where_one_that_goes_commits_the_newest_state() -> None:
     club.membership.wanted = 1
     club.membership.ask_to_leave("b")
     club.membership.lose("nobody", DEAD)
-    club.arrive("a", 5, lost=BROKEN)
-    club.arrive("b", 6, lost=BROKEN)
+    club.arrive("a", 5, failure=BROKEN)
+    club.arrive("b", 6, failure=BROKEN)
     brief = club.formed()
     assert ([each.id for each in brief.members], brief.brief, brief.receivers) == (["b"], True, ())
     assert club.arrive("b", 6, committed=6) is None
@@ -359,7 +359,7 @@ def test_who_stays_waits_where_one_that_goes_commits_the_newest_state() -> None:
 def test_a_run_that_is_made_smaller_while_it_breaks_keeps_one_who_made_the_last_step() -> None:
     club = club_of("abc")
     club.membership.wanted = 1
-    club.arrive("a", 5, lost=BROKEN)
+    club.arrive("a", 5, failure=BROKEN)
     club.arrive("b", 5)
     club.arrive("c", 6)
     assert club.names() == ["c"]
@@ -394,7 +394,7 @@ def test_newcomers_for_whom_there_is_no_room_any_more_are_let_go_while_others_tr
 def test_a_newcomer_that_is_to_take_the_place_of_one_that_goes_is_kept_in_a_run_that_was_resized() -> None:
     club = club_of("abc", min_workers=3, max_workers=5)
     club.membership.wanted = 3
-    club.membership.ask_to_leave("c", Notice(club.now, 20.0))
+    club.membership.ask_to_leave("c", DrainNotice(club.now, 20.0))
     club.all_arrive("d")
     assert club.form() is None and not club.membership.dismissed
     club.all_arrive("abc", 5)
@@ -423,5 +423,5 @@ def test_when_all_should_leave_a_holder_of_the_newest_state_is_kept() -> None:
     club = club_of("ab")
     club.membership.ask_to_leave("ab")
     club.arrive("a", 5)
-    club.arrive("b", 6, lost=BROKEN)
+    club.arrive("b", 6, failure=BROKEN)
     assert club.formed().first_step == 6

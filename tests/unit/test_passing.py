@@ -15,20 +15,20 @@ from unittest import mock
 
 import pytest
 
-from elastic_ddp import restoring
+from elastic_ddp.checkpoint.confirmed_read import confirmed_piece
 from elastic_ddp.checkpoint.planning import BlockPlanner
-from elastic_ddp.checkpoint.reading import Piece, Reading, Targets
-from elastic_ddp.checkpoint.verdicts import confirmed_piece
-from elastic_ddp.errors import CheckpointError, PeerLostError
-from elastic_ddp.parallel import carrying
-from elastic_ddp.parallel.carrying import Carrier
-from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
-from elastic_ddp.restoring import _Passing, _Piece, restore
-from elastic_ddp.storage import Storage
+from elastic_ddp.checkpoint.reader import Piece, Reading, Targets
+from elastic_ddp.distributed import piece_transfer
+from elastic_ddp.distributed.piece_transfer import Carrier
+from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
+from elastic_ddp.errors import CheckpointError, PeerFailedError
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker import restore as restoring
+from elastic_ddp.worker.restore import _Passing, _Piece, restore
 from tests.ranks import apart, run_ranks
+from tests.single_rank_store import SingleRankStore
 from tests.unit.test_checkpoint import save, step_of
-from tests.unit.test_restoring import restore_on
-from tests.whole import WholeStore
+from tests.unit.test_restore import restore_on
 
 
 def pieces_at_once(group: ProcessGroup, uri: str, is_apart: bool, is_local: bool) -> int:
@@ -102,7 +102,7 @@ class OneBadPiece(Storage):
 def copy_beside_a_bad_piece(group: ProcessGroup, uri: str) -> tuple[int | None, int]:
     """The step that is restored, and how many pieces could not be copied, none of which lies in its tensors."""
     store = group.store.at(group.assignment.store_host, group.assignment.store_port)
-    read, close, unread = carrying.read, Reading.close, []
+    read, close, unread = piece_transfer.read, Reading.close, []
 
     def read_if_there(pid: int, address: int, into: memoryview) -> None:
         store.get("the bad piece is known")
@@ -117,15 +117,15 @@ def copy_beside_a_bad_piece(group: ProcessGroup, uri: str) -> tuple[int | None, 
         if group.rank == 0:
             store.set("the bad piece is known", b"")
 
-    carrying.read = read_if_there
+    piece_transfer.read = read_if_there
     storage = OneBadPiece(uri) if group.rank == 0 else Storage(uri)
     with (
         mock.patch.object(Reading, "close", close_and_tell),
         mock.patch.object(Targets, "_place_in_tensors", return_value=None),
         mock.patch.object(Piece, "empty", lambda piece: memoryview(mmap.mmap(-1, piece.end - piece.start))),
-        mock.patch("elastic_ddp.checkpoint.reading.PIECE_BYTES", 1),
+        mock.patch("elastic_ddp.checkpoint.reader.PIECE_BYTES", 1),
     ):
-        found = restore(WholeStore(storage, keep=2), storage, group)
+        found = restore(SingleRankStore(storage, keep=2), storage, group)
     return None if found is None else step_of(found[1]), len(unread)
 
 
@@ -133,7 +133,7 @@ def test_what_is_shown_stays_when_a_piece_before_it_turns_out_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else others would copy from memory that is gone, and read all of it again."""
-    monkeypatch.setattr("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(8))
+    monkeypatch.setattr("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(8))
     save(Storage(tmp_path), 1)
     assert run_ranks(2, copy_beside_a_bad_piece, str(tmp_path)) == [(None, 0)] * 2
 
@@ -178,9 +178,9 @@ def most_begun(group: ProcessGroup, uri: str, is_apart: bool) -> int:
     with (
         apart() if is_apart else nullcontext(),
         mock.patch.object(Carrier, "begin", counted),
-        mock.patch("elastic_ddp.checkpoint.reading.PIECE_BYTES", 1),
+        mock.patch("elastic_ddp.checkpoint.reader.PIECE_BYTES", 1),
     ):
-        restore(WholeStore(Storage(uri), keep=2), Storage(uri), group, tick=tick)
+        restore(SingleRankStore(Storage(uri), keep=2), Storage(uri), group, tick=tick)
     return most
 
 
@@ -189,13 +189,13 @@ def most_begun(group: ProcessGroup, uri: str, is_apart: bool) -> int:
 def test_no_more_pieces_are_begun_at_once_than_there_is_memory_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, is_apart: bool
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(8))
+    monkeypatch.setattr("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(8))
     save(Storage(tmp_path), 1)
     most = run_ranks(world_size, most_begun, str(tmp_path), is_apart)
     if world_size > 1 and is_apart:
-        assert most == [carrying.IN_FLIGHT] * world_size
+        assert most == [piece_transfer.IN_FLIGHT] * world_size
     else:  # what need not be waited for is let go at once
-        assert all(1 <= each <= carrying.IN_FLIGHT for each in most)
+        assert all(1 <= each <= piece_transfer.IN_FLIGHT for each in most)
 
 
 class FakeCarriage:
@@ -245,14 +245,14 @@ def test_what_has_come_is_taken_before_what_comes_later(monkeypatch: pytest.Monk
 
 def restore_where_memory_cannot_be_read(group: ProcessGroup, uri: str) -> dict[str, Any]:
     """What a rank restores that can copy only some of what others show to it."""
-    read, chance = carrying.read, random.Random(group.rank)
+    read, chance = piece_transfer.read, random.Random(group.rank)
 
     def read_some(pid: int, address: int, into: memoryview) -> None:
         if len(into) > 16 and chance.random() < 0.5:  # but for marks
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
         read(pid, address, into)
 
-    carrying.read = read_some
+    piece_transfer.read = read_some
     return restore_on(group, uri, 1)
 
 
@@ -260,7 +260,7 @@ def restore_where_memory_cannot_be_read(group: ProcessGroup, uri: str) -> dict[s
 def test_where_some_memory_cannot_be_read_every_rank_gets_the_state_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(8))
+    monkeypatch.setattr("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(8))
     [newest] = save(Storage(tmp_path), 1)
     results = run_ranks(world_size, restore_where_memory_cannot_be_read, str(tmp_path))
     assert [each["step"] for each in results] == [1] * world_size
@@ -274,7 +274,7 @@ def restore_what_is_bad(group: ProcessGroup, uri: str) -> dict[str, Any]:
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
         read(pid, address, into)
 
-    read, carrying.read = carrying.read, read_marks
+    read, piece_transfer.read = piece_transfer.read, read_marks
     if group.rank == 0:
         return restore_on(group, uri, 1)
     again = []
@@ -301,7 +301,7 @@ def test_what_is_found_bad_when_it_is_read_again_is_not_used(tmp_path: Path) -> 
 def test_pieces_are_shorter_where_ranks_of_a_machine_wait_for_each_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.checkpoint.writing.BlockPlanner", lambda: BlockPlanner(8))
+    monkeypatch.setattr("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(8))
     save(Storage(tmp_path), 1)
     one, near, far = (
         [each["pieces"] for each in run_ranks(world_size, restore_on, str(tmp_path), 256, is_apart)]
@@ -317,7 +317,7 @@ def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> s
 
         def gather_another(data: bytes) -> Callable[[], list[bytes]]:
             gathered = begin_all_gather(data)
-            is_place = len(data) == carrying._PLACE.size + group.world_size
+            is_place = len(data) == piece_transfer._PLACE.size + group.world_size
             return lambda: [bytes([each[0] ^ is_place]) + each[1:] for each in gathered()]
 
         group.begin_all_gather = gather_another  # type: ignore[method-assign]
@@ -341,15 +341,15 @@ def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> s
     broadcast = group.broadcast_bytes
     if group.rank == 1 and what == "skeleton":
         group.broadcast_bytes = lambda data: broadcast(data).replace(b"0.1", b"0.2")  # type: ignore[assignment]
-    store = WholeStore(Storage(uri), keep=2)
+    store = SingleRankStore(Storage(uri), keep=2)
     try:
         with apart() if what == "over the group" else nullcontext():
             restore(store, Storage(uri), group)
-    except PeerLostError as error:
+    except PeerFailedError as error:
         group.close(intact=False)
         return f"{error}; rejected: {store.rejected}"
     except RuntimeError as error:
-        assert is_lost_peer(error)
+        assert is_peer_failure(error)
         group.close(intact=False)
         return "lost the other"
     return "restored"

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.parallel import process_group
-from elastic_ddp.parallel.process_group import SHORT_BYTES, Assignment, ProcessGroup, is_lost_peer
-from elastic_ddp.parallel.store import StoreConnection
+from elastic_ddp.distributed import process_group
+from elastic_ddp.distributed.process_group import SHORT_BYTES, Assignment, ProcessGroup, is_peer_failure
+from elastic_ddp.distributed.store import StoreConnection
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -22,12 +22,12 @@ CPU = torch.device("cpu")
 
 def form_after_a_failure(group: ProcessGroup) -> str:
     """Rank 1 alone tries generation 2; both meet in generation 3. `run_ranks` closes that one."""
-    group.meet()
+    group.barrier()
     group.close(intact=True)
     if group.rank == 1:
         with pytest.raises(RuntimeError) as caught:
             ProcessGroup.form(replace(group.assignment, generation=2), store=group.store, device=CPU, timeout_s=1)
-        assert is_lost_peer(caught.value)
+        assert is_peer_failure(caught.value)
     again = ProcessGroup.form(replace(group.assignment, generation=3), store=group.store, device=CPU, timeout_s=20)
     return b"".join(again.all_gather_bytes(bytes([again.rank]))).hex()
 
@@ -61,7 +61,7 @@ _PrefixStore = dist.PrefixStore
 
 def lose_a_peer_that_has_published_its_address(group: ProcessGroup, victim: int) -> float:
     """Seconds until a rank knows. Afterwards both form another group, in which one of them is slow."""
-    group.meet()
+    group.barrier()
     group.close(intact=True)
     process_group.FORM_S = 0.4  # in this process, which ends with the test
     begun = time.monotonic()
@@ -72,7 +72,7 @@ def lose_a_peer_that_has_published_its_address(group: ProcessGroup, victim: int)
         assignment = replace(group.assignment, generation=2)
         ProcessGroup.form(assignment, store=group.store, device=CPU, timeout_s=60, on_forming=forming.append)
     forming[0].close(intact=False)
-    assert group.rank == victim or is_lost_peer(caught.value), caught.value
+    assert group.rank == victim or is_peer_failure(caught.value), caught.value
     seconds = time.monotonic() - begun
     group = ProcessGroup.form(replace(group.assignment, generation=3), store=group.store, device=CPU, timeout_s=60)
     if group.rank == 1:
@@ -89,7 +89,7 @@ def test_a_rank_that_dies_before_it_has_connected_does_not_hold_the_others_up(vi
 
 def cut_a_group_beside_which_others_were_busy(group: ProcessGroup) -> float:
     """Another thread opens connections while a group forms. Seconds until a collective knows that it was cut."""
-    group.meet()
+    group.barrier()
     group.close(intact=True)
     listener = socket.create_server(("127.0.0.1", 0))
     pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -113,11 +113,11 @@ def cut_a_group_beside_which_others_were_busy(group: ProcessGroup) -> float:
         group = ProcessGroup.form(replace(group.assignment, generation=2), store=group.store, device=CPU, timeout_s=60)
     begun = time.monotonic()
     if group.rank == 0:
-        group.cut()
+        group.abort()
     with pytest.raises(RuntimeError) as caught:
         dist.barrier()
     seconds = time.monotonic() - begun
-    assert is_lost_peer(caught.value)
+    assert is_peer_failure(caught.value)
     group.close(intact=False)
     assert len(pairs) == 2
     for one, other in pairs:
@@ -134,20 +134,20 @@ def test_what_other_threads_connect_to_while_a_group_forms_is_not_cut_with_it(wo
 
 def lose_a_peer_that_has_connected(group: ProcessGroup, victim: int) -> float:
     """Before it has said where it listens. Seconds until the other knows, which is told to cut. They meet again."""
-    group.meet()
+    group.barrier()
     group.close(intact=True)
     forming: list[ProcessGroup] = []
     with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as caught:
         if group.rank == victim:
             patch.setattr(ProcessGroup, "_find_sockets", lambda *_: int("the power went out"))
         else:
-            threading.Timer(1.0, lambda: forming[0].cut()).start()
+            threading.Timer(1.0, lambda: forming[0].abort()).start()
         assignment = replace(group.assignment, generation=2)
         begun = time.monotonic()
         ProcessGroup.form(assignment, store=group.store, device=CPU, timeout_s=60, on_forming=forming.append)
     forming[0].close(intact=False)
     seconds = time.monotonic() - begun
-    assert group.rank == victim or is_lost_peer(caught.value), caught.value
+    assert group.rank == victim or is_peer_failure(caught.value), caught.value
     group = ProcessGroup.form(replace(group.assignment, generation=3), store=group.store, device=CPU, timeout_s=60)
     group.all_gather_bytes(b"")
     return seconds
@@ -160,14 +160,14 @@ def test_a_rank_that_dies_once_it_has_connected_does_not_hold_the_others_up(vict
 
 def wait_for_works_of_a_lost_peer(group: ProcessGroup) -> list[bool]:
     """As optimizers do that communicate behind their computing. Whether what they meet is known for a lost peer."""
-    group.meet()
+    group.barrier()
     found = []
     for _ in range(2 if group.rank == 0 else 0):
         with pytest.raises(RuntimeError) as caught:
             work = dist.all_reduce(torch.ones(3), async_op=True)
             assert work is not None
             work.wait()
-        found.append(is_lost_peer(caught.value))
+        found.append(is_peer_failure(caught.value))
     group.close(intact=False)
     ProcessGroup.form(replace(group.assignment, generation=2), store=group.store, device=CPU, timeout_s=60)
     return found
@@ -216,25 +216,25 @@ def test_a_message_is_waited_for_as_long_as_a_collective() -> None:
 def test_a_users_error_that_tells_of_one_of_gloo_is_his() -> None:
     text = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5"
     for words in (f"the optimizer failed: {text}", "see gloo/transport/tcp/pair.cc:553"):
-        assert not is_lost_peer(RuntimeError(words))
-    assert is_lost_peer(RuntimeError(text))
+        assert not is_peer_failure(RuntimeError(words))
+    assert is_peer_failure(RuntimeError(text))
 
 
 def test_a_collective_after_the_group_was_aborted_is_a_lost_peer_and_a_users_words_are_not() -> None:
     """On a GPU the group is aborted from the thread that hears of a loss, and the next collective finds none."""
     with pytest.raises(ValueError, match="not been initialized") as caught:
         dist.barrier()
-    assert is_lost_peer(caught.value)
+    assert is_peer_failure(caught.value)
     with pytest.raises(ValueError, match="not been initialized") as users:
         raise ValueError(str(caught.value))
-    assert not is_lost_peer(users.value)
+    assert not is_peer_failure(users.value)
 
 
 def test_a_group_that_was_never_formed_can_be_cut_also_on_a_gpu() -> None:
     assignment = Assignment(generation=1, rank=0, world_size=2, store_host="", store_port=0, reason="start")
     group = ProcessGroup(assignment, torch.device("cuda"), StoreConnection())
-    group.cut()
-    group.cut()
+    group.abort()
+    group.abort()
 
 
 def test_the_backend_of_a_gpu_is_aborted_once() -> None:
@@ -247,8 +247,8 @@ def test_the_backend_of_a_gpu_is_aborted_once() -> None:
     assignment = Assignment(generation=1, rank=0, world_size=2, store_host="", store_port=0, reason="start")
     backend = Backend()
     group = ProcessGroup(assignment, torch.device("cuda"), StoreConnection(), _nccl=backend)
-    group.cut()
-    group.cut()
+    group.abort()
+    group.abort()
     assert backend.aborted == 1
 
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from elastic_ddp.parallel.process_group import ProcessGroup
+from elastic_ddp.distributed.process_group import ProcessGroup
 from tests.ranks import run_ranks
 
 

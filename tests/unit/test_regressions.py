@@ -12,23 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.batching import micro_batch_ranges
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.config import RunConfig
-from elastic_ddp.elastic.messages import Ended
-from elastic_ddp.elastic.rendezvous import Rendezvous
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.distributed.buffer_sync import StepBuffers
+from elastic_ddp.distributed.prepared_model import PreparedModel
+from elastic_ddp.distributed.reduction_tree import micro_batch_ranges
+from elastic_ddp.driver.trainer import ElasticTrainer
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.generation import Generation
-from elastic_ddp.job import COMMITS
-from elastic_ddp.parallel.buffers import StepBuffers
-from elastic_ddp.parallel.prepared import PreparedModel
-from elastic_ddp.step import Step
-from elastic_ddp.storage import Storage
-from elastic_ddp.train_state import TrainState
-from elastic_ddp.trainer import ElasticTrainer
+from elastic_ddp.rendezvous.actor import Rendezvous
+from elastic_ddp.rendezvous.messages import Ended
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker import loop as loop_module
+from elastic_ddp.worker.job import COMMITS
+from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
-from tests.unit.alone import CPU, LOST_PEER, Model, NewRun, link_of, prepared
-from tests.unit.scene import Play, join, member, started
+from tests.unit.rendezvous_harness import Play, join, member, started
+from tests.unit.single_worker import CPU, PEER_FAILURE, Model, NewRun, link_of, prepared
 from tests.unit.test_run_api import Scripted, refused, state_of
 
 
@@ -55,14 +55,14 @@ def test_a_model_that_is_called_past_the_prepared_one_is_refused(new_run: NewRun
 def test_the_last_step_is_committed_when_the_connection_breaks_right_after_it(
     new_run: NewRun, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    r, gather = new_run(), Generation.gather_metrics
+    r, gather = new_run(), loop_module.gather_metrics
 
-    def lose_the_last(generation: Generation, step: Step, rows: Any) -> Any:
+    def lose_the_last(group: Any, step: Step, rows: Any) -> Any:
         if step.index == 5:
-            raise dist.DistNetworkError(LOST_PEER)
-        return gather(generation, step, rows)
+            raise dist.DistNetworkError(PEER_FAILURE)
+        return gather(group, step, rows)
 
-    monkeypatch.setattr(Generation, "gather_metrics", lose_the_last)
+    monkeypatch.setattr(loop_module, "gather_metrics", lose_the_last)
     model = prepared(r)
     for step in r.steps():
         with step:
@@ -129,11 +129,11 @@ def test_a_late_member_of_an_old_group_is_no_loss_of_the_new_generation(play: Pl
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous, "a")
         await started(rendezvous, "b")
-        before = len((await rendezvous.follow(0)).events)
-        answer = await join(rendezvous, member("a", 1), after=1, step=0, lost="connection closed")
+        before = len((await rendezvous.wait_for_update(0)).events)
+        answer = await join(rendezvous, member("a", 1), after=1, step=0, failure="connection closed")
         assert answer == Ended("its worker group was started again")
         await rendezvous.take([{"event": "next"}], None)
-        assert [event["event"] for event in (await rendezvous.follow(before)).events] == ["next"]
+        assert [event["event"] for event in (await rendezvous.wait_for_update(before)).events] == ["next"]
 
     play(scenario)
 
@@ -206,12 +206,12 @@ def test_a_backward_whose_error_the_user_catches_makes_no_step(new_run: NewRun) 
 def test_a_lost_peer_that_the_user_catches_is_lost_all_the_same(new_run: NewRun) -> None:
     run = new_run(steps=2)
     model = prepared(run)
-    lost = []
+    failure = []
     for step in run.steps():
         with step:
-            if not lost:
-                lost.append(step.index)
-                caught(step, model, dist.DistNetworkError(LOST_PEER))
+            if not failure:
+                failure.append(step.index)
+                caught(step, model, dist.DistNetworkError(PEER_FAILURE))
             else:
                 for batch in step.micro_batches():
                     step.backward(model(batch["x"]).mean())

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 import torch.distributed as dist
 
-from elastic_ddp.elastic import membership as membership_module
-from elastic_ddp.elastic.members import RESIZE
-from elastic_ddp.elastic.membership import LEFT, SUPERSEDED
-from elastic_ddp.elastic.messages import NOTHING, Ended, Prospect, RendezvousOptions, Signals
-from elastic_ddp.elastic.pulse import Pulse
-from elastic_ddp.elastic.rendezvous import Rendezvous
-from elastic_ddp.parallel.process_group import Assignment
-from tests.unit.scene import BROKEN, Play, events_of, heard, join, joined, member, started, until_held
+from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.rendezvous import membership as membership_module
+from elastic_ddp.rendezvous.actor import Rendezvous
+from elastic_ddp.rendezvous.heartbeat import Heartbeat
+from elastic_ddp.rendezvous.members import RESIZE
+from elastic_ddp.rendezvous.membership import LEFT, SUPERSEDED
+from elastic_ddp.rendezvous.messages import NOTHING, Ended, PlannedAssignment, RendezvousOptions, Signals
+from tests.unit.rendezvous_harness import BROKEN, Play, events_of, heard, join, joined, member, started, until_held
 
 # Joining.
 
@@ -29,7 +29,7 @@ def test_members_that_join_get_their_ranks_and_a_store_that_answers(play: Play, 
         store = dist.TCPStore(first.store_host, first.store_port, is_master=False, wait_for_workers=False)
         store.set("key", "value")
         assert store.get("key") == b"value"
-        events = (await rendezvous.follow(0)).events
+        events = (await rendezvous.wait_for_update(0)).events
         assert [event["event"] for event in events] == ["rendezvous"]
         assert (events[0]["world_size"], events[0]["reason"], events[0]["first_step"]) == (2, "start", None)
         assert events[0]["members"] == [
@@ -91,8 +91,8 @@ def test_members_that_all_survived_a_broken_connection_get_a_new_generation(play
     async def scenario(rendezvous: Rendezvous) -> None:
         before = await started(rendezvous)
         after = await asyncio.gather(
-            join(rendezvous, member("a", 0), after=1, step=5, lost=BROKEN),
-            join(rendezvous, member("a", 1), after=1, step=6, lost=BROKEN),
+            join(rendezvous, member("a", 0), after=1, step=5, failure=BROKEN),
+            join(rendezvous, member("a", 1), after=1, step=6, failure=BROKEN),
         )
         assert [answer.generation for answer in before] == [1, 1]
         assert [(each.generation, each.rank, each.source, each.receivers, each.reason) for each in after] == [
@@ -100,7 +100,7 @@ def test_members_that_all_survived_a_broken_connection_get_a_new_generation(play
             (2, 1, 1, (0,), "worker lost"),
         ]
         # Its answer was lost, and it asks again.
-        assert await join(rendezvous, member("a", 1), after=1, step=6, lost=BROKEN) == after[1]
+        assert await join(rendezvous, member("a", 1), after=1, step=6, failure=BROKEN) == after[1]
 
     play(scenario)
 
@@ -112,12 +112,12 @@ def test_a_survivor_goes_on_as_soon_as_the_pulse_of_the_dead_one_ends(play: Play
         _, dying = await asyncio.open_connection(*address)
         dying.write(b"a1\n")
         await dying.drain()
-        survivor = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5, lost=BROKEN))
+        survivor = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5, failure=BROKEN))
         await until_held(survivor)
         dying.close()
         answer = await survivor
         assert (answer.generation, answer.rank, answer.world_size, answer.source) == (2, 0, 1, 0)
-        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).lost == {"a1": "its process ended"}
+        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).failed == {"a1": "its process ended"}
         late = await join(rendezvous, member("a", 1), after=1, step=5)
         assert late == Ended("its process ended")
 
@@ -135,8 +135,8 @@ def test_a_member_in_a_collective_is_told_that_its_generation_is_broken(play: Pl
         await dying.drain()
         dying.close()
         assert await training == Signals(broken=1)
-        lost = await events_of(rendezvous, "worker_lost")
-        assert [(each["generation"], each["member"], each["error"]) for each in lost] == [
+        failure = await events_of(rendezvous, "worker_lost")
+        assert [(each["generation"], each["member"], each["error"]) for each in failure] == [
             (1, "a1", "its process ended")
         ]
 
@@ -148,9 +148,9 @@ def test_a_loss_is_recorded_once_with_its_generation(play: Play) -> None:
         await started(rendezvous, size=3)
         for rank in (1, 1, 2):
             who = member("a", rank, 3)
-            assert await join(rendezvous, who, after=1, step=5, lost=f"rank {rank} saw it") is None
-        lost = await events_of(rendezvous, "worker_lost")
-        assert [(each["generation"], each["reported_by"], each["error"]) for each in lost] == [
+            assert await join(rendezvous, who, after=1, step=5, failure=f"rank {rank} saw it") is None
+        failure = await events_of(rendezvous, "worker_lost")
+        assert [(each["generation"], each["reported_by"], each["error"]) for each in failure] == [
             (1, "a1", "rank 1 saw it")
         ]
 
@@ -160,7 +160,7 @@ def test_a_loss_is_recorded_once_with_its_generation(play: Play) -> None:
 def test_members_of_a_group_that_was_started_again_are_told_that_it_is_over(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        survivor = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5, lost=BROKEN))
+        survivor = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5, failure=BROKEN))
         training = asyncio.create_task(heard(rendezvous, member("a", 1), 1, lambda signals: signals.ended))
         await until_held(survivor, training)
         replaced = await started(rendezvous, "b")
@@ -168,7 +168,7 @@ def test_members_of_a_group_that_was_started_again_are_told_that_it_is_over(play
         assert [answer.generation for answer in replaced] == [2, 2]
         assert await survivor == Ended(SUPERSEDED)
         assert (await training).ended == SUPERSEDED
-        assert await join(rendezvous, member("a", 1), after=1, step=5, lost=BROKEN) == Ended(SUPERSEDED)
+        assert await join(rendezvous, member("a", 1), after=1, step=5, failure=BROKEN) == Ended(SUPERSEDED)
 
     play(scenario)
 
@@ -184,7 +184,7 @@ def test_a_newcomer_is_let_in_at_a_step_boundary(play: Play, long_polls: None, m
         await started(rendezvous)
         asked = asyncio.create_task(heard(rendezvous, member("a", 0), 1, lambda signals: signals.reconfigure))
         newcomer = asyncio.create_task(joined(rendezvous, member("a", 2)))
-        assert await asked == Signals(reconfigure=True, prospect=Prospect(rank=0, world_size=3, step=0))
+        assert await asked == Signals(reconfigure=True, prospect=PlannedAssignment(rank=0, world_size=3, step=0))
         assert not newcomer.done()
         answers = [
             *await asyncio.gather(*(joined(rendezvous, member("a", rank), after=1, step=7) for rank in range(2))),
@@ -246,7 +246,7 @@ def test_a_member_that_is_through_when_the_run_is_over_is_no_loss(play: Play, lo
         await started(rendezvous)
         await rendezvous.end(member("a", 1), None, {"status": "finished"})
         await rendezvous.retire(member("a", 1))
-        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).lost == {}
+        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).failed == {}
         assert await events_of(rendezvous, "worker_lost") == []
 
     play(scenario)
@@ -254,11 +254,11 @@ def test_a_member_that_is_through_when_the_run_is_over_is_no_loss(play: Play, lo
 
 def test_the_driver_hears_how_many_are_alive(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
-        assert (await rendezvous.follow(0)).num_alive == 0
+        assert (await rendezvous.wait_for_update(0)).num_alive == 0
         await started(rendezvous)
-        assert (await rendezvous.follow(0)).num_alive == 2
+        assert (await rendezvous.wait_for_update(0)).num_alive == 2
         await rendezvous.retire(member("a", 1))
-        assert (await rendezvous.follow(0)).num_alive == 1
+        assert (await rendezvous.wait_for_update(0)).num_alive == 1
 
     play(scenario)
 
@@ -278,11 +278,11 @@ def test_a_member_that_falls_silent_is_lost_and_one_that_beats_is_not(play: Play
     async def scenario(rendezvous: Rendezvous) -> None:
         address = await rendezvous.pulse_address()
         await started(rendezvous)
-        pulse = await asyncio.to_thread(Pulse, lambda: address, "a0", 1.0)
+        pulse = await asyncio.to_thread(Heartbeat, lambda: address, "a0", 1.0)
         _, silent = await asyncio.open_connection(*address)
         silent.write(b"a1\n")
         await heard(rendezvous, member("a", 0), 1, lambda signals: signals.broken)
-        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).lost == {"a1": "it was silent for 1 s"}
+        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).failed == {"a1": "it was silent for 1 s"}
         await asyncio.to_thread(pulse.stop)
         silent.close()
 
@@ -298,12 +298,12 @@ def test_a_newcomer_that_fails_is_replaced_and_does_not_end_a_run_that_trains(pl
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         assert not await rendezvous.end(member("a", 2), None, failed)
-        (lost,) = await events_of(rendezvous, "newcomer_lost")
-        assert (lost["member"], lost["error"]) == ("a2", "no such mount")
+        (failure,) = await events_of(rendezvous, "newcomer_lost")
+        assert (failure["member"], failure["error"]) == ("a2", "no such mount")
         orders = await rendezvous.supervise(["a0", "a1", "a2"], 0, {})
-        assert orders is not None and orders.lost == {"a2": "no such mount"} and orders.newcomers == ["a2"]
+        assert orders is not None and orders.failed == {"a2": "no such mount"} and orders.newcomers == ["a2"]
         assert await rendezvous.end(member("a", 0), None, failed)
-        assert (await rendezvous.follow(0)).outcome == failed
+        assert (await rendezvous.wait_for_update(0)).outcome == failed
 
     play(scenario)
 
@@ -313,7 +313,7 @@ def test_who_fails_where_nobody_trains_ends_the_run(play: Play, long_polls: None
 
     async def scenario(rendezvous: Rendezvous) -> None:
         assert await rendezvous.end(member("a", 0), None, failed)
-        assert (await rendezvous.follow(0)).outcome == failed
+        assert (await rendezvous.wait_for_update(0)).outcome == failed
 
     play(scenario)
 
@@ -323,7 +323,7 @@ def test_a_newcomer_that_is_killed_costs_nothing_but_its_start(play: Play, long_
         await started(rendezvous)
         await rendezvous._on_lost("a2", "its process ended")
         orders = await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})
-        assert orders is not None and orders.lost == {"a2": "its process ended"}
+        assert orders is not None and orders.failed == {"a2": "its process ended"}
         assert orders.newcomers == ["a2", "a3"], "of one that dies before it ever comes the controller knows first"
         await rendezvous._on_lost("a1", "its process ended")
         orders = await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})
@@ -336,8 +336,8 @@ def test_who_leaves_a_generation_unasked_is_a_loss(play: Play, long_polls: None)
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         await rendezvous.retire(member("a", 1))
-        (lost,) = await events_of(rendezvous, "worker_lost")
-        assert (lost["member"], lost["error"]) == ("a1", "it left its generation, and was not asked to")
+        (failure,) = await events_of(rendezvous, "worker_lost")
+        assert (failure["member"], failure["error"]) == ("a1", "it left its generation, and was not asked to")
         assert (await rendezvous.listen(member("a", 0), 1, None)).broken == 1
         alone = await join(rendezvous, member("a", 0), 1, 5)
         assert isinstance(alone, Assignment) and alone.world_size == 1

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_ddp.elastic.messages import NOTHING, Ended, RendezvousOptions, Signals
-from elastic_ddp.elastic.rendezvous import TICK_S, Rendezvous
-from elastic_ddp.parallel.process_group import Assignment
-from tests.unit.scene import Play, events_of, join, joined, member, started, where
+from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.rendezvous.actor import TICK_S, Rendezvous
+from elastic_ddp.rendezvous.messages import NOTHING, Ended, RendezvousOptions, Signals
+from tests.unit.rendezvous_harness import Play, events_of, join, joined, member, started, where
 
 
 def hang_options(timeout_s: float) -> RendezvousOptions:
@@ -21,7 +21,7 @@ def hang_options(timeout_s: float) -> RendezvousOptions:
 def test_a_worker_that_hangs_is_given_up_after_all_have_said_where_they_are(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.3)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.3)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.pulse_address()
@@ -46,7 +46,7 @@ def test_a_worker_that_hangs_is_given_up_after_all_have_said_where_they_are(
 
 
 def test_a_collective_that_nobody_completes_is_tried_again(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.1)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.1)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.pulse_address()
@@ -55,7 +55,7 @@ def test_a_collective_that_nobody_completes_is_tried_again(play: Play, monkeypat
             await rendezvous.listen(member("a", rank), 1, None, where(7, "reduction"))
         while not (await rendezvous.listen(member("a", 0), 1, None, where(7, "reduction"))).broken:
             await asyncio.sleep(0)
-        assert not (await rendezvous.supervise(["a0", "a1"], 0, {})).lost  # type: ignore[union-attr]
+        assert not (await rendezvous.supervise(["a0", "a1"], 0, {})).failed  # type: ignore[union-attr]
 
     play(scenario, hang_options(0.3))
 
@@ -64,7 +64,7 @@ def test_of_workers_that_seem_to_be_stuck_in_a_forward_those_who_are_cut_off_go_
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With FSDP a forward waits for the others, to gather parameters."""
-    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.1)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.1)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.pulse_address()
@@ -78,7 +78,7 @@ def test_of_workers_that_seem_to_be_stuck_in_a_forward_those_who_are_cut_off_go_
         assert isinstance(await joined(rendezvous, member("a", 0), 1, 5), Assignment)
         first, second = await events_of(rendezvous, "hang")
         assert (first["culprits"], second["culprits"]) == ([], ["a1"])
-        assert list((await rendezvous.supervise(["a0", "a1"], 0, {})).lost) == ["a1"]  # type: ignore[union-attr]
+        assert list((await rendezvous.supervise(["a0", "a1"], 0, {})).failed) == ["a1"]  # type: ignore[union-attr]
 
     play(scenario, hang_options(0.3))
 
@@ -87,7 +87,7 @@ def test_of_workers_that_seem_to_be_stuck_in_a_forward_those_who_are_cut_off_go_
 def test_a_function_in_which_all_workers_are_stuck_ends_the_run(
     play: Play, monkeypatch: pytest.MonkeyPatch, num_workers: int, place: str, times: int
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.1)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.1)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.pulse_address()
@@ -99,7 +99,7 @@ def test_a_function_in_which_all_workers_are_stuck_ends_the_run(
                 await asyncio.sleep(0)
 
         workers = [asyncio.create_task(stays(rank)) for rank in range(num_workers)]
-        while (news := await rendezvous.follow(0)).outcome is None:
+        while (news := await rendezvous.wait_for_update(0)).outcome is None:
             await asyncio.sleep(0.01)
         for each in workers:
             each.cancel()
@@ -113,7 +113,7 @@ def test_a_function_in_which_all_workers_are_stuck_ends_the_run(
 def test_saves_that_go_on_are_no_hang_and_those_that_do_not_are_the_storages_fault(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.3)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.3)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.pulse_address()
@@ -125,9 +125,9 @@ def test_saves_that_go_on_are_no_hang_and_those_that_do_not_are_the_storages_fau
                 at = where(7, "commit")._replace(worked_s=saving_s)
                 await rendezvous.listen(member("a", rank), 1, None, at)
         assert await events_of(rendezvous, "hang") == []
-        news = await rendezvous.follow(10_000)
+        news = await rendezvous.wait_for_update(10_000)
         while news.outcome is None:
-            news = await rendezvous.follow(10_000)
+            news = await rendezvous.wait_for_update(10_000)
         assert news.outcome["status"] == "failed" and news.outcome["kind"] == "StorageError"
         assert "no worker's save got anywhere for 0.3 s (hang_timeout_s)" in news.outcome["error"]
 
@@ -135,17 +135,17 @@ def test_saves_that_go_on_are_no_hang_and_those_that_do_not_are_the_storages_fau
 
 
 def test_a_worker_that_never_comes_is_given_up(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.elastic.assembly.START_S", 0.0)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.START_S", 0.0)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         begun = asyncio.get_running_loop().time()
-        while not (orders := await rendezvous.supervise(["a0", "a1", "a2"], 0, {})).lost:  # type: ignore[union-attr]
+        while not (orders := await rendezvous.supervise(["a0", "a1", "a2"], 0, {})).failed:  # type: ignore[union-attr]
             await asyncio.sleep(0.01)
         assert asyncio.get_running_loop().time() - begun >= 0.3
-        assert orders is not None and list(orders.lost) == ["a2"]
-        (lost,) = await events_of(rendezvous, "newcomer_lost")
-        assert "not ready to train 0.3 s after its start (hang_timeout_s)" in lost["error"]
+        assert orders is not None and list(orders.failed) == ["a2"]
+        (failure,) = await events_of(rendezvous, "newcomer_lost")
+        assert "not ready to train 0.3 s after its start (hang_timeout_s)" in failure["error"]
         assert await events_of(rendezvous, "worker_lost") == []
 
     play(scenario, hang_options(0.3))
@@ -158,9 +158,9 @@ NOT_IN_PLACE = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Actors that were killed, which are strings here."""
     actors: list[str] = []
-    monkeypatch.setattr("elastic_ddp.elastic.rendezvous.ray.kill", actors.append)
-    monkeypatch.setattr("elastic_ddp.elastic.assembly.START_S", 0.0)
-    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.1)
+    monkeypatch.setattr("elastic_ddp.rendezvous.actor.ray.kill", actors.append)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.START_S", 0.0)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.1)
     return actors
 
 
@@ -197,8 +197,8 @@ def test_without_a_controller_that_asks_a_worker_that_never_comes_is_killed(play
                 break
             await rendezvous.listen(member("a", 0), 1, None, where(number, "forward"))
         assert killed == ["actor of a2"]
-        (lost,) = await events_of(rendezvous, "newcomer_lost")
-        assert "not ready to train 0.3 s after its start (hang_timeout_s)" in lost["error"]
+        (failure,) = await events_of(rendezvous, "newcomer_lost")
+        assert "not ready to train 0.3 s after its start (hang_timeout_s)" in failure["error"]
 
     play(scenario, replace(NOT_IN_PLACE, hang_timeout_s=0.3))
 
@@ -241,7 +241,7 @@ def test_nobody_is_killed_when_the_run_is_over(play: Play, killed: list[str]) ->
 
 
 def test_waiting_for_workers_is_no_hang_however_long_it_takes(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.elastic.assembly.STACKS_S", 0.0)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.0)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.pulse_address()

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.elastic import rendezvous as rendezvous_module
-from elastic_ddp.elastic.journal import Journal
-from elastic_ddp.elastic.membership import LEFT
-from elastic_ddp.elastic.memory import Memory
-from elastic_ddp.elastic.messages import NOTHING, Ended, News, RendezvousOptions, Signals
-from elastic_ddp.elastic.pulse import Pulse
-from elastic_ddp.elastic.rendezvous import Rendezvous
-from elastic_ddp.parallel.process_group import Assignment
-from tests.unit.scene import BROKEN, Play, events_of, heard, join, joined, member, started, until_held
+from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.rendezvous import actor as rendezvous_module
+from elastic_ddp.rendezvous.actor import Rendezvous
+from elastic_ddp.rendezvous.event_log import EventLog
+from elastic_ddp.rendezvous.heartbeat import Heartbeat
+from elastic_ddp.rendezvous.membership import LEFT
+from elastic_ddp.rendezvous.messages import NOTHING, DriverUpdate, Ended, RendezvousOptions, Signals
+from elastic_ddp.rendezvous.snapshot import Snapshot
+from tests.unit.rendezvous_harness import BROKEN, Play, events_of, heard, join, joined, member, started, until_held
 
 # The ear and the mouth of the run.
 
@@ -29,16 +29,16 @@ def test_messages_reach_the_driver_in_order_and_only_the_newest_progress_does(pl
         await rendezvous.take([{"event": "one"}, {"event": "two"}], {"step": 1})
         await rendezvous.take([{"event": "three"}], {"step": 2})
         assert await rendezvous.listen(member("a", 0, 1), 1, {"step": 3}) == NOTHING
-        news = await rendezvous.follow(0)
+        news = await rendezvous.wait_for_update(0)
         assert [event["event"] for event in news.events] == ["rendezvous", "one", "two", "three"]
         assert (news.progress, news.outcome) == ({"step": 3}, None)
-        assert [event["event"] for event in (await rendezvous.follow(3)).events] == ["three"]
+        assert [event["event"] for event in (await rendezvous.wait_for_update(3)).events] == ["three"]
 
     play(scenario)
 
 
 def test_what_the_driver_has_written_down_is_forgotten() -> None:
-    journal = Journal(Memory(None))
+    journal = EventLog(Snapshot(None))
     for number in range(1, 6):
         journal.take([{"event": "steps", "step": number}], None)
     assert [event["step"] for event in journal.after(2)] == [3, 4, 5] == [event["step"] for event in journal.after(2)]
@@ -50,7 +50,7 @@ def test_what_the_driver_has_written_down_is_forgotten() -> None:
 
 def test_the_driver_is_held_until_there_is_news(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
-        driver = asyncio.create_task(rendezvous.follow(0))
+        driver = asyncio.create_task(rendezvous.wait_for_update(0))
         await until_held(driver)
         await rendezvous.take([{"event": "commit", "step": 7}], None)
         assert [event["step"] for event in (await driver).events] == [7]
@@ -60,7 +60,7 @@ def test_the_driver_is_held_until_there_is_news(play: Play, long_polls: None) ->
 
 def test_a_driver_without_news_is_answered_within_a_poll(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
-        assert await rendezvous.follow(0) == News([], {}, None, 0, False)
+        assert await rendezvous.wait_for_update(0) == DriverUpdate([], {}, None, 0, False)
 
     play(scenario)
 
@@ -83,7 +83,7 @@ def test_a_stop_reaches_a_worker_that_waits_and_nobody_new_gets_in(play: Play, l
 def test_survivors_of_a_run_that_stops_form_once_more_to_commit_what_they_hold(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        survivor = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5, lost=BROKEN))
+        survivor = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5, failure=BROKEN))
         await rendezvous.retire(member("a", 1))
         await until_held(survivor)  # one is too few to train
         await rendezvous.stop()
@@ -98,18 +98,18 @@ def test_the_first_outcome_counts_and_ends_everyone(play: Play, long_polls: None
         await started(rendezvous)
         waiting = asyncio.create_task(rendezvous.listen(member("a", 1), 1, None))
         joining = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=9))
-        driver = asyncio.create_task(rendezvous.follow(1))
+        driver = asyncio.create_task(rendezvous.wait_for_update(1))
         await until_held(waiting, joining, driver)
         await rendezvous.take([{"event": "commit", "step": 9}], None)
         await rendezvous.end(member("a", 0), {"step": 9}, {"status": "failed", "error": "the first"})
         await rendezvous.end(member("a", 0), None, {"status": "finished"})
         assert await waiting == Signals(ended="failed")
-        news = await rendezvous.follow(1)
+        news = await rendezvous.wait_for_update(1)
         assert [event["step"] for event in news.events] == [9]  # nothing that was said before the end is lost
         assert (news.progress, news.outcome) == ({"step": 9}, {"status": "failed", "error": "the first"})
         assert (await driver).events == news.events
         assert await join(rendezvous, member("a", 2)) == Ended("failed")
-        assert (await rendezvous.follow(2)).outcome == news.outcome  # at once
+        assert (await rendezvous.wait_for_update(2)).outcome == news.outcome  # at once
         joining.cancel()
 
     play(scenario)
@@ -218,7 +218,7 @@ def test_a_member_that_asks_to_go_is_let_go_at_the_next_boundary_and_recorded(pl
             ("a1", "drain")
         ]
         orders = await rendezvous.supervise(["a0", "a1"], 0, {})
-        assert orders is not None and (orders.dismissed, orders.lost, orders.leaving) == (["a1"], {}, [])
+        assert orders is not None and (orders.dismissed, orders.failed, orders.leaving) == (["a1"], {}, [])
 
     play(scenario)
 
@@ -302,7 +302,7 @@ def test_what_was_written_before_others_began_from_a_commit_is_not_committed_any
         await rendezvous.leave(member("a", 0, 3), 0.0, "SIGTERM")
         await asyncio.gather(*(join(rendezvous, member("a", rank, 3), after=2, step=7) for rank in range(3)))
         assert [await rendezvous.why_not_commit(member("a", 0, 3), number) for number in (1, 2)] == [None] * 2
-        await asyncio.gather(*(join(rendezvous, member("a", rank, 3), after=3, lost=BROKEN) for rank in (1, 2)))
+        await asyncio.gather(*(join(rendezvous, member("a", rank, 3), after=3, failure=BROKEN) for rank in (1, 2)))
 
     async def check(rendezvous: Rendezvous) -> None:
         for rank, number in [(0, 1), (0, 2), (1, 3)]:
@@ -342,11 +342,11 @@ def test_saves_that_fail_are_counted_whoever_makes_them(
         await rendezvous._on_lost("a0", "killed")
         await rendezvous.take([failed_save(5)], None, "a0", 5)  # others went on without it
         await rendezvous.take([failed_save(5), failed_save(6, counts=False)], None, "a1", 1)
-        assert (await rendezvous.follow(0)).outcome is None
+        assert (await rendezvous.wait_for_update(0)).outcome is None
 
     async def second_life(rendezvous: Rendezvous) -> None:
         await rendezvous.take([failed_save(7, of_storage=to_mend == "the storage")], None, "b0", 1)
-        assert (await rendezvous.follow(0)).outcome == {
+        assert (await rendezvous.wait_for_update(0)).outcome == {
             "status": "failed",
             "kind": "StorageError",
             "error": "3 saves in a row failed (checkpoint.max_failed_saves=2), the last one: step 7 is full. There is "
@@ -429,7 +429,7 @@ def test_the_store_forgets_what_generations_before_the_last_said(play: Play, mon
 
 
 def test_a_message_is_kept_whole_or_not_at_all_where_the_disk_is_full(tmp_path: Path) -> None:
-    memory = Memory(str(tmp_path))
+    memory = Snapshot(str(tmp_path))
     memory.append([{"sender": "", "number": 0, "event": {"event": "first"}}])
     size = (tmp_path / "events.jsonl").stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -443,7 +443,7 @@ def test_a_message_is_kept_whole_or_not_at_all_where_the_disk_is_full(tmp_path: 
         signal.signal(signal.SIGXFSZ, before)
     assert (tmp_path / "events.jsonl").stat().st_size == size
     memory.append([{"sender": "", "number": 0, "event": {"event": "third"}}])
-    assert [line["event"]["event"] for line in Memory(str(tmp_path)).lines()] == ["first", "third"]
+    assert [line["event"]["event"] for line in Snapshot(str(tmp_path)).lines()] == ["first", "third"]
 
 
 def test_a_restarted_rendezvous_knows_what_the_one_before_knew(play: Play, tmp_path: Path) -> None:
@@ -459,15 +459,18 @@ def test_a_restarted_rendezvous_knows_what_the_one_before_knew(play: Play, tmp_p
 
     async def second_life(rendezvous: Rendezvous) -> None:
         host, port = await rendezvous.pulse_address()
-        pulses = [Pulse(lambda: (host, port), f"a{rank}", 30.0) for rank in (0, 2)]
+        pulses = [Heartbeat(lambda: (host, port), f"a{rank}", 30.0) for rank in (0, 2)]
         await rendezvous.take(said, None, "a0", 1)  # it had not heard that it arrived
         assert len(await events_of(rendezvous, "commit")) == 1
         status = await rendezvous.status()
         assert (status["wanted"], status["draining"], len(status["members"])) == (2, ["id2"], 3)
         assert status["last_commit"] == 5
         await heard(rendezvous, member("a", 0, 3), 1, lambda signals: signals.broken)
-        (lost,) = await events_of(rendezvous, "worker_lost")
-        assert (lost["member"], lost["error"]) == ("a1", "it did not come back after the rendezvous was restarted")
+        (failure,) = await events_of(rendezvous, "worker_lost")
+        assert (failure["member"], failure["error"]) == (
+            "a1",
+            "it did not come back after the rendezvous was restarted",
+        )
         first, leaving = await asyncio.gather(
             joined(rendezvous, member("a", 0, 3), 1, 6), join(rendezvous, member("a", 2, 3), 1, 6)
         )
@@ -481,8 +484,8 @@ def test_a_restarted_rendezvous_knows_what_the_one_before_knew(play: Play, tmp_p
 
 
 def test_events_that_were_written_down_leave_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.elastic.journal.FORGET_TOGETHER", 100)
-    journal = Journal(Memory(str(tmp_path)))
+    monkeypatch.setattr("elastic_ddp.rendezvous.event_log.FORGET_TOGETHER", 100)
+    journal = EventLog(Snapshot(str(tmp_path)))
     for number in range(1, 1001):
         journal.take([{"event": "steps", "step": number}], None, "a0", number)
         if number % 10 == 0:
@@ -490,8 +493,8 @@ def test_events_that_were_written_down_leave_the_memory(tmp_path: Path, monkeypa
     journal.take([{"event": "commit", "step": 1000}], None, "a0", 1001)
     journal.end({"status": "finished"})
     journal.after(1000)
-    assert len(Memory(str(tmp_path)).lines()) < 150
-    second = Journal(Memory(str(tmp_path)))
+    assert len(Snapshot(str(tmp_path)).lines()) < 150
+    second = EventLog(Snapshot(str(tmp_path)))
     assert second.num_events == 1001 and second.ended == "finished"
     assert second.after(1000) == [{"event": "commit", "step": 1000}]
     assert second.last("steps") == {"event": "steps", "step": 1000}
@@ -505,7 +508,7 @@ def test_an_outcome_is_not_forgotten(play: Play, tmp_path: Path) -> None:
         await rendezvous.end(member("a", 0), None, {"status": "finished", "steps": 9})
 
     async def second_life(rendezvous: Rendezvous) -> None:
-        assert (await rendezvous.follow(0)).outcome == {"status": "finished", "steps": 9}
+        assert (await rendezvous.wait_for_update(0)).outcome == {"status": "finished", "steps": 9}
 
     play(first_life, options)
     play(second_life, options)

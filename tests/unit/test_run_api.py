@@ -14,15 +14,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.data.order import EpochShape
-from elastic_ddp.elastic.link import RunStopped
+from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.errors import CheckpointError, ConfigError
-from elastic_ddp.job import COMMITS
-from elastic_ddp.parallel.prepared import PreparedModel
-from elastic_ddp.run import Run
-from elastic_ddp.step import Step
-from elastic_ddp.storage import Storage
-from elastic_ddp.train_state import TrainState
-from tests.unit.alone import CPU, Model, NewRun, link_of, prepared, says, train
+from elastic_ddp.rendezvous.client import RunStopped
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.job import COMMITS
+from elastic_ddp.worker.run import Run
+from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.train_state import TrainState
+from tests.unit.single_worker import CPU, Model, NewRun, link_of, prepared, says, train
 
 # Preparing.
 
@@ -327,7 +327,7 @@ def test_a_run_is_the_same_when_it_is_interrupted_and_resumed(new_run: NewRun) -
     interrupted = new_run(checkpoint={"every_steps": 2})
 
     def power_cut(step: Step) -> None:
-        interrupted._loop.commits.close(60)  # of the step before
+        interrupted._loop.checkpointer.close(60)  # of the step before
         if step.index == 5:
             raise KeyboardInterrupt
 
@@ -377,7 +377,9 @@ def test_optimizers_and_schedulers_step_once_a_step_and_gradients_are_cleared(ne
 
 def test_commits_come_every_so_many_steps(new_run: NewRun) -> None:
     run = new_run(steps=7, checkpoint={"every_steps": 3})
-    train(run, lambda step: run._loop.commits.close(60))  # none is left out for another that takes longer than a step
+    train(
+        run, lambda step: run._loop.checkpointer.close(60)
+    )  # none is left out for another that takes longer than a step
     assert link_of(run).steps_of("commit") == [3, 6, 7]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.control import RunHandle
+from elastic_ddp.driver.run_handle import RunHandle
 from elastic_ddp.errors import ConfigError
 
 

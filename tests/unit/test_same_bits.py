@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ddp.config import RunConfig
-from elastic_ddp.data.feeds import Feeds
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.order import EpochShape
-from elastic_ddp.elastic.hang import Activity
+from elastic_ddp.distributed.buffer_sync import StepBuffers
+from elastic_ddp.distributed.ddp import DDPStrategy
+from elastic_ddp.distributed.prepared_model import PreparedModel
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.distributed.state_transfer import check_same_model
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.generation import Generation
-from elastic_ddp.parallel.buffers import StepBuffers
-from elastic_ddp.parallel.ddp import DDPStrategy
-from elastic_ddp.parallel.handover import check_same_model
-from elastic_ddp.parallel.prepared import PreparedModel
-from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.step import Step
-from elastic_ddp.train_state import TrainState
+from elastic_ddp.rendezvous.hang import Activity
+from elastic_ddp.worker.generation import Generation
+from elastic_ddp.worker.loop import gather_metrics
+from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
 
 
@@ -194,7 +195,7 @@ def train(
         strategy,
         buffers,
         feed,
-        Feeds(lambda owned, step, after: feed),
+        FeedCache(lambda owned, step, after: feed),
         config.seed,
         config.clip_grad_norm,
         activity=Activity(),
@@ -211,7 +212,9 @@ def train(
             add_noise(model, noise)
             step.optimize()
         losses.append(step.loss)
-        assert generation.gather_metrics(step, shape.rows(index))["double"] == pytest.approx(2 * step.loss, rel=1e-6)
+        assert gather_metrics(generation.group, step, shape.rows(index))["double"] == pytest.approx(
+            2 * step.loss, rel=1e-6
+        )
     result = {
         "weights": state.weights_sha256(),
         "samples": state.position.samples_sha256,

@@ -12,10 +12,10 @@ import pytest
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.errors import CheckpointError, StorageError
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage.storage import Storage
+from tests.single_rank_store import SingleRankStore
 from tests.unit.faulty import FaultyStorage, new_folder, ranks_of_many_blocks
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step, save
-from tests.whole import WholeStore
 
 LIMIT_S = 60.0
 
@@ -140,10 +140,10 @@ def test_the_same_holds_on_a_disk(tmp_path: Path, fault: str) -> None:
 def test_a_first_commit_that_the_storage_did_not_keep_takes_nothing_with_it() -> None:
     """Nothing is there that could stay, and nothing is removed for it."""
     count = FaultyStorage(new_folder(), "", None)
-    WholeStore(count, keep=1).save(make_state(1), step=1, record={"step": 1})
+    SingleRankStore(count, keep=1).save(make_state(1), step=1, record={"step": 1})
     for at in range(count.operations):
         faulty = FaultyStorage(new_folder(), "lies", at)
         with suppress(StorageError):
-            WholeStore(faulty, keep=1).save(make_state(1), step=1, record={"step": 1})
+            SingleRankStore(faulty, keep=1).save(make_state(1), step=1, record={"step": 1})
         save(Storage(faulty.uri), 1, keep=1)
         assert restored_step(Storage(faulty.uri)) == 1

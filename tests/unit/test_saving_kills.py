@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ddp.checkpoint import Commit
-from elastic_ddp.checkpoint.saving import RankLostError
-from elastic_ddp.storage import Storage
+from elastic_ddp.checkpoint.saver import RankFailedError
+from elastic_ddp.storage.storage import Storage
 from tests.ranks import PROCESSES
 from tests.saving import FileMailbox
 from tests.unit.faulty import ranks_of_many_blocks, save_until_killed
@@ -41,7 +41,7 @@ def test_a_rank_that_is_killed_at_any_operation_leaves_a_whole_commit(tmp_path: 
         ranks.savers[1 - rank].wait()
         found = restored_step(Storage(uri))
         if rank == 1:
-            assert isinstance(ranks.ended[0], RankLostError if killed else Commit)
+            assert isinstance(ranks.ended[0], RankFailedError if killed else Commit)
             assert found == (2 if killed else 3)
         assert found in ((2, 3) if killed else (3,))
         check_next(uri, 2, 2)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.checkpoint import Commit, stalls, writing
+from elastic_ddp.checkpoint import Commit, writer
 from elastic_ddp.errors import StorageError
-from elastic_ddp.storage import Storage
+from elastic_ddp.storage import watchdog
+from elastic_ddp.storage.storage import Storage
 from tests.saving import Ranks, is_whole
 from tests.unit.faulty import ranks_of_many_blocks
 from tests.unit.test_checkpoint import restored_step
@@ -57,7 +58,7 @@ def threads_of(step: int) -> list[threading.Thread]:
 def save_hung(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, patience_s: float = 0.3) -> Commit | Exception:
     """What comes of the save of step 1, with little patience."""
     with monkeypatch.context() as patch:
-        patch.setattr(stalls, "STALLED_S", patience_s)
+        patch.setattr(watchdog, "STALLED_S", patience_s)
         ranks.begin(1)
         outcome: Commit | Exception = ranks.wait()
     assert not any(saver.is_busy for saver in ranks.savers)
@@ -116,13 +117,13 @@ def test_a_save_that_gets_on_is_not_given_up_however_long_it_takes(
     class Slow(Storage):
         def write(self, key: str, data: bytes | memoryview) -> None:
             looked.clear()
-            now[0] += 0.6 * stalls.STALLED_S
+            now[0] += 0.6 * watchdog.STALLED_S
             looked.wait(5)
             super().write(key, data)
 
-    monkeypatch.setattr(writing, "PARALLEL_OBJECTS", 1)
-    monkeypatch.setattr(stalls, "STALLED_S", 0.01)
-    monkeypatch.setattr(stalls, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(writer, "PARALLEL_OBJECTS", 1)
+    monkeypatch.setattr(watchdog, "STALLED_S", 0.01)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=clock))
     ranks = ranks_of_many_blocks(lambda rank: Slow(tmp_path), 1)
     ranks.begin(1)
-    assert isinstance(ranks.wait(), Commit) and now[0] > 2 * stalls.STALLED_S
+    assert isinstance(ranks.wait(), Commit) and now[0] > 2 * watchdog.STALLED_S

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from elastic_ddp.checkpoint import Commit
-from elastic_ddp.errors import PeerLostError
-from elastic_ddp.restoring import restore
-from elastic_ddp.storage import Storage
+from elastic_ddp.errors import PeerFailedError
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.restore import restore
 from tests.ranks import alone
+from tests.single_rank_store import SingleRankStore
 from tests.unit.faulty import FaultyStorage, new_folder, ranks_of_many_blocks
 from tests.unit.test_checkpoint import keys_of, make_state, save, step_of
-from tests.whole import WholeStore
 
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
@@ -70,7 +70,7 @@ class Zombie:
         if self.kind in ("asks", "may commit"):
             self.hold()
         if self.kind != "may commit" and self._go.is_set():
-            raise PeerLostError("generation 1 is over")
+            raise PeerFailedError("generation 1 is over")
 
 
 class SlowToList(Storage):
@@ -110,7 +110,7 @@ def save_beside(zombie_step: int, kind: str, rank: int, when: str, at: int) -> t
 
 def restored(storage: Storage) -> tuple[Commit, int]:
     """The newest commit that verifies, and the step of its state, which is no mixture."""
-    found = WholeStore(storage, keep=1).load_latest()
+    found = SingleRankStore(storage, keep=1).load_latest()
     assert found is not None
     return found[0], step_of(found[1])
 
@@ -135,7 +135,7 @@ def test_a_generation_that_is_over_commits_nothing_whenever_it_tries(kind: str, 
             while met:
                 storage, zombie, came, met = save_beside(zombie_step, kind, rank, when, at)
                 what = f"{when} operation {at} of rank {rank}: {came!r:.200}"
-                assert isinstance(zombie.came, PeerLostError), what
+                assert isinstance(zombie.came, PeerFailedError), what
                 assert isinstance(came, Commit) and restored(storage) == (came, STEP), what
                 assert storage.list() == [
                     *storage.list("commits"), *storage.list("step=2"), *storage.list(came.prefix)
@@ -216,7 +216,7 @@ def test_a_zombie_goes_on_when_a_rank_of_the_newer_generation_has_died(kind: str
         if ranks.ended and isinstance(ranks.ended[0], Commit):
             assert commit.step >= STEP, what
         if not others:
-            assert isinstance(zombie.came, PeerLostError), what
+            assert isinstance(zombie.came, PeerFailedError), what
         if at % 3 == 0:
             check_next(Storage(uri), commit.step)
         at += 1
@@ -228,10 +228,10 @@ def test_a_zombie_goes_on_when_a_rank_of_the_newer_generation_has_died(kind: str
 
 def make_again(uri: str) -> Commit:
     """What the newer generation does with a bad commit."""
-    return WholeStore(Storage(uri), keep=9).save(make_state(STEP), step=STEP, record={"by": "newer"})
+    return SingleRankStore(Storage(uri), keep=9).save(make_state(STEP), step=STEP, record={"by": "newer"})
 
 
-class StoodStill(WholeStore):
+class StoodStill(SingleRankStore):
     """Of a generation that is over, which stood still when it had found a commit bad, or when it had been let."""
 
     def __init__(self, uri: str, when: str) -> None:
@@ -245,7 +245,7 @@ class StoodStill(WholeStore):
 
     def fence(self) -> None:
         if self.made:
-            raise PeerLostError("generation 1 is over")
+            raise PeerFailedError("generation 1 is over")
         if self.when == "let" and Storage(self.uri).list("set-aside"):
             self.made.append(make_again(self.uri))
 
@@ -263,7 +263,7 @@ def test_one_that_stood_still_leaves_what_was_made_in_place_of_a_bad_commit(does
         Storage(uri).write(bad.key, b"torn")
     zombie = StoodStill(uri, when)
     if does == "saves":
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerFailedError):
             zombie.save(make_state(STEP + OTHER), step=STEP, record={}, fence=zombie.fence)
     else:
         found = restore(zombie, Storage(uri), alone(), fence=zombie.fence)
@@ -282,10 +282,10 @@ def test_one_that_is_over_sets_nothing_aside(does: str) -> None:
     Storage(uri).delete(bad.objects[0].key)
 
     def fence() -> None:
-        raise PeerLostError("generation 1 is over")
+        raise PeerFailedError("generation 1 is over")
 
-    store = WholeStore(Storage(uri), keep=9)
-    with pytest.raises(PeerLostError):
+    store = SingleRankStore(Storage(uri), keep=9)
+    with pytest.raises(PeerFailedError):
         if does == "saves":
             store.save(make_state(STEP), step=STEP, record={}, fence=fence)
         else:

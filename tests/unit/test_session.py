@@ -11,32 +11,34 @@ from typing import Any
 import pytest
 import ray
 
-from elastic_ddp import session as session_module
-from elastic_ddp.elastic.journal import Journal
-from elastic_ddp.elastic.members import Arrival
-from elastic_ddp.elastic.messages import News
-from elastic_ddp.lease import DriverLease
-from elastic_ddp.session import Session
+from elastic_ddp.driver import session as session_module
+from elastic_ddp.driver.session import Session
+from elastic_ddp.rendezvous.event_log import EventLog
+from elastic_ddp.rendezvous.members import JoinRequest
+from elastic_ddp.rendezvous.messages import DriverUpdate
+from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.telemetry import Progress
 from elastic_ddp.telemetry.ledger import read_ledger
-from tests.unit.alone import NewRun
-from tests.unit.here import RendezvousHere
-from tests.unit.scene import member
+from tests.unit.inprocess_rendezvous import InProcessRendezvous
+from tests.unit.rendezvous_harness import member
+from tests.unit.single_worker import NewRun
 
 WORKER = member("a", 0, size=1)
 LIMIT_S = 20.0
 
-Drive = Callable[[Callable[[RendezvousHere], Any]], list[dict[str, Any]]]
+Drive = Callable[[Callable[[InProcessRendezvous], Any]], list[dict[str, Any]]]
 
 
 @pytest.fixture
-def drive(new_run: NewRun, rendezvous_here: Callable[..., RendezvousHere], monkeypatch: pytest.MonkeyPatch) -> Drive:
+def drive(
+    new_run: NewRun, rendezvous_here: Callable[..., InProcessRendezvous], monkeypatch: pytest.MonkeyPatch
+) -> Drive:
     """Follows a run whose one worker fails while it saves, and does something then. Returns what the ledger has."""
     monkeypatch.setattr(session_module, "WORKERS_LEAVE_S", 0.1)
 
-    def run(then: Callable[[RendezvousHere], Any]) -> list[dict[str, Any]]:
+    def run(then: Callable[[InProcessRendezvous], Any]) -> list[dict[str, Any]]:
         def work(*_: Any, **__: Any) -> None:
-            rendezvous.ask("join", Arrival(member=WORKER, step=None, between_steps=True), 0, None)
+            rendezvous.ask("join", JoinRequest(member=WORKER, step=None, between_steps=True), 0, None)
             rendezvous.ask("take", [{"event": "commit_begun", "time": 0.0, "step": 2}], None, WORKER.id, 1)
             rendezvous.ask("end", WORKER, None, {"status": "failed", "error": "the loss is no number"})
             then(rendezvous)
@@ -52,7 +54,7 @@ def drive(new_run: NewRun, rendezvous_here: Callable[..., RendezvousHere], monke
 
 
 def test_a_save_that_a_failed_run_leaves_behind_is_waited_for(drive: Drive) -> None:
-    def save(rendezvous: RendezvousHere) -> None:
+    def save(rendezvous: InProcessRendezvous) -> None:
         threading.Event().wait(0.5)  # for longer than workers may take to leave
         said = {"event": "commit", "time": 0.0, "step": 2, "seconds": 0.5, "num_bytes": 1}
         rendezvous.ask("take", [said], None, WORKER.id, 2)
@@ -65,15 +67,15 @@ def test_a_driver_whose_disk_is_full_for_a_while_follows_its_run_all_the_same(
 ) -> None:
     """The rendezvous cannot write its memory anew then."""
     monkeypatch.setattr(session_module, "LOOK_S", 0.01)
-    after, failures = Journal.after, iter(range(3))
+    after, failures = EventLog.after, iter(range(3))
 
-    def fail(journal: Journal, number: int) -> list[dict[str, Any]]:
+    def fail(journal: EventLog, number: int) -> list[dict[str, Any]]:
         if next(failures, None) is not None:
             full = OSError(errno.ENOSPC, "no space left on device")
-            raise ray.exceptions.RayTaskError("follow", "", full)
+            raise ray.exceptions.RayTaskError("wait_for_update", "", full)
         return after(journal, number)
 
-    monkeypatch.setattr(Journal, "after", fail)
+    monkeypatch.setattr(EventLog, "after", fail)
     assert drive(lambda _: None)[-1]["event"] == "finished" and next(failures, None) is None
 
 
@@ -88,14 +90,14 @@ def test_what_is_shown_never_goes_back_to_the_generation_before(
 
     monkeypatch.setattr(Progress, "update", update)
     generation = {"event": "generation", "time": 0.0, "reason": "worker lost", "world_size": 1, "generation": 2}
-    lost = {"event": "worker_lost", "time": 0.0, "generation": 1, "error": "its process ended"}
+    failure = {"event": "worker_lost", "time": 0.0, "generation": 1, "error": "its process ended"}
     job = new_run(min_workers=2, max_workers=2, global_batch_size=8, micro_batch_size=4)._loop.job
     with DriverLease(job.storage, "test", "session", print) as lease:
         session = Session(job, None, None, lease, 0.0)  # type: ignore[arg-type]
         session._record({**generation, "reason": "start", "world_size": 2, "generation": 1, "first_step": 0})
         told = {"step": 31, "samples": 31, "world_size": 2, "generation": 1, "loss": 0.5}
-        session._show(news := News([], told, None, num_alive=2, stopping=False, is_saving=False))
-        session._record(dict(lost))
+        session._show(news := DriverUpdate([], told, None, num_alive=2, stopping=False, is_saving=False))
+        session._record(dict(failure))
         session._show(news)
         session._show(news._replace(num_alive=1))
         session._record({**generation, "first_step": 40})
@@ -111,7 +113,7 @@ def test_what_is_shown_never_goes_back_to_the_generation_before(
 def test_a_worker_that_does_not_leave_is_not_waited_for(drive: Drive) -> None:
     go = threading.Event()
 
-    def hang(rendezvous: RendezvousHere) -> None:
+    def hang(rendezvous: InProcessRendezvous) -> None:
         said = {"event": "commit_failed", "time": 0.0, "step": 2, "error": "full", "counts": True, "of_storage": True}
         rendezvous.ask("take", [said], None, WORKER.id, 2)
         assert go.wait(LIMIT_S)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from elastic_ddp.checkpoint import Save
-from elastic_ddp.elastic.hang import Activity, HangWatch
-from elastic_ddp.run import Run
-from elastic_ddp.storage import Storage
+from elastic_ddp.rendezvous.hang import Activity, HangWatch
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.run import Run
 from tests.saving import LocalMailbox
-from tests.unit.alone import NewRun, link_of, prepared, train
+from tests.unit.single_worker import NewRun, link_of, prepared, train
 from tests.unit.test_checkpoint import make_state
 
 TIMEOUT_S = 0.05
@@ -27,7 +27,7 @@ LIMIT_S = 20.0
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operation takes longer than it may."""
-    monkeypatch.setattr("elastic_ddp.checkpoint.patience.OPERATION_S", 0.0)
+    monkeypatch.setattr("elastic_ddp.storage.retry.OPERATION_S", 0.0)
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def begin_save(run: Run, rank: int, mailbox: LocalMailbox) -> None:
         fence=lambda: None,
         on_end=lambda outcome: None,
     )
-    run._loop.commits._saver.begin(make_state(1), save)
+    run._loop.checkpointer._saver.begin(make_state(1), save)
 
 
 def test_a_rank_that_still_writes_while_rank_0_waits_for_it_gets_somewhere(
@@ -166,11 +166,11 @@ def test_a_rank_0_that_waits_for_a_share_is_not_to_blame(new_run: NewRun) -> Non
     run = new_run()
     activity, mailbox, other = link_of(run).activity, LocalMailbox(), Activity()
     other.enter("commit")
-    group: Any = SimpleNamespace(is_cut=False)
+    group: Any = SimpleNamespace(aborted=False)
 
     def waits() -> None:
         begin_save(run, 0, mailbox)
-        run._loop.commits.wait(group)
+        run._loop.checkpointer.wait(group)
 
     with ThreadPoolExecutor(1) as thread:
         result = thread.submit(waits)
@@ -215,6 +215,6 @@ def test_every_piece_that_is_handed_over_counts(new_run: NewRun, monkeypatch: py
             seen.append(activity.now)
             tick()
 
-    monkeypatch.setattr("elastic_ddp.generation.hand_over", hand_over)
+    monkeypatch.setattr("elastic_ddp.worker.generation.hand_over", hand_over)
     train(run)
     assert len(set(seen)) == 3 and {each.place for each in seen} == {"hand-over"}

@@ -19,11 +19,10 @@ from botocore.exceptions import ClientError
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_ddp import local_folder
-from elastic_ddp.checkpoint import patience
-from elastic_ddp.checkpoint.patience import PatientStorage
-from elastic_ddp.errors import ConfigError, PeerLostError, StorageError
-from elastic_ddp.storage import Storage
+from elastic_ddp.errors import ConfigError, PeerFailedError, StorageError
+from elastic_ddp.storage import local, retry
+from elastic_ddp.storage.retry import RetryingStorage
+from elastic_ddp.storage.storage import Storage
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -70,7 +69,7 @@ def test_what_may_be_long_and_is_not_takes_no_memory_for_that(storage: Storage) 
 
 
 def test_folders_of_a_file_system_are_local(storage: Storage) -> None:
-    assert storage.is_local == storage.uri.startswith("/") == PatientStorage(storage, within_s=1).is_local
+    assert storage.is_local == storage.uri.startswith("/") == RetryingStorage(storage, within_s=1).is_local
 
 
 def test_what_is_not_there_as_it_was_is_not_removed(storage: Storage) -> None:
@@ -305,9 +304,9 @@ def test_whether_one_may_still_create_is_asked_between_tries(s3: str, monkeypatc
 
     def fence() -> None:
         if next(asked) == 2:
-            raise PeerLostError("generation 1 is over")
+            raise PeerFailedError("generation 1 is over")
 
-    with pytest.raises(PeerLostError, match="generation 1 is over"):
+    with pytest.raises(PeerFailedError, match="generation 1 is over"):
         storage.create("a", b"mine", before_again=fence)
     assert answers.calls == 2 and storage.list() == []
 
@@ -404,8 +403,8 @@ def test_what_is_tried_again_is_durable_when_it_is_there(
     storage = Storage(tmp_path)
     storage.write("commits/1.json", b"1")
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(patience, "FIRST_PAUSE_S", 0.01)
-    patient = PatientStorage(storage, within_s=0.5)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.01)
+    patient = RetryingStorage(storage, within_s=0.5)
     with pytest.raises(StorageError if times is None else FileExistsError):
         patient.create("commits/2.json", b"2")
     assert synced == ([] if times is None else ["commits"])
@@ -457,7 +456,7 @@ def refuse_hard_links(monkeypatch: pytest.MonkeyPatch, *, can_rename: bool) -> N
 
     monkeypatch.setattr(os, "link", refuses)
     if not can_rename:
-        monkeypatch.setattr(local_folder, "_renamed_if_new", lambda old, new: False)
+        monkeypatch.setattr(local, "_renamed_if_new", lambda old, new: False)
 
 
 @pytest.mark.parametrize("can_rename", [True, False])
@@ -476,7 +475,7 @@ def test_without_hard_links_an_object_is_there_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_hard_links(monkeypatch, can_rename=True)
-    write_through, seen = local_folder._write_through, []
+    write_through, seen = local._write_through, []
 
     def writes(file: Any, data: bytes) -> None:
         file.write(data[:1])
@@ -484,7 +483,7 @@ def test_without_hard_links_an_object_is_there_whole_or_not_at_all(
         seen.append(Storage(tmp_path).list())
         write_through(file, data[1:])
 
-    monkeypatch.setattr(local_folder, "_write_through", writes)
+    monkeypatch.setattr(local, "_write_through", writes)
     Storage(tmp_path).create("a", b"12")
     assert seen == [[]] and Storage(tmp_path).read("a") == b"12"
 
@@ -494,13 +493,13 @@ def test_an_object_that_is_removed_while_it_is_written_was_not_created(
 ) -> None:
     """Where it shows meanwhile: somebody may have found that it is no manifest, and set it aside."""
     refuse_hard_links(monkeypatch, can_rename=False)
-    write_through = local_folder._write_through
+    write_through = local._write_through
 
     def writes(file: Any, data: bytes) -> None:
         write_through(file, data)
         (tmp_path / "a").unlink(missing_ok=True)
 
-    monkeypatch.setattr(local_folder, "_write_through", writes)
+    monkeypatch.setattr(local, "_write_through", writes)
     with pytest.raises(StorageError, match="removed while it was written"):
         Storage(tmp_path).create("a", b"1")
 
@@ -595,7 +594,7 @@ class _S3Answers:
         self.answers: list[tuple[bool, Exception]] = []
         self.calls = 0
         monkeypatch.setattr(self.fs, "pipe_file", self)
-        monkeypatch.setattr("elastic_ddp.s3.time.sleep", lambda seconds: None)
+        monkeypatch.setattr("elastic_ddp.storage.s3.time.sleep", lambda seconds: None)
 
     def __call__(self, path: str, data: bytes, **options: object) -> None:
         self.calls += 1

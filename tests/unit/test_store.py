@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.errors import PeerLostError
-from elastic_ddp.parallel import store as store_module
-from elastic_ddp.parallel.process_group import ProcessGroup, is_lost_peer
-from elastic_ddp.parallel.sockets import shut_down, use_interface_of
-from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
+from elastic_ddp.distributed import store as store_module
+from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
+from elastic_ddp.distributed.sockets import shut_down, use_interface_of
+from elastic_ddp.distributed.store import StoreConnection, StoreMailbox
+from elastic_ddp.errors import PeerFailedError
 from tests.ranks import empty_store, run_ranks
 
 HOST = "127.0.0.1"
@@ -90,7 +90,7 @@ def test_a_wait_in_the_store_ends_when_its_sockets_are_shut(port: int) -> None:
     threading.Timer(0.1, shut_down, [connection.sockets]).start()
     with pytest.raises(dist.DistError) as caught:
         own.wait(["never"])
-    assert is_lost_peer(caught.value)
+    assert is_peer_failure(caught.value)
 
 
 def test_the_system_looks_after_a_connection_that_is_idle(port: int) -> None:
@@ -111,13 +111,15 @@ def go_through_generations(group: ProcessGroup) -> list[bool]:
         sockets = group.store.sockets
         assignment = replace(group.assignment, generation=number)
         if number == 2:
-            group.meet()
+            group.barrier()
             group.close(intact=True)
         else:
             group.close(intact=False)
         if number == 4:
-            with pytest.raises((PeerLostError, dist.DistError)):
-                ProcessGroup.form(assignment, store=group.store, device=CPU, timeout_s=60, on_forming=ProcessGroup.cut)
+            with pytest.raises((PeerFailedError, dist.DistError)):
+                ProcessGroup.form(
+                    assignment, store=group.store, device=CPU, timeout_s=60, on_forming=ProcessGroup.abort
+                )
         else:
             group = ProcessGroup.form(assignment, store=group.store, device=CPU, timeout_s=60)
         kept.append(group.store.sockets == sockets)

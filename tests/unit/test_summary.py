@@ -176,7 +176,7 @@ def test_a_generation_in_which_the_training_function_failed_did_not_end_by_a_los
     """Its peers see a connection that breaks."""
     ended = ("generation_ended", {"generation": 0, "last_step": 3, "reason": "a worker was lost"})
     events = session("s1", 0.0, STARTED, generation(0, 2, 0, "start"), steps(3), ended)
-    for kind, by in {"TrainFunctionError": "an error", "WorkersLostError": "a worker was lost"}.items():
+    for kind, by in {"TrainFunctionError": "an error", "WorkersFailedError": "a worker was lost"}.items():
         failed = events + session("s1", 4.0, ("failed", {"error": "boom", "kind": kind}))
         assert summarize(failed)["generations"][0]["ended_by"] == by
 

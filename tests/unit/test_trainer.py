@@ -13,9 +13,9 @@ import ray
 
 from elastic_ddp import ElasticTrainer
 from elastic_ddp.errors import ConfigError, DataError, StorageError
-from elastic_ddp.job import COMMITS
-from elastic_ddp.storage import Storage
-from tests.whole import WholeStore
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.job import COMMITS
+from tests.single_rank_store import SingleRankStore
 
 
 def takes_nothing() -> None: ...
@@ -47,7 +47,7 @@ def test_a_run_with_other_data_is_refused_with_what_both_are(tmp_path: Path) -> 
         data = [str(tmp_path / f"{name}.parquet") for name in names]
         ElasticTrainer(takes_a_run, data, {**settings, "steps": 20}).fit()
 
-    store = WholeStore(Storage(tmp_path / "runs").at("run").at(COMMITS), keep=1)
+    store = SingleRankStore(Storage(tmp_path / "runs").at("run").at(COMMITS), keep=1)
     store.save({"user": {"step": 30}}, step=30, record={})
     with pytest.raises(ConfigError, match="does not go back"):
         fit("a", "b")
@@ -77,7 +77,7 @@ def test_room_that_can_never_come_is_not_waited_for(
 def test_a_run_does_not_go_back(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": range(64)}), tmp_path / "rows.parquet")
     settings = {"name": "run", "storage": str(tmp_path / "runs"), "global_batch_size": 8, "micro_batch_size": 8}
-    store = WholeStore(Storage(tmp_path / "runs").at("run").at(COMMITS), keep=1)
+    store = SingleRankStore(Storage(tmp_path / "runs").at("run").at(COMMITS), keep=1)
     store.save({"user": {"step": 30}}, step=30, record={})
     trainer = ElasticTrainer(takes_a_run, str(tmp_path / "rows.parquet"), {**settings, "steps": 20})
     (tmp_path / "runs/run/run.json").write_text("{}")

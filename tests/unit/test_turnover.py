@@ -5,19 +5,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ddp.elastic.messages import Orders
-from elastic_ddp.ray_internals.turnover import Turnover, sort_out
+from elastic_ddp.ray_internals.turnover import Turnover, classify_workers
+from elastic_ddp.rendezvous.messages import WorkerDirectives
 
 ERROR = RuntimeError("it died")
-NOBODY = Orders(lost={}, newcomers=[], dismissed=[], leaving=[], avoid=[], limit=3, is_over=False)
+NOBODY = WorkerDirectives(failed={}, newcomers=[], dismissed=[], leaving=[], avoid=[], limit=3, is_over=False)
 
 
 def sorted_out(
-    orders: Orders, done: set[int] | None = None, failed: set[int] | None = None, overdue: bool = False
+    orders: WorkerDirectives, done: set[int] | None = None, failed: set[int] | None = None, overdue: bool = False
 ) -> Turnover:
     """Of workers a, b and c."""
     failed = failed or set()
-    return sort_out(
+    return classify_workers(
         "abc",
         orders,
         done=(done or set()) | failed,
@@ -28,21 +28,21 @@ def sorted_out(
 
 def test_who_trains_stays() -> None:
     turnover = sorted_out(NOBODY)
-    assert not (turnover.lost or turnover.through or turnover.dismissed or turnover.left)
+    assert not (turnover.failed or turnover.through or turnover.dismissed or turnover.left)
     assert not (turnover.is_over or turnover.nobody_trains or turnover.all_have_left)
 
 
 def test_a_dead_worker_and_one_presumed_so_are_lost() -> None:
-    turnover = sorted_out(NOBODY._replace(lost={"c": "it is silent"}), failed={0})
-    assert turnover.lost.keys() == {0, 2}
-    assert turnover.lost[0] is ERROR and str(turnover.lost[2]) == "it is silent"
+    turnover = sorted_out(NOBODY._replace(failed={"c": "it is silent"}), failed={0})
+    assert turnover.failed.keys() == {0, 2}
+    assert turnover.failed[0] is ERROR and str(turnover.failed[2]) == "it is silent"
     assert not turnover.nobody_trains, "b goes on"
-    assert sorted_out(NOBODY._replace(lost={"c": "it is silent"}), failed={0, 1}).nobody_trains
+    assert sorted_out(NOBODY._replace(failed={"c": "it is silent"}), failed={0, 1}).nobody_trains
 
 
 def test_who_was_let_go_and_dies_is_not_lost() -> None:
     turnover = sorted_out(NOBODY._replace(dismissed=["a"]), failed={0})
-    assert not turnover.lost and turnover.left == {0}
+    assert not turnover.failed and turnover.left == {0}
 
 
 def test_who_was_let_go_has_left_when_its_function_has_ended_or_time_is_up() -> None:
@@ -75,11 +75,11 @@ NAMES = st.sets(st.sampled_from("abc"))
 def test_every_worker_is_sorted_once_and_who_gave_no_reason_stays(
     done: set[int], failed: set[int], lost: set[str], dismissed: set[str], over: bool, overdue: bool
 ) -> None:
-    orders = NOBODY._replace(lost=dict.fromkeys(lost, "silent"), dismissed=sorted(dismissed), is_over=over)
+    orders = NOBODY._replace(failed=dict.fromkeys(lost, "silent"), dismissed=sorted(dismissed), is_over=over)
     turnover = sorted_out(orders, done, failed, overdue)
     assert turnover.left <= turnover.dismissed
-    assert not turnover.through & (turnover.dismissed | turnover.lost.keys())
+    assert not turnover.through & (turnover.dismissed | turnover.failed.keys())
     unmoved = {rank for rank, name in enumerate("abc") if rank not in done | failed and name not in lost | dismissed}
-    stay = turnover.everyone - turnover.through - turnover.dismissed - turnover.lost.keys()
+    stay = turnover.everyone - turnover.through - turnover.dismissed - turnover.failed.keys()
     assert stay == unmoved, "a function that has ended, and a word of the rendezvous, are all the reasons there are"
     assert turnover.nobody_trains == (not stay)

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastic_ddp import worker
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.elastic.members import Member
-from elastic_ddp.errors import StorageError, WorkersLostError
-from elastic_ddp.job import COMMITS
-from elastic_ddp.loop import Loop
-from elastic_ddp.ray_train import WorkerContext
-from elastic_ddp.run import Run
-from elastic_ddp.storage import Storage
-from tests.unit.alone import CPU, LOST_PEER, FakeLink, Model, NewRun, link_of, prepared
-from tests.unit.here import RendezvousHere
-from tests.unit.scene import OPTIONS
+from elastic_ddp.errors import StorageError, WorkersFailedError
+from elastic_ddp.rendezvous.members import Member
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker import main
+from elastic_ddp.worker.context import WorkerContext
+from elastic_ddp.worker.job import COMMITS
+from elastic_ddp.worker.loop import Loop
+from elastic_ddp.worker.run import Run
+from tests.unit.inprocess_rendezvous import InProcessRendezvous
+from tests.unit.rendezvous_harness import OPTIONS
+from tests.unit.single_worker import CPU, PEER_FAILURE, FakeClient, Model, NewRun, prepared
 
 Train = Callable[[Run], Any]
 LIMIT_S = 20.0
@@ -35,24 +35,24 @@ CONTEXT = WorkerContext(MEMBER, CPU, {"CPU": 4.0})
 @pytest.fixture(autouse=True)
 def _in_a_process_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker does to its process is left undone."""
-    monkeypatch.setattr(worker.signals, "on_sigterm", lambda act: None)
-    monkeypatch.setattr(worker, "_make_deterministic", lambda config: None)
+    monkeypatch.setattr(main.signals, "on_sigterm", lambda act: None)
+    monkeypatch.setattr(main, "_make_deterministic", lambda config: None)
 
 
 @pytest.fixture
 def outcome_of(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[Train], dict[str, Any]]:
     """What a worker with a training function says of the run's end."""
     said: list[dict[str, Any]] = []
-    monkeypatch.setattr(FakeLink, "end", lambda link, **outcome: said.append(outcome) or True, raising=False)
-    monkeypatch.setattr(FakeLink, "close", lambda link: None, raising=False)
+    monkeypatch.setattr(FakeClient, "end", lambda client, **outcome: said.append(outcome) or True, raising=False)
+    monkeypatch.setattr(FakeClient, "close", lambda client: None, raising=False)
 
     def end_of(train: Train) -> dict[str, Any]:
         run = new_run()
         job: Any = run._loop.job
         object.__setattr__(job, "train", train)
-        monkeypatch.setattr(worker, "RendezvousLink", lambda *_: link_of(run))
-        monkeypatch.setattr(worker, "Loop", lambda *_: run._loop)
-        worker.work(job, None, CONTEXT)
+        monkeypatch.setattr(main, "RendezvousClient", lambda *_: run._loop.client)
+        monkeypatch.setattr(main, "Loop", lambda *_: run._loop)
+        main.work(job, None, CONTEXT)
         (outcome,) = said
         return outcome
 
@@ -91,7 +91,7 @@ def test_what_the_training_function_has_built_is_gone_when_it_builds_it_again(
                     step.backward(model(batch["x"]).square().mean())
                 step.optimize()
                 if step.index == len(built) and len(built) < 4:
-                    raise dist.DistNetworkError(LOST_PEER)
+                    raise dist.DistNetworkError(PEER_FAILURE)
 
     gc.disable()  # by itself Python might look just then
     try:
@@ -107,35 +107,37 @@ def test_a_lost_peer_that_the_training_function_lets_through_has_the_worker_repl
         prepared(run)
         for _ in run.steps():
             monkeypatch.setattr(Loop, "world_size", 2)
-            raise dist.DistNetworkError(LOST_PEER)
+            raise dist.DistNetworkError(PEER_FAILURE)
 
-    with pytest.raises(WorkersLostError, match="was left by an error of a lost peer"):
+    with pytest.raises(WorkersFailedError, match="was left by an error of a lost peer"):
         outcome_of(train)
 
 
 @pytest.fixture
 def worked(
-    new_run: NewRun, rendezvous_here: Callable[..., RendezvousHere]
-) -> Callable[..., tuple[RendezvousHere, CheckpointStore]]:
+    new_run: NewRun, rendezvous_here: Callable[..., InProcessRendezvous]
+) -> Callable[..., tuple[InProcessRendezvous, CheckpointStore]]:
     """What a rendezvous heard of a worker with a training function, which may be told of it, and the run's commits."""
 
-    def work(train: Callable[[Run, RendezvousHere], Any], **changes: Any) -> tuple[RendezvousHere, CheckpointStore]:
+    def work(
+        train: Callable[[Run, InProcessRendezvous], Any], **changes: Any
+    ) -> tuple[InProcessRendezvous, CheckpointStore]:
         job = new_run(**changes)._loop.job
         rendezvous = rendezvous_here(replace(OPTIONS, max_failed_saves=job.config.checkpoint.max_failed_saves))
         object.__setattr__(job, "train", lambda run: train(run, rendezvous))
-        worker.work(job, rendezvous, CONTEXT)
+        main.work(job, rendezvous, CONTEXT)
         return rendezvous, CheckpointStore(job.storage.at(COMMITS), keep=1)
 
     return work
 
 
 def test_a_save_under_way_ends_though_the_training_function_fails(
-    worked: Callable[..., tuple[RendezvousHere, CheckpointStore]], monkeypatch: pytest.MonkeyPatch
+    worked: Callable[..., tuple[InProcessRendezvous, CheckpointStore]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are told of the failure before."""
     write = Storage.write
 
-    def train(run: Run, rendezvous: RendezvousHere) -> None:
+    def train(run: Run, rendezvous: InProcessRendezvous) -> None:
         def write_after_the_end(storage: Storage, key: str, data: bytes | memoryview) -> None:
             assert not key.startswith("step=") or rendezvous.has_ended.wait(LIMIT_S)
             write(storage, key, data)
@@ -159,33 +161,33 @@ def test_a_save_under_way_ends_though_the_training_function_fails(
 
 
 def test_too_many_saves_that_fail_end_the_run_with_what_to_mend(
-    worked: Callable[..., tuple[RendezvousHere, CheckpointStore]], monkeypatch: pytest.MonkeyPatch
+    worked: Callable[..., tuple[InProcessRendezvous, CheckpointStore]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the training function begins again meanwhile, and another object makes them."""
-    write, lost = Storage.write, []
+    write, failure = Storage.write, []
 
     def fail(storage: Storage, key: str, data: bytes | memoryview) -> None:
         if key.startswith("step=") and not key.startswith(("step=1/", "step=2/")):
             raise StorageError(f"cannot write {key!r}: no space left") from OSError(errno.ENOSPC, "no space left")
         write(storage, key, data)
 
-    def train(run: Run, rendezvous: RendezvousHere) -> None:
+    def train(run: Run, rendezvous: InProcessRendezvous) -> None:
         model = prepared(run)
         for step in run.steps():
-            run._loop.commits.close(LIMIT_S)  # that of the step before
+            run._loop.checkpointer.close(LIMIT_S)  # that of the step before
             with step:
                 for batch in step.micro_batches():
                     step.backward(model(batch["x"]).square().mean())
                 step.optimize()
-                if step.index == 4 and not lost:
-                    lost.append(step.index)
-                    raise dist.DistNetworkError(LOST_PEER)
-            if lost and step.index == 3:
+                if step.index == 4 and not failure:
+                    failure.append(step.index)
+                    raise dist.DistNetworkError(PEER_FAILURE)
+            if failure and step.index == 3:
                 assert rendezvous.has_ended.wait(LIMIT_S)
 
     monkeypatch.setattr(Storage, "write", fail)
     rendezvous, _ = worked(train, checkpoint={"every_steps": 1, "max_failed_saves": 2})
     outcome = rendezvous.actor._assembly.journal.outcome
-    assert lost and outcome is not None and (outcome["status"], outcome["kind"]) == ("failed", "StorageError")
+    assert failure and outcome is not None and (outcome["status"], outcome["kind"]) == ("failed", "StorageError")
     message = r"^3 saves in a row failed \(checkpoint\.max_failed_saves=2\).*step=3.*no space left.* commit of step 2;"
     assert re.search(message, outcome["error"])

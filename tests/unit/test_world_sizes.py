@@ -13,15 +13,15 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit
-from elastic_ddp.checkpoint.saving import Save, Saver
-from elastic_ddp.commits import OF_RANK_0
-from elastic_ddp.parallel.prepared import PreparedModel
-from elastic_ddp.parallel.process_group import ProcessGroup
-from elastic_ddp.parallel.store import StoreConnection, StoreMailbox
-from elastic_ddp.restoring import restore
-from elastic_ddp.state import flatten
-from elastic_ddp.storage import Storage
-from elastic_ddp.train_state import Position, TrainState
+from elastic_ddp.checkpoint.saver import Save, Saver
+from elastic_ddp.distributed.prepared_model import PreparedModel
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.distributed.store import StoreConnection, StoreMailbox
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors.state_tree import flatten
+from elastic_ddp.worker.checkpointing import OF_RANK_0
+from elastic_ddp.worker.restore import restore
+from elastic_ddp.worker.train_state import Position, TrainState
 from tests.ranks import apart, run_ranks
 
 WORLD_SIZES = (1, 2, 3, 4)

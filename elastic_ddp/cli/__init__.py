@@ -1,0 +1,1 @@
+"""The `elastic-ddp` command line."""

@@ -1,0 +1,117 @@
+"""The DDP strategy: one model, replicated on every rank, its gradients reduced bucket by bucket during backward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.distributed.canonical_reduction import CanonicalReduction
+from elastic_ddp.distributed.prepared_model import PreparedModel
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.distributed.strategy import Strategy, unused
+from elastic_ddp.errors import ConfigError
+
+
+def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """Changes whenever something is added to the gradient."""
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+class DDPStrategy(Strategy):
+    """DDP comes into being with the first micro-batch whose backward reduces, and again in every generation."""
+
+    def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
+        super().__init__(model, config, group)
+        self._options = config.ddp
+        self._replica: DistributedDataParallel | None = None
+        self._reduction: CanonicalReduction | None = None
+        if config.reduction == "canonical":
+            self._reduction = CanonicalReduction(
+                list(self._trained.values()), self.ranges, group, may_be_unused=config.ddp.find_unused_parameters
+            )
+
+    def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Every rank has all of the model: nothing to do."""
+
+    def _build_replica(self) -> DistributedDataParallel:
+        with warnings.catch_warnings():
+            # torch 2.13 renamed broadcast_buffers; 2.11 knows only the old name.
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+            replica = DistributedDataParallel(
+                self._model.module,
+                device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
+                broadcast_buffers=False,
+                init_sync=False,
+                bucket_cap_mb=self._options.bucket_cap_mb,
+                gradient_as_bucket_view=self._options.gradient_as_bucket_view,
+                static_graph=self._options.static_graph,
+                find_unused_parameters=self._options.find_unused_parameters,
+            )
+        if self._reduction is not None:
+            replica.register_comm_hook(None, self._reduction.hook)
+        return replica
+
+    def begin_step(self, rows: np.ndarray) -> None:
+        super().begin_step(rows)
+        if self._reduction is not None:
+            self._reduction.begin(num_leaves=self.num_leaves, divisor=self.divisor)
+
+    def prepare_forward(self, micro_batch: int) -> None:
+        """Only the last micro-batch goes through DDP and synchronizes.
+
+        DDP comes into being with the first that does, and the others do not pass its forward as `no_sync` would have
+        them do: with a static graph it would count their backward as part of the one it is to reduce.
+        """
+        if micro_batch != self.to_compute[-1]:
+            self._model.use_replica(None)
+            return
+        self._replica = self._replica or self._build_replica()
+        self._model.use_replica(self._replica)
+
+    def backward(self, loss: torch.Tensor, micro_batch: int) -> None:
+        last = micro_batch == self.to_compute[-1]
+        if last and not self._model.called_replica:
+            raise ConfigError(
+                "the loss that step.backward got does not come from a call of the model that run.prepare returned, so "
+                "its gradients would not be reduced; call that model itself, not one of its methods and not the model "
+                "that went into run.prepare"
+            )
+        weight = self.weight(micro_batch)
+        before = {name: _state_of(each.grad) for name, each in self._trained.items()} if last else {}
+        if self._reduction is None:
+            if not weight and not self._options.find_unused_parameters:
+                # Zeros for all, whatever the model makes of padding: 0 times infinity would be NaN on every rank.
+                loss = sum((each.reshape(-1)[:1].sum() for each in self._trained.values()), loss.detach())
+            # DDP divides by the world size.
+            (loss * (weight * self._group.world_size / self.divisor)).backward()
+            self._check_used(before)
+            return
+        loss = loss if weight == 1.0 else loss * weight
+        if not last:
+            self._reduction.fold(micro_batch, loss, past_hooks=self._options.find_unused_parameters)
+            return
+        self._reduction.expect(micro_batch if weight else None)
+        loss.backward()
+        self._check_used(before)
+        if self._options.find_unused_parameters:
+            self._reduction.settle_unused()
+
+    def _check_used(self, before: dict[str, tuple[int, int] | None]) -> None:
+        """Refuses a step in which DDP waits in vain for a parameter's gradient, and so has reduced only some of them.
+        It would say so itself, but in the step after."""
+        if self._options.find_unused_parameters or self._options.static_graph:
+            return
+        if left := [name for name, state in before.items() if _state_of(self._trained[name].grad) == state]:
+            raise unused(left, "set ddp.find_unused_parameters = true")
+
+    def reshard(self) -> None:
+        """DDP gathers nothing: nothing to do."""
+
+    def close(self) -> None:
+        self._model.use_replica(None)
+        self._replica = None

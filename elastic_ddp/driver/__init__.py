@@ -1,0 +1,1 @@
+"""The driver: the process that a person starts."""

@@ -1,0 +1,1 @@
+"""A run's folder, on a disk or in object storage, and the lease on it."""

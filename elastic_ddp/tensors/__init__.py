@@ -1,0 +1,1 @@
+"""Trees of tensors, and the memory that holds them."""

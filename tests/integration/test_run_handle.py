@@ -1,0 +1,181 @@
+"""What can be asked of a live run from another process, and what a cluster asks of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from elastic_ddp.driver.run_handle import RunHandle, get_run
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry import read_ledger
+from tests.integration import jobs
+from tests.integration.clusters import command, until
+
+pytestmark = pytest.mark.slow
+
+NAME = "asked"
+
+
+@pytest.fixture
+def connected(cluster: Cluster) -> Iterator[Cluster]:
+    """This process is one of the cluster's."""
+    ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+
+
+def asked(cluster: Cluster, folder: Path, workers: str) -> Any:
+    """A run that from step 20 on does nothing but what it is asked for, until `finish`."""
+    arguments = (str(folder / "data"), str(folder / "runs"), NAME, workers, "ask", str(folder / "marker"), "20")
+    return jobs.driver(*arguments, RAY_ADDRESS=cluster.address)
+
+
+def finish(folder: Path, run: subprocess.Popen[str]) -> Mapping[str, Any]:
+    (folder / "marker").touch()
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    return jobs.summary(folder, NAME)
+
+
+def handle_when(run: subprocess.Popen[str], ready: Callable[[Mapping[str, Any]], bool]) -> RunHandle:
+    """The live run, once it is as wanted."""
+
+    def is_ready() -> bool:
+        try:
+            return ready(get_run(NAME).status())
+        except ConfigError:
+            return False
+
+    until(is_ready, run)
+    return get_run(NAME)
+
+
+def waits_with(num_workers: int) -> Callable[[Mapping[str, Any]], bool]:
+    """The run has come to the step where it waits to be asked, with so many workers."""
+    return lambda status: (
+        status["state"] == "training"
+        and (status["step"] or 0) >= 20
+        and status["world_size"] == num_workers == len(status["members"])
+    )
+
+
+def no_step_was_done_twice(facts: Mapping[str, Any]) -> bool:
+    return all(after["first_step"] == before["last_step"] for before, after in pairwise(facts["generations"]))
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [each for each in read_ledger(Storage(str(folder / "runs" / NAME))) if each["event"] == kind]
+
+
+def test_a_live_run_does_what_it_is_asked_for(undisturbed: Mapping[str, Any], connected: Cluster, folder: Path) -> None:
+    cluster = connected
+    node = cluster.add_node(num_cpus=2, object_store_memory=10**8)
+    with asked(cluster, folder, "1:3") as run:
+        handle = handle_when(run, waits_with(3))
+        assert len({each["node_id"] for each in handle.status()["members"]}) == 2
+
+        step = handle.checkpoint()
+        assert step > 20
+        assert handle.status()["last_commit"] == step
+        assert (folder / "runs" / NAME / "checkpoints" / "commits" / f"{step}.json").exists()
+
+        command(cluster, "resize", NAME, "1")
+        until(lambda: waits_with(1)(handle.status()), run)
+        with pytest.raises(ConfigError, match="num_workers=4 is not from min_workers=1 to max_workers=3"):
+            handle.resize(4)
+        handle.resize(3)
+        until(lambda: waits_with(3)(handle.status()), run)
+
+        with pytest.raises(ConfigError, match="no worker on node 'elsewhere'"):
+            handle.drain("elsewhere")
+        assert "2 workers of run asked left" in command(cluster, "drain", NAME, node.node_id)
+        until(lambda: waits_with(1)(handle.status()), run)
+        shown = command(cluster, "status", NAME)
+        assert "training" in shown and handle.status()["members"][0]["node_id"] in shown
+        facts = finish(folder, run)
+    assert jobs.same_bits(facts, undisturbed)
+    assert no_step_was_done_twice(facts)
+    assert facts["restarts"] == 0
+    left = [each["kind"] for each in events(folder, "worker_left")]
+    assert left == ["resize", "resize", "drain", "drain"]
+    assert not events(folder, "worker_lost")
+
+
+@pytest.mark.chaos
+def test_a_worker_that_gets_sigterm_leaves_between_two_steps_and_is_replaced(
+    undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
+) -> None:
+    connected.add_node(num_cpus=1, object_store_memory=10**8)
+    with asked(connected, folder, "1:2") as run:
+        handle = handle_when(run, waits_with(2))
+        first = [each["pid"] for each in handle.status()["members"]]
+        os.kill(first[1], signal.SIGTERM)
+        until(lambda: first[1] not in [each["pid"] for each in handle.status()["members"]], run)
+        until(lambda: waits_with(2)(handle.status()), run)
+        handle.stop()
+        output, errors = run.communicate(timeout=120)
+        assert run.returncode == 0, errors
+        assert "status='stopped'" in output
+    facts = jobs.summary(folder, NAME)
+    assert no_step_was_done_twice(facts)
+    assert [each["kind"] for each in events(folder, "worker_left")] == ["drain"]
+    assert not events(folder, "worker_lost")
+    done = jobs.drive(str(folder / "data"), str(folder / "runs"), NAME, "1", RAY_ADDRESS=connected.address)
+    assert done.returncode == 0, done.stderr
+    assert jobs.same_bits(jobs.summary(folder, NAME), undisturbed)
+
+
+@pytest.mark.chaos
+def test_the_last_worker_commits_before_ray_takes_its_node_away(
+    undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
+) -> None:
+    cluster = connected
+    with asked(cluster, folder, "1") as run:
+        handle = handle_when(run, waits_with(1))
+        (node_id,) = {each["node_id"] for each in handle.status()["members"]}
+        drain = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
+        drain += ["--node-id", node_id, "--deadline-remaining-seconds", "8"]
+        drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+        subprocess.run(drain, check=True, capture_output=True)
+        until(lambda: not handle.status()["members"], run)
+        cluster.add_node(num_cpus=1, object_store_memory=10**8)
+        until(lambda: waits_with(1)(handle.status()), run)
+        assert handle.status()["members"][0]["node_id"] != node_id
+        facts = finish(folder, run)
+    assert jobs.same_bits(facts, undisturbed)
+    assert no_step_was_done_twice(facts)
+    assert [each["by"] for each in events(folder, "notice")] == ["Ray"]
+    assert not events(folder, "worker_lost")
+
+
+@pytest.mark.chaos
+def test_a_drained_node_is_no_room_for_a_run_that_lost_all_of_its_workers(
+    undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
+) -> None:
+    connected.add_node(num_cpus=1, object_store_memory=10**8)
+    with asked(connected, folder, "1:2") as run:
+        handle = handle_when(run, waits_with(2))
+        last, drained = handle.status()["members"]
+        handle.drain(drained["node_id"])
+        until(lambda: waits_with(1)(handle.status()), run)
+        handle.checkpoint()
+        os.kill(last["pid"], signal.SIGKILL)
+        until(lambda: last["pid"] not in [each["pid"] for each in handle.status()["members"]], run)
+        until(lambda: waits_with(1)(handle.status()), run)
+        connected.add_node(num_cpus=1, object_store_memory=10**8)
+        until(lambda: waits_with(2)(handle.status()), run)
+        assert drained["node_id"] not in {each["node_id"] for each in handle.status()["members"]}
+        facts = finish(folder, run)
+    assert jobs.same_bits(facts, undisturbed)
+    assert [each["kind"] for each in events(folder, "worker_left")] == ["drain"]

@@ -1,0 +1,70 @@
+"""A rendezvous in a thread of this process, which is called like the actor: what workers and drivers do with it,
+without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+
+from elastic_ddp.rendezvous.actor import Rendezvous
+from elastic_ddp.rendezvous.messages import RendezvousOptions
+
+LIMIT_S = 20.0
+
+
+class InProcessRendezvous:
+    """Its handle.
+
+    Attributes:
+        actor: itself.
+        has_ended: whether the run is over, as far as it knows.
+    """
+
+    def __init__(self, options: RendezvousOptions) -> None:
+        self.actor = Rendezvous("test", 100, options)
+        self.has_ended = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # which ends what is left
+            runner.run(self._closed.wait())
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(
+            remote=lambda *arguments: asyncio.run_coroutine_threadsafe(self._call(method, arguments), self._loop)
+        )
+
+    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        answer = await getattr(self.actor, method)(*arguments)
+        if self.actor._assembly.journal.outcome is not None:
+            self.has_ended.set()
+        return answer
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        return get(getattr(self, method).remote(*arguments))
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Those of a name that nobody has written down."""
+        return [each for each in self.actor._assembly.journal._events if each["event"] == name]
+
+    def close(self) -> None:
+        if self.actor._pulses._server is not None:
+            self._loop.call_soon_threadsafe(self.actor._pulses._server.close)
+        self._loop.call_soon_threadsafe(self._closed.set)
+        self._thread.join(LIMIT_S)
+
+
+def get(answer: Any) -> Any:
+    """As `ray.get`."""
+    return answer.result(LIMIT_S)
+
+
+RAY_HERE = SimpleNamespace(get=get, exceptions=ray.exceptions)
+"""What a worker's link and a driver need of Ray."""

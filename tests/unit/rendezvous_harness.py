@@ -1,0 +1,81 @@
+"""Scenes with a rendezvous: who comes to it, and what they ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.rendezvous.actor import Rendezvous
+from elastic_ddp.rendezvous.hang import ActivityReport
+from elastic_ddp.rendezvous.members import JoinRequest, Member
+from elastic_ddp.rendezvous.messages import Ended, PlannedAssignment, RendezvousOptions, Signals
+
+LIMIT_S = 20.0
+BROKEN = "connection closed"
+OPTIONS = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0)
+
+Play = Callable[..., Any]
+
+
+def member(group: str, rank: int, size: int = 2) -> Member:
+    return Member(
+        id=f"{group}{rank}",
+        group=group,
+        rank_in_group=rank,
+        group_size=size,
+        node=f"10.0.0.{rank}",
+        node_id=f"id{rank}",
+        pid=100 + rank,
+    )
+
+
+async def join(
+    rendezvous: Rendezvous,
+    who: Member,
+    after: int = 0,
+    step: int | None = None,
+    between_steps: bool = True,
+    failure: str | None = None,
+    *,
+    committed: int | None = None,
+    resumable: bool = True,
+    account: dict[str, float] | None = None,
+) -> Assignment | Ended | PlannedAssignment | None:
+    arrival = JoinRequest(member=who, step=step, between_steps=between_steps, committed=committed, resumable=resumable)
+    return await rendezvous.join(arrival, after, failure, account)
+
+
+async def started(rendezvous: Rendezvous, group: str = "a", size: int = 2) -> list[Any]:
+    return list(await asyncio.gather(*(join(rendezvous, member(group, rank, size)) for rank in range(size))))
+
+
+async def joined(rendezvous: Rendezvous, who: Member, after: int = 0, step: int | None = None) -> Assignment:
+    """Asks, as a link does, until there is an answer."""
+    while (answer := await join(rendezvous, who, after, step)) is None or isinstance(answer, PlannedAssignment):
+        await asyncio.sleep(0)
+    assert isinstance(answer, Assignment)
+    return answer
+
+
+async def until_held(*calls: asyncio.Task[Any]) -> None:
+    """Lets calls run until they wait for something to happen."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not any(call.done() for call in calls)
+
+
+async def heard(rendezvous: Rendezvous, who: Member, generation: int, what: Callable[[Signals], object]) -> Signals:
+    """Listens, as a link does, until a member is told something."""
+    while not what(signals := await rendezvous.listen(who, generation, None)):
+        await asyncio.sleep(0)
+    return signals
+
+
+async def events_of(rendezvous: Rendezvous, event: str) -> list[dict[str, Any]]:
+    return [each for each in (await rendezvous.wait_for_update(0)).events if each["event"] == event]
+
+
+def where(number: int, place: str) -> ActivityReport:
+    return ActivityReport(number, place)

@@ -1,0 +1,235 @@
+"""A run on one worker, without Ray: a rendezvous and a feed that do what a test wants, and a real process group."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+from elastic_ddp.data.micro_batches import MicroBatch
+from elastic_ddp.data.order import EpochShape
+from elastic_ddp.distributed.prepared_model import PreparedModel
+from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.rendezvous.hang import Activity
+from elastic_ddp.rendezvous.messages import PlannedAssignment
+from elastic_ddp.worker.membership import RestartTraining
+from elastic_ddp.worker.run import Run
+from elastic_ddp.worker.step import Step
+
+CPU = torch.device("cpu")
+PEER_FAILURE = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
+
+
+class FakeClient:
+    """The rendezvous of a worker that is alone."""
+
+    def __init__(self, store_port: int) -> None:
+        self.stop_requested = False
+        self.reconfigure_requested = False
+        self.prospect: PlannedAssignment | None = None
+        self.disconnected = False
+        self.commit_requested = 0
+        self.others_train: PlannedAssignment | None = None
+        self.presumed_dead = False
+        self.is_again = True
+        """Whether a generation after the first has the members of the one before."""
+        self.activity = Activity()
+        self.said: list[dict[str, Any]] = []
+        self.joins: list[tuple[int | None, bool]] = []
+        """With what step it came, and whether between steps."""
+        self.are_resumable: list[bool] = []
+        self.losses: list[str | None] = []
+        self._store_port = store_port
+
+    def join(
+        self,
+        *,
+        step: int | None,
+        between_steps: bool,
+        failure: str | None,
+        committed: int | None,
+        account: dict[str, float],
+        resumable: bool,
+        while_waiting: Callable[[PlannedAssignment], object],
+    ) -> Assignment:
+        self.joins.append((step, between_steps))
+        self.are_resumable.append(resumable)
+        self.losses.append(failure)
+        reason = "worker lost" if failure is not None else "workers joined" if self.reconfigure_requested else "start"
+        self.reconfigure_requested = False
+        return Assignment(
+            generation=len(self.joins),
+            rank=0,
+            world_size=1,
+            store_host="127.0.0.1",
+            store_port=self._store_port,
+            source=None if step is None else 0,
+            first_step=step,
+            again=self.is_again and len(self.joins) > 1,
+            amid=not between_steps,
+            reason=reason,
+        )
+
+    def store_address(self) -> tuple[str, int]:
+        return "127.0.0.1", self._store_port
+
+    def ask_for_prospect(self) -> PlannedAssignment | None:
+        return self.others_train
+
+    def why_not_commit(self, generation: int) -> str | None:
+        return "this worker was presumed dead" if self.presumed_dead else None
+
+    def say(self, event: str, **fields: Any) -> None:
+        self.said.append({"event": event, **fields})
+
+    def progress(self, **newest: Any) -> None: ...
+
+    def abort_when_broken(self, cut: Callable[[], None] | None) -> None: ...
+
+    def steps_of(self, event: str) -> list[int]:
+        return [said["step"] for said in self.said if said["event"] == event]
+
+
+@dataclass
+class FakeIndex:
+    num_rows: int
+    fingerprint: str = "fingerprint"
+
+
+class Counted:
+    """State of a user's own."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = list(state["steps"])
+
+
+class FakeFeed:
+    """Rows that depend on their ids alone, without Ray. They come in one stream like the real feed's: what a step
+    leaves behind is the next one's."""
+
+    def __init__(self, index: FakeIndex, **options: Any) -> None:
+        self._shape = EpochShape(index.num_rows, options["num_micro_batches"], options["micro_batch_size"])
+        self.micro_batches: tuple[int, ...] = options["micro_batches"]
+        self.is_ready = True
+        self.skip_to(options["first_step"])
+
+    def skip_to(self, step: int) -> None:
+        self.next_step = step
+        self._stream = self._all_from(step)
+
+    def _all_from(self, first_step: int) -> Iterator[MicroBatch]:
+        for step in itertools.count(first_step):
+            for m in self.micro_batches:
+                start, stop = self._shape.span(step, m)
+                ids = np.arange(start, stop) * self._shape.num_micro_batches + m
+                x = np.random.default_rng([step, m]).normal(size=(len(ids) or 1, 3)).astype(np.float32)
+                yield MicroBatch(m, {"x": torch.from_numpy(x)}, ids)
+
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        assert step == self.next_step
+        self.next_step += 1
+        for _ in self.micro_batches:
+            yield next(self._stream)
+
+    def wait(self) -> None: ...
+
+    def peek(self) -> MicroBatch:
+        return next(self._all_from(self.next_step))
+
+    def interrupt(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Model(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+
+
+NewRun = Callable[..., Run]
+
+
+def link_of(run: Run) -> FakeClient:
+    client: Any = run._loop.client
+    return client
+
+
+def prepared(run: Run, module: torch.nn.Module | None = None) -> PreparedModel:
+    model: Any = run.prepare(module or Model())
+    optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+    run.prepare(StepLR(optimizer, 2, 0.5))
+    return model
+
+
+def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
+    """A training function; `in_step` is called in the middle of every step, between a forward and its backward."""
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            for place, batch in enumerate(step.micro_batches()):
+                loss = model(batch["x"]).square().mean()
+                if place == 1:
+                    in_step(step)
+                step.backward(loss)
+            step.optimize()
+    return run._loop.finish()
+
+
+def says(run: Run, body: Callable[[Run], Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        body(run)
+    return str(caught.value)
+
+
+Place = Literal["optimizer", "block"]
+"""In a step that changes the state: in the optimizer, or in the block after it."""
+
+
+def train_and_count(
+    run: Run, lose: Callable[[Place, int], None], evaluate: bool = False, seed: int = 0
+) -> tuple[Any, list[int]]:
+    """Calls `lose` where a communicating optimizer, or the user after it, would communicate. Begins again like a
+    worker. What the run ended with, and the steps that the registered state has seen."""
+
+    class Communicating(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            lose("optimizer", run.position.step)
+
+    while True:
+        torch.manual_seed(seed)
+        model: Any = run.prepare(Model())
+        run.prepare(StepLR(run.prepare(Communicating(model.parameters(), lr=0.1)), 2, 0.5))
+        counted = Counted()
+        run.register("counted", counted)
+        try:
+            for step in run.steps():
+                with step:
+                    for batch in step.micro_batches():
+                        step.backward(model(batch["x"]).square().mean())
+                    step.optimize()
+                    lose("block", step.index)
+                    if evaluate:
+                        run.evaluate(lambda *_: torch.zeros(()), "held-out")
+                    counted.steps.append(step.index)
+            ended = run._loop.finish()
+        except RestartTraining:
+            run = Run(run._loop.restart())
+        else:
+            run._loop.close(intact=True)
+            return ended, counted.steps

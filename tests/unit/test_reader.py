@@ -1,0 +1,354 @@
+"""Blocks read into tensors by any number of ranks, whoever wrote them, each checked as it comes."""
+
+from __future__ import annotations
+
+import math
+import random
+import uuid
+import weakref
+from contextlib import closing
+from pathlib import Path
+from queue import Queue
+from threading import Event, Semaphore, Thread
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from zlib_ng import zlib_ng
+
+from elastic_ddp.checkpoint import Commit, reader
+from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor
+from elastic_ddp.checkpoint.planning import BLOCK_BYTES, local_box
+from elastic_ddp.checkpoint.reader import (
+    PARALLEL_PIECES,
+    Piece,
+    Reading,
+    Targets,
+    pieces_of,
+    read_pieces,
+    state_to_fill,
+)
+from elastic_ddp.checkpoint.writer import OBJECT_BYTES
+from elastic_ddp.errors import CheckpointError
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.tensors import host_memory
+from tests.single_rank_store import SingleRankStore
+from tests.unit.blocks import ATTEMPT, PREFIX, SHAPES, commit_of, in_slabs_from, read, same, some_tensors, write
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6)), st.data()
+)
+def test_any_part_of_a_tensor_can_be_read_whoever_wrote_it(
+    tmp_path_factory: pytest.TempPathFactory,
+    writers: int,
+    readers: int,
+    shape: tuple[int, int, int],
+    data: st.DataObject,
+) -> None:
+    storage = Storage(tmp_path_factory.mktemp("any"))
+    whole = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    commit = commit_of(write(storage, {"w": whole}, writers, block_bytes=data.draw(st.integers(8, 200))), ["w"])
+    axis, first = data.draw(st.sampled_from([0, 1, 2])), 0
+    for part in whole.tensor_split(readers, axis):
+        place = torch.Size([first if dimension == axis else 0 for dimension in range(3)])
+        first += part.shape[axis]
+        if not part.numel():
+            continue
+        with in_slabs_from(data.draw(st.sampled_from([1, 10_000]))):
+            memory = host_memory.Memory([{"w": (part.shape, part.dtype)}])
+        target = memory.tensors["w"].fill_(-1.0)
+        targets = Targets({"w": (commit.tensors["w"], ChunkStorageMetadata(place, part.shape))}, memory)
+        for _ in read_pieces(storage, pieces_of(commit, ["w"]), targets):
+            pass
+        assert torch.equal(target, part)
+
+
+SIZES = st.integers(0, 200).map(lambda length: torch.Size([length]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([torch.uint8, torch.float32, torch.float64]), SIZES | SHAPES), min_size=2, max_size=6
+    ),
+    st.integers(1, 3),
+    st.integers(1, 100) | st.just(1 << 20),
+    st.sampled_from([1, 200, 2000]),
+    st.sampled_from([1, 50, 10_000]),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+@example([(torch.uint8, torch.Size([111])), (torch.uint8, torch.Size([13]))], 3, 40, 2000, 1, False, 0)
+@example([(torch.uint8, torch.Size([4])), (torch.uint8, torch.Size([1]))], 1, 1, 1, 1, False, 0)
+def test_a_state_comes_back_to_the_bit_whether_pieces_fit_its_tensors_or_not(
+    kinds: list[tuple[torch.dtype, torch.Size]],
+    writers: int,
+    block_bytes: int,
+    object_bytes: int,
+    small_bytes: int,
+    apart: bool,
+    seed: int,
+) -> None:
+    """Pieces are read one by one, so that whatever one of them overwrites is not written again."""
+    storage = Storage(f"memory://{uuid.uuid4().hex}")
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        f"{number}": torch.randint(1, 100, shape, generator=generator).to(dtype)
+        for number, (dtype, shape) in enumerate(kinds)
+    }
+    parts = write(storage, tensors, writers, block_bytes=block_bytes, object_bytes=object_bytes)
+    commit = commit_of(parts, tensors)
+    with in_slabs_from(small_bytes), patch.object(reader, "PIECE_BYTES", 1 if apart else reader.PIECE_BYTES):
+        found, targets = state_to_fill(commit)
+        pieces = pieces_of(commit, found)
+    order = random.Random(seed).sample(pieces, len(pieces)) if seed else pieces
+    for piece in order:
+        for _ in read_pieces(storage, [piece], targets):
+            pass
+    for name, tensor in tensors.items():
+        assert same(found[name], tensor), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_large_tensor_whose_blocks_need_padding_leaves_the_next_one_alone(tmp_path: Path, world_size: int) -> None:
+    storage = Storage(tmp_path)
+    tensors = {"head.weight": torch.randn(100, 50257), "head.bias": torch.randn(20_000)}
+    parts = write(storage, tensors, world_size, block_bytes=BLOCK_BYTES, object_bytes=OBJECT_BYTES)
+    commit = commit_of(parts, tensors)
+    assert len(commit.tensors["head.weight"].blocks) == 2
+    for _ in range(4):  # several are read at a time
+        found = read(storage, commit)
+        assert all(same(found[name], tensor) for name, tensor in tensors.items())
+
+
+def some_layers(width: int) -> dict[str, torch.Tensor]:
+    return {
+        f"optimizer.{number}.{name}": tensor
+        for number in range(20)
+        for name, tensor in {"step": torch.tensor(1.0), "odd": torch.ones(7), "w": torch.rand(width, 10)}.items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("small_bytes", [1, 100])
+def test_neighbours_are_read_into_their_tensors_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, small_bytes: int
+) -> None:
+    tensors, storage = some_layers(40), Storage(tmp_path)
+    parts = write(storage, tensors, world_size, block_bytes=BLOCK_BYTES, object_bytes=8000)
+    commit = commit_of(parts, tensors)
+    with in_slabs_from(small_bytes):
+        found, targets = state_to_fill(commit)
+    monkeypatch.setattr(Piece, "empty", lambda piece: pytest.fail(f"{piece} is copied"))
+    pieces = pieces_of(commit, found)
+    assert len(pieces) == len(commit.objects) < len(tensors) / 5
+    for _ in read_pieces(storage, pieces, targets):
+        pass
+    assert all(same(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_that_is_so_by_default_where_tensors_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, storage = some_layers(20_000), Storage(tmp_path)
+    commit = commit_of(write(storage, tensors, block_bytes=BLOCK_BYTES, object_bytes=OBJECT_BYTES), tensors)
+    monkeypatch.setattr(Piece, "empty", lambda piece: pytest.fail(f"{piece} is copied"))
+    found = read(storage, commit)
+    assert all(same(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_block_that_is_wanted_in_part_leaves_the_next_tensor_alone(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    tensors = {"w": torch.arange(80.0).reshape(10, 8), "v": torch.arange(200.0)}
+    commit = commit_of(write(storage, tensors, block_bytes=BLOCK_BYTES, object_bytes=OBJECT_BYTES), tensors)
+    with in_slabs_from(1), patch.object(reader, "PIECE_BYTES", 1):
+        memory = host_memory.Memory([{"w": ([5, 8], torch.float32), "v": ([200], torch.float32)}])
+        pieces = pieces_of(commit, tensors)
+    wanted = {name: (commit.tensors[name], local_box(each)) for name, each in memory.tensors.items()}
+    targets = Targets(wanted, memory)
+    assert [piece.blocks[0][0] for piece in pieces] == ["w", "v"]
+    for piece in reversed(pieces):
+        for _ in read_pieces(storage, [piece], targets):
+            pass
+    assert same(memory.tensors["w"], tensors["w"][:5]) and same(memory.tensors["v"], tensors["v"])
+
+
+def test_large_blocks_are_read_with_their_neighbours_if_those_are_theirs_in_memory_too(tmp_path: Path) -> None:
+    """As they are for who wants one block alone of each tensor, but not for who wants several."""
+    tensors = {"a": torch.rand(4000), "b": torch.rand(4000)}
+    commit = commit_of(write(Storage(tmp_path), tensors, 2, block_bytes=8000, object_bytes=OBJECT_BYTES), tensors)
+    with patch.object(reader, "LARGE_BYTES", 8000):
+        of_all = pieces_of(commit, tensors)
+        of_shards = pieces_of(commit, tensors, lambda name, block: block.offsets)
+    assert [[name for name, _ in piece.blocks] for piece in of_all] == [["a"], ["b"], ["a"], ["b"]]
+    assert [[name for name, _ in piece.blocks] for piece in of_shards] == [["a", "b"], ["a", "b"]]
+
+
+def test_a_large_block_of_several_is_read_without_the_small_ones_behind_it(tmp_path: Path) -> None:
+    tensors = {"a": torch.rand(4000), "b": torch.rand(10)}
+    commit = commit_of(write(Storage(tmp_path), tensors, 2, block_bytes=8000, object_bytes=OBJECT_BYTES), tensors)
+    assert [block.object for block in commit.tensors["a"].blocks + commit.tensors["b"].blocks] == [0, 1, 0]
+    with patch.object(reader, "LARGE_BYTES", 8000):
+        pieces = pieces_of(commit, tensors)
+    assert [[name for name, _ in piece.blocks] for piece in pieces] == [["a"], ["b"], ["a"]]
+
+
+def test_shards_that_are_no_ranges_of_the_whole_come_to_their_places(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    whole = torch.arange(32.0, dtype=torch.float64).reshape(4, 8)
+    shards = [whole[:, :4].contiguous(), whole[:, 4:].contiguous()]
+    data = [bytes(shard.view(torch.uint8).numpy().data) for shard in shards]
+    blocks = tuple(
+        StoredBlock(offsets=(0, 4 * number), sizes=(4, 4), object=0, start=128 * number, crc32=zlib_ng.crc32(each))
+        for number, each in enumerate(data)
+    )
+    key = f"{PREFIX}/0-0.bin"
+    storage.write(key, b"".join(data))
+    commit = Commit(
+        step=7,
+        attempt=ATTEMPT,
+        state=Skeleton(key=f"{PREFIX}/state.json", size=0, crc32=0),
+        objects=(StoredObject(key=key, size=256),),
+        tensors={"w": StoredTensor(dtype="float64", shape=(4, 8), blocks=blocks)},
+        record={},
+    )
+    for large_bytes in (1, 1 << 20):
+        with in_slabs_from(1), patch.object(reader, "LARGE_BYTES", large_bytes):
+            assert same(read(storage, commit)["w"], whole)
+
+
+def test_what_is_kept_of_a_component_keeps_nothing_of_another_and_counts_of_steps_keep_nothing(tmp_path: Path) -> None:
+    tensors = {
+        f"{component}.{name}": tensor
+        for component in ("model", "optimizer")
+        for name, tensor in {"w": torch.rand(2000, 1000), "step": torch.tensor(1.0)}.items()
+    }
+    commit = commit_of(write(Storage(tmp_path), tensors, object_bytes=OBJECT_BYTES, block_bytes=BLOCK_BYTES), tensors)
+    found, targets = state_to_fill(commit)
+    slabs = [weakref.ref(each.base) for each in targets._memory._slabs]
+    del targets
+    assert len(slabs) == 2 and all(each() is not None for each in slabs)
+    kept = found.pop("model.w")
+    steps = [found.pop("model.step"), found.pop("optimizer.step")]
+    del found
+    assert sum(each() is not None for each in slabs) == 1
+    del kept
+    assert sum(each() is not None for each in slabs) == 0 and len(steps) == 2
+
+
+def test_pieces_are_read_before_anybody_asks_for_the_first_and_never_too_many() -> None:
+    pieces = [Piece("object", number, number + 1, ()) for number in range(3 * PARALLEL_PIECES)]
+    begun: Queue[Piece] = Queue()
+
+    def read(piece: Piece) -> memoryview:
+        begun.put(piece)
+        return memoryview(bytes([piece.start]))
+
+    reader = Reading(pieces, read)
+    assert {begun.get(timeout=60) for _ in range(PARALLEL_PIECES)} == {*pieces[:PARALLEL_PIECES]}
+    for number, (piece, data) in enumerate(reader):
+        assert (piece, bytes(data)) == (pieces[number], bytes([number]))
+        ahead = {begun.get(timeout=60) for _ in range(number > 0 and number + PARALLEL_PIECES <= len(pieces))}
+        assert begun.empty() and ahead <= {pieces[(number + PARALLEL_PIECES - 1) % len(pieces)]}
+    assert number + 1 == len(pieces) and [*reader] == []
+
+
+def test_so_many_pieces_are_read_at_a_time_as_are_asked_for_and_others_wait_to_be_used() -> None:
+    pieces = [Piece("object", number, number + 1, ()) for number in range(2 * PARALLEL_PIECES)]
+    begun: Queue[Piece] = Queue()
+    going_on = Semaphore(0)
+
+    def read(piece: Piece) -> memoryview:
+        begun.put(piece)
+        assert going_on.acquire(timeout=60)
+        return memoryview(b"")
+
+    with closing(Reading(pieces, read, parallel=2)):
+        assert {begun.get(timeout=60) for _ in range(2)} == {*pieces[:2]}
+        for number in range(2, PARALLEL_PIECES):
+            assert begun.empty()
+            going_on.release()
+            assert begun.get(timeout=60) == pieces[number]
+        going_on.release(2)
+    assert begun.empty()
+
+
+def test_nothing_more_is_read_after_an_error_or_once_it_is_closed() -> None:
+    pieces = [Piece("object", number, number + 1, ()) for number in range(3 * PARALLEL_PIECES)]
+    begun: list[int] = []
+
+    def read(piece: Piece) -> memoryview:
+        begun.append(piece.start)
+        if piece.start == 1:
+            raise CheckpointError("bad")
+        return memoryview(b"")
+
+    reader = Reading(pieces, read)
+    assert next(reader)[0] == pieces[0]
+    with pytest.raises(CheckpointError, match="bad"):
+        next(reader)
+    assert [*reader] == [] and len(begun) <= PARALLEL_PIECES + 1
+    begun.clear()
+    closed = Reading(pieces[2:], read)
+    closed.close()
+    assert [*closed] == [] and len(begun) <= PARALLEL_PIECES
+
+
+def test_what_is_being_read_is_waited_for_when_reading_is_closed() -> None:
+    """It goes into memory that others may send from."""
+    begun, go_on, done = Event(), Event(), Event()
+
+    def read(piece: Piece) -> memoryview:
+        begun.set()
+        assert go_on.wait(60)
+        done.set()
+        return memoryview(b"")
+
+    reader = Reading([Piece("object", 0, 1, ())], read)
+    assert begun.wait(60)
+    closing = Thread(target=reader.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive() and not done.is_set()
+    go_on.set()
+    closing.join(60)
+    assert not closing.is_alive() and done.is_set()
+
+
+def test_every_flipped_bit_of_every_object_is_noticed_and_where_is_said(tmp_path: Path) -> None:
+    storage, tensors = Storage(tmp_path), some_tensors()
+    commit = commit_of(write(storage, tensors, 2), tensors)
+    for item in commit.objects:
+        pieces = [piece for piece in pieces_of(commit, tensors) if piece.key == item.key]
+        file = tmp_path / item.key
+        good = file.read_bytes()
+        for position in range(0, item.size, 11):
+            bad = bytearray(good)
+            bad[position] ^= 1 << position % 8
+            file.write_bytes(bad)
+            with pytest.raises(CheckpointError, match=f"{item.key} does not have the checksum .* in bytes"):
+                list(read_pieces(storage, pieces))
+        file.write_bytes(good[:-1])
+        with pytest.raises(CheckpointError, match=f"{item.key} ends before byte"):
+            list(read_pieces(storage, pieces))
+        file.unlink()
+        with pytest.raises(CheckpointError, match=f"{item.key} is missing"):
+            list(read_pieces(storage, pieces))
+        file.write_bytes(good)
+    read(storage, commit)
+
+
+def test_an_object_swapped_with_that_of_another_step_is_noticed(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    store = SingleRankStore(storage, keep=2)
+    commits = [store.save({"model": {"w": torch.full((4, 4), float(n))}}, step=n, record={}) for n in (1, 2)]
+    one, two = (each.objects[0].key for each in commits)
+    first, second = storage.read(one), storage.read(two)
+    storage.write(one, second)
+    storage.write(two, first)
+    with pytest.raises(CheckpointError, match=two):
+        store.verify(commits[1])
+    assert store.load_latest() is None and len(store.rejected) == 2

@@ -1,0 +1,190 @@
+"""The plan of a step, for any number of micro-batches and workers: who computes what, and how it is added."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ddp.distributed.reduction_tree import (
+    Node,
+    insert,
+    maximal_subtrees,
+    micro_batch_ranges,
+    processing_order,
+    root,
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn, max_micro_batches: int = 300) -> tuple[int, int]:
+    """(M, W) with 1 <= W <= M."""
+    num_micro_batches = draw(st.integers(1, max_micro_batches))
+    return num_micro_batches, draw(st.integers(1, num_micro_batches))
+
+
+@st.composite
+def owned_ranges(draw: st.DrawFn) -> range:
+    start = draw(st.integers(0, 300))
+    return range(start, start + draw(st.integers(0, 100)))
+
+
+def plus(left: str, right: str) -> str:
+    return f"({left}+{right})"
+
+
+def paired(num_leaves: int) -> str:
+    """The tree, spelled out another way: neighbours are paired until one is left, an odd one waits for its turn."""
+    level = [str(leaf) for leaf in range(num_leaves)]
+    while len(level) > 1:
+        pairs = [plus(*level[at : at + 2]) if at + 1 < len(level) else level[at] for at in range(0, len(level), 2)]
+        level = pairs
+    return level[0]
+
+
+def depths(expression: str) -> dict[int, int]:
+    """How many additions each leaf goes through."""
+    found, depth, digits = {}, 0, ""
+    for character in expression + " ":
+        if character.isdigit():
+            digits += character
+            continue
+        if digits:
+            found[int(digits)] = depth
+            digits = ""
+        depth += (character == "(") - (character == ")")
+    return found
+
+
+def summed(ranks: Sequence[Sequence[int]], num_leaves: int) -> str:
+    """What `root` makes of the ranks' micro-batches, each rank adding its own in the order given."""
+    everyone: dict[Node, str] = {}
+    for order in ranks:
+        sums: dict[Node, str] = {}
+        for micro_batch in order:
+            if micro_batch < num_leaves:
+                insert(sums, Node(0, micro_batch), str(micro_batch), plus)
+        everyone |= sums
+    return root(everyone, num_leaves, plus)
+
+
+@given(plans(2000))
+def test_every_micro_batch_belongs_to_one_rank_and_ranks_are_even(plan: tuple[int, int]) -> None:
+    num_micro_batches, world_size = plan
+    ranges = micro_batch_ranges(*plan)
+    assert len(ranges) == world_size
+    assert [m for owned in ranges for m in owned] == list(range(num_micro_batches))
+    sizes = [len(owned) for owned in ranges]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_boundary_that_evenness_leaves_open_goes_where_the_largest_subtrees_are() -> None:
+    assert micro_batch_ranges(6, 4) == [range(2), range(2, 4), range(4, 5), range(5, 6)]
+    assert micro_batch_ranges(12, 5) == [range(2), range(2, 4), range(4, 6), range(6, 9), range(9, 12)]
+
+
+@pytest.mark.parametrize(("num_micro_batches", "world_size"), [(4, 0), (4, -1), (4, 5), (0, 1)])
+def test_a_world_size_without_a_micro_batch_for_everyone_is_refused(num_micro_batches: int, world_size: int) -> None:
+    expected = f"world_size={world_size} has to be from 1 to the {num_micro_batches} micro-batches of a step"
+    with pytest.raises(ValueError, match=expected):
+        micro_batch_ranges(num_micro_batches, world_size)
+
+
+@given(owned_ranges())
+def test_the_subtrees_of_a_range_tile_it_and_cannot_be_larger(owned: range) -> None:
+    subtrees = maximal_subtrees(owned)
+    assert [m for node in subtrees for m in node.micro_batches] == list(owned)
+    for node in subtrees:
+        parent = Node(node.level + 1, node.number // 2).micro_batches
+        assert parent.start < owned.start or parent.stop > owned.stop
+
+
+@given(owned_ranges())
+def test_a_rank_computes_each_of_its_micro_batches_once(owned: range) -> None:
+    assert sorted(processing_order(owned)) == list(owned)
+
+
+@given(plans(), st.data())
+def test_a_rank_is_left_with_the_largest_subtrees_whatever_its_order(
+    plan: tuple[int, int], data: st.DataObject
+) -> None:
+    """Ranks know from the ranges alone which sums the others will send."""
+    ranges = micro_batch_ranges(*plan)
+    owned = ranges[data.draw(st.integers(0, len(ranges) - 1))]
+    sums: dict[Node, str] = {}
+    for micro_batch in data.draw(st.permutations(owned)):
+        insert(sums, Node(0, micro_batch), str(micro_batch), plus)
+    assert sorted(sums) == sorted(maximal_subtrees(owned))
+
+
+def held(order: Sequence[int]) -> int:
+    """The most partial sums held beside the gradient at hand, over micro-batches in this order."""
+    most = 0
+    sums: dict[Node, str] = {}
+    for micro_batch in order:
+        most = max(most, len(sums))
+        insert(sums, Node(0, micro_batch), "", plus)
+    return most
+
+
+def most_held(num_micro_batches: int, world_size: int) -> int:
+    """Of all ranks."""
+    return max(held(processing_order(owned)) for owned in micro_batch_ranges(num_micro_batches, world_size))
+
+
+@given(plans(1000))
+def test_partial_sums_grow_with_the_logarithm_of_a_ranks_share(plan: tuple[int, int]) -> None:
+    num_micro_batches, world_size = plan
+    assert most_held(*plan) <= math.ceil(math.log2(num_micro_batches / world_size)) + 1
+
+
+@given(plans(141))
+def test_below_142_micro_batches_not_even_the_rounding_up_is_needed(plan: tuple[int, int]) -> None:
+    num_micro_batches, world_size = plan
+    assert most_held(*plan) <= math.log2(num_micro_batches / world_size) + 1
+
+
+def test_from_142_micro_batches_on_the_rounding_up_is_needed() -> None:
+    assert most_held(142, 5) == 6 > math.log2(142 / 5) + 1
+
+
+def test_in_ascending_order_a_rank_would_hold_twice_as_much() -> None:
+    assert held(processing_order(range(1, 128))) == 6
+    assert held(range(1, 128)) == 12
+
+
+@given(plans(64), st.data())
+def test_the_sum_is_the_same_expression_at_every_world_size_and_in_every_order(
+    plan: tuple[int, int], data: st.DataObject
+) -> None:
+    """Also in a short step, in which only the first micro-batches have rows."""
+    num_leaves = data.draw(st.integers(1, plan[0]))
+    ranges = micro_batch_ranges(*plan)
+    expected = paired(num_leaves)
+    assert summed([processing_order(owned) for owned in ranges], num_leaves) == expected
+    assert summed([data.draw(st.permutations(owned)) for owned in ranges], num_leaves) == expected
+
+
+@given(st.integers(1, 200))
+def test_the_tree_is_balanced(num_leaves: int) -> None:
+    expression = summed([range(num_leaves)], num_leaves)
+    assert list(depths(expression)) == list(range(num_leaves))
+    assert max(depths(expression).values()) == math.ceil(math.log2(num_leaves))
+
+
+def test_the_tree_over_a_few_micro_batches_spelled_out() -> None:
+    expressions = [summed([range(num_leaves)], num_leaves) for num_leaves in (1, 2, 3, 5, 7)]
+    assert expressions == ["0", "(0+1)", "((0+1)+2)", "(((0+1)+(2+3))+4)", "(((0+1)+(2+3))+((4+5)+6))"]
+
+
+def test_folding_the_root_leaves_the_sums_as_they_were() -> None:
+    sums = {Node(1, 0): "(0+1)", Node(0, 2): "2"}
+    assert root(sums, 3, plus) == root(sums, 3, plus) == "((0+1)+2)"
+
+
+def test_a_sum_of_which_a_part_is_missing_is_none() -> None:
+    with pytest.raises(ValueError, match="cover 3 of 4 micro-batches"):
+        root({Node(1, 0): 1.0, Node(0, 3): 1.0}, 4, lambda left, right: left + right)
