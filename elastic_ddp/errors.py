@@ -59,7 +59,7 @@ def format_exception(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def format_validation_error(error: ValidationError, *, with_places: bool = False) -> str:
+def format_validation_error(error: ValidationError, *, with_fields: bool = False) -> str:
     """The first few that pydantic found, with where they are.
 
     Raise the error that tells of them outside of the block that caught this one. Whatever is raised in there leads to
@@ -68,7 +68,7 @@ def format_validation_error(error: ValidationError, *, with_places: bool = False
     collector looks into.
     """
     found = error.errors(include_url=False, include_input=False, include_context=False)[:5]
-    places = [f"{'.'.join(map(str, each['loc']))!r:.80}: " if with_places else "" for each in found]
+    places = [f"{'.'.join(map(str, each['loc']))!r:.80}: " if with_fields else "" for each in found]
     return "; ".join(place + each["msg"] for place, each in zip(places, found, strict=True))
 
 
@@ -77,6 +77,6 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
-def shorten(names: Sequence[str], most: int = 10, between: str = ", ") -> str:
+def shorten(names: Sequence[str], limit: int = 10, separator: str = ", ") -> str:
     """The first of some names, as an error gives them."""
-    return between.join([*names[:most], *(["…"] if len(names) > most else [])]) or "none"
+    return separator.join([*names[:limit], *(["…"] if len(names) > limit else [])]) or "none"

@@ -45,7 +45,7 @@ def on_sigterm(tell: Callable[[], None]) -> None:
     tell()
 
 
-def work_is_over() -> None:
+def exit_on_sigterm() -> None:
     """From now on SIGTERM ends the process: nobody is left to be told. Ray sends it to a worker whose room is taken
     back, and where its node is just shutting down, nothing else."""
     _is_over.set()

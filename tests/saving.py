@@ -65,7 +65,7 @@ class Ranks:
     def __init__(
         self, storage: Callable[[int], Storage], world_size: int, *, keep: int = 2, retry_s: float = 0.0
     ) -> None:
-        self.storages = [RetryingStorage(storage(rank), within_s=retry_s) for rank in range(world_size)]
+        self.storages = [RetryingStorage(storage(rank), retry_for_s=retry_s) for rank in range(world_size)]
         self.savers = [
             Saver(each, CheckpointStore(each, keep=keep), of_rank_0=frozenset({"user"})) for each in self.storages
         ]

@@ -54,7 +54,7 @@ def _second(storage: Storage, key: str, first: StorageError, read: Callable[[Sto
         raise first
     _log.warning("%s; it is read once more", first)
     try:
-        return read(RetryingStorage(storage, within_s=AGAIN_S))
+        return read(RetryingStorage(storage, retry_for_s=AGAIN_S))
     except StorageError as error:
         away = next((each for each in (error, first) if not isinstance(each, CheckpointError)), None)
         if away is None:

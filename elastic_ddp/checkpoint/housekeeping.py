@@ -23,7 +23,7 @@ from elastic_ddp.checkpoint.retention import Retention, kept, removable
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
 from elastic_ddp.storage.local import is_temporary
 from elastic_ddp.storage.s3 import Upload
-from elastic_ddp.storage.storage import CLOCK, Storage
+from elastic_ddp.storage.storage import CLOCK_PREFIX, Storage
 
 _log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ def older_than(
 
 def clocks(keys: Iterable[str]) -> list[str]:
     """Folders that `Storage.now` left, as its process was killed. No other saver asks for the time now, or need not."""
-    return sorted({key.partition("/")[0] for key in keys if key.startswith(CLOCK)})
+    return sorted({key.partition("/")[0] for key in keys if key.startswith(CLOCK_PREFIX)})
 
 
 def unfinished(storage: Storage) -> Sequence[Upload]:

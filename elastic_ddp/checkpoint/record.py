@@ -51,7 +51,7 @@ def check_facts(record: str) -> None:
     try:
         Facts.model_validate_json(record)
     except ValidationError as error:
-        what = format_validation_error(error, with_places=True)
+        what = format_validation_error(error, with_fields=True)
     else:
         return
     raise ValueError(f"its record cannot be one of a run: {what}")

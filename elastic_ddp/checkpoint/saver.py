@@ -184,12 +184,12 @@ class Saver:
             raise self._no_room
         prefix = attempt_prefix(save.step, save.attempt)
         if save.rank == 0:
-            return storage.until_stalled(lambda: self._writer.write(storage, prefix))
+            return storage.run_watched(lambda: self._writer.write(storage, prefix))
         done = threading.Event()
         beating = threading.Thread(target=_beat, args=[save, done], name="save-beat", daemon=True)
         beating.start()
         try:
-            return storage.until_stalled(lambda: self._writer.write(storage, prefix))
+            return storage.run_watched(lambda: self._writer.write(storage, prefix))
         finally:
             done.set()
             beating.join()
@@ -200,11 +200,11 @@ class Saver:
         parts, failed = self._parts_of_all(save, storage)
         if failed is not None:
             with suppress(StorageError):
-                storage.until_stalled(lambda: store.discard(attempt_prefix(save.step, save.attempt)))
+                storage.run_watched(lambda: store.discard(attempt_prefix(save.step, save.attempt)))
             tell(failed)
             return
         try:
-            storage.until_stalled(
+            storage.run_watched(
                 lambda: store.complete(
                     step=save.step,
                     attempt=save.attempt,

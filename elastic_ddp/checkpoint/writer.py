@@ -41,7 +41,7 @@ from elastic_ddp.errors import (
     format_validation_error,
 )
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.storage.watchdog import Crew
+from elastic_ddp.storage.watchdog import DaemonPool
 from elastic_ddp.tensors import host_memory
 from elastic_ddp.tensors.state_tree import dtype_name, flatten
 
@@ -266,7 +266,7 @@ class BlockWriter:
         """
         data: list[memoryview] = [buffer.numpy().data for buffer in self._buffers]
         keys = [f"{prefix}/{writer}-{number}.bin" for number in range(len(data))]
-        crew = Crew(lambda each: storage.write(*each), list(zip(keys, data, strict=True)), size=PARALLEL_OBJECTS)
+        crew = DaemonPool(lambda each: storage.write(*each), list(zip(keys, data, strict=True)), size=PARALLEL_OBJECTS)
         try:
             blocks = [block for number, each in enumerate(data) for block in self._blocks_in(number, each)]  # meanwhile
         finally:

@@ -29,7 +29,7 @@ from elastic_ddp.errors import (
     shorten,
 )
 from elastic_ddp.storage import local
-from elastic_ddp.storage.lease import DriverLease, holder
+from elastic_ddp.storage.lease import DriverLease, find_holder
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import new_session
 
@@ -308,8 +308,9 @@ def _alone_with(run: str) -> Iterator[DriverLease]:
             lease.acquire()
         except ConfigError:
             raise ConfigError(
-                f"{run}: nothing is removed while the run is live. Its driver is {holder(storage)}. Stop it first, or "
-                "leave it to the run's own settings (checkpoint.keep and those after it); --dry-run says what there is"
+                f"{run}: nothing is removed while the run is live. Its driver is {find_holder(storage)}. Stop it, "
+                "or leave it to the run's own settings (checkpoint.keep and those after it); --dry-run says what there "
+                "is"
             ) from None
         yield lease
 

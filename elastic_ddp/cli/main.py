@@ -24,7 +24,7 @@ from rich.text import Text
 from elastic_ddp.cli import checkpoints
 from elastic_ddp.config.run_config import RunConfig, read_toml
 from elastic_ddp.errors import ConfigError, ElasticDDPError, format_exception, printable
-from elastic_ddp.storage.lease import holder
+from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger, render, summarize
 
@@ -209,7 +209,7 @@ def show(
     if not summary["sessions"]:
         here = [str(path) for path in Path().glob(f"*/{glob.escape(run)}") if read_ledger(Storage(path))]
         raise ConfigError(f"{run}: there is no run here; give {' or '.join(here) or '<storage>/<name>'}")
-    if summary["status"] == "unfinished" and (driver := holder(storage)) is not None and driver.is_alive():
+    if summary["status"] == "unfinished" and (driver := find_holder(storage)) is not None and driver.is_alive():
         summary["status"] = "running"
     if as_json:
         print(json.dumps(summary, indent=1))

@@ -30,9 +30,9 @@ MAX_STEP = 10**15
 """A run of a microsecond a step would get there in thirty years; every reader of JSON has such a number exactly."""
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_STEP)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-LONGEST_S = 1e8
+MAX_DURATION_S = 1e8
 """Three years; timers of libraries do not take any number."""
-Seconds = Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S, allow_inf_nan=False)]
 RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
 IDENTITY = ("seed", "global_batch_size", "micro_batch_size", "reduction", "precision", "clip_grad_norm")

@@ -8,11 +8,11 @@ from typing import Any
 
 import ray
 
-from elastic_ddp.config.run_config import LONGEST_S
+from elastic_ddp.config.run_config import MAX_DURATION_S
 from elastic_ddp.driver.cluster import RESUMES, connect
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.rendezvous.actor import NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
-from elastic_ddp.storage.lease import holder
+from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.storage import Storage
 
 _ASK_AGAIN_S = 0.2
@@ -75,9 +75,10 @@ class RunHandle:
             ConfigError: the run has no worker there, or is not resized in place, or the deadline is none.
             ElasticDDPError: workers are still there after the deadline.
         """
-        if not 0 < deadline_s <= LONGEST_S:
+        if not 0 < deadline_s <= MAX_DURATION_S:
             raise ConfigError(
-                f"deadline_s={deadline_s:g} is not from 0 to {LONGEST_S:g}; give the seconds until the node is gone"
+                f"deadline_s={deadline_s:g} is not from 0 to {MAX_DURATION_S:g}; give the seconds until "
+                "the node is gone"
             )
         self._in_place("drained")
         node_ids = self._ask("drain", node, deadline_s)
@@ -149,7 +150,7 @@ def get_run(run: str) -> RunHandle:
     name = run.rstrip("/").rpartition("/")[2]
     address = None
     if "/" in run:
-        driver = holder(Storage(run))
+        driver = find_holder(Storage(run))
         if driver is not None and driver.is_alive() is False:
             raise ConfigError(f"{run}: the driver of this run was killed, and {RESUMES}. It was {driver}")
         if driver is None or driver.ray_address is None:

@@ -38,7 +38,7 @@ _OBJECT = re.compile(r"driver/([0-9]{6,})\.json")
 _READ_TRIES = 10
 
 
-def holder(storage: Storage) -> Driver | None:
+def find_holder(storage: Storage) -> Driver | None:
     """The driver that holds a run's lease, or held it when it died; None if there is none."""
     lease = _newest(storage)
     return None if lease is None or lease.released else lease.driver
@@ -57,7 +57,7 @@ class _Lease:
 class DriverLease:
     """This driver's lease on a run. As a context it is released in the end; `acquire` takes it.
 
-    Only the driver uses it. `session` names this life of the driver, and `lost` is set, and stays so, once another
+    Only the driver uses it. `session` names this life of the driver, and `replaced` is set, and stays so, once another
     driver has taken the run over.
 
     Args:
@@ -81,7 +81,7 @@ class DriverLease:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.session = session
-        self.lost = threading.Event()
+        self.replaced = threading.Event()
         self._storage = storage
         self._run_name = run_name
         self._note = note
@@ -152,7 +152,7 @@ class DriverLease:
         Raises:
             DriverReplacedError: another driver has taken the run over; says which.
         """
-        if self.lost.is_set():
+        if self.replaced.is_set():
             raise DriverReplacedError(
                 f"run {self._run_name!r} was taken over by another driver: {self._successor}. This one leaves the run "
                 f"to it; a driver is replaced when it is silent for {EXPIRES_S:g} s, as on a machine that is suspended"
@@ -181,7 +181,7 @@ class DriverLease:
             newest = self._newest()
             if newest is not None and newest.term >= term and newest.driver.session != self.session:
                 self._successor = newest.driver
-                self.lost.set()
+                self.replaced.set()
                 self._term = None
                 return
             self._count += 1

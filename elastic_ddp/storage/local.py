@@ -15,7 +15,7 @@ from typing import Any
 from elastic_ddp.storage import direct_io
 from elastic_ddp.storage.s3 import Upload
 
-TEMPORARY = ".tmp-"
+TEMPORARY_PREFIX = ".tmp-"
 """Begins the name of a file that is no object yet."""
 
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
@@ -26,7 +26,7 @@ what was written may be gone after a crash."""
 
 def is_temporary(key: str) -> bool:
     """Whether a file is no object yet."""
-    return key.rpartition("/")[2].startswith(TEMPORARY)
+    return key.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
 
 
 class LocalFolder:
@@ -36,10 +36,10 @@ class LocalFolder:
         self._path = path
         self.uri = str(path)
 
-    def read(self, key: str, at_most: int | None = None) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         with open(self._path / key, "rb") as file:
             # Memory for all that may come is taken before anything does.
-            return file.read(-1 if at_most is None else min(os.fstat(file.fileno()).st_size, at_most) + 1)
+            return file.read(-1 if max_bytes is None else min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
 
     def size(self, key: str) -> int:
         return (self._path / key).stat().st_size
@@ -53,7 +53,7 @@ class LocalFolder:
             os.replace(temporary, target)
         sync_directory(target.parent)
 
-    def create(self, key: str, data: bytes, before_again: Callable[[], None]) -> None:
+    def create(self, key: str, data: bytes, before_retry: Callable[[], None]) -> None:
         target = self._path / key
         with self._temporary(target, data) as temporary:
             try:
@@ -75,7 +75,7 @@ class LocalFolder:
         sync_directory(target.parent)
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        files = (each for each in self._files(prefix) if not each[0].name.startswith(TEMPORARY))
+        files = (each for each in self._files(prefix) if not each[0].name.startswith(TEMPORARY_PREFIX))
         return {path.relative_to(self._path).as_posix(): status.st_size for path, status in files}
 
     def modified(self, prefix: str) -> list[float]:
@@ -112,7 +112,7 @@ class LocalFolder:
 
     def uploads(self, prefix: str) -> list[Upload]:
         """Files that are no objects yet."""
-        files = (each for each in self._files(prefix) if each[0].name.startswith(TEMPORARY))
+        files = (each for each in self._files(prefix) if each[0].name.startswith(TEMPORARY_PREFIX))
         return [
             Upload(path.relative_to(self._path).as_posix(), path.name, status.st_mtime, status.st_size)
             for path, status in files
@@ -132,7 +132,7 @@ class LocalFolder:
     @contextmanager
     def _temporary(self, target: Path, data: bytes | memoryview) -> Iterator[Path]:
         """A synced file with the data beside the target; removed afterwards if it is still there."""
-        temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
+        temporary = target.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         file = _opened(temporary)
         try:
             with file:

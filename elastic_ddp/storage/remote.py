@@ -42,14 +42,14 @@ class RemoteFolder:
         self._is_s3 = self._protocol in ("s3", "s3a")
         self._opened: tuple[int, Any, str] | None = None
 
-    def read(self, key: str, at_most: int | None = None) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         fs, base = self._open()
         path, data = f"{base}/{key}", b""
-        if at_most is None:
+        if max_bytes is None:
             data = fs.cat_file(path)
             return data
         try:  # s3fs asks for the size of a whole object first, and so waits for S3 twice
-            data = fs.cat_file(path, start=0, end=at_most + 1)
+            data = fs.cat_file(path, start=0, end=max_bytes + 1)
         except FileNotFoundError:
             raise
         except Exception:
@@ -77,11 +77,11 @@ class RemoteFolder:
         else:
             fs.pipe_file(f"{base}/{key}", bytes(data))
 
-    def create(self, key: str, data: bytes, before_again: Callable[[], None]) -> None:
+    def create(self, key: str, data: bytes, before_retry: Callable[[], None]) -> None:
         fs, base = self._open()
         path = f"{base}/{key}"
         if self._is_s3:
-            create_on_s3(fs, path, data, before_again)
+            create_on_s3(fs, path, data, before_retry)
             return
         _check_creates(fs)
         self._make_parent(fs, path)

@@ -15,10 +15,10 @@ from elastic_ddp.storage.errors import is_permanent
 from elastic_ddp.storage.s3 import Upload
 from elastic_ddp.storage.storage import Storage
 
-PATIENCE_S = 60.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+RETRY_FOR_S = 60.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0
 """Between tries."""
-OPERATION_S = 300.0
+MAX_OPERATION_S = 300.0
 """What takes longer, with all its tries, is not known to come to an end: clients give a request up within a minute or
 so, a folder on a server that is gone holds it for good."""
 
@@ -35,8 +35,8 @@ class StorageProxy(Storage):
     def _do(self, operation: Callable[[], Result]) -> Result:
         raise NotImplementedError
 
-    def read(self, key: str, at_most: int | None = None) -> bytes:
-        return self._do(lambda: self._storage.read(key, at_most))
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+        return self._do(lambda: self._storage.read(key, max_bytes))
 
     def size(self, key: str) -> int:
         return self._do(lambda: self._storage.size(key))
@@ -47,8 +47,8 @@ class StorageProxy(Storage):
     def write(self, key: str, data: bytes | memoryview) -> None:
         self._do(lambda: self._storage.write(key, data))
 
-    def create(self, key: str, data: bytes, *, before_again: Callable[[], None] = lambda: None) -> None:
-        self._do(lambda: self._storage.create(key, data, before_again=before_again))
+    def create(self, key: str, data: bytes, *, before_retry: Callable[[], None] = lambda: None) -> None:
+        self._do(lambda: self._storage.create(key, data, before_retry=before_retry))
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         return self._do(lambda: self._storage.sizes(prefix))
@@ -79,26 +79,26 @@ class RetryingStorage(StorageProxy):
 
     Args:
         storage: the folder.
-        within_s: no try begins later than so many seconds after the first.
+        retry_for_s: no try begins later than so many seconds after the first.
     """
 
-    def __init__(self, storage: Storage, *, within_s: float = PATIENCE_S) -> None:
+    def __init__(self, storage: Storage, *, retry_for_s: float = RETRY_FOR_S) -> None:
         super().__init__(storage)
-        self._within_s = within_s
+        self._retry_for_s = retry_for_s
         self._lock = threading.Lock()
         self._worked_s = 0.0
         self._begun_at: dict[object, float] = {}
         """Of the operations that are under way."""
 
     def worked_s(self) -> float:
-        """Seconds that operations have taken by now, each counted for at most OPERATION_S. It grows as long as the
+        """Seconds that operations have taken by now, each counted for at most MAX_OPERATION_S. It grows as long as the
         storage is at work, however slow it is, and stands still if it hangs."""
         with self._lock:
             now = time.monotonic()
-            return self._worked_s + sum(min(now - each, OPERATION_S) for each in self._begun_at.values())
+            return self._worked_s + sum(min(now - each, MAX_OPERATION_S) for each in self._begun_at.values())
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def operation_in_progress(self) -> Iterator[None]:
         """What is in the block counts as an operation."""
         operation = object()
         with self._lock:
@@ -107,36 +107,36 @@ class RetryingStorage(StorageProxy):
             yield
         finally:
             with self._lock:
-                self._worked_s += min(time.monotonic() - self._begun_at.pop(operation), OPERATION_S)
+                self._worked_s += min(time.monotonic() - self._begun_at.pop(operation), MAX_OPERATION_S)
 
-    def create(self, key: str, data: bytes, *, before_again: Callable[[], None] = lambda: None) -> None:
+    def create(self, key: str, data: bytes, *, before_retry: Callable[[], None] = lambda: None) -> None:
         tries = itertools.count()
 
         def attempt() -> None:
             if next(tries):
-                before_again()
-            self._storage.create(key, data, before_again=before_again)
+                before_retry()
+            self._storage.create(key, data, before_retry=before_retry)
 
         self._do(attempt)
 
     def delete(self, key: str) -> None:
-        with self.at_work():
+        with self.operation_in_progress():
             self._storage.delete(key)
 
     def delete_if(self, key: str, data: bytes) -> bool:
-        with self.at_work():
+        with self.operation_in_progress():
             return self._storage.delete_if(key, data)
 
     def delete_tree(self, prefix: str) -> None:
-        with self.at_work():
+        with self.operation_in_progress():
             self._storage.delete_tree(prefix)
 
     def _do(self, operation: Callable[[], Result]) -> Result:
-        with self.at_work():
+        with self.operation_in_progress():
             return self._try(operation)
 
     def _try(self, operation: Callable[[], Result]) -> Result:
-        end, pause_s = time.monotonic() + self._within_s, FIRST_PAUSE_S
+        end, pause_s = time.monotonic() + self._retry_for_s, FIRST_BACKOFF_S
         while True:
             try:
                 return operation()
@@ -145,4 +145,4 @@ class RetryingStorage(StorageProxy):
                     raise
                 _log.warning("tried again in %g s: %s", pause_s, error)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_BACKOFF_S)

@@ -160,7 +160,7 @@ class _File(io.RawIOBase):
         return len(data)
 
 
-def create_on_s3(fs: Any, path: str, data: bytes, before_again: Callable[[], None]) -> None:
+def create_on_s3(fs: Any, path: str, data: bytes, before_retry: Callable[[], None]) -> None:
     """One conditional PUT, marked so that our own success is known even if its answer was lost.
 
     s3fs repeats a request whose connection broke, so the refusal that comes back may have been caused by our own
@@ -168,12 +168,12 @@ def create_on_s3(fs: Any, path: str, data: bytes, before_again: Callable[[], Non
     another create is under way. After each of these the object itself tells who won.
 
     Args:
-        before_again: called before every try but the first; what it raises ends them.
+        before_retry: called before every try but the first; what it raises ends them.
     """
     mark = uuid.uuid4().hex
     for number in range(_CREATE_TRIES):
         if number:
-            before_again()
+            before_retry()
         try:
             # A chunk larger than the data keeps it one PUT: multipart uploads are not refused everywhere.
             fs.pipe_file(path, data, mode="create", chunksize=len(data) + 1, Metadata={"created-by": mark})

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 from elastic_ddp.config.run_config import local_path
 from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerFailedError, StorageError
 from elastic_ddp.storage.errors import format_error, is_missing_bucket, is_permanent, suggest_fix
-from elastic_ddp.storage.local import TEMPORARY, LocalFolder
+from elastic_ddp.storage.local import TEMPORARY_PREFIX, LocalFolder
 from elastic_ddp.storage.remote import RemoteFolder
 from elastic_ddp.storage.s3 import Upload
 
 _PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
-CLOCK = "clock-"
+CLOCK_PREFIX = "clock-"
 """Begins the folder of an object that `Storage.now` has written, and not removed if its process was killed."""
 
 
@@ -48,11 +48,11 @@ class Storage:
         """Whether it is a folder of a file system, this machine's own or a mounted one."""
         return isinstance(self._folder, LocalFolder)
 
-    def read(self, key: str, at_most: int | None = None) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         """The whole object; FileNotFoundError if there is none. Of one that has more bytes than it may have, one more
         than that: it may be larger than memory is."""
         with self._errors("read", key, FileNotFoundError):
-            return self._folder.read(_checked(key), at_most)
+            return self._folder.read(_checked(key), max_bytes)
 
     def size(self, key: str) -> int:
         """Of an object, in bytes; FileNotFoundError if there is none."""
@@ -72,17 +72,17 @@ class Storage:
         with self._errors("write", key):
             self._folder.write(_checked(key), data)
 
-    def create(self, key: str, data: bytes, *, before_again: Callable[[], None] = lambda: None) -> None:
+    def create(self, key: str, data: bytes, *, before_retry: Callable[[], None] = lambda: None) -> None:
         """Store an object that does not exist yet; FileExistsError if it does. Of several writers one wins; a storage
         that cannot tell is refused, here or by `check_writable`.
 
         On S3 `data` has to be small: only a single PUT is conditional.
 
         Args:
-            before_again: called before every try but the first; what it raises of this package's errors ends them.
+            before_retry: called before every try but the first; what it raises of this package's errors ends them.
         """
         with self._errors("create", key, FileExistsError):
-            self._folder.create(_checked(key), data, before_again)
+            self._folder.create(_checked(key), data, before_retry)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Size in bytes of every object below the folder `prefix`, at any depth, by key in sorted order."""
@@ -104,7 +104,7 @@ class Storage:
     def now(self) -> float:
         """The time by the storage's own clock, which may differ from this machine's: that of a small object, which is
         written and removed."""
-        folder = f"{CLOCK}{uuid.uuid4().hex}"
+        folder = f"{CLOCK_PREFIX}{uuid.uuid4().hex}"
         self.write(f"{folder}/now", b"")
         try:
             now = self.last_modified(folder)
@@ -221,11 +221,11 @@ class _Folder(Protocol):
 
     uri: str
 
-    def read(self, key: str, at_most: int | None = None) -> bytes: ...
+    def read(self, key: str, max_bytes: int | None = None) -> bytes: ...
     def size(self, key: str) -> int: ...
     def read_into(self, key: str, start: int, buffer: memoryview) -> int: ...
     def write(self, key: str, data: bytes | memoryview) -> None: ...
-    def create(self, key: str, data: bytes, before_again: Callable[[], None]) -> None: ...
+    def create(self, key: str, data: bytes, before_retry: Callable[[], None]) -> None: ...
     def sizes(self, prefix: str) -> dict[str, int]: ...
     def modified(self, prefix: str) -> list[float]: ...
     def delete(self, key: str) -> None: ...
@@ -262,9 +262,9 @@ def _is_key(key: str) -> bool:
 
 
 def _checked(key: str) -> str:
-    if not _is_key(key) or key.rpartition("/")[2].startswith(TEMPORARY):
+    if not _is_key(key) or key.rpartition("/")[2].startswith(TEMPORARY_PREFIX):
         raise StorageError(
             f"{key!r} is not a key: keys are relative, made of letters, digits and ._=@+,~:- between slashes, "
-            f"without . or .. parts, and do not start with {TEMPORARY}"
+            f"without . or .. parts, and do not start with {TEMPORARY_PREFIX}"
         )
     return key

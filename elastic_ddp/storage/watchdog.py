@@ -13,7 +13,7 @@ from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.retry import StorageProxy
 from elastic_ddp.storage.storage import Storage
 
-STALLED_S = 600.0
+STALL_TIMEOUT_S = 600.0
 """What works with a storage is given up when no operation of it has ended for so long: none takes longer, at an object
 of some ten MiB."""
 
@@ -34,7 +34,7 @@ class WatchedStorage(StorageProxy):
         self._given_up = False
         self._moved_at = time.monotonic()
 
-    def until_stalled(self, work: Callable[[], Result]) -> Result:
+    def run_watched(self, work: Callable[[], Result]) -> Result:
         """What it returns or raises. It does what it does with this storage in a thread of its own.
 
         Raises:
@@ -50,7 +50,7 @@ class WatchedStorage(StorageProxy):
 
         self._moved_at = time.monotonic()
         threading.Thread(target=run, name=f"{threading.current_thread().name}-work", daemon=True).start()
-        while (left_s := self._moved_at + STALLED_S - time.monotonic()) > 0:
+        while (left_s := self._moved_at + STALL_TIMEOUT_S - time.monotonic()) > 0:
             wait([done], left_s)
             if done.done():
                 return done.result()
@@ -71,12 +71,12 @@ class WatchedStorage(StorageProxy):
 
     def _stalled(self) -> StalledError:
         return StalledError(
-            f"{self.uri} hangs: nothing that was asked of it came to an end for {STALLED_S:g} s; see whether it can be "
-            "reached from this node, and whether the mount is alive if it is one"
+            f"{self.uri} hangs: no operation completed for {STALL_TIMEOUT_S:g} s. Check that this node can reach it, "
+            "and that the mount is alive if it is one"
         )
 
 
-class Crew(Generic[Item]):
+class DaemonPool(Generic[Item]):
     """Calls a function with each of some items, several at a time. Its threads keep no process from its end, as those
     of an executor would, of which one may hang."""
 

@@ -26,9 +26,9 @@ from elastic_ddp.errors import (
     format_exception,
 )
 from elastic_ddp.rendezvous.hang import STORING, Place
-from elastic_ddp.storage.lease import holder
+from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.retry import RetryingStorage
-from elastic_ddp.storage.watchdog import STALLED_S
+from elastic_ddp.storage.watchdog import STALL_TIMEOUT_S
 from elastic_ddp.telemetry.summary import WORKER_FAILED
 from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.worker.job import COMMITS
@@ -213,7 +213,7 @@ class Checkpointer:
     def _hear_of_newest(self) -> None:
         """Waits for what the storage says of it, if it was asked."""
         if self._look is not None:
-            self._look.join(STALLED_S)
+            self._look.join(STALL_TIMEOUT_S)
             self._look = None
 
     def restore(self, group: ProcessGroup, spread: Callable[[], Layout | None]) -> dict[str, Any] | None:
@@ -393,8 +393,8 @@ class Checkpointer:
         """
         if (reason := self._client.why_not_commit(generation)) is not None:
             raise PeerFailedError(reason)
-        with self._storage.at_work():
-            driver = holder(RetryingStorage(self._job.storage))
+        with self._storage.operation_in_progress():
+            driver = find_holder(RetryingStorage(self._job.storage))
         if driver is not None and driver.session != self._job.session:
             raise DriverReplacedError(
                 f"run {self._job.config.name!r} was taken over by another driver: {driver}. Nothing of this one is "

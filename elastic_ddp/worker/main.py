@@ -53,7 +53,7 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
     try:
         _work(job, rendezvous, context)
     finally:
-        signals.work_is_over()
+        signals.exit_on_sigterm()
 
 
 def _work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None:

@@ -157,7 +157,9 @@ class Fit:
                     "Build the model that they are of; or give what has another shape, such as a new head, another "
                     "name in the model: with strict=False it is left as it was built"
                 )
-            raise ConfigError(f"the weights of {which} do not fit the model: {shorten(wrong, between='; ')}. {remedy}")
+            raise ConfigError(
+                f"the weights of {which} do not fit the model: {shorten(wrong, separator='; ')}. {remedy}"
+            )
 
 
 def _shape_of(value: Any) -> str:

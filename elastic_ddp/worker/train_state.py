@@ -195,7 +195,7 @@ class TrainState:
             buffers = {name: buffer for name, buffer in self.module.named_buffers() if name not in model}
             tensors = {name: each for name, each in model.items() if name.rpartition(".")[2] != _EXTRA_STATE}
             if changed := [*_retyped(tensors, state["model"]), *_retyped(buffers, state["buffers"], strict=True)]:
-                raise ValueError(shorten(changed, between="; "))
+                raise ValueError(shorten(changed, separator="; "))
             self.module.load_state_dict(state["model"])
             for name, value in state["buffers"].items():
                 _load_buffer(name, buffers[name], value)
@@ -229,7 +229,7 @@ def _check_layout(optimizer: torch.optim.Optimizer, name: str, saved: Any, layou
     if unlike:
         raise ConfigError(
             f"the optimizer {type(optimizer).__name__} keeps what no restore lays out again as it is now: "
-            f"{shorten(unlike, 5, between='; ')}. What has its parameter's shape has to be in the same shards, as "
+            f"{shorten(unlike, 5, separator='; ')}. What has its parameter's shape has to be in the same shards, as "
             "torch.zeros_like(parameter) is, and comes back in them; all else comes back whole. Have the optimizer's "
             "state_dict() return that as tensor.full_tensor(), and its load_state_dict() shard it again by "
             "torch.distributed.tensor.distribute_tensor, where the parameter is a DTensor; or use another optimizer, "

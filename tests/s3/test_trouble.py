@@ -20,7 +20,7 @@ from tests.unit.test_checkpoint import keys_of, restored_step, step_of
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr("elastic_ddp.storage.s3._CREATE_PAUSE_S", 0.01)
 
 

@@ -73,8 +73,8 @@ class FaultyStorage(Storage):
             self.call()
         return result
 
-    def read(self, key: str, at_most: int | None = None) -> bytes:
-        return self._run(lambda: super(FaultyStorage, self).read(key, at_most))  # type: ignore[return-value]
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+        return self._run(lambda: super(FaultyStorage, self).read(key, max_bytes))  # type: ignore[return-value]
 
     def size(self, key: str) -> int:
         return self._run(lambda: super(FaultyStorage, self).size(key))  # type: ignore[return-value]

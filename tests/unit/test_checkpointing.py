@@ -198,7 +198,7 @@ def test_workers_of_a_driver_that_was_replaced_commit_nothing(new_run: NewRun, t
 def test_a_driver_that_cannot_be_read_once_costs_no_commit(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retry, "FIRST_BACKOFF_S", 0.01)
     run, whole, failed = new_run(), Storage.sizes, []
 
     def fails_once(self: Storage, prefix: str = "") -> dict[str, int]:
@@ -746,7 +746,7 @@ def test_a_save_in_which_the_storage_hangs_counts_as_failed_and_others_follow(
 
     def in_step(step: Step) -> None:
         now[0] = step.index
-        monkeypatch.setattr(watchdog, "STALLED_S", 0.2 if step.index in (1, 2) else 60.0)
+        monkeypatch.setattr(watchdog, "STALL_TIMEOUT_S", 0.2 if step.index in (1, 2) else 60.0)
 
     train(run, closes_first(run, in_step))
     assert link_of(run).steps_of("commit_failed") == [2, 3] and link_of(run).steps_of("commit") == [1, 4, 5, 6]

@@ -28,9 +28,9 @@ from elastic_ddp.checkpoint import prune as pruning
 from elastic_ddp.checkpoint.manifest import attempt_prefix, set_aside_key
 from elastic_ddp.cli import main
 from elastic_ddp.errors import CheckpointError, ConfigError, DriverReplacedError, StorageError
-from elastic_ddp.storage.lease import DriverLease, holder
+from elastic_ddp.storage.lease import DriverLease, find_holder
 from elastic_ddp.storage.lease_holder import Driver, started
-from elastic_ddp.storage.local import TEMPORARY
+from elastic_ddp.storage.local import TEMPORARY_PREFIX
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import COMMITS
 from tests.single_rank_store import SingleRankStore
@@ -80,10 +80,10 @@ def test_a_commit_that_cannot_be_read_is_named_and_the_others_are_looked_at(
 ) -> None:
     read = Storage.read
 
-    def refuse(storage: Storage, key: str, at_most: int | None = None) -> bytes:
+    def refuse(storage: Storage, key: str, max_bytes: int | None = None) -> bytes:
         if key in (commits[2].key, commits[1].state.key):
             raise StorageError("no rights") from PermissionError("no rights")
-        return read(storage, key, at_most)
+        return read(storage, key, max_bytes)
 
     monkeypatch.setattr(Storage, "read", refuse)
     rows = json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)
@@ -529,10 +529,10 @@ def test_what_cannot_be_read_stays_and_is_named_and_the_rest_goes(
     for step in (10, 5):
         storage.write(f"step={step}/attempt={'a' * 32}/0-0.bin", b"half")
 
-    def archived(storage: Storage, key: str, at_most: int | None = None) -> bytes:
+    def archived(storage: Storage, key: str, max_bytes: int | None = None) -> bytes:
         if key == commits[0].key:
             raise StorageError("InvalidObjectState, 403") from PermissionError("403")
-        return read(storage, key, at_most)
+        return read(storage, key, max_bytes)
 
     monkeypatch.setattr(Storage, "read", archived)
     options = ["--keep", "1", "--orphans-older-than-s", "0"]
@@ -552,7 +552,7 @@ def test_what_cannot_be_read_stays_and_is_named_and_the_rest_goes(
 def test_what_was_left_before_the_first_commit_was_complete_is_something_to_prune(tmp_path: Path) -> None:
     folder = tmp_path / "lm" / COMMITS / attempt_prefix(5, "0" * 32)
     folder.mkdir(parents=True)
-    (folder / f"{TEMPORARY}1").write_bytes(b"half")
+    (folder / f"{TEMPORARY_PREFIX}1").write_bytes(b"half")
     assert prune(tmp_path, "--orphans-older-than-s", "0") == [(5, "orphan")]
     assert not folder.exists()
 
@@ -576,13 +576,13 @@ def test_no_driver_begins_while_something_is_removed(
     plain = pruning.prune
 
     def slowly(*arguments: Any, **options: Any) -> None:
-        seen.append(holder(Storage(tmp_path / "lm")))
+        seen.append(find_holder(Storage(tmp_path / "lm")))
         plain(*arguments, **options)
 
     monkeypatch.setattr(pruning, "prune", slowly)
     assert prune(tmp_path, "--keep", "1")
     [during] = seen
-    assert during is not None and during.pid == os.getpid() and holder(Storage(tmp_path / "lm")) is None
+    assert during is not None and during.pid == os.getpid() and find_holder(Storage(tmp_path / "lm")) is None
 
 
 @pytest.mark.parametrize(

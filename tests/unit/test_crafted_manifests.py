@@ -210,9 +210,9 @@ class Noting(Storage):
 
     most: Counter[str]
 
-    def read(self, key: str, at_most: int | None = None) -> bytes:
-        data = super().read(key, at_most)
-        if at_most is not None:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+        data = super().read(key, max_bytes)
+        if max_bytes is not None:
             self.most[key] = max(self.most[key], len(data))
         return data
 

@@ -24,7 +24,7 @@ from elastic_ddp.checkpoint.prune import prune, removals
 from elastic_ddp.checkpoint.store import SupersededError
 from elastic_ddp.checkpoint.writer import StateWriter
 from elastic_ddp.errors import CheckpointError, PeerFailedError, StorageError
-from elastic_ddp.storage.local import TEMPORARY
+from elastic_ddp.storage.local import TEMPORARY_PREFIX
 from elastic_ddp.storage.s3 import Upload
 from elastic_ddp.storage.storage import Storage
 from tests.single_rank_store import SingleRankStore
@@ -47,8 +47,8 @@ class Elsewhere(Storage):
     def now(self) -> float:
         return super().now() + self.later_s
 
-    def read(self, key: str, at_most: int | None = None) -> bytes:
-        data = super().read(key, at_most)
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+        data = super().read(key, max_bytes)
         self.read_keys.append(key)
         return data
 
@@ -379,7 +379,7 @@ def test_a_commit_is_not_removed_because_the_newest_cannot_be_read(tmp_path: Pat
 class Away(Storage):
     """Lists what it has, and lets nobody read it."""
 
-    def read(self, key: str, at_most: int | None = None) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         return self.refuse(key)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
@@ -421,7 +421,7 @@ SingleRankStore(Storage(sys.argv[1]), keep=2).save({"model": {"w": torch.ones(1 
 
 def left_by_a_kill_before(function: str, folder: Path) -> list[Path]:
     subprocess.run([sys.executable, "-c", KILLED, folder, function], check=False, cwd=Path(__file__).parents[2])
-    left = [path for path in folder.rglob("*") if path.name.startswith(TEMPORARY)]
+    left = [path for path in folder.rglob("*") if path.name.startswith(TEMPORARY_PREFIX)]
     assert left, "it was killed before an object was there"
     return left
 

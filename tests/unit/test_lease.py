@@ -366,7 +366,7 @@ def test_a_frozen_driver_that_was_replaced_hears_it_and_leaves_the_lease_alone(
     for call in (frozen.renew, frozen.renew, frozen.check, frozen.acquire):
         with pytest.raises(DriverReplacedError, match=r"run 'moon' was taken over.*pid 7 of ada on far.*10\.0\.0\.9"):
             call()
-    assert frozen.lost.is_set()
+    assert frozen.replaced.is_set()
     frozen.release()
     assert storage.list() == ["driver/000002.json"]
     assert held(storage)["session"] == "far" and held(storage)["released"] is False
@@ -400,7 +400,7 @@ def test_the_thread_renews_and_hears_of_a_successor(
     lease.acquire()
     until(lambda: held(storage)["count"] >= 3)
     put(storage, FAR, term=2)
-    assert lease.lost.wait(30)
+    assert lease.replaced.wait(30)
     with pytest.raises(DriverReplacedError, match="on far"):
         lease.check()
 

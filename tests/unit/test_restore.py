@@ -177,8 +177,8 @@ class Flaky(Storage):
             self.times -= 1
             data[len(data) // 2] ^= 0x10
 
-    def read(self, key: str, at_most: int | None = None) -> bytes:
-        data = bytearray(super().read(key, at_most))
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+        data = bytearray(super().read(key, max_bytes))
         self.flip(key, memoryview(data))
         return bytes(data)
 
@@ -224,10 +224,10 @@ class AskedAtOnce(Storage):
             self.both.wait()
         return super().sizes(prefix)
 
-    def read(self, key: str, at_most: int | None = None) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         if key.startswith("step="):
             self.both.wait()
-        return super().read(key, at_most)
+        return super().read(key, max_bytes)
 
     def size(self, key: str) -> int:
         raise AssertionError(f"one more look at {key}")
@@ -420,9 +420,9 @@ class BadSector(Storage):
         super().__init__(uri)
         self.key = key
 
-    def read(self, key: str, at_most: int | None = None) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         self.meet(key)
-        return super().read(key, at_most)
+        return super().read(key, max_bytes)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         self.meet(key)
@@ -504,7 +504,7 @@ class Away(Storage):
 def test_a_storage_that_is_away_makes_no_object_an_unreadable_one_whenever_it_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_away: Callable[[int], bool], step: int | None
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.001)
     monkeypatch.setattr("elastic_ddp.checkpoint.confirmed_read.AGAIN_S", 0.01)
     save(Storage(tmp_path), 1, 2)
     storage = Away(str(tmp_path), is_away)

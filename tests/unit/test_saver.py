@@ -455,7 +455,7 @@ def test_what_passes_is_tried_again_for_a_while_and_what_lasts_is_not(
     monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_PAUSE_S", 0.01)
     flaky = Flaky(tmp_path, cause, times)
     ended: list[Commit | Exception] = []
-    patient = RetryingStorage(flaky, within_s=0.5)
+    patient = RetryingStorage(flaky, retry_for_s=0.5)
     saver = Saver(patient, SingleRankStore(patient, keep=1))
     save = Save(
         step=3, attempt="0" * 32, world_size=1, rank=0, mailbox=None, record={}, fence=lambda: None, on_end=ended.append

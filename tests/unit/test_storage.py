@@ -51,8 +51,8 @@ def test_what_is_written_is_read_listed_and_deleted(storage: Storage) -> None:
 def test_of_what_is_longer_than_it_may_be_one_byte_more_is_read(storage: Storage) -> None:
     for data in (b"", b"12345", bytes(range(256)) * 4096):
         storage.write("object", data)
-        for at_most in (0, 4, 5, 6, len(data), len(data) + 1):
-            assert storage.read("object", at_most) == data[: at_most + 1]
+        for max_bytes in (0, 4, 5, 6, len(data), len(data) + 1):
+            assert storage.read("object", max_bytes) == data[: max_bytes + 1]
     with pytest.raises(FileNotFoundError):
         storage.read("another", 5)
 
@@ -69,7 +69,7 @@ def test_what_may_be_long_and_is_not_takes_no_memory_for_that(storage: Storage) 
 
 
 def test_folders_of_a_file_system_are_local(storage: Storage) -> None:
-    assert storage.is_local == storage.uri.startswith("/") == RetryingStorage(storage, within_s=1).is_local
+    assert storage.is_local == storage.uri.startswith("/") == RetryingStorage(storage, retry_for_s=1).is_local
 
 
 def test_what_is_not_there_as_it_was_is_not_removed(storage: Storage) -> None:
@@ -307,7 +307,7 @@ def test_whether_one_may_still_create_is_asked_between_tries(s3: str, monkeypatc
             raise PeerFailedError("generation 1 is over")
 
     with pytest.raises(PeerFailedError, match="generation 1 is over"):
-        storage.create("a", b"mine", before_again=fence)
+        storage.create("a", b"mine", before_retry=fence)
     assert answers.calls == 2 and storage.list() == []
 
 
@@ -403,8 +403,8 @@ def test_what_is_tried_again_is_durable_when_it_is_there(
     storage = Storage(tmp_path)
     storage.write("commits/1.json", b"1")
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.01)
-    patient = RetryingStorage(storage, within_s=0.5)
+    monkeypatch.setattr(retry, "FIRST_BACKOFF_S", 0.01)
+    patient = RetryingStorage(storage, retry_for_s=0.5)
     with pytest.raises(StorageError if times is None else FileExistsError):
         patient.create("commits/2.json", b"2")
     assert synced == ([] if times is None else ["commits"])
