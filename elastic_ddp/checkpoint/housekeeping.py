@@ -16,7 +16,7 @@ from elastic_ddp.checkpoint.manifest import (
     set_aside,
     step_of_attempt,
 )
-from elastic_ddp.checkpoint.metrics import Measurement, measurements_of
+from elastic_ddp.checkpoint.metrics import Measurement, measurements
 from elastic_ddp.checkpoint.reader import read_manifest
 from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
@@ -41,7 +41,7 @@ class Housekeeping:
 
     def __init__(self, retention: Retention, clock: Callable[[], float] = time.monotonic) -> None:
         self._retention, self._clock = retention, clock
-        self._known: dict[int, tuple[str, tuple[Measurement, ...]]] = {}
+        self._known: dict[int, tuple[str, Measurement | None]] = {}
         """Complete commits that were there the last time, each with the folder of its attempt. Their manifests are not
         read again: what is kept for good grows for as long as the run does."""
         self._left: dict[int, float] = {}
@@ -70,7 +70,7 @@ class Housekeeping:
         read = self._read_last(storage, newest, steps, sizes)
         older = self._older(storage, newest, steps, read, sizes)
         self._known = {commit.step: self._as_known(commit) for commit in read} | older
-        measured = {step: told for step, (_, told) in self._known.items()}
+        measured = {step: measurement for step, (_, measurement) in self._known.items()}
         staying = kept(steps, measured, self._retention) | self._left.keys()
         keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
         going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
@@ -107,7 +107,7 @@ class Housekeeping:
         steps: Iterable[int],
         read: Collection[Commit],
         sizes: Mapping[str, int],
-    ) -> dict[int, tuple[str, tuple[Measurement, ...]]]:
+    ) -> dict[int, tuple[str, Measurement | None]]:
         """The complete ones before those, if any of them can stay."""
         found = {}
         alone = attempts_alone(sizes)
@@ -142,8 +142,8 @@ class Housekeeping:
             pass
         return None
 
-    def _as_known(self, commit: Commit) -> tuple[str, tuple[Measurement, ...]]:
-        return commit.prefix, measurements_of(self._retention.metric, commit.record)
+    def _as_known(self, commit: Commit) -> tuple[str, Measurement | None]:
+        return commit.prefix, measurements(commit.record).get(self._retention.metric or "")
 
 
 def complete_commit(storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit:

@@ -27,7 +27,7 @@ from elastic_ddp.checkpoint.manifest import (
     set_aside,
     step_of_attempt,
 )
-from elastic_ddp.checkpoint.metrics import measurements, measurements_of
+from elastic_ddp.checkpoint.metrics import measurements
 from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, UnreadableError, shorten
@@ -150,7 +150,8 @@ def _staying(
     """The steps whose commits stay."""
     if retention is None or not complete:
         return set(steps)
-    measured = {step: measurements_of(retention.metric, commit.record) for step, commit in complete.items()}
+    metric = retention.metric or ""
+    measured = {step: measurements(commit.record).get(metric) for step, commit in complete.items()}
     if retention.best and not any(measured.values()):
         names = sorted({name for commit in complete.values() for name in measurements(commit.record)})
         raise ConfigError(

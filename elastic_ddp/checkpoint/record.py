@@ -38,8 +38,6 @@ class Facts(BaseModel):
     samples_sha256: str = ""
     metrics: dict[str, RecordedMetric] = {}
     """The newest of each that was known."""
-    measured_later: dict[str, list[RecordedMetric]] = {}
-    """Values of states whose own commits were begun before."""
     losses: Count = 0
     """Of workers, in all of the run."""
     watched_s: Seconds = 0.0

@@ -32,13 +32,13 @@ class Retention:
         return self.every_steps is not None or self.best > 0
 
 
-def kept(steps: Collection[int], complete: Mapping[int, Collection[Measurement]], retention: Retention) -> set[int]:
+def kept(steps: Collection[int], complete: Mapping[int, Measurement | None], retention: Retention) -> set[int]:
     """The steps whose commits stay.
 
     Args:
         steps: those that have a manifest, up to the newest commit that counts. Commits of later steps were passed over
             when the run resumed: they push out no good ones.
-        complete: those of them whose commits are complete, each with what it tells of the metric. At least one.
+        complete: those of them whose commits are complete, each with its value of the metric. At least one.
     """
     last = sorted(complete, reverse=True)[: retention.last]
     # Bad ones among the newest are for the next restore to set aside.

@@ -123,9 +123,8 @@ class CheckpointConfig(_Settings):
     keep_every_steps: PositiveInt | None = None
     """The first commit at or after every multiple of this many steps is kept for good, too."""
     keep_best: PositiveInt | None = None
-    """This many commits with the best value of `best_metric` are kept, too. A value is of the first
-    commit at or after the state that was measured, also where it was measured when that had begun; of a commit with
-    several, the one nearest to its own state counts."""
+    """This many commits with the best value of `best_metric` are also kept. A value counts for the next commit that is
+    begun after it was measured."""
     best_metric: str | None = None
     """A name given to `step.log` (known every `log_every_steps` steps), the `name` of a `run.evaluate`, or `loss`, the
     training loss of a step."""

@@ -83,7 +83,7 @@ class Checkpointer:
         """The newest request to commit that was met."""
         self._meeting = 0
         """The newest that a save meets which this worker began as rank 0, unless that fails."""
-        self._metrics = Metrics(settings.best_metric, settings.keep_best or 0, settings.best_mode)
+        self._metrics = Metrics()
         """As far as this worker knows. One that has just come knows those of the newest commit, once it is rank 0."""
         self._failed = 0
         """How many in a row, where this worker was rank 0 in them."""
@@ -190,7 +190,7 @@ class Checkpointer:
             _log.warning("what was committed last cannot be read: %s", error)
             return
         if newest is not None:
-            self._metrics.learn(newest.record)
+            self._metrics.merge(newest.record)
             if self._interval is not None:
                 self._interval.go_on_from(newest.record)
         found = newest.step if newest is not None else None
@@ -254,12 +254,12 @@ class Checkpointer:
                 )
             # What this worker knows is of steps that are made once more.
             self.step, self._known_step, self._at = None, None, time.monotonic()
-            self._metrics.go_on_from({})
+            self._metrics.restore({})
             return None
         commit, state = newest
         self._note(commit.step)
         self._known_step = commit.step
-        self._metrics.go_on_from(commit.record)
+        self._metrics.restore(commit.record)
         if self._interval is not None:
             self._interval.go_on_from(commit.record)
             if group.assignment.reason == WORKER_FAILED and not self._has_counted:  # those who could tell are lost
@@ -289,8 +289,8 @@ class Checkpointer:
         self._connection.find(self._client.store_address)
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Values of metrics, by name, of the state after so many steps: the next commit has them in its record."""
-        self._metrics.take(step, metrics, is_late=self.step == step)
+        """Records metrics, by name, measured after `step` steps. They count for the next commit that is begun."""
+        self._metrics.update(step, metrics)
 
     def save(self, state: TrainState, group: ProcessGroup, *, account: dict[str, float]) -> None:
         """Begins to make the state durable, once the save before has ended. Every rank calls it, and may change the
@@ -476,7 +476,7 @@ class Checkpointer:
             "data": self._job.index.fingerprint,
             "identity": self._job.config.identity(),
             "versions": versions(),
-            **self._metrics.record(),
+            **self._metrics.to_record(),
             **(self._interval.record() if self._interval is not None else {}),
         }
 

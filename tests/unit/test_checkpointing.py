@@ -75,14 +75,14 @@ def test_a_commit_that_was_made_sets_the_clock_for_the_next_rank_0_too(new_run: 
 
 def test_a_new_rank_0_knows_what_was_measured_before_it_came(new_run: NewRun, tmp_path: Path) -> None:
     run = new_run(checkpoint={"every_steps": 10, "keep_best": 1, "best_metric": "accuracy"})
-    before = Metrics("accuracy", 1)
-    before.take(10, {"accuracy": 0.75}, is_late=True)
+    before = Metrics()
+    before.update(10, {"accuracy": 0.75})
     store = SingleRankStore(Storage(tmp_path / "run").at(COMMITS), keep=2)
-    store.save({"user": {}}, step=20, record=before.record())
+    store.save({"user": {}}, step=20, record=before.to_record())
     run._loop.checkpointer.refresh_newest(20)
     assert run._loop.checkpointer.is_committed(20, GROUP)
     record = run._loop.checkpointer._record(run._loop.state, 2)
-    assert {name: record[name] for name in before.record()} == before.record()
+    assert {name: record[name] for name in before.to_record()} == before.to_record()
 
 
 @pytest.mark.parametrize("steps_done", [15, 20])
@@ -518,12 +518,10 @@ def test_the_commits_with_the_best_evaluations_stay(new_run: NewRun, tmp_path: P
 
 
 @pytest.mark.usefixtures("_evaluations")
-def test_an_evaluation_before_a_step_counts_for_the_commit_after_the_one_before(
-    new_run: NewRun, tmp_path: Path
-) -> None:
+def test_an_evaluation_that_follows_a_commit_counts_for_the_next_commit(new_run: NewRun, tmp_path: Path) -> None:
     run = new_run(checkpoint={"every_steps": 1, "keep": 1, "keep_best": 1, "best_metric": "validation_loss"})
     log_and_evaluate(run, {1: 0.9, 2: 0.3, 3: 0.6, 4: 0.5, 5: 0.7}, before=True)
-    assert sorted(records(tmp_path)) == [2, 6]
+    assert sorted(records(tmp_path)) == [3, 6]
 
 
 @pytest.mark.parametrize(("every", "at", "before"), [(2, 3, [2]), (6, 5, [])])

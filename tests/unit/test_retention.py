@@ -13,13 +13,13 @@ from elastic_ddp.checkpoint.metrics import Measurement
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
 
 
-def complete(*steps: int) -> dict[int, list[Measurement]]:
-    return {step: [] for step in steps}
+def complete(*steps: int) -> dict[int, Measurement | None]:
+    return dict.fromkeys(steps)
 
 
-def valued(values: dict[int, float]) -> dict[int, list[Measurement]]:
+def valued(values: dict[int, float]) -> dict[int, Measurement | None]:
     """Commits whose states were measured themselves."""
-    return {step: [Measurement(value, step)] for step, value in values.items()}
+    return {step: Measurement(value, step) for step, value in values.items()}
 
 
 def test_the_newest_complete_ones_are_kept_and_bad_ones_among_them() -> None:
@@ -59,7 +59,7 @@ def test_of_equal_values_the_earlier_one_is_better() -> None:
 
 def test_of_commits_that_know_the_same_measurement_the_first_stands_for_it() -> None:
     old, new = Measurement(0.1, 10), Measurement(0.4, 40)
-    commits = {11: [old], 20: [old], 30: [old], 40: [new], 50: [new]}
+    commits = {11: old, 20: old, 30: old, 40: new, 50: new}
     assert kept([*commits], commits, Retention(last=1, best=2, metric="loss")) == {11, 40, 50}
 
 
@@ -130,7 +130,7 @@ def test_nothing_that_is_kept_or_of_a_later_step_is_ever_removed(
     bad = data.draw(st.sets(st.sampled_from(counting))) - {newest}
     values = data.draw(st.fixed_dictionaries({step: st.none() | st.floats(0, 9) for step in counting}))
     good = {
-        step: [] if value is None else [Measurement(value, step)] for step, value in values.items() if step not in bad
+        step: None if value is None else Measurement(value, step) for step, value in values.items() if step not in bad
     }
     staying = kept(counting, good, retention)
     last = sorted(good)[-retention.last :]
