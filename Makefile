@@ -5,7 +5,7 @@ ARGS ?=
 SIDE_BY_SIDE := --numprocesses=auto --maxprocesses=4 # tests that need no Ray do not disturb each other
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test unit chaos s3 lint format bench soak clean
+.PHONY: help install train test unit chaos s3 lint format docs bench soak clean
 
 help: ## list what there is to make
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1	\2/' | expand -t 18
@@ -15,7 +15,7 @@ install: $(VENV)/.installed ## make .venv and install elastic_ddp into it
 train: $(VENV)/.installed ## run the main job; its arguments go into ARGS="..."
 	$(VENV)/bin/python examples/train.py $(ARGS)
 
-test: lint ## lint, then run the tests (the GPU's where there is one), but for those of `make chaos`
+test: lint docs ## lint, build the docs, then run the tests without those of `make chaos`
 	$(VENV)/bin/python -m pytest tests/unit tests/s3 $(SIDE_BY_SIDE) $(ARGS)
 	$(VENV)/bin/python -m pytest tests/integration tests/chaos tests/gpu $(ARGS)
 
@@ -37,6 +37,9 @@ format: $(VENV)/.installed-dev ## let ruff fix what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+docs: $(VENV)/.installed-dev ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+
 bench: $(VENV)/.installed-dev ## measure what data, steps, commits and changes of membership cost here
 	$(VENV)/bin/python benchmarks/main_job.py
 	$(VENV)/bin/python benchmarks/data.py
@@ -49,8 +52,8 @@ bench: $(VENV)/.installed-dev ## measure what data, steps, commits and changes o
 soak: $(VENV)/.installed-dev ## train for twenty minutes while something happens every twenty seconds
 	$(VENV)/bin/python benchmarks/soak.py $(ARGS)
 
-clean: ## remove .venv and every cache
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+clean: ## remove .venv, every cache and what was built
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps say what .venv holds; they are older than pyproject.toml or constraints.txt once either has changed.
