@@ -1,0 +1,153 @@
+"""Commits and a ledger that elastic_ddp 0.1.0 has written are read by today's code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from typer.testing import CliRunner
+
+from elastic_ddp.checkpoint import CheckpointStore, Commit, CommitCatalog
+from elastic_ddp.cli.checkpoints import app
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry import read_ledger, summarize
+from elastic_ddp.worker.generation import strategy_of
+from elastic_ddp.worker.job import COMMITS
+from elastic_ddp.worker.restore import restore
+from tests.ranks import run_ranks
+from tests.unit.single_worker import Counted, NewRun, prepared
+from tests.unit.test_fsdp import prepared as prepared_shards
+from tests.unit.test_fsdp import train_on
+
+OLD = Path(__file__).parents[1] / "data" / "commits_of_0_1_0"
+EXPECTED: dict[str, Any] = json.loads((OLD / "expected.json").read_text())
+"""By folder: what the code that wrote it computed."""
+
+
+def state_sha256(state: Any) -> str:
+    """Returns a hash over the tensors (path, dtype, shape, bytes) and the other values of a state."""
+    digest = hashlib.sha256()
+    for path, leaf in _leaves("", state):
+        if isinstance(leaf, torch.Tensor):
+            tensor = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).detach().contiguous()
+            digest.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(f"{path} {leaf!r}".encode())
+    return digest.hexdigest()
+
+
+def _leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for name in sorted(tree, key=str):
+            yield from _leaves(f"{path}/{name}", tree[name])
+    elif isinstance(tree, list | tuple):
+        for number, child in enumerate(tree):
+            yield from _leaves(f"{path}/{number}", child)
+    else:
+        yield path, tree
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A copy of the old run folders: a restore may set commits aside, and a save removes old ones."""
+    return Path(shutil.copytree(OLD, tmp_path / "old"))
+
+
+def _restored(group: ProcessGroup, folder: Path) -> tuple[int, str]:
+    storage = Storage(folder).at(COMMITS)
+    found = restore(CheckpointStore(storage, keep=1), storage, group)
+    assert found is not None
+    commit, state = found
+    return commit.step, state_sha256(state)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("run", ["ddp", "fsdp"])
+def test_an_old_commit_is_restored_to_the_same_bits(old: Path, run: str, world_size: int) -> None:
+    newest = EXPECTED[run]["commits"][0]
+    for restored in run_ranks(world_size, _restored, old / run):
+        assert restored == (newest["step"], newest["state_sha256"])
+
+
+@pytest.mark.parametrize("run", ["ddp", "fsdp"])
+def test_old_commits_are_listed_with_their_metrics_and_verify(old: Path, run: str) -> None:
+    listed = CliRunner().invoke(app, ["ls", str(old / run), "--json"])
+    rows = json.loads(listed.stdout)
+    assert [(row["step"], row["metrics"], row["error"]) for row in rows] == [
+        (commit["step"], commit["metrics"], None) for commit in EXPECTED[run]["commits"]
+    ]
+    assert CliRunner().invoke(app, ["verify", str(old / run)]).exit_code == 0
+
+
+def _train(new_run: NewRun, steps: int) -> dict[str, Any]:
+    run = new_run(folder="old/ddp", steps=steps, checkpoint={"interval": "auto"})
+    model, counted = prepared(run), Counted()
+    run.register("counted", counted)
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean())
+            step.optimize()
+            counted.steps.append(step.index)
+    assert counted.steps == [*range(steps)]
+    return run._loop.finish()
+
+
+def test_a_finished_old_run_has_the_same_weights_and_samples(new_run: NewRun, old: Path) -> None:
+    ended = _train(new_run, steps=6)
+    assert {name: ended[name] for name in ("weights_sha256", "samples_sha256")} == {
+        name: EXPECTED["ddp"][name] for name in ("weights_sha256", "samples_sha256")
+    }
+
+
+def test_a_run_resumes_from_an_old_commit_and_finishes(new_run: NewRun, old: Path) -> None:
+    catalog = CommitCatalog(Storage(old / "ddp").at(COMMITS))
+    before = catalog.latest()
+    assert _train(new_run, steps=8)["steps"] == 8
+    after = catalog.latest()
+    assert isinstance(before, Commit) and isinstance(after, Commit)
+    assert (before.step, after.step) == (6, 8)
+    assert after.record["watched_s"] > before.record["watched_s"], "the automatic interval uses what 0.1.0 measured"
+
+
+def _resume_shards(group: ProcessGroup, folder: Path) -> tuple[str, str]:
+    """Restores an FSDP commit into shards and trains for two more steps."""
+    config, state = prepared_shards("fsdp", "AdamW")
+    assert state.model is not None
+    strategy = strategy_of(config)(state.model, config, group)
+
+    def layout() -> Any:
+        strategy.shard(state.optimizers)
+        return strategy.layout(state.optimizers)
+
+    storage = Storage(folder).at(COMMITS)
+    restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
+    assert restored is not None
+    state.load_state_dict(restored[1])
+    weights = state.weights_sha256()
+    train_on(strategy, group, state, np.array([3, 3, 3, 3]), range(2, 4))
+    return weights, state.weights_sha256()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_old_fsdp_commit_is_resharded_and_trained_on(old: Path, world_size: int) -> None:
+    results = run_ranks(world_size, _resume_shards, old / "fsdp")
+    assert len(set(results)) == 1, "all ranks hold the same weights"
+    [(restored, trained), *_] = results
+    assert restored == EXPECTED["fsdp"]["weights_sha256"] != trained
+
+
+def test_an_old_ledger_has_the_same_summary(old: Path) -> None:
+    written = json.loads((old / "gpt" / "summary.json").read_text())
+    summary = summarize(read_ledger(Storage(old / "gpt")), storage="/runs/gpt")
+    assert json.loads(json.dumps(summary)) == written
