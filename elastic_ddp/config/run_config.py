@@ -269,8 +269,6 @@ class RunConfig(_Settings):
     when they had started. Errors of the training function are never retried."""
     log_every_steps: PositiveInt = 10
     """How often logged values are written to the ledger."""
-    in_place: bool = True
-    """Workers join and leave while the others live on. False restarts all of them from the newest commit."""
     resize_interval_s: Seconds = 5.0
     """How often the cluster is asked for room for more workers, up to `max_workers`."""
     heartbeat_timeout_s: Annotated[Seconds, Field(ge=0.1)] = 5.0
@@ -464,6 +462,12 @@ _FIXES = {
 """What may be given instead, by pydantic's type of the mistake, where its message does not say so."""
 
 
+_REMOVED = {
+    "in_place": "this setting was removed, delete the line. Workers always join and leave while the others train",
+}
+"""Settings of earlier versions, and what to do about them."""
+
+
 def _explain(error: ValidationError, model: type[BaseModel]) -> str:
     """One line for each mistake: the setting, the value, the rule and what may be given instead."""
     lines = []
@@ -471,7 +475,8 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> str:
         where = ".".join(str(part) for part in mistake["loc"])
         value = mistake["input"]
         if mistake["type"] == "extra_forbidden":
-            lines.append(f"{where}={value!r}: there is no such setting; {_known(mistake['loc'], model)}")
+            what = _REMOVED.get(where) or f"there is no such setting; {_known(mistake['loc'], model)}"
+            lines.append(f"{where}={value!r}: {what}")
         elif mistake["type"] == "missing":
             lines.append(f"{where} is missing: it has no default; give it a value")
         elif mistake["type"] == "value_error":

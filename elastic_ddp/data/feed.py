@@ -272,9 +272,9 @@ class MicroBatchFeed:
                         self._changed.notify_all()
                     return
             assert self._pipeline is not None
-            rests = self._pipeline.gather()
+            self._pipeline.gather()
             with self._changed:
-                self._may_rest, self._rests = False, rests
+                self._may_rest, self._rests = False, True
                 self._changed.notify_all()
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
-import pyarrow as pa
 import ray
 from ray.data import ExecutionResources, TaskPoolStrategy
 
-from elastic_ddp import ray_internals
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.data.source import (
@@ -43,7 +41,10 @@ class ChunkPipeline:
     ) -> None:
         dataset = _dataset(index, plan, transform, anywhere=anywhere)
         _quiet_logs()
-        self._execution = _execution(dataset)
+        # Imported here: with another Ray version the import fails, and the driver explains that better.
+        from elastic_ddp.ray_internals.dataset import DatasetExecution
+
+        self._execution = DatasetExecution(dataset)
 
     def __iter__(self) -> Iterator[PreparedChunk]:
         """Ends early when the pipeline is closed.
@@ -62,51 +63,16 @@ class ChunkPipeline:
             message, _, _ = str(cause).partition("\nFailed to apply ")  # Ray adds advice on Ray Data
             raise DataError(message.rstrip()) from error
 
-    def gather(self) -> bool:
-        """Stop the tasks and free their processes; the iteration goes on to the end of what is ready, and ends there.
-        For the thread that iterates. Returns whether that could be done."""
-        return self._execution.gather()
+    def gather(self) -> None:
+        """Stops the tasks and frees their processes. The iteration yields the blocks that are ready, and ends.
+
+        Call it in the thread that iterates.
+        """
+        self._execution.gather()
 
     def close(self) -> None:
         """Stop the tasks and free what waits in the object store."""
         self._execution.close()
-
-
-class _Execution(Protocol):
-    """One execution of a data set: its blocks, in order. One thread iterates, once; any may close."""
-
-    def __iter__(self) -> Iterator[pa.Table]: ...
-    def gather(self) -> bool: ...
-    def close(self) -> None: ...
-
-
-class _PublicExecution:
-    """By what Ray Data makes public: it is closed when the next block comes, and costs its processes."""
-
-    def __init__(self, dataset: ray.data.Dataset) -> None:
-        self._dataset = dataset
-        self._closed = False
-
-    def __iter__(self) -> Iterator[pa.Table]:
-        blocks: Iterable[Any] = self._dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
-        for block in blocks:
-            if self._closed:
-                return
-            yield block
-
-    def gather(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        self._closed = True
-
-
-def _execution(dataset: ray.data.Dataset) -> _Execution:
-    if not ray_internals.are_known():
-        return _PublicExecution(dataset)
-    from elastic_ddp.ray_internals.dataset import DatasetExecution
-
-    return DatasetExecution(dataset)
 
 
 def _dataset(index: DatasetIndex, plan: FeedPlan, transform: Transform | None, *, anywhere: bool) -> ray.data.Dataset:

@@ -6,12 +6,11 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import ray
 
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.ray_internals import has_started_ray, use_token_on_this_machine
+from elastic_ddp.ray_internals import check_ray_version, has_started_ray, use_token_on_this_machine
 from elastic_ddp.rendezvous.actor import ANSWERS_WITHIN_S, NAMESPACE
 
 _started: list[str] = []
@@ -42,7 +41,7 @@ def connect_or_start(note: Callable[[str], None]) -> bool:
         )
     try:
         _reach(address)
-        context: Any = ray.init(log_to_driver=True, logging_level=logging.WARNING)
+        ray.init(log_to_driver=True, logging_level=logging.WARNING)
     except ConnectionError as error:
         where = f"RAY_ADDRESS={address!r}: no Ray cluster answers there" if address else "the Ray of this machine fails"
         raise ConfigError(
@@ -50,7 +49,7 @@ def connect_or_start(note: Callable[[str], None]) -> bool:
             "one on this machine"
         ) from error
     address = ray.get_runtime_context().gcs_address
-    if not has_started_ray(context.address_info["session_dir"]):
+    if not has_started_ray():
         note(f"using Ray at {address} (RAY_ADDRESS names another cluster, RAY_ADDRESS=local starts one here)")
         return False
     note(f"started Ray on this machine, at {address} (RAY_ADDRESS names a cluster to use instead)")
@@ -63,10 +62,11 @@ def connect(address: str | None = None) -> None:
     where it is connected.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or another Ray is installed.
     """
     if ray.is_initialized():
         return
+    check_ray_version()
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     if address == "local":
         raise ConfigError("RAY_ADDRESS=local is no cluster to ask; set it to the address that the run printed")

@@ -13,7 +13,6 @@ import ray.train
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
-from elastic_ddp import ray_internals
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.errors import StorageError
 from elastic_ddp.rendezvous.actor import RendezvousHandle
@@ -55,8 +54,7 @@ def run_workers(
 ) -> None:
     """Runs `work(job, rendezvous, context)` on Ray Train workers until all of them return.
 
-    It blocks meanwhile. Where workers are not resized in place, the whole group is started again when one is lost or
-    there is room for more.
+    It blocks meanwhile.
 
     Args:
         work: importable by the workers.
@@ -79,12 +77,15 @@ def run_workers(
         }
     for name, value in _RAY_TRAIN_SETTINGS.items():
         os.environ.setdefault(name, value)
-    trainer = _trainer(
+    # Imported here: with another Ray version the import fails, and `check_ray_version` explains that better.
+    from elastic_ddp.ray_internals.controller import ElasticTorchTrainer
+
+    trainer = ElasticTorchTrainer(
         _run_worker,
-        rendezvous=rendezvous if is_in_place(config) else None,
+        rendezvous=rendezvous,
         save_within_s=config.drain_deadline_s,
         on_controller=on_controller,
-        train_loop_config={"work": work, "job": job, "rendezvous": rendezvous, "in_place": is_in_place(config)},
+        train_loop_config={"work": work, "job": job, "rendezvous": rendezvous},
         torch_config=_NoProcessGroup(),
         scaling_config=ray.train.ScalingConfig(
             use_gpu=config.use_gpu,
@@ -105,36 +106,12 @@ def run_workers(
             storage.delete_tree(f"ray_train/{session}")
 
 
-def is_in_place(config: RunConfig) -> bool:
-    """Whether workers of a run come and go one by one. With a Ray whose internals are not known they cannot."""
-    return config.in_place and ray_internals.are_known()
-
-
-def _trainer(
-    *args: Any,
-    rendezvous: RendezvousHandle | None,
-    save_within_s: float,
-    on_controller: Callable[[Any], None],
-    **kwargs: Any,
-) -> Any:
-    if not ray_internals.are_known():
-        return ray.train.torch.TorchTrainer(*args, **kwargs)
-    from elastic_ddp.ray_internals.controller import ElasticTorchTrainer
-
-    return ElasticTorchTrainer(
-        *args, rendezvous=rendezvous, save_within_s=save_within_s, on_controller=on_controller, **kwargs
-    )
-
-
 def _run_worker(arguments: dict[str, Any]) -> None:
     """Ray Train's train function, in every worker."""
     of_train = ray.train.get_context()
     runtime = ray.get_runtime_context()
     member = Member(
         id=str(runtime.get_actor_id()),
-        # A group that is restarted as a whole reserves a placement group each time; one that is resized in place is
-        # the same all along.
-        group="in place" if arguments["in_place"] else str(runtime.get_placement_group_id()),
         rank_in_group=of_train.get_world_rank(),
         group_size=of_train.get_world_size(),
         node=ray.util.get_node_ip_address(),
@@ -143,6 +120,5 @@ def _run_worker(arguments: dict[str, Any]) -> None:
     )
     here = runtime.get_node_id()
     resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
-    actor = None if arguments["in_place"] else runtime.current_actor
-    context = WorkerContext(member, ray.train.torch.get_device(), resources, actor)
+    context = WorkerContext(member, ray.train.torch.get_device(), resources)
     arguments["work"](arguments["job"], arguments["rendezvous"], context)

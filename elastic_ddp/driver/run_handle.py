@@ -35,8 +35,8 @@ class RunHandle:
             name, state (starting, training, waiting, stopping, or how it ended), step, total_steps, steps_per_s, loss,
             generation, world_size (0 while it waits), members (of each rank, node, node_id, pid and id), min_workers,
             max_workers, wanted (what `resize` asked for), draining (ids of nodes), last_commit (steps done in it),
-            last_loss_of_a_worker (its time and error), in_place, driver (its host and pid, and the run's uri), pid (of
-            the rendezvous).
+            last_loss_of_a_worker (its time and error), driver (its host and pid, and the run's uri), pid (of the
+            rendezvous).
         """
         status: Mapping[str, Any] = self._ask("status")
         return status
@@ -47,9 +47,9 @@ class RunHandle:
         Workers that are too many leave at the next step boundary, without a step lost; more join as they are ready.
 
         Raises:
-            ConfigError: `num_workers` is not from `min_workers` to `max_workers`, or the run is not resized in place.
+            ConfigError: `num_workers` is not from `min_workers` to `max_workers`.
         """
-        status = self._in_place("resized")
+        status = self.status()
         least, most = status["min_workers"], status["max_workers"]
         if isinstance(num_workers, bool) or not isinstance(num_workers, int):
             raise ConfigError(f"num_workers={num_workers!r} is no number of workers; give an int")
@@ -72,7 +72,7 @@ class RunHandle:
             deadline_s: seconds until the node is gone.
 
         Raises:
-            ConfigError: the run has no worker there, or is not resized in place, or the deadline is none.
+            ConfigError: the run has no worker there, or the deadline is none.
             ElasticDDPError: workers are still there after the deadline.
         """
         if not 0 < deadline_s <= MAX_DURATION_S:
@@ -80,7 +80,6 @@ class RunHandle:
                 f"deadline_s={deadline_s:g} is not from 0 to {MAX_DURATION_S:g}; give the seconds until "
                 "the node is gone"
             )
-        self._in_place("drained")
         node_ids = self._ask("drain", node, deadline_s)
         if not node_ids:
             known = sorted({f"{each['node']} ({each['node_id']})" for each in self.status()["members"]})
@@ -114,12 +113,6 @@ class RunHandle:
         """Has the run commit and stop at the next step boundary, as Ctrl-C in its driver does. The same command resumes
         it."""
         self._ask("stop")
-
-    def _in_place(self, what: str) -> Mapping[str, Any]:
-        status = self.status()
-        if not status["in_place"]:
-            raise ConfigError(f"run {self.name!r} has in_place=False, and cannot be {what} while it is live; stop it")
-        return status
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         try:

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +27,9 @@ from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.source import check_columns
 from elastic_ddp.driver.cluster import connect_or_start
-from elastic_ddp.driver.ray_train import is_in_place
 from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError, StorageError, TrainFunctionError
-from elastic_ddp.ray_internals import WRITTEN_FOR
+from elastic_ddp.ray_internals import check_ray_version
 from elastic_ddp.rendezvous.actor import start_rendezvous
 from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.storage.lease import DriverLease
@@ -80,7 +78,7 @@ class ElasticTrainer:
             arrays and rng is a generator whose state depends on the seed, the epoch and the chunk alone.
 
     Raises:
-        ConfigError: the configuration cannot work, or its storage cannot be written.
+        ConfigError: the configuration cannot work, its storage cannot be written, or another Ray is installed.
     """
 
     def __init__(
@@ -91,6 +89,7 @@ class ElasticTrainer:
         *,
         transform: Transform | None = None,
     ) -> None:
+        check_ray_version()
         if not callable(train):
             raise ConfigError(f"train is a {type(train).__name__}; give the function that trains, taking a Run")
         if transform is not None and not callable(transform):
@@ -171,11 +170,6 @@ class ElasticTrainer:
             )
         may_grow = not connect_or_start(_note)
         lease.renew(ray_address=ray.get_runtime_context().gcs_address)
-        if self.config.in_place and not is_in_place(self.config):
-            _note(
-                f"Ray {version('ray')} is not the one that workers are resized in place with ({WRITTEN_FOR}): when "
-                "one comes or goes, all are started again from the newest commit"
-            )
         self._check_resources(may_grow=may_grow)
         groups, lanes = len(index.group_rows), self.config.num_micro_batches
         if (times := (groups + lanes - 1) / groups) > 1.5:
@@ -198,7 +192,6 @@ class ElasticTrainer:
                 heartbeat_timeout_s=self.config.heartbeat_timeout_s,
                 hang_timeout_s=self.config.hang_timeout_s,
                 max_failed_saves=self.config.checkpoint.max_failed_saves,
-                in_place=is_in_place(self.config),
                 memory=memory,
                 last_commit=resumed.step if resumed is not None else None,
                 driver={"host": socket.gethostname(), "pid": os.getpid(), "uri": self._storage.uri},

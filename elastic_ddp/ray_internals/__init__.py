@@ -1,7 +1,6 @@
-"""The one place that touches Ray's internals, and the guard that it meets the Ray it was written for.
+"""The only package that uses Ray's private APIs, and the check that the installed Ray is the version they belong to.
 
-`dataset` runs Ray Data's executor; `controller` and `worker_group` change the number of Ray Train's workers in place.
-With another Ray none of them is imported, and what Ray makes public has to do: see `ray_train` and `data.pipeline`.
+`controller` adds and removes Ray Train workers while the others train; start reading there. `dataset` runs Ray Data.
 """
 
 import logging
@@ -14,20 +13,29 @@ from typing import Any
 
 import ray
 
-WRITTEN_FOR = "2.60"
+from elastic_ddp.errors import ConfigError
+
+RAY_VERSION = "2.60"
+"""The release whose private APIs this package uses."""
 ANSWERS_WITHIN_S = 5.0
 """What a cluster is given to answer."""
 
 
-def are_known() -> bool:
-    """Whether the Ray that is installed is the one whose internals these are."""
-    return ray.__version__.rpartition(".")[0] == WRITTEN_FOR
+def check_ray_version() -> None:
+    """Checks the installed Ray version. Call it before any module of this package is imported.
+
+    Raises:
+        ConfigError: another version is installed.
+    """
+    if not ray.__version__.startswith(f"{RAY_VERSION}."):
+        raise ConfigError(
+            f"Ray {ray.__version__} is installed, but elastic_ddp uses private APIs of ray=={RAY_VERSION}.*. "
+            f"Run pip install 'ray[train]=={RAY_VERSION}.*' on all nodes."
+        )
 
 
-def has_started_ray(session_dir: str) -> bool:
-    """Whether this process has started the cluster that it is connected to, whose session has that folder."""
-    if not are_known():
-        return session_dir.endswith(f"_{os.getpid()}")  # which may be that of a process in another container
+def has_started_ray() -> bool:
+    """Whether this process has started the cluster that it is connected to."""
     node: Any = ray._private.worker._global_node
     return bool(node.is_head())
 
@@ -42,8 +50,6 @@ def use_token_on_this_machine(address: str) -> None:
         address: host and port of a cluster. One on another machine is not sent this one's token: `RAY_AUTH_MODE=token`
             says that it is to be.
     """
-    if not are_known():
-        return
     from ray._private.authentication import authentication_token_setup as tokens
 
     tokens.logger.setLevel(logging.ERROR)  # it would warn that there is one

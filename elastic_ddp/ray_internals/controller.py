@@ -70,33 +70,21 @@ _CHATTERS = ("scaling_policy", "worker_group", "failure_handling.default")
 failed."""
 
 
-class RestartingController(TrainController):
-    """Ray Train's own, which restarts the whole group; but it says less, and asks more often what room there is."""
-
-    _no_news: tuple[type[Exception], ...] = (WorkerGroupStartupTimeoutError,)
-    """That there is no room for workers is told by the run's state, and not with a traceback every ten seconds."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for module in _CHATTERS:
-            logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
-        super().__init__(*args, **kwargs)
-        logging.getLogger(TrainController.__module__).addFilter(lambda record: not _tells_of(record, *self._no_news))
-        shorten_intervals()
-
-
-class InPlaceController(RestartingController):
+class ElasticController(TrainController):
     """See the module. Subclasses set `rendezvous`, what the names of placement groups begin with, and how long a
     worker that was let go may take to end its save."""
 
-    _no_news = (WorkerGroupStartupTimeoutError, WorkerGroupStartupFailedError)
-    """That one died while all started is on record here."""
     worker_group_cls = ElasticWorkerGroup
     rendezvous: Any = None
     rooms = ""
     save_within_s = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for module in _CHATTERS:
+            logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
         super().__init__(*args, **kwargs)
+        logging.getLogger(TrainController.__module__).addFilter(_is_news)
+        shorten_intervals()
         ElasticWorkerGroup.rooms = self.rooms
         self._calm_interval_s = self._health_check_interval_s
         self._wanted: int | None = None
@@ -274,8 +262,10 @@ def counts_as_failure(worker: Worker, orders: WorkerDirectives) -> bool:
     return actor_id(worker) not in orders.newcomers and worker.metadata.node_id not in orders.avoid
 
 
-def _tells_of(record: logging.LogRecord, *errors: type[Exception]) -> bool:
-    return isinstance(record.exc_info[1] if record.exc_info else None, errors)
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for a group that did not start, which Ray Train logs with a traceback: the ledger has the reason."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, (WorkerGroupStartupTimeoutError, WorkerGroupStartupFailedError))
 
 
 def _draining() -> dict[str, float]:
@@ -296,7 +286,7 @@ class ElasticTorchTrainer(TorchTrainer):
     sets, of which Ray Train knows none here, in a process of its own for every worker that is added.
 
     Args:
-        rendezvous: the run's rendezvous; None restarts the whole group instead, as Ray Train does.
+        rendezvous: the run's rendezvous.
         save_within_s: how long a worker that was let go may take to end its save.
         on_controller: told of the controller actor, with which all workers end.
     """
@@ -319,11 +309,9 @@ class ElasticTorchTrainer(TorchTrainer):
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         get_or_create_stats_actor()  # Ray Data's first pipeline would, on a worker's node, which then is never idle
-        controller_class: Any = RestartingController
         rooms = f"elastic_ddp-{uuid.uuid4().hex}-"
-        if self._rendezvous is not None:
-            attributes = {"rendezvous": self._rendezvous, "rooms": rooms, "save_within_s": self._save_within_s}
-            controller_class = type("ElasticController", (InPlaceController,), attributes)
+        attributes = {"rendezvous": self._rendezvous, "rooms": rooms, "save_within_s": self._save_within_s}
+        controller_class: Any = type("ElasticController", (ElasticController,), attributes)
         arguments["failure_policy"] = CountingFailurePolicy(arguments["failure_policy"].failure_config)
         if isinstance(policy := arguments["scaling_policy"], ElasticScalingPolicy):
             arguments["scaling_policy"] = LimitedScalingPolicy(policy.scaling_config)

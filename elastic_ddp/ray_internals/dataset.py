@@ -46,14 +46,13 @@ class DatasetExecution:
         while self._gathered:
             yield self._gathered.popleft()
 
-    def gather(self) -> bool:
+    def gather(self) -> None:
         """Takes the blocks that are ready, for the iteration to end with, and stops the tasks. For the thread that
         iterates."""
         if self._gathered is None:
             ready = [next(self._bundles) for _ in range(min(self._executor.num_ready, _GATHERED))]
             self._gathered = deque(block for bundle in ready for block in _blocks_of(bundle))
             self._executor.shutdown(force=False)
-        return True
 
     def close(self) -> None:
         """Stops the tasks but not their processes, and frees what waits in the object store."""

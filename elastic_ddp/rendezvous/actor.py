@@ -76,8 +76,6 @@ class Rendezvous:
         )
         self._assembly = Coordinator(options, (self._host, port))
         self._pulses = HeartbeatServer(options.heartbeat_timeout_s, self._on_lost, self._is_awaited)
-        self._actors: dict[str, Any] = {}
-        """Of workers that are not resized in place: there is no controller that asks which of them are lost."""
         self._ticker: asyncio.Task[None] | None = None
         self._swept = 0
         """The generation before which nothing is left in the store."""
@@ -112,17 +110,10 @@ class Rendezvous:
 
     # Members.
 
-    async def pulse_address(self, member: str = "", actor: Any = None) -> tuple[str, int]:
-        """Where members connect their pulses.
-
-        Args:
-            member, actor: who asks, if it is to be killed once it is presumed dead. It asks again, and so says again,
-                when the rendezvous was restarted.
-        """
+    async def pulse_address(self) -> tuple[str, int]:
+        """Where members connect their pulses."""
         async with self._turn():
             self._begin()
-            if actor is not None:
-                self._actors[member] = actor
             return await self._pulses.start(self._host)
 
     async def store_address(self) -> tuple[str, int]:
@@ -143,17 +134,8 @@ class Rendezvous:
                 async with self._turn() as assembly:
                     assembly.tick()
                     self._sweep(assembly.membership.generation)
-                    failed = [] if self._options.in_place else assembly.failed_of(list(self._actors))
-                await self._kill(failed)
             except Exception:  # a full disk, perhaps, and not for good
                 _log.exception("the rendezvous could not do what was due")
-
-    async def _kill(self, members: list[str]) -> None:
-        """Ray Train takes a worker that hangs for a healthy one, and waits ten minutes for one that is stopped. That an
-        actor is dead it sees at once, and starts the whole group again."""
-        for member in members:
-            await asyncio.to_thread(ray.kill, self._actors[member])
-            del self._actors[member]
 
     def _sweep(self, generation: int) -> None:
         """Removes from the store what members of generations before this one told each other."""
@@ -252,8 +234,6 @@ class Rendezvous:
     async def retire(self, member: Member) -> None:
         """A member is through."""
         async with self._turn() as assembly:
-            if assembly.membership.why_gone(member.id) is None:
-                self._actors.pop(member.id, None)  # it ends by itself, and may have an error to raise
             assembly.retire(member.id)
 
     async def end(self, member: Member, progress: dict[str, Any] | None, outcome: dict[str, Any]) -> bool:
@@ -263,7 +243,6 @@ class Rendezvous:
         async with self._turn() as assembly:
             if assembly.membership.why_gone(member.id) is None:
                 if outcome["status"] == "failed" and assembly.fail(member, str(outcome["error"])):
-                    self._actors.pop(member.id, None)  # it raises that
                     return False
                 assembly.take([], progress)
                 assembly.end(outcome)
@@ -351,7 +330,6 @@ class Rendezvous:
             "total_steps": self._total_steps,
             "min_workers": self._options.min_workers,
             "max_workers": self._options.max_workers,
-            "in_place": self._options.in_place,
             "driver": self._options.driver,
             "pid": os.getpid(),
             **self._assembly.facts(),

@@ -52,12 +52,9 @@ class RendezvousClient:
         rendezvous: the run's rendezvous actor.
         member: this worker.
         heartbeat_timeout_s: silence that the rendezvous takes for this worker's death.
-        actor: this worker's, if the rendezvous is to kill it once it presumes it dead.
     """
 
-    def __init__(
-        self, rendezvous: RendezvousHandle, member: Member, heartbeat_timeout_s: float, actor: Any = None
-    ) -> None:
+    def __init__(self, rendezvous: RendezvousHandle, member: Member, heartbeat_timeout_s: float) -> None:
         self.member = member
         self._rendezvous = rendezvous
         self._outbox: queue.SimpleQueue[dict[str, Any] | _Question | None] = queue.SimpleQueue()
@@ -73,9 +70,7 @@ class RendezvousClient:
         """Whether nothing comes in any more: Ray is gone from this node."""
         self._said = 0
         """Messages that were sent."""
-        self._pulse = Heartbeat(
-            lambda: ray.get(rendezvous.pulse_address.remote(member.id, actor)), member.id, heartbeat_timeout_s
-        )
+        self._pulse = Heartbeat(lambda: ray.get(rendezvous.pulse_address.remote()), member.id, heartbeat_timeout_s)
         self._speaker = threading.Thread(target=self._speak, name="rendezvous-link-out", daemon=True)
         self._listener = threading.Thread(target=self._listen, name="rendezvous-link-in", daemon=True)
         self._speaker.start()

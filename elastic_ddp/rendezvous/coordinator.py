@@ -180,15 +180,6 @@ class Coordinator:
                     "import, or where it builds the model. Raise hang_timeout_s if that may take longer",
                 )
 
-    def failed_of(self, started: list[str]) -> list[str]:
-        """Those of all workers there are that are dead or presumed so, where there is no controller that gets orders;
-        none when the run is over."""
-        if self.journal.ended is not None:
-            return []
-        self.expect(started)
-        failure = self.membership.failed()
-        return [each for each in started if each in failure]
-
     def fail(self, member: Member, error: str) -> bool:
         """A member failed. Returns whether it was a newcomer to a run that trains, and so is replaced."""
         if not self.membership.is_newcomer(member.id):

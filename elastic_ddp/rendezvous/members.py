@@ -39,8 +39,6 @@ class Member:
 
     id: str
     """Unique for the process."""
-    group: str
-    """What is restarted as a whole: a worker group that is not resized in place has another after a restart."""
     group_size: int
     """Workers that were started together with it."""
     rank_in_group: int

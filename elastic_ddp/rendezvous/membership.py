@@ -25,7 +25,6 @@ from elastic_ddp.telemetry.summary import WORKER_FAILED
 LEFT = "it left"
 LONG_GONE = "it is gone, and so is its process"
 OVERDUE = "the time of a member that is to go was nearly up"
-SUPERSEDED = "its worker group was started again"
 GATHER_S = 10.0
 """How long the first generation waits for workers that were started with those that have come."""
 SETTLE_S = 0.5
@@ -73,7 +72,6 @@ class Membership:
     """Nodes that are to go, by Ray's name."""
     _broken_for: set[str] = field(default_factory=set)
     """Members for whose notices a step was broken off: once is enough."""
-    _groups: list[str] = field(default_factory=list)
     _short_since: float | None = None
     """Since when all survivors wait and are too few."""
 
@@ -87,14 +85,6 @@ class Membership:
             lost: how it lost its last generation, if it did.
         """
         member = arrival.member
-        if member.group not in self._groups:
-            self._groups.append(member.group)
-            # A group that was started again as a whole: what is left of the one before is of no use.
-            for older in [*self._members(), *(each.member for each in self._waiting.values())]:
-                if older.group != member.group:
-                    self.lose(older.id, SUPERSEDED)
-        if member.group != self._groups[-1]:
-            return SUPERSEDED
         if member.node_id in self._draining:
             self.ask_to_leave([member.id], self._draining[member.node_id])
         if member.id in self._leaving and not self._is_current(member.id):

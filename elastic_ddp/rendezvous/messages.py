@@ -90,7 +90,6 @@ class RendezvousOptions:
     hang_timeout_s: float = 600.0
     max_failed_saves: int = 3
     """Saves in a row that may fail, whoever makes them."""
-    in_place: bool = True
     memory: str | None = None
     """A folder on the driver's node, for what has to outlive the rendezvous' process."""
     last_commit: int | None = None

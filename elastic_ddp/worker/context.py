@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,6 +17,3 @@ class WorkerContext:
     device: torch.device
     node_resources: dict[str, float]
     """Of the node it runs on, all together."""
-    actor: Any = None
-    """Its own, where workers are not resized in place: the rendezvous kills it if it presumes it dead, and Ray Train
-    starts the group again."""

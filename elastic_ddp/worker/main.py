@@ -61,7 +61,7 @@ def _work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> Non
     # Or every worker asks Prometheus for figures of the cluster every ten seconds, and tells an actor of each pipeline.
     os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
     use_interface_of(context.member.node)
-    client = RendezvousClient(rendezvous, context.member, job.config.heartbeat_timeout_s, context.actor)
+    client = RendezvousClient(rendezvous, context.member, job.config.heartbeat_timeout_s)
     signals.on_sigterm(lambda: client.leave("SIGTERM", job.config.drain_deadline_s))
     loop = Loop(job, client, context.device)
     outcome: dict[str, Any] = {}

@@ -121,17 +121,6 @@ def test_steps_that_are_left_out_change_nothing_of_those_that_follow(index: Data
             feed.skip_to(30)
 
 
-@pytest.mark.chaos
-def test_with_a_ray_whose_internals_are_not_known_the_same_rows_come(
-    index: DatasetIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = collect(make_feed(index))
-    monkeypatch.setattr("elastic_ddp.ray_internals.are_known", lambda: False)
-    assert collect(make_feed(index)) == whole
-    with make_feed(index, first_step=5) as feed:  # closed before its end
-        assert [batch.row_ids.tolist() for batch in feed.step(5)] == [whole[5, m][0] for m in range(4)]
-
-
 def test_an_empty_micro_batch_holds_one_row_that_does_not_count(tmp_path: Path) -> None:
     pq.write_table(content(0, 33), tmp_path / "a.parquet")
     with make_feed(build_index(str(tmp_path)), first_step=1, last_step=2) as feed:

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,7 +20,6 @@ import ray
 import torch
 
 import elastic_ddp as ed
-from elastic_ddp import ray_internals
 from elastic_ddp.errors import ConfigError, DataError, ReplicasDifferError, TrainFunctionError, WorkersFailedError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
@@ -264,77 +262,6 @@ def test_nothing_is_committed_of_replicas_that_differ_and_the_same_command_mends
     newest = SingleRankStore(Storage(folder / "runs" / "flipped").at(COMMITS), keep=1).latest()
     assert marker.exists() and newest is not None and newest.step == 20
     assert_same(fit(folder, "flipped", 2, train=train), calm)
-
-
-def test_workers_that_are_not_resized_in_place_restart_from_the_newest_commit(folder: Path, calm: ed.RunResult) -> None:
-    fault = jobs.kill_once(str(folder / "restarted"), rank=1, step=27)
-    train = jobs.make_train(fault, str(folder / "held-out"))
-    result = fit(folder, "restarted", 2, train=train, in_place=False)
-    assert_same(result, calm)
-    assert [(g["first_step"], g["reason"]) for g in result.summary["generations"]] == [
-        (0, "start"),
-        (20, "worker lost"),
-    ]
-
-
-@pytest.mark.chaos
-def test_a_worker_that_hangs_has_its_group_restarted_where_it_is_not_resized_in_place(
-    folder: Path, calm: ed.RunResult
-) -> None:
-    marker = folder / "hung-in-a-group"
-
-    def fault(run: ed.Run, step: int) -> None:
-        if run.rank == 1 and step == 27 and not marker.exists():
-            marker.touch()
-            threading.Event().wait()
-
-    train = jobs.make_train(fault, str(folder / "held-out"))
-    timeouts = {"heartbeat_timeout_s": 15.0, "hang_timeout_s": 15.0}
-    result = fit(folder, marker.name, 2, train=train, in_place=False, max_restarts=1, **timeouts)
-    assert marker.exists()
-    assert_same(result, calm)
-    assert [each["first_step"] for each in result.summary["generations"]] == [0, 20]
-    assert result.summary["restarts"] == 1
-    events = read_ledger(Storage(result.uri))
-    (hang,) = (event for event in events if event["event"] == "hang")
-    [culprit] = hang["culprits"]
-    stacks = {event["member"]: event["stacks"] for event in events if event["event"] == "stacks"}
-    assert stacks.keys() == hang["places"].keys() and "in fault" in stacks[culprit]
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_worker_that_is_stopped_has_its_group_restarted_where_it_is_not_resized_in_place(
-    folder: Path, calm: ed.RunResult, workers: int
-) -> None:
-    marker = folder / f"stopped-in-a-group-of-{workers}"
-    fault = jobs.kill_once(str(marker), rank=0, step=27, how=signal.SIGSTOP)
-    train = jobs.make_train(fault, str(folder / "held-out"))
-    result = fit(folder, marker.name, workers, train=train, in_place=False, heartbeat_timeout_s=5.0, max_restarts=1)
-    assert marker.exists()
-    assert_same(result, calm)
-    assert [each["first_step"] for each in result.summary["generations"]] == [0, 20]
-    events = read_ledger(Storage(result.uri))
-    failure = next(event for event in events if event["event"] == "worker_lost")
-    assert failure["error"] == "it was silent for 5 s"
-    first, _ = (event["members"] for event in events if event["event"] == "rendezvous")
-    assert not any(Path("/proc", str(each["pid"])).exists() for each in first), "nothing is left of the group"
-
-
-@pytest.mark.chaos
-def test_with_a_ray_whose_internals_are_not_known_the_group_is_restarted(
-    folder: Path, calm: ed.RunResult, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("elastic_ddp.ray_internals.are_known", lambda: False)
-    fault = jobs.kill_once(str(folder / "unknown"), rank=1, step=27)
-
-    def train(run: ed.Run) -> None:
-        ray_internals.are_known = lambda: False  # in the worker too
-        jobs.make_train(fault, str(folder / "held-out"))(run)
-
-    result = fit(folder, "unknown", 2, train=train)
-    assert_same(result, calm)
-    assert [each["first_step"] for each in result.summary["generations"]] == [0, 20]
 
 
 def drive(folder: Path, name: str, *how: str, workers: int = 2) -> subprocess.CompletedProcess[str]:

@@ -11,10 +11,8 @@ DEAD = "its process ended"
 BROKEN = "connection closed by peer"
 
 
-def member(name: str, node: str = "n", group: str = "g", size: int = 2, rank: int = 0) -> Member:
-    return Member(
-        id=name, group=group, group_size=size, rank_in_group=rank, node=node, node_id=f"id of {node}", pid=100 + rank
-    )
+def member(name: str, node: str = "n", size: int = 2, rank: int = 0) -> Member:
+    return Member(id=name, group_size=size, rank_in_group=rank, node=node, node_id=f"id of {node}", pid=100 + rank)
 
 
 class MembershipHarness:
@@ -32,7 +30,6 @@ class MembershipHarness:
         step: int | None = None,
         *,
         node: str = "n",
-        group: str = "g",
         between_steps: bool = True,
         resumable: bool = True,
         failure: str | None = None,
@@ -40,7 +37,7 @@ class MembershipHarness:
         committed: int | None = None,
     ) -> str | None:
         rank = len(self.members) if rank is None else rank
-        known = self.members.setdefault(name, member(name, node, group, self.size, rank))
+        known = self.members.setdefault(name, member(name, node, self.size, rank))
         arrival = JoinRequest(
             member=known,
             step=step,

@@ -22,7 +22,6 @@ Play = Callable[..., Any]
 def member(group: str, rank: int, size: int = 2) -> Member:
     return Member(
         id=f"{group}{rank}",
-        group=group,
         rank_in_group=rank,
         group_size=size,
         node=f"10.0.0.{rank}",

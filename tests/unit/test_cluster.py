@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from types import SimpleNamespace
@@ -12,9 +11,9 @@ import pytest
 import ray
 
 from elastic_ddp.driver import cluster
-from elastic_ddp.driver.cluster import connect_or_start
+from elastic_ddp.driver.cluster import connect, connect_or_start
+from elastic_ddp.driver.trainer import ElasticTrainer
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.ray_internals import are_known
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:70000", "no-such-host.invalid:1"])
@@ -33,13 +32,11 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.Mon
 def ray_is(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ray as it would be: on its `head`, or not, and an `error` stands for one that cannot be found."""
     ray_is = SimpleNamespace(is_head=True, address="10.0.0.9:6379", error=None, up=False)
-    ray_is.session = f"/tmp/ray/session_1_{os.getpid()}"
 
-    def init(**_: Any) -> Any:
+    def init(**_: Any) -> None:
         if ray_is.error is not None:
             raise ray_is.error
         ray_is.up = True
-        return SimpleNamespace(address_info={"session_dir": ray_is.session})
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr("ray._private.worker._global_node", SimpleNamespace(is_head=lambda: ray_is.is_head))
@@ -86,13 +83,19 @@ def test_a_cluster_that_a_driver_started_is_alone_for_its_next_run_too(ray_is: A
     assert not connect_or_start(notes.append)
 
 
-@pytest.mark.parametrize("version", [ray.__version__, "9.9.9"])
-def test_a_cluster_that_others_started_may_grow(ray_is: Any, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """Also where who started it has the same pid in another container, as far as that can be told."""
-    monkeypatch.setattr(ray, "__version__", version)
+def test_a_cluster_that_another_process_started_may_grow(ray_is: Any) -> None:
     notes: list[str] = []
     ray_is.is_head = False
-    if not are_known():
-        ray_is.session = "/tmp/ray/session_1_1"
     assert not connect_or_start(notes.append) and not connect_or_start(notes.append)
     assert len(notes) == 1 and notes[0].startswith("using Ray at 10.0.0.9:6379 ")
+
+
+@pytest.mark.parametrize("version", ["2.59.1", "2.61.0", "2.600.0", "3.0.0.dev0"])
+def test_another_ray_version_is_refused_with_the_version_to_install(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(ray, "__version__", version)
+    message = rf"Ray {re.escape(version)} is installed.*ray==2\.60\.\*.*pip install 'ray\[train\]==2\.60\.\*'"
+    for start in (connect, lambda: ElasticTrainer(print, "data", {})):
+        with pytest.raises(ConfigError, match=message):
+            start()

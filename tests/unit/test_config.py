@@ -65,6 +65,11 @@ def test_an_unknown_setting_like_no_other_is_answered_with_all_of_them() -> None
     assert all(setting in message for setting in RunConfig.model_fields)
 
 
+def test_a_removed_setting_is_refused_with_what_to_do_about_it() -> None:
+    message = refusal(in_place=False)
+    assert message.startswith("in_place=False: ") and "removed" in message and "delete the line" in message
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

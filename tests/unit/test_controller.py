@@ -28,7 +28,7 @@ from elastic_ddp.ray_internals.controller import (
     LEAVE_WITHIN_S,
     PAUSES_S,
     ROOM_WITHIN_S,
-    InPlaceController,
+    ElasticController,
     counts_as_failure,
 )
 from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy
@@ -101,7 +101,7 @@ def a_worker(name: str, node_id: str = "healthy") -> Any:
 @pytest.fixture
 def controller(clock: Clock) -> Any:
     """One of a run on exactly three workers, whose failure policy always has another try."""
-    controller: Any = object.__new__(InPlaceController)
+    controller: Any = object.__new__(ElasticController)
     controller._num_failed, controller._have_trained, controller._not_before = 0, set(), 0.0
     controller._failed_start = None
     controller._wanted, controller._hurry, controller._limit, controller._dismissed_at = None, False, 0, {}
@@ -188,7 +188,7 @@ def test_at_the_end_ray_train_takes_over_from_those_who_were_not_let_go(
     controller: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = FakeGroup("abc")
-    monkeypatch.setattr(InPlaceController.__base__, "_step", mock.AsyncMock(return_value=mock.sentinel.over))
+    monkeypatch.setattr(ElasticController.__base__, "_step", mock.AsyncMock(return_value=mock.sentinel.over))
     over = NOBODY._replace(is_over=True, dismissed=["b"])
     assert look(controller, group, over, done="ac") is mock.sentinel.over
     assert str(group) == "ac"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ddp.rendezvous.membership import GATHER_S, LEFT, LONG_GONE, PATIENCE_S, SETTLE_S, SUPERSEDED
+from elastic_ddp.rendezvous.membership import GATHER_S, LEFT, LONG_GONE, PATIENCE_S, SETTLE_S
 from tests.unit.membership_harness import BROKEN, DEAD, MembershipHarness, club_of, member
 
 # The first generation.
@@ -541,38 +541,6 @@ def test_rank_0_is_a_survivor_if_there_is_one_and_newcomers_rank_after_those_of_
     club.membership.lose("a", DEAD)
     club.all_arrive("cb", 5)
     assert club.names() == ["b", "c", "e", "d"]
-
-
-# Groups.
-
-
-def test_a_restarted_group_supersedes_the_one_before() -> None:
-    club = club_of("ab")
-    assert club.arrive("c", group="h") is None
-    assert club.membership.failed() == {"a": SUPERSEDED, "b": SUPERSEDED}
-    assert club.form() is None
-    assert club.arrive("d", group="h") is None
-    generation = club.formed()
-    assert ([each.id for each in generation.members], generation.reason) == (["c", "d"], "worker lost")
-    assert generation.source is None
-
-
-def test_a_late_member_of_an_old_group_is_refused_and_takes_nobodys_place() -> None:
-    club = MembershipHarness(size=2)
-    club.arrive("a", group="g")
-    club.arrive("c", group="h")
-    assert club.arrive("b", group="g") == SUPERSEDED  # it never came before
-    assert club.arrive("a", group="g", failure=BROKEN) == SUPERSEDED
-    assert club.membership.failure is None
-    assert club.form() is None
-    club.arrive("d", group="h")
-    assert club.names() == ["c", "d"]
-
-
-def test_a_newcomer_of_the_same_group_supersedes_nobody() -> None:
-    club = club_of("ab")
-    assert club.arrive("c", group="g") is None
-    assert club.membership.failed() == {}
 
 
 # Reasons.

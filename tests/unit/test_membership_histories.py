@@ -46,7 +46,7 @@ class Histories(RuleBasedStateMachine):
     )
     def begin(self, size: int, max_workers: int, min_workers: int) -> None:
         min_workers = min(min_workers, max_workers)
-        self.group, self.size = 0, size
+        self.size = size
         self.membership = Membership(min_workers=min_workers, max_workers=max_workers)
         for _ in range(size):
             self.a_worker_starts(node="x")
@@ -90,7 +90,7 @@ class Histories(RuleBasedStateMachine):
     def a_worker_starts(self, node: str) -> None:
         self.number += 1
         name = str(self.number)
-        new = member(name, node, f"g{self.group}", self.size, rank=self.number)
+        new = member(name, node, self.size, rank=self.number)
         self.workers[name] = Worker(new, self.now)
         self.says_arrival(self.workers[name])
         self.form()
@@ -180,11 +180,12 @@ class Histories(RuleBasedStateMachine):
         self.form()
 
     @rule()
-    def the_group_is_started_again(self) -> None:
-        self.group += 1
+    def all_workers_die_and_others_start(self) -> None:
         self.broken = self.broken or bool(self.survivors())
         for each in self.workers.values():
-            each.alive = False
+            if each.alive:
+                each.alive = False
+                self.membership.lose(each.member.id, DEAD)
         for _ in range(self.size):
             self.a_worker_starts(node="x")
 

@@ -12,7 +12,7 @@ from elastic_ddp.rendezvous import membership as membership_module
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.heartbeat import Heartbeat
 from elastic_ddp.rendezvous.members import RESIZE
-from elastic_ddp.rendezvous.membership import LEFT, SUPERSEDED
+from elastic_ddp.rendezvous.membership import LEFT
 from elastic_ddp.rendezvous.messages import NOTHING, Ended, PlannedAssignment, RendezvousOptions, Signals
 from tests.unit.rendezvous_harness import BROKEN, Play, events_of, heard, join, joined, member, started, until_held
 
@@ -153,22 +153,6 @@ def test_a_loss_is_recorded_once_with_its_generation(play: Play) -> None:
         assert [(each["generation"], each["reported_by"], each["error"]) for each in failure] == [
             (1, "a1", "rank 1 saw it")
         ]
-
-    play(scenario)
-
-
-def test_members_of_a_group_that_was_started_again_are_told_that_it_is_over(play: Play, long_polls: None) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        await started(rendezvous)
-        survivor = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5, failure=BROKEN))
-        training = asyncio.create_task(heard(rendezvous, member("a", 1), 1, lambda signals: signals.ended))
-        await until_held(survivor, training)
-        replaced = await started(rendezvous, "b")
-        assert [answer.reason for answer in replaced] == ["worker lost", "worker lost"]
-        assert [answer.generation for answer in replaced] == [2, 2]
-        assert await survivor == Ended(SUPERSEDED)
-        assert (await training).ended == SUPERSEDED
-        assert await join(rendezvous, member("a", 1), after=1, step=5, failure=BROKEN) == Ended(SUPERSEDED)
 
     play(scenario)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from dataclasses import replace
 
 import pytest
 
 from elastic_ddp.distributed.process_group import Assignment
-from elastic_ddp.rendezvous.actor import TICK_S, Rendezvous
-from elastic_ddp.rendezvous.messages import NOTHING, Ended, RendezvousOptions, Signals
+from elastic_ddp.rendezvous.actor import Rendezvous
+from elastic_ddp.rendezvous.messages import NOTHING, RendezvousOptions, Signals
 from tests.unit.rendezvous_harness import Play, events_of, join, joined, member, started, where
 
 
@@ -149,95 +147,6 @@ def test_a_worker_that_never_comes_is_given_up(play: Play, monkeypatch: pytest.M
         assert await events_of(rendezvous, "worker_lost") == []
 
     play(scenario, hang_options(0.3))
-
-
-NOT_IN_PLACE = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, in_place=False)
-
-
-@pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Actors that were killed, which are strings here."""
-    actors: list[str] = []
-    monkeypatch.setattr("elastic_ddp.rendezvous.actor.ray.kill", actors.append)
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.START_S", 0.0)
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.1)
-    return actors
-
-
-async def with_actors(rendezvous: Rendezvous, *members: str) -> None:
-    for each in members:
-        await rendezvous.pulse_address(each, f"actor of {each}")
-
-
-async def some_ticks() -> None:
-    await asyncio.sleep(4 * TICK_S)
-
-
-def test_without_a_controller_that_asks_a_worker_that_hangs_is_killed(play: Play, killed: list[str]) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        await with_actors(rendezvous, "a0", "a1")
-        await started(rendezvous)
-        await rendezvous.listen(member("a", 0), 1, None, where(7, "reduction"))
-        await rendezvous.listen(member("a", 1), 1, None, where(7, "forward"))
-        while not killed:
-            await asyncio.sleep(0.01)
-        await rendezvous.retire(member("a", 0))  # as it does when its function returns
-        await some_ticks()
-        assert killed == ["actor of a1"], "and nobody else, and that once"
-
-    play(scenario, replace(NOT_IN_PLACE, hang_timeout_s=0.3))
-
-
-def test_without_a_controller_that_asks_a_worker_that_never_comes_is_killed(play: Play, killed: list[str]) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        await with_actors(rendezvous, "a0", "a1", "a2")
-        await started(rendezvous)
-        for number in itertools.count():  # training goes on
-            if killed:
-                break
-            await rendezvous.listen(member("a", 0), 1, None, where(number, "forward"))
-        assert killed == ["actor of a2"]
-        (failure,) = await events_of(rendezvous, "newcomer_lost")
-        assert "not ready to train 0.3 s after its start (hang_timeout_s)" in failure["error"]
-
-    play(scenario, replace(NOT_IN_PLACE, hang_timeout_s=0.3))
-
-
-def test_a_worker_that_is_presumed_dead_and_comes_back_is_killed_all_the_same(play: Play, killed: list[str]) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        await with_actors(rendezvous, "a0", "a1")
-        await started(rendezvous)
-        await rendezvous._on_lost("a1", "it was silent for 30 s")
-        assert isinstance(await join(rendezvous, member("a", 1), 1, 5), Ended)
-        await rendezvous.retire(member("a", 1))  # or it would return as if all were well, and nobody replace it
-        await some_ticks()
-        assert killed == ["actor of a1"]
-
-    play(scenario, NOT_IN_PLACE)
-
-
-def test_a_worker_that_fails_by_itself_is_left_to_raise_its_error(play: Play, killed: list[str]) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        await with_actors(rendezvous, "a0", "a1", "a2")
-        await started(rendezvous)
-        await rendezvous.retire(member("a", 1))
-        assert not await rendezvous.end(member("a", 2), None, {"status": "failed", "error": "no room on its device"})
-        await some_ticks()
-        assert not killed
-
-    play(scenario, NOT_IN_PLACE)
-
-
-def test_nobody_is_killed_when_the_run_is_over(play: Play, killed: list[str]) -> None:
-    async def scenario(rendezvous: Rendezvous) -> None:
-        await with_actors(rendezvous, "a0", "a1")
-        await started(rendezvous)
-        await rendezvous.end(member("a", 0), None, {"status": "finished"})
-        await rendezvous._on_lost("a1", "its process ended")
-        await some_ticks()
-        assert not killed, "or Ray Train would start a group again for a run that is over"
-
-    play(scenario, NOT_IN_PLACE)
 
 
 def test_waiting_for_workers_is_no_hang_however_long_it_takes(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:

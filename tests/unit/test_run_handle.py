@@ -20,7 +20,7 @@ class LiveRun(RunHandle):
 
     def _ask(self, what: str, *arguments: Any) -> Any:
         if what == "status":
-            return {"in_place": True, "min_workers": 1, "max_workers": 4, "members": []}
+            return {"min_workers": 1, "max_workers": 4, "members": []}
         self.asked.append((what, *arguments))
         return []
 

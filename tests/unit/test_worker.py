@@ -28,7 +28,7 @@ from tests.unit.single_worker import CPU, PEER_FAILURE, FakeClient, Model, NewRu
 
 Train = Callable[[Run], Any]
 LIMIT_S = 20.0
-MEMBER = Member(id="m", group="g", group_size=1, rank_in_group=0, node="203.0.113.1", node_id="n", pid=1)
+MEMBER = Member(id="m", group_size=1, rank_in_group=0, node="203.0.113.1", node_id="n", pid=1)
 CONTEXT = WorkerContext(MEMBER, CPU, {"CPU": 4.0})
 
 
