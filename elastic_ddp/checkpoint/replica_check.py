@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from torch.distributed.checkpoint.planner import WriteItem
 from zlib_ng import zlib_ng
 
+from elastic_ddp import torch_internals
 from elastic_ddp.checkpoint.manifest import padded
 from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.errors import ReplicasDifferError, shorten
@@ -67,7 +68,7 @@ class Sampler:
             for (_, start, stop), piece in zip(self._places, pieces, strict=True)
         ]
         if pieces:
-            torch._foreach_copy_(held, pieces, non_blocking=True)
+            torch_internals.copy_pairwise(held, pieces)
         if any(piece.is_cuda for piece in pieces):
             torch.cuda.current_stream().synchronize()
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 from zlib_ng import zlib_ng
 
+from elastic_ddp import torch_internals
 from elastic_ddp.checkpoint.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_MANIFEST_VALUES,
@@ -52,10 +53,6 @@ SLAB_BYTES = 512 << 20
 for it again if later pieces are as large, as most of them are then, whatever the share."""
 PARALLEL_OBJECTS = 8
 """Objects that a rank writes at the same time; a storage sends the pieces of a large one at the same time, too."""
-
-_EXTRA_STATE = "_extra_state"
-"""In the names of what modules keep beside tensors, which may be anything: nothing keeps that alike on all ranks, so it
-is taken from rank 0, whole."""
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 
@@ -236,7 +233,7 @@ class BlockWriter:
             self._lay_out(plan, planner)
         blocks = planner.blocks(self._boxes)
         if blocks:
-            torch._foreach_copy_(self._places, blocks, non_blocking=True)
+            torch_internals.copy_pairwise(self._places, blocks)
         if any(block.is_cuda for block in blocks):
             torch.cuda.current_stream().synchronize()
 
@@ -350,7 +347,8 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Te
 
 
 def _may_differ(name: str) -> bool:
-    return _EXTRA_STATE in name.split(".")
+    """Whether ranks may hold different values: nothing keeps the extra state of modules equal. Rank 0 writes it."""
+    return torch_internals.EXTRA_STATE in name.split(".")
 
 
 def _encoded(skeletons: dict[str, Any]) -> bytes:

@@ -15,6 +15,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_singl
 from elastic_ddp.distributed.reduction_tree import Node, insert, maximal_subtrees, root
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import in_a_row
+from elastic_ddp.torch_internals import buffers_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By bytes. Other elements are as long as an int64, or twice as long."""
@@ -31,9 +32,9 @@ def own_buffers(module: torch.nn.Module) -> None:
     into it, and what is restored."""
     owned: dict[int, torch.Tensor] = {}
     for part in module.modules():
-        for name, buffer in part._buffers.items():
+        for name, buffer in buffers_of(part).items():
             if buffer is not None and _shares_memory(buffer):
-                part._buffers[name] = owned.setdefault(id(buffer), buffer.contiguous())
+                buffers_of(part)[name] = owned.setdefault(id(buffer), buffer.contiguous())
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,7 @@ class StepBuffers:
     def begin(self) -> None:
         """Remembers what the step starts from."""
         everything = [
-            (owner, name, buffer) for owner in self._module.modules() for name, buffer in owner._buffers.items()
+            (owner, name, buffer) for owner in self._module.modules() for name, buffer in buffers_of(owner).items()
         ]
         self._absent = [(owner, name) for owner, name, buffer in everything if buffer is None or not buffer.numel()]
         self._check_known({(id(owner), name) for owner, name, _ in everything})
@@ -88,17 +89,17 @@ class StepBuffers:
                 start from; or gave one another shape.
         """
         for owner, name in self._absent:
-            if (filled := owner._buffers.get(name)) is not None and filled.numel():
+            if (filled := buffers_of(owner).get(name)) is not None and filled.numel():
                 raise _refusal(owner, name, "was None or empty before a forward filled it")
         # What the first forward has made is found before the step counts, is committed or handed on, and what another
         # one has when the next step begins.
         if not self._is_checked:
-            self._check_known({(id(owner), name) for owner in self._module.modules() for name in owner._buffers})
+            self._check_known({(id(owner), name) for owner in self._module.modules() for name in buffers_of(owner)})
             self._is_checked = True
         starts = self._start + self._others_start
         if not starts:
             return
-        found = [owner._buffers[name] for owner, name, _ in self._places]
+        found = [buffers_of(owner)[name] for owner, name, _ in self._places]
         ends = [start if now is None else now.detach() for now, start in zip(found, starts, strict=True)]
         for (owner, name, _), end, start in zip(self._places, ends, starts, strict=True):
             if end.shape != start.shape:
@@ -124,7 +125,7 @@ class StepBuffers:
         given its values."""
         if self._known is not None and (new := places - self._known):
             for owner in self._module.modules():
-                for name in owner._buffers:
+                for name in buffers_of(owner):
                     if (id(owner), name) in new:
                         raise _refusal(owner, name, "was made by a forward")
         self._known = places
@@ -137,7 +138,7 @@ class StepBuffers:
         """The buffers as they were at the start of the step, in their places."""
         starts = self._start + self._others_start
         for (owner, name, buffer), start, touched in zip(self._places, starts, changed, strict=True):
-            owner._buffers[name] = buffer
+            buffers_of(owner)[name] = buffer
             if touched:
                 buffer.copy_(start)
 

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from elastic_ddp import torch_internals
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, insert, maximal_subtrees, root
 
 
 def _add_lists(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
-    torch._foreach_add_(left, right)
+    torch_internals.add_pairwise(left, right)
     return left
 
 

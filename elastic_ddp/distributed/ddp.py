@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.canonical_reduction import CanonicalReduction
 from elastic_ddp.distributed.prepared_model import PreparedModel
@@ -19,7 +20,7 @@ from elastic_ddp.errors import ConfigError
 
 def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
     """Changes whenever something is added to the gradient."""
-    return None if gradient is None else (id(gradient), gradient._version)
+    return None if gradient is None else (id(gradient), torch_internals.version(gradient))
 
 
 class DDPStrategy(Strategy):

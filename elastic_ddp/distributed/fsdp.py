@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
+from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.fsdp_units import Place, check_parts, places_of
 from elastic_ddp.distributed.prepared_model import PreparedModel
@@ -29,6 +28,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.strategy import Strategy, unused
 from elastic_ddp.tensors.state_tree import Layout, gather_full
 
+BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_AS_A_WHOLE = replace(BF16, output_dtype=torch.float32)
@@ -66,7 +66,7 @@ class FSDPStrategy(Strategy):
         inside, outside = (BF16, BF16_AS_A_WHOLE) if self._is_bf16 else (FP32, FP32)
         parts = [each for each in module.modules() if each is not module]
         # As FSDP1 did it: statistics are in fp32, and a normalization takes parameters of their dtype.
-        norms = [each for each in parts if isinstance(each, _BatchNorm)] if self._is_bf16 else []
+        norms = [each for each in parts if isinstance(each, BATCH_NORMS)] if self._is_bf16 else []
         units = [each for each in parts if self._model.is_unit(each) and each not in norms]
         policies = [*((each, FP32) for each in norms), *((each, inside) for each in reversed(units)), (module, outside)]
         places = places_of(module, {each for each, _ in policies})
@@ -170,7 +170,7 @@ class FSDPStrategy(Strategy):
         its group, with all its threads and connections.
         """
         if self._mesh is not None:
-            getattr(self._mesh, "_pg_registry", {}).clear()  # private, and seen in torch 2.13
+            torch_internals.release_groups(self._mesh)
 
 
 def _leaves(loss: torch.Tensor) -> set[torch.Tensor | None] | None:
@@ -200,7 +200,7 @@ def _use_instead(
         group["params"] = [replaced[each] for each in group["params"]]
     kept = {each: optimizer.state.pop(each) for each in replaced if each in optimizer.state}
     for each, state in kept.items():
-        optimizer.state[replaced[each]] = tree_map(partial(_like, parameter=replaced[each]), state)
+        optimizer.state[replaced[each]] = torch_internals.map_tree(partial(_like, parameter=replaced[each]), state)
 
 
 def _like(value: Any, parameter: torch.nn.Parameter) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic_ddp import torch_internals
 from elastic_ddp.errors import ConfigError
 
 
@@ -65,7 +66,7 @@ def check_parts(places: list[Place]) -> None:
                 f"parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and FSDP shards "
                 "contiguous ones; build it as torch.nn.Parameter(tensor.contiguous()), and leave memory_format out"
             )
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if torch_internals.has_gradient_hooks(parameter):
             raise ConfigError(
                 f"parameter {name} has hooks on its gradient, and FSDP replaces parameters by shards, which have none; "
                 "change gradients in the loop, between step.backward and the clipping, or hook a module instead"

@@ -42,6 +42,7 @@ class PreparedModel(torch.nn.Module):
         self.is_unit = is_unit
         self.module = module
         self.use_replica(None)
+        self.is_built = True
 
     def use_replica(self, replica: DistributedDataParallel | None) -> None:
         """Sets what forward goes through; None for the user's model itself, without synchronization."""
@@ -64,7 +65,7 @@ class PreparedModel(torch.nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "module" not in self.__dict__.get("_modules", {}) or name in self.__dict__ or hasattr(type(self), name):
+        if "is_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)

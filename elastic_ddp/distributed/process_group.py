@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic_ddp import torch_internals
 from elastic_ddp.distributed.sockets import Socket, shut_down, tcp_sockets
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.errors import PeerFailedError
@@ -175,7 +176,7 @@ class ProcessGroup:
         own.wait(["all"])
         # Peers look for each other in the store under the group's number in its process, and torch counts one that
         # could not be formed too: who failed once would never meet who did not.
-        dist.distributed_c10d._world.group_count = 0
+        torch_internals.restart_group_numbers()
         if has_nccl:
             # A collective that breaks is cut by us. By default torch ends the process.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -187,12 +188,11 @@ class ProcessGroup:
             timeout=datetime.timedelta(seconds=forming_s),
         )
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        dist.distributed_c10d._set_pg_timeout(self._timeout)  # of collectives, and not of messages
+        torch_internals.set_collective_timeout(self._timeout)  # of collectives, and not of messages
         everyones.set_timeout(datetime.timedelta(seconds=forming_s))  # a peer that fails here may not be missed yet
         self._sockets = self._find_sockets(own, before)
         if has_nccl:
-            assert dist.group.WORLD is not None
-            self._nccl = dist.group.WORLD._get_backend(self.device)
+            self._nccl = torch_internals.default_backend(self.device)
         if self._is_cut:
             raise PeerFailedError("a peer was lost while the group was formed")
         dist.barrier()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from elastic_ddp import torch_internals
 from elastic_ddp.errors import CheckpointError, format_exception
 
 Layout = Callable[[str], torch.Tensor | None]
@@ -154,7 +155,7 @@ class _Flattener:
             if kind is defaultdict:
                 return {"kind": "defaultdict", "value": pairs, "factory": self._factory(value, path)}
             # A module's state_dict carries the versions of its layers in this attribute.
-            metadata = self.encode(getattr(value, "_metadata", None), (*path, "_metadata"))
+            metadata = self.encode(torch_internals.layer_versions(value), (*path, "_metadata"))
             return {"kind": "ordered_dict", "value": pairs, "metadata": metadata}
         finally:
             self._open.discard(id(value))
@@ -254,7 +255,7 @@ def _decode(node: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
         case "ordered_dict":
             ordered = OrderedDict(_pairs(body, tensors, depth))
             if node["metadata"] is not None:
-                ordered._metadata = _decode(node["metadata"], tensors, depth + 1)  # type: ignore[attr-defined]
+                torch_internals.set_layer_versions(ordered, _decode(node["metadata"], tensors, depth + 1))
             return ordered
         case "counter":
             return Counter(dict(_pairs(body, tensors, depth)))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
+from elastic_ddp import torch_internals
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.step_agreement import EMPTY_CHAIN, chain
 from elastic_ddp.errors import CheckpointError, ConfigError, shorten
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST = 2**62
-_EXTRA_STATE = "_extra_state"
 """What torch calls in a state dict that of a module's `get_extra_state`. It may be anything, and nobody converts it."""
 
 
@@ -193,7 +193,8 @@ class TrainState:
             model = self.module.state_dict()
             # Those that are not persistent have nobody else who would look.
             buffers = {name: buffer for name, buffer in self.module.named_buffers() if name not in model}
-            tensors = {name: each for name, each in model.items() if name.rpartition(".")[2] != _EXTRA_STATE}
+            extra = torch_internals.EXTRA_STATE
+            tensors = {name: each for name, each in model.items() if name.rpartition(".")[2] != extra}
             if changed := [*_retyped(tensors, state["model"]), *_retyped(buffers, state["buffers"], strict=True)]:
                 raise ValueError(shorten(changed, separator="; "))
             self.module.load_state_dict(state["model"])
@@ -276,11 +277,9 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
     """Torch's own loader gives floating-point state the dtype of its parameter, and makes something else of text: what
     it changed is put back as it was saved. One that loads in its own way, or has hooks for that, knows what it does."""
     optimizer.load_state_dict(dict(saved))
-    has_own_way = (
-        type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
-        or optimizer._optimizer_load_state_dict_pre_hooks
-        or optimizer._optimizer_load_state_dict_post_hooks
-    )
+    has_own_way = type(
+        optimizer
+    ).load_state_dict is not torch.optim.Optimizer.load_state_dict or torch_internals.has_load_hooks(optimizer)
     if has_own_way:
         return
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -327,8 +326,9 @@ def _check_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler, saved: Map
     if not _is_torchs(scheduler):  # a user's may get attributes when it steps
         own |= {name for name in saved if not hasattr(scheduler, name)}
     _check_keys("scheduler", scheduler, saved, own)
-    for inner, each in zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False):
-        _check_scheduler(inner, each)
+    inner = torch_internals.inner_schedulers(scheduler), torch_internals.inner_scheduler_states(saved)
+    for inner_scheduler, state in zip(*inner, strict=False):
+        _check_scheduler(inner_scheduler, state)
 
 
 def _is_torchs(thing: object) -> bool:

@@ -11,6 +11,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.device_mesh
 
 import elastic_ddp
 
@@ -30,6 +32,7 @@ ORDER = [
     "storage",
     "tensors",
     "config",
+    "torch_internals",
     "signals",
     "errors",
 ]
@@ -39,6 +42,8 @@ MAY_IMPORT_RAY = {"cli", "driver", "worker", "data", "ray_internals", "rendezvou
 
 KNOWS_RAYS_INTERNALS = "elastic_ddp.ray_internals"
 """They change with every release of Ray, so one package has them all, and no other Ray than its own is shown to it."""
+
+KNOWS_TORCHS_INTERNALS = "elastic_ddp.torch_internals"
 
 WRITES_ONLY = {"ray.cloudpickle.register_pickle_by_value"}
 RUNS_CODE_WHEN_IT_READS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "cPickle", "_pickle"}
@@ -140,6 +145,28 @@ def test_private_modules_of_ray_are_touched_in_one_place(name: str) -> None:
         if each.split(".")[0] == "ray" and any(piece.startswith("_") for piece in each.split(".")[1:])
     }
     assert not private or f"{name}.".startswith(f"{KNOWS_RAYS_INTERNALS}."), f"{name} touches {sorted(private)}"
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Private names that a module imports, or reads from other objects than its own."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            names = [ast.unparse(node.args[1]).strip("'")]
+        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
+
+
+def test_private_names_of_torch_are_used_in_one_module() -> None:
+    dist = torch.distributed
+    owners = [torch, torch.utils, torch.Tensor(), torch.nn.Module(), torch.nn.modules.batchnorm]
+    owners += [torch.optim.SGD([torch.zeros(1)]), dist.device_mesh.DeviceMesh, dist.ProcessGroup, dist.distributed_c10d]
+    private = {name for owner in owners for name in dir(owner)} | {"_pg_registry", "_schedulers", "_metadata"}
+    for name in modules().keys() - {KNOWS_TORCHS_INTERNALS}:
+        assert not private.intersection(private_names(modules()[name])), name
 
 
 @pytest.mark.parametrize("name", modules())
