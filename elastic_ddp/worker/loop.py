@@ -212,7 +212,7 @@ class Loop:
             raise ConfigError("run.evaluate was called before run.steps(); call it inside the loop or after it")
         if self.rank == 0:
             self.client.say("evaluating", generation=part.generation.number, name=name)
-        if step is not None and step.is_under_way:  # a part of it: where a peer is lost here, it comes again
+        if step is not None and step.in_progress:  # a part of it: where a peer is lost here, it comes again
             with step.capture_first_error():
                 value = figure(part.generation)
         else:

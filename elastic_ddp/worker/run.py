@@ -1,4 +1,4 @@
-"""What a user's training function is given: the run, as one worker sees it."""
+"""`Run`: what a training function receives. One worker's view of the run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,23 @@ Prepared = TypeVar("Prepared")
 
 
 class Run:
-    """A run inside a worker. `prepare` what trains, then loop over `steps()`.
+    """The argument of the training function: prepare what trains, then loop over `steps()`.
+
+    Example:
+        ```python
+        def train(run: ed.Run):
+            model = run.prepare(Net())
+            optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=3e-4))
+            for step in run.steps():
+                with step:
+                    for batch in step.micro_batches():
+                        step.backward(loss_fn(model, batch))
+                    step.optimize()
+        ```
 
     Attributes:
         config: the run's configuration.
-        device: where this worker trains.
+        device: the device that this worker trains on.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -39,26 +51,28 @@ class Run:
         self._loop, self._state = loop, loop.state
 
     def prepare(self, thing: Prepared, *, shard: ShardBy | None = None) -> Prepared:
-        """Makes a model, an optimizer or a scheduler part of the run; every rank calls it in the same order.
+        """Adds a model, an optimizer, or a scheduler to the run.
 
-        A model is moved to the device and comes back wrapped (`PreparedModel`): replicated by DDP or sharded by FSDP,
-        with bf16 where the configuration says so. Optimizers and schedulers come back as they are, and are stepped,
-        saved and restored by the run. State of an interrupted run is restored when `steps()` starts, which is also when
-        a model is sharded, or refused by the name of a parameter that cannot be; the optimizer then has the sharded
-        parameters in the place of those it was built from, and whatever else took those has not (take them in the loop,
-        from the model). With FSDP this is done again whenever membership changes, with a model built anew.
+        Call it on every rank, in the same order, before `steps()`. `Step.optimize` steps what was prepared; commits
+        save and restore it. Restored values are in place from the first step on.
+
+        With `strategy = "fsdp"`, `steps()` replaces the parameters by shards, also in the optimizer. Other references
+        to parameters that were taken before the loop are stale.
 
         Args:
-            thing: what to prepare.
-            shard: for a model and `strategy = "fsdp"`: the parts of it that are gathered one at a time, as a class of
-                modules, several, or a callable from a module to whether it is one; beside `fsdp.shard_classes`.
+            thing: a model, an optimizer of its parameters, or a scheduler of a prepared optimizer.
+            shard: for FSDP, the submodules to shard as one unit each: a class, a tuple of classes, or a function from
+                a module to a bool. Adds to `fsdp.shard_classes`.
+
+        Returns:
+            The model, moved to `device` and wrapped for DDP or FSDP; an optimizer or scheduler unchanged.
 
         Raises:
-            ConfigError: a second model, an optimizer of other parameters, a scheduler of another optimizer, no part to
-                shard where some were named, or anything else; `register` is for other things with state.
+            ConfigError: the run cannot train `thing`: a second model, an optimizer of other parameters, a scheduler of
+                an optimizer that was not prepared, an unsupported type, or no submodule matches `shard`.
         """
         if self._loop.has_begun:
-            raise ConfigError("run.prepare was called inside run.steps(); prepare everything before the loop")
+            raise ConfigError("run.prepare was called inside run.steps(). Prepare everything before the loop.")
         if isinstance(thing, torch.nn.Module):
             return self._prepare_model(thing, shard)  # type: ignore[return-value]
         if isinstance(thing, torch.optim.Optimizer):
@@ -67,16 +81,15 @@ class Run:
             self._state.add_scheduler(thing)
         else:
             raise ConfigError(
-                f"run.prepare got a {type(thing).__name__}; it takes a model, an optimizer or a scheduler. "
-                "Use run.register(name, thing) for other things with state"
+                f"run.prepare got a {type(thing).__name__}; it takes a model, an optimizer, or a scheduler. "
+                "Use run.register(name, thing) for other objects with state."
             )
         return thing
 
     def _prepare_model(self, module: torch.nn.Module, shard: ShardBy | None) -> PreparedModel:
         if self._state.model is not None:
             raise ConfigError(
-                "run.prepare got a second model; write a torch.nn.Module that holds the parts and whose forward calls "
-                "them, and prepare that"
+                "run.prepare got a second model. Prepare one torch.nn.Module that holds both and calls them in forward."
             )
         check_model(module)
         is_replicated = self.config.strategy == "ddp"
@@ -91,67 +104,73 @@ class Run:
         return self._state.model
 
     def load_weights(self, uri: str, *, step: int | None = None, strict: bool = True) -> None:
-        """Has the run begin with the weights of another run, for fine-tuning: the `state_dict` of the model, and
-        nothing of its optimizer or its position. Every rank calls it, after `prepare(model)`.
+        """Starts the run from the model weights of another run, for fine-tuning.
 
-        It is for the beginning of a run: one that has a commit of its own goes on from that, and a worker that comes
-        later gets what the others have. They are read when `steps()` begins, by all ranks together; the other run may
-        go on meanwhile. What is not there, does not fit the model, or cannot be used, is said then, before the first
-        step.
+        Call it on every rank, after `prepare(model)` and before `steps()`. The weights are read when `steps()` begins,
+        and only at step 0: a run that has a commit of its own resumes from that. The optimizer and the position in the
+        data start afresh. The other run may still be training.
 
         Args:
-            uri: the other run's folder, `<storage>/<name>`. A relative path begins at the worker's working directory.
-            step: of its commit; by default the newest that can be used.
-            strict: refuse names that only one of the two has. Otherwise those are logged, and in the ledger, and one of
-                them at least has to be the same. Shapes have to be the same in any case; other dtypes are converted to
-                the model's, which is logged, too.
+            uri: the other run's folder, `<storage>/<name>`; relative paths start at the worker's working directory.
+            step: the step of the commit to read; by default the newest that is intact.
+            strict: require the same parameter and buffer names. If false, names that only one model has are logged, and
+                at least one name must match. Shapes must always match; dtypes are converted, and that is logged.
 
         Raises:
-            ConfigError: it came before a model was prepared, or inside the loop. From `steps()`: there is no such
-                commit, or it does not fit the model; the names that are missing there, or unexpected, are said.
-            CheckpointError: from `steps()`: none can be used.
+            ConfigError: called before `prepare(model)` or inside the loop. Raised by `steps()` if there is no such
+                commit or it does not fit the model.
+            CheckpointError: raised by `steps()` if no commit is intact.
         """
         if self._loop.has_begun:
-            raise ConfigError("run.load_weights was called inside run.steps(); call it before the loop")
+            raise ConfigError("run.load_weights was called inside run.steps(). Call it before the loop.")
         if self._state.model is None:
-            raise ConfigError("run.load_weights came before a model was prepared; call run.prepare(model) first")
+            raise ConfigError("run.load_weights was called before a model was prepared. Call run.prepare(model) first.")
         weights = Weights(Storage(uri).uri, step, strict)
         module, client = self._state.module, self._loop.client
         self._state.begin_with = lambda group: weights.load(module, group, client.say, client.activity)
 
     def register(self, name: str, thing: Stateful) -> None:
-        """Adds user state to every commit: anything with `state_dict()` of plain values and tensors, and
-        `load_state_dict()`. It has to be updated in the same way on every rank.
+        """Adds an object with `state_dict()` and `load_state_dict()` to every commit.
 
-        With FSDP parameters are `DTensor`s, and so is what is computed from them, such as a moving average. Its
-        `state_dict()` has to return whole tensors, as `tensor.full_tensor()`, which every rank calls when a commit is
-        due; `load_state_dict()` gets whole ones. Every rank calls it, before the loop over `steps()`.
+        Call it on every rank, before `steps()`. The state holds plain values and tensors. Every rank must update it in
+        the same way, inside `with step`.
+
+        With FSDP, tensors computed from parameters are `DTensor`s. `state_dict()` must return them as
+        `tensor.full_tensor()`, and `load_state_dict()` receives full tensors. Both run on every rank.
+
+        Args:
+            name: a name that no other registered object has.
+            thing: the object.
 
         Raises:
-            ConfigError: it came later, `thing` lacks one of the two methods, or the name is taken.
+            ConfigError: called inside the loop, `thing` lacks one of the two methods, or the name is taken.
         """
         if self._loop.has_begun:
-            raise ConfigError(f"run.register got {name} inside run.steps(); register everything before the loop")
+            raise ConfigError(f"run.register({name!r}) was called inside run.steps(). Register before the loop.")
         if not isinstance(thing, Stateful):
             raise ConfigError(
-                f"run.register got {name}, a {type(thing).__name__}, without state_dict and load_state_dict; give "
-                "it both, or wrap it in an object that has them"
+                f"run.register({name!r}) got a {type(thing).__name__} without state_dict and load_state_dict. Add both "
+                "methods, or wrap it in an object that has them."
             )
         if name in self._state.registered:
-            raise ConfigError(f"run.register got {name} twice; give each thing a name of its own")
+            raise ConfigError(f"run.register got the name {name!r} twice. Give each object a name of its own.")
         self._state.registered[name] = thing
 
     def steps(self) -> Iterator[Step]:
-        """The steps of the run from where it stands: from the first, or from the newest commit.
+        """Yields the remaining steps of the run, from step 0 or from the newest commit.
 
-        A step that loses a peer comes again, with the same samples, in the next generation. If that leaves it half made
-        in this worker, the user's function begins again instead (see `Step`). A worker that is to join others while
-        they train makes its first step twice, too: at first alone, up to `optimize` (see `WarmupStep`), so that nobody
-        waits for what is slow in it.
+        Call it on every rank. Use each step in a `with` block, as in `Step`. If a worker fails during a step, the same
+        step is yielded again with the same samples.
+
+        A worker that joins a running training first receives a warm-up step, which computes gradients alone and ends
+        before the optimizer. It then receives the same step again.
+
+        Raises:
+            ConfigError: no model or no optimizer is prepared, or a step was not run.
         """
         if self._state.model is None or not self._state.optimizers:
             raise ConfigError(
-                "run.steps() came before a model and an optimizer were prepared; call run.prepare for both"
+                "run.steps() was called before a model and an optimizer were prepared. Call run.prepare for both."
             )
         return self._loop.steps()
 
@@ -163,23 +182,24 @@ class Run:
         transform: Transform | None = None,
         name: str = "validation_loss",
     ) -> float:
-        """The exact mean of a loss over a held-out data set: each row once, spread over the workers.
+        """Returns the mean of `loss_fn` over a held-out data set; each row counts once.
 
-        Every rank calls it at the same place, inside or after the loop over `steps()`; the result is the same on every
-        rank and at every world size. The model is in eval mode and without gradients meanwhile.
-
-        Decide by `step.index` alone whether to call it. It is NaN if a peer was lost in a step and not all of the
-        others ask for it, or that left the step half made, and in a step that a newcomer rehearses.
+        Collective: call it on every rank at the same place, inside or after the loop over `steps()`. Let only
+        `step.index` decide whether to call it. The model runs in eval mode without gradients. The result is identical
+        on all ranks and at every world size.
 
         Args:
-            loss_fn: from the model and a batch to the mean loss over the batch's rows.
-            data: Parquet, as for `ElasticTrainer`.
-            transform: as for `ElasticTrainer`, whose own is not applied here.
-            name: under which `RunResult.metrics`, the ledger and `checkpoint.best_metric` know the result.
+            loss_fn: maps (model, batch) to the batch's mean loss, a scalar tensor.
+            data: Parquet files, as in `ElasticTrainer`.
+            transform: applied to the rows, as in `ElasticTrainer`; the training transform is not.
+            name: the metric's name in the ledger, in `RunResult.metrics`, and for `checkpoint.best_metric`.
+
+        Returns:
+            The mean loss. NaN if a worker failed and not all survivors repeat the evaluation, and in a warm-up step.
 
         Raises:
-            ConfigError: it came before the loop over `steps()`.
-            DataError: the data set cannot be read as asked.
+            ConfigError: called before the loop.
+            DataError: the data set cannot be read.
         """
 
         def measure(generation: Generation) -> float:
@@ -189,21 +209,26 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the current generation, before its first the one that it is likely to get, or 0. For
-        logging: nothing that changes weights may depend on it."""
+        """This worker's rank in the current generation. Before the first one, the expected rank, or 0.
+
+        For logging only: nothing that changes the weights may depend on it.
+        """
         return self._loop.rank
 
     @property
     def world_size(self) -> int:
-        """Workers of the current generation; before the first as for `rank`."""
+        """The number of workers in the current generation. Before the first one, the expected number, or 0.
+
+        For logging only: nothing that changes the weights may depend on it.
+        """
         return self._loop.world_size
 
     @property
     def position(self) -> Position:
-        """Steps done and rows consumed."""
+        """The steps done and the samples consumed so far."""
         return self._state.position
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run."""
+        """The number of steps of the whole run."""
         return self._loop.job.total_steps

@@ -190,10 +190,11 @@ def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict
     return run._loop.finish()
 
 
-def says(run: Run, body: Callable[[Run], Any]) -> str:
+def expect_config_error(run: Run, body: Callable[[Run], Any], *names: str) -> None:
+    """Asserts that `body(run)` raises a ConfigError whose message has each of `names`."""
     with pytest.raises(ConfigError) as caught:
         body(run)
-    return str(caught.value)
+    assert [name for name in names if name not in str(caught.value)] == [], str(caught.value)
 
 
 Place = Literal["optimizer", "block"]

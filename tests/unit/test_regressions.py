@@ -196,7 +196,7 @@ def test_a_backward_whose_error_the_user_catches_makes_no_step(new_run: NewRun) 
     """It left a micro-batch's gradients out, and hashes of samples that were in it."""
     run = new_run()
     model = prepared(run)
-    with pytest.raises(ConfigError, match=r"step 0: MemoryError: no memory was caught in the training function"):
+    with pytest.raises(ConfigError, match=r"step 0: .*MemoryError: no memory"):
         for step in run.steps():
             with step:
                 caught(step, model)

@@ -22,117 +22,85 @@ from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
-from tests.unit.single_worker import CPU, Model, NewRun, link_of, prepared, says, train
+from tests.unit.single_worker import CPU, Model, NewRun, expect_config_error, link_of, prepared, train
 
 # Preparing.
 
 
 def test_an_optimizer_before_the_model_is_refused(new_run: NewRun) -> None:
     optimizer = torch.optim.SGD(Model().parameters())
-    assert says(new_run(), lambda run: run.prepare(optimizer)) == (
-        "run.prepare got an optimizer before the model; prepare the model first, then build the optimizer from its "
-        "parameters"
-    )
+    expect_config_error(new_run(), lambda run: run.prepare(optimizer), "run.prepare", "optimizer before the model")
 
 
 def test_an_optimizer_of_other_parameters_is_refused(new_run: NewRun) -> None:
     run = new_run()
     model = run.prepare(Model())
     other = torch.optim.SGD([*model.parameters(), *Model().parameters()])
-    assert says(run, lambda run: run.prepare(other)) == (
-        "6 parameters of the SGD are not parameters of the prepared model; build the optimizer from "
-        "model.parameters() of the model that run.prepare returned"
-    )
+    expect_config_error(run, lambda run: run.prepare(other), "6 parameters", "SGD", "model.parameters()")
 
 
 def test_a_second_model_is_refused(new_run: NewRun) -> None:
     run = new_run()
     run.prepare(Model())
-    assert says(run, lambda run: run.prepare(Model())) == (
-        "run.prepare got a second model; write a torch.nn.Module that holds the parts and whose forward calls them, "
-        "and prepare that"
-    )
+    expect_config_error(run, lambda run: run.prepare(Model()), "run.prepare", "second model", "forward")
 
 
-def test_a_model_that_is_wrapped_already_is_refused(new_run: NewRun) -> None:
+def test_a_model_that_is_already_wrapped_is_refused(new_run: NewRun) -> None:
     kind = torch.nn.parallel.DistributedDataParallel
-    wrapped = kind.__new__(kind)  # building one would take a process group
-    assert says(new_run(), lambda run: run.prepare(wrapped)) == (
-        "run.prepare got a DistributedDataParallel; give it the plain model, it wraps it itself"
-    )
+    wrapped = kind.__new__(kind)  # the constructor needs a process group
+    expect_config_error(new_run(), lambda run: run.prepare(wrapped), "DistributedDataParallel", "plain model")
 
 
 @pytest.mark.parametrize("model", [torch.nn.Tanh(), Model().requires_grad_(False)], ids=["no-parameters", "frozen"])
-def test_a_model_with_nothing_to_train_is_refused(new_run: NewRun, model: torch.nn.Module) -> None:
-    assert says(new_run(), lambda run: run.prepare(model)) == (
-        "run.prepare got a model without a parameter that requires a gradient; there is nothing to train"
-    )
+def test_a_model_without_trainable_parameters_is_refused(new_run: NewRun, model: torch.nn.Module) -> None:
+    expect_config_error(new_run(), lambda run: run.prepare(model), "run.prepare", "requires a gradient")
 
 
-def test_a_scheduler_that_needs_a_metric_is_refused(new_run: NewRun) -> None:
+def test_a_scheduler_that_needs_a_metric_is_registered_instead(new_run: NewRun) -> None:
     run = new_run()
     optimizer = run.prepare(torch.optim.SGD(run.prepare(Model()).parameters()))
-    assert says(run, lambda run: run.prepare(ReduceLROnPlateau(optimizer))) == (
-        "run.prepare got a ReduceLROnPlateau, which needs a metric to step; keep it out of run.prepare, give it to "
-        "run.register, and step it yourself with what run.evaluate returned"
-    )
+    expect_config_error(run, lambda run: run.prepare(ReduceLROnPlateau(optimizer)), "ReduceLROnPlateau", "run.register")
     run.register("plateau", ReduceLROnPlateau(optimizer))
 
 
 def test_a_scheduler_of_an_optimizer_that_was_not_prepared_is_refused(new_run: NewRun) -> None:
     run = new_run()
     optimizer = torch.optim.SGD(run.prepare(Model()).parameters())
-    assert says(run, lambda run: run.prepare(StepLR(optimizer, 1))) == (
-        "run.prepare got a scheduler of an optimizer it does not know; prepare its optimizer first"
-    )
+    expect_config_error(run, lambda run: run.prepare(StepLR(optimizer, 1)), "scheduler", "optimizer")
 
 
-def test_anything_else_is_refused(new_run: NewRun) -> None:
-    assert says(new_run(), lambda run: run.prepare({"lr": 1})) == (
-        "run.prepare got a dict; it takes a model, an optimizer or a scheduler. Use run.register(name, thing) for "
-        "other things with state"
-    )
+def test_an_object_of_another_type_is_refused_by_prepare(new_run: NewRun) -> None:
+    expect_config_error(new_run(), lambda run: run.prepare({"lr": 1}), "got a dict", "run.register(name, thing)")
 
 
-def test_state_is_registered_under_a_name_of_its_own_and_with_both_methods(new_run: NewRun) -> None:
+def test_a_registered_object_needs_a_unique_name_and_both_methods(new_run: NewRun) -> None:
     run = new_run()
     run.register("other", Model())
-    assert says(run, lambda run: run.register("other", Model())) == (
-        "run.register got other twice; give each thing a name of its own"
-    )
+    expect_config_error(run, lambda run: run.register("other", Model()), "'other' twice")
     nothing: Any = 3
-    assert says(run, lambda run: run.register("number", nothing)) == (
-        "run.register got number, a int, without state_dict and load_state_dict; give "
-        "it both, or wrap it in an object that has them"
-    )
+    expect_config_error(run, lambda run: run.register("number", nothing), "'number'", "int", "load_state_dict")
 
 
 def test_preparing_inside_the_loop_is_refused(new_run: NewRun) -> None:
     run = new_run()
     prepared(run)
     next(iter(run.steps()))
-    assert says(run, lambda run: run.prepare(Model())) == (
-        "run.prepare was called inside run.steps(); prepare everything before the loop"
-    )
+    expect_config_error(run, lambda run: run.prepare(Model()), "run.prepare", "run.steps()")
 
 
-def test_registering_inside_the_loop_is_refused(new_run: NewRun) -> None:
+def test_registering_inside_or_after_the_loop_is_refused(new_run: NewRun) -> None:
     run = new_run(steps=2)
     model = prepared(run)
     for step in run.steps():
-        assert says(run, lambda run: run.register("late", Model())) == (
-            "run.register got late inside run.steps(); register everything before the loop"
-        )
+        expect_config_error(run, lambda run: run.register("late", Model()), "'late'", "run.steps()")
         with step:
             for batch in step.micro_batches():
                 step.backward(model(batch["x"]).mean())
             step.optimize()
-    assert says(run, lambda run: run.register("later", Model())).startswith("run.register got later inside")
+    expect_config_error(run, lambda run: run.register("later", Model()), "'later'", "run.steps()")
 
 
-class Seen:
-    """State of a user's that no commit can hold."""
-
+class UnsavableState:
     def state_dict(self) -> dict[str, Any]:
         return {"ids": {1, 2}}
 
@@ -142,32 +110,29 @@ class Seen:
 def test_state_that_cannot_be_saved_is_refused_before_the_first_step(new_run: NewRun) -> None:
     run = new_run()
     prepared(run)
-    run.register("seen", Seen())
+    run.register("seen", UnsavableState())
     with pytest.raises(CheckpointError, match=r"user.*seen.*ids.*set"):
         next(iter(run.steps()))
     assert link_of(run).joins == []
 
 
 def test_a_loop_without_a_model_and_an_optimizer_is_refused(new_run: NewRun) -> None:
-    expected = "run.steps() came before a model and an optimizer were prepared; call run.prepare for both"
     run = new_run()
-    assert says(run, lambda run: next(iter(run.steps()))) == expected
+    expect_config_error(run, lambda run: next(iter(run.steps())), "run.steps()", "run.prepare")
     run.prepare(Model())
-    assert says(run, lambda run: next(iter(run.steps()))) == expected
+    expect_config_error(run, lambda run: next(iter(run.steps())), "run.steps()", "run.prepare")
 
 
-def test_what_needs_a_generation_is_refused_before_the_loop(new_run: NewRun) -> None:
+def test_evaluating_before_the_loop_and_training_without_it_are_refused(new_run: NewRun) -> None:
     run = new_run()
-    assert says(run, lambda run: run.evaluate(lambda model, batch: model(batch), "data")) == (
-        "run.evaluate was called before run.steps(); call it inside the loop or after it"
+    expect_config_error(
+        run, lambda run: run.evaluate(lambda model, batch: model(batch), "data"), "run.evaluate", "run.steps()"
     )
-    assert says(run, lambda run: run._loop.finish()) == (
-        "the training function returned without looping over run.steps(); nothing was trained"
-    )
+    expect_config_error(run, lambda run: run._loop.finish(), "nothing was trained", "run.steps()")
     assert (run.rank, run.world_size, run.total_steps) == (0, 0, 6)
 
 
-# A step. Each of these is the body of `with step`.
+# Wrong uses of a step. Each function is the body of `with step`.
 
 
 def twice(step: Step, model: PreparedModel) -> None:
@@ -225,36 +190,25 @@ def after_all(step: Step, model: PreparedModel) -> None:
     step.optimize()
 
 
-AT_HAND = "step.backward is for the batch at hand: call it once for each batch of micro_batches()"
+FIRST_LOOP = "step.micro_batches()"
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "names"),
     [
-        (twice, AT_HAND),
-        (before_the_first, AT_HAND),
-        (after_the_last, AT_HAND),
-        (of_every_row, "step.backward got a loss of shape (2, 1); give the mean over the batch's rows"),
-        (
-            left_out,
-            "step 0: micro-batch 1 was left without step.backward(loss); call it exactly once for each batch",
-        ),
-        (
-            optimized_early,
-            "step.optimize of step 0 came before micro-batches [2, 3] were computed; loop over all of "
-            "step.micro_batches() first",
-        ),
-        (
-            optimized_at_once,
-            "step.optimize of step 0 came before micro-batches [0, 1, 2, 3] were computed; loop over all of "
-            "step.micro_batches() first",
-        ),
-        (optimized_twice, "step.optimize was called twice in step 0"),
-        (never_optimized, "step 0 ended without step.optimize(); call it as the last line of `with step`"),
+        (twice, ["step.backward", "once"]),
+        (before_the_first, ["step.backward", "once"]),
+        (after_the_last, ["step.backward", "once"]),
+        (of_every_row, ["step.backward", "(2, 1)", "mean"]),
+        (left_out, ["step 0", "micro-batch 1", "step.backward(loss)"]),
+        (optimized_early, ["step 0", "[2, 3]", FIRST_LOOP]),
+        (optimized_at_once, ["step 0", "[0, 1, 2, 3]", FIRST_LOOP]),
+        (optimized_twice, ["step.optimize", "twice in step 0"]),
+        (never_optimized, ["step 0", "step.optimize()"]),
     ],
 )
-def test_a_step_that_is_used_wrongly_says_how_to_use_it(
-    new_run: NewRun, body: Callable[[Step, PreparedModel], None], message: str
+def test_an_error_about_a_wrongly_used_step_names_the_fix(
+    new_run: NewRun, body: Callable[[Step, PreparedModel], None], names: list[str]
 ) -> None:
     def training(run: Run) -> None:
         model = prepared(run)
@@ -262,16 +216,16 @@ def test_a_step_that_is_used_wrongly_says_how_to_use_it(
             with step:
                 body(step, model)
 
-    assert says(new_run(), training) == message
+    expect_config_error(new_run(), training, *names)
 
 
-def test_a_step_that_is_skipped_is_refused(new_run: NewRun) -> None:
+def test_a_skipped_step_is_refused(new_run: NewRun) -> None:
     def training(run: Run) -> None:
         prepared(run)
         for _ in run.steps():
             continue
 
-    assert says(new_run(), training) == "step 0 was skipped; every step has to run, in `with step`"
+    expect_config_error(new_run(), training, "step 0", "`with step`")
 
 
 def test_errors_of_the_user_pass_through_a_step(new_run: NewRun) -> None:
@@ -431,11 +385,11 @@ def test_what_would_train_something_else_is_refused(new_run: NewRun) -> None:
 
         return body
 
-    assert says(new_run(), twice) == "run.prepare got the same AdamW twice; prepare each optimizer once"
-    assert "takes no closure" in says(new_run(), closure)
-    assert says(new_run(), without_a_block).endswith("outside its block; write `with step:` around it")
-    assert "got accuracy of shape (3,); log one number" in says(new_run(), logs(torch.zeros(3)))
-    assert "got accuracy='high'; log a number" in says(new_run(), logs("high"))
+    expect_config_error(new_run(), twice, "same AdamW twice")
+    expect_config_error(new_run(), closure, "LBFGS", "closure")
+    expect_config_error(new_run(), without_a_block, "step 0", "`with step:`")
+    expect_config_error(new_run(), logs(torch.zeros(3)), "accuracy", "(3,)")
+    expect_config_error(new_run(), logs("high"), "accuracy='high'")
 
 
 def test_a_loop_that_ends_early_has_its_last_step_in_the_record(new_run: NewRun) -> None:
