@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each message names the value, the rule it broke and the setting to change."""
+"""The errors that a user can meet. Each message names the value, the rule it broke and the setting to change."""
 
 from __future__ import annotations
 
@@ -8,75 +8,73 @@ from pydantic import ValidationError
 
 
 class ElasticDDPError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose; catch it to handle any of them."""
 
 
 class ConfigError(ElasticDDPError, ValueError):
-    """A configuration, or a call of the API, that cannot work. Most are raised before any worker starts; the rest end
-    the run, and nothing that was committed is lost."""
+    """A setting or an API call is invalid; change what the message names and start the run again."""
 
 
 class DataError(ElasticDDPError):
-    """The data set cannot be read as asked: missing, empty, inconsistent, changed, or broken by a transform."""
+    """The data set is missing, empty, inconsistent or changed, or the transform failed; fix the one it names."""
 
 
 class StorageError(ElasticDDPError):
-    """The run's storage refused an operation or holds something that cannot be right."""
+    """An operation on the run's storage failed; check its address, credentials, free space and network."""
 
 
 class CheckpointError(StorageError):
-    """State that cannot be written to, or read from, a checkpoint."""
+    """A checkpoint cannot be written or restored; `elastic-ddp checkpoints verify` shows which commits are intact."""
 
 
 class UnreadableError(StorageError):
-    """An object of a commit cannot be read, and others of the same storage can. It may be as good as they are."""
+    """One object of a commit cannot be read while others can; the commit may be intact, so try again later."""
 
 
 class TrainFunctionError(ElasticDDPError):
-    """The user's training function raised, whose traceback this carries, or all workers hung in it (`hang_timeout_s`).
-    Never retried."""
+    """The training function raised, or all workers hung in it; fix it, or raise `hang_timeout_s` if a step is slow."""
 
 
 class WorkersFailedError(ElasticDDPError):
-    """The run cannot go on with the workers it has: they were lost more often than `max_restarts` allows, could not be
-    started, or lose the same step again and again though none of them dies."""
+    """Workers failed more often than `max_restarts` allows, or could not start; see the failures that it lists."""
 
 
 class DriverReplacedError(ElasticDDPError):
-    """Another driver took the run over while this one was silent, as on a machine that was suspended."""
+    """Another driver took over the run while this one was silent, such as on a suspended machine; let that one run."""
 
 
 class ReplicasDifferError(ElasticDDPError):
-    """Ranks hold different values of what they should hold alike, such as weights."""
+    """Ranks hold different values of replicated state, such as weights; make every rank update it alike."""
 
 
 class PeerFailedError(Exception):
-    """What was waited for will not come, as the generation broke. Never leaves a worker: the step comes again."""
+    """The generation ended while this rank waited for a peer. Internal: the worker repeats the step."""
 
 
 def format_exception(error: BaseException) -> str:
-    """The kind and the text of `error`, as the ledger and other errors give them."""
+    """Returns the error's type and text, as the ledger and other errors show them."""
     return f"{type(error).__name__}: {error}"
 
 
 def format_validation_error(error: ValidationError, *, with_fields: bool = False) -> str:
-    """The first few that pydantic found, with where they are.
+    """Returns the first five problems that pydantic found, on request with the fields that have them.
 
-    Raise the error that tells of them outside of the block that caught this one. Whatever is raised in there leads to
-    it, and it to all frames in which it was raised, and to what these have at their end: once such a frame holds the
-    error that was raised, nothing of all that is ever let go, as pydantic's part in it is none that Python's garbage
-    collector looks into.
+    Raise an error with this text outside of the `except` block that caught `error`. Otherwise the new error refers to
+    `error` and to the frames in its traceback. If one of those frames holds the new error, the cycle is never freed:
+    Python's garbage collector cannot look into pydantic's part of it.
     """
-    found = error.errors(include_url=False, include_input=False, include_context=False)[:5]
-    places = [f"{'.'.join(map(str, each['loc']))!r:.80}: " if with_fields else "" for each in found]
-    return "; ".join(place + each["msg"] for place, each in zip(places, found, strict=True))
+    problems = error.errors(include_url=False, include_input=False, include_context=False)[:5]
+    fields = [f"{'.'.join(map(str, problem['loc']))!r:.80}: " if with_fields else "" for problem in problems]
+    return "; ".join(field + problem["msg"] for field, problem in zip(fields, problems, strict=True))
 
 
 def printable(text: str) -> str:
-    """A text with names that somebody else chose, without what a terminal would take for an order."""
-    return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
+    """Returns `text` without control characters, so that names from a checkpoint cannot control a terminal."""
+    return "".join(
+        character if character.isprintable() or character == "\n" else "\N{REPLACEMENT CHARACTER}" for character in text
+    )
 
 
 def shorten(names: Sequence[str], limit: int = 10, separator: str = ", ") -> str:
-    """The first of some names, as an error gives them."""
+    """Returns the first `limit` names, joined, with `…` for the rest; "none" without any."""
     return separator.join([*names[:limit], *(["…"] if len(names) > limit else [])]) or "none"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from elastic_ddp.config.run_config import local_path
+from elastic_ddp.config.storage_uri import local_path
 from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerFailedError, StorageError
 from elastic_ddp.storage.errors import format_error, is_missing_bucket, is_permanent, suggest_fix
 from elastic_ddp.storage.local import TEMPORARY_PREFIX, LocalFolder

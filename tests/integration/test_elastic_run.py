@@ -47,7 +47,7 @@ def test_a_run_without_room_waits_is_stopped_and_finishes_once_there_is_room(clu
         os.killpg(run.pid, signal.SIGINT)
         output, errors = run.communicate(timeout=60)
     assert run.returncode == 0, errors
-    assert "waiting for nodes: there is room for 1 of the 2 workers of min_workers=2, each of {'CPU': 1.0}" in errors
+    assert "waiting for nodes: 1 workers of {'CPU': 1.0} fit, below min_workers=2" in errors
     assert "status='stopped', steps=0" in output
     assert status(cluster).startswith("no run is live on this cluster")
 

@@ -348,7 +348,7 @@ def test_a_job_without_a_table_or_with_a_number_for_a_function_is_refused(job: P
 
 def test_a_setting_that_is_wrong_is_refused_before_anything_starts(job: Path) -> None:
     job.write_text(SETTINGS.replace("steps = 10", "stepz = 10") + JOB)
-    with pytest.raises(ConfigError, match="stepz=10: there is no such setting; did you mean steps"):
+    with pytest.raises(ConfigError, match=r"stepz=10: .*did you mean steps"):
         invoke("run", str(job))
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM to a driver, and SIGTERM to a worker."""
+"""Ctrl-C and SIGTERM in a driver, and SIGTERM in a worker."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from elastic_ddp.signals import StopRequests
 
 
-def test_a_driver_counts_what_asks_it_to_stop_and_hears_as_before_afterwards() -> None:
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is to ignore it
+def test_a_driver_counts_stop_signals_and_restores_the_handlers() -> None:
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with StopRequests() as requests:
         assert requests.count == 0
         os.kill(os.getpid(), signal.SIGINT)
-        assert requests.count == 1, "the first one asks"
+        assert requests.count == 1
         os.kill(os.getpid(), signal.SIGTERM)
-        assert requests.count == 2, "the second one insists"
+        assert requests.count == 2
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -32,20 +32,20 @@ import os, signal, sys, threading
 from elastic_ddp import signals
 
 signals.listen_for_sigterm()
-told = threading.Event()
-signals.on_sigterm(told.set)
+received = threading.Event()
+signals.on_sigterm(received.set)
 os.kill(os.getpid(), signal.SIGTERM)
-assert told.wait(30)
+assert received.wait(30)
 signals.exit_on_sigterm()
-print("still there", flush=True)
+print("alive", flush=True)
 sys.stdin.readline()
 os.kill(os.getpid(), signal.SIGTERM)
 threading.Event().wait(30)
-print("and still")
+print("still alive")
 """
 
 
-def test_sigterm_is_a_notice_while_a_worker_works_and_ends_it_afterwards() -> None:
+def test_sigterm_notifies_a_working_worker_and_ends_one_that_has_left() -> None:
     process = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    out, _ = process.communicate("go on\n", timeout=60)
-    assert (out.strip(), process.returncode) == ("still there", 128 + signal.SIGTERM)
+    out, _ = process.communicate("continue\n", timeout=60)
+    assert (out.strip(), process.returncode) == ("alive", 128 + signal.SIGTERM)

@@ -66,12 +66,11 @@ def test_room_that_can_never_come_is_not_waited_for(
     settings = {"name": "run", "storage": str(tmp_path), "steps": 1, "global_batch_size": 8, "micro_batch_size": 1}
     trainer = ElasticTrainer(takes_a_run, "data", {**settings, "min_workers": 3, "max_workers": 3})
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
-    with pytest.raises(ConfigError, match=r"room for 2 of the 3 workers .* Ray was started for this run alone"):
+    with pytest.raises(ConfigError, match=r"2 workers of .* min_workers=3.* Ray was started for this run alone"):
         trainer._check_resources(may_grow=False)
     trainer._check_resources(may_grow=True)
-    assert capsys.readouterr().err.startswith(
-        "waiting for nodes: there is room for 2 of the 3 workers of min_workers=3"
-    )
+    printed = capsys.readouterr().err
+    assert printed.startswith("waiting for nodes: 2 workers of") and "min_workers=3" in printed
 
 
 def test_a_run_does_not_go_back(tmp_path: Path) -> None:
