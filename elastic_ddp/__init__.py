@@ -1,7 +1,6 @@
-"""Elastic, fault-tolerant PyTorch training on Ray: the number of workers is an implementation detail of a run.
+"""Elastic, fault-tolerant PyTorch training on Ray.
 
-A name is imported when it is first asked for: a process that only reads data needs neither torch nor Ray Train, which
-take seconds to import, and a worker that starts waits for such processes.
+Names are imported on first use, so that processes that only read data do not import torch and Ray Train.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""A live run, from another process on its cluster: what it does, and what it should do."""
+"""Handles to live runs, for other processes of the same Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ _ASK_AGAIN_S = 0.2
 
 
 class RunHandle:
-    """A run that is live; from `get_run`. Its methods return once the run has taken note, unless they say otherwise.
+    """A handle to a live run, returned by `get_run`.
 
-    All of them raise `ElasticDDPError` if the run has ended meanwhile.
+    Use it from any process on a node of the run's Ray cluster. Each method raises `ElasticDDPError` if the run has
+    ended.
+
+    Attributes:
+        name: the run's name.
     """
 
     def __init__(self, name: str, rendezvous: RendezvousHandle) -> None:
@@ -29,25 +33,38 @@ class RunHandle:
         self._rendezvous = rendezvous
 
     def status(self) -> Mapping[str, Any]:
-        """What the run does now. What is not known yet is None.
+        """Returns the current state of the run. A value that is not known yet is None.
 
         Returns:
-            name, state (starting, training, waiting, stopping, or how it ended), step, total_steps, steps_per_s, loss,
-            generation, world_size (0 while it waits), members (of each rank, node, node_id, pid and id), min_workers,
-            max_workers, wanted (what `resize` asked for), draining (ids of nodes), last_commit (steps done in it),
-            last_loss_of_a_worker (its time and error), driver (its host and pid, and the run's uri), pid (of the
-            rendezvous).
+            A dict with these keys:
+
+            - `name`, `total_steps`, `min_workers`, `max_workers`: from the configuration.
+            - `state`: `starting`, `training`, `waiting` (fewer than `min_workers`), `stopping`, `finished`,
+              `stopped` or `failed`.
+            - `step`, `loss`, `steps_per_s`: the newest step, its training loss, and the speed in steps per second.
+            - `generation`, `world_size`: the current generation, and its number of workers (0 while waiting).
+            - `members`: a dict for each worker: `rank`, `node` (address), `node_id` (Ray's node id), `pid`, `id`.
+            - `wanted`: the number of workers requested by `resize`.
+            - `draining`: ids of nodes that are being drained.
+            - `last_commit`: steps done in the newest commit.
+            - `last_loss_of_a_worker`: `time` and `error` of the last worker failure.
+            - `driver`: `host` and `pid` of the driver, and the `uri` of the run's folder.
+            - `pid`: process id of the rendezvous.
         """
         status: Mapping[str, Any] = self._ask("status")
         return status
 
     def resize(self, num_workers: int) -> None:
-        """Has the run train on so many workers, or as many of them as there is room for, until it is told otherwise.
+        """Requests a number of workers. Returns once the run has accepted the request.
 
-        Workers that are too many leave at the next step boundary, without a step lost; more join as they are ready.
+        The run trains on `num_workers`, or on as many as the cluster has capacity for, until the next `resize`. Surplus
+        workers leave at the next step boundary. New workers join once they are ready. No step is lost or repeated.
+
+        Args:
+            num_workers: the number of workers, from `min_workers` to `max_workers`.
 
         Raises:
-            ConfigError: `num_workers` is not from `min_workers` to `max_workers`.
+            ConfigError: `num_workers` is out of range or not an int.
         """
         status = self.status()
         least, most = status["min_workers"], status["max_workers"]
@@ -61,19 +78,23 @@ class RunHandle:
         self._ask("resize", num_workers)
 
     def drain(self, node: str, *, deadline_s: float = 30.0) -> int:
-        """Has the run's workers leave a node, and puts none on it any more. Returns how many left, once they have.
+        """Moves the run's workers off a node. Blocks until they have left.
 
-        They leave at the next step boundary if the others are at least `min_workers`. Otherwise training goes on until
-        others have joined, for half of the time at most; then they leave all the same, and the last one hands over its
-        state or commits it. The run uses the node no more, until its driver is started again.
+        The workers leave at the next step boundary if at least `min_workers` others remain. Otherwise training
+        continues until replacements have joined, for half of the deadline at most. Then the workers leave anyway; the
+        last one hands its state to a new worker or commits it. No worker starts on the node until the driver is
+        restarted.
 
         Args:
-            node: its address or its id by Ray; `status` names them.
+            node: the node's address or Ray's id of it, as in `status()["members"]`.
             deadline_s: seconds until the node is gone.
 
+        Returns:
+            The number of workers that left.
+
         Raises:
-            ConfigError: the run has no worker there, or the deadline is none.
-            ElasticDDPError: workers are still there after the deadline.
+            ConfigError: the run has no worker on the node, or `deadline_s` is out of range.
+            ElasticDDPError: workers are still on the node after the deadline.
         """
         if not 0 < deadline_s <= MAX_DURATION_S:
             raise ConfigError(
@@ -98,11 +119,13 @@ class RunHandle:
         return len(leaving)
 
     def checkpoint(self) -> int:
-        """Has the run commit at the next step boundary. Returns the steps in the commit, once it is durable. Where that
-        fails it is tried again.
+        """Requests a commit at the next step boundary. Blocks until it is durable; a failed save is retried.
+
+        Returns:
+            The number of steps done in the commit.
 
         Raises:
-            ElasticDDPError: the run has ended without.
+            ElasticDDPError: the run ended before the commit was complete.
         """
         request = self._ask("checkpoint")
         while (step := self._ask("committed", request)) is None:
@@ -110,8 +133,10 @@ class RunHandle:
         return int(step)
 
     def stop(self) -> None:
-        """Has the run commit and stop at the next step boundary, as Ctrl-C in its driver does. The same command resumes
-        it."""
+        """Requests that the run commit and stop at the next step boundary, as Ctrl-C in its driver does.
+
+        Returns once the run has accepted the request. The same command resumes the run.
+        """
         self._ask("stop")
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -122,10 +147,10 @@ class RunHandle:
 
 
 def live_runs() -> list[str]:
-    """Names of the runs that are live on the cluster of this process; connects to it first if need be.
+    """Returns the names of the live runs on the Ray cluster of this process. Connects to the cluster if needed.
 
     Raises:
-        ConfigError: there is no cluster.
+        ConfigError: there is no cluster to connect to.
     """
     connect()
     actors = ray.util.list_named_actors(all_namespaces=True)
@@ -134,11 +159,14 @@ def live_runs() -> list[str]:
 
 
 def get_run(run: str) -> RunHandle:
-    """A live run, by its name on the cluster of this process, or by its folder `<storage>/<name>`, which knows its
-    cluster. Connects to that first if need be.
+    """Returns a handle to a live run.
+
+    Args:
+        run: the run's name, on the Ray cluster of this process (connects to the one at `RAY_ADDRESS` or on this machine
+            if needed); or the run's folder `<storage>/<name>`, which records the address of its cluster.
 
     Raises:
-        ConfigError: there is no cluster, or no such run on it; if its driver was killed, this says so.
+        ConfigError: there is no cluster to connect to, or no live run of that name on it.
     """
     name = run.rstrip("/").rpartition("/")[2]
     address = None

@@ -49,36 +49,44 @@ _DATA_SET = "data_set"
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. The same facts, and more, are in `summary.json` in its storage."""
+    """The result of `ElasticTrainer.fit`. `summary.json` in the run's folder holds the same values and more."""
 
     status: str
-    """`finished`, or `stopped` when a person stopped it; a run that fails raises instead."""
+    """`"finished"`, or `"stopped"` if the run was stopped before its last step. A failed run raises instead."""
     steps: int
+    """Optimizer steps done since the run began, in all sessions."""
     samples: int
+    """Rows that these steps trained on."""
     weights_sha256: str | None
-    """Over names, dtypes, shapes and bytes of parameters and buffers, in order; None for a stopped run."""
+    """SHA-256 over the names, dtypes, shapes and bytes of all parameters and buffers. None for a stopped run."""
     samples_sha256: str
-    """Over the row ids that every step consumed, in order."""
+    """SHA-256 over the row ids of each step, in order."""
     metrics: Mapping[str, float]
-    """The last value of everything logged, and of every evaluation."""
+    """The last value of each logged metric and each evaluation, by name."""
     uri: str
-    """The run's folder: commits, ledger and summary."""
+    """The run's folder, `<storage>/<name>`. It holds the commits, the ledger and the summary."""
     summary: Mapping[str, Any] = field(repr=False)
+    """The content of `summary.json`: generations, failures, goodput and more."""
 
 
 class ElasticTrainer:
-    """Trains a function on workers that may come and go; `fit` starts or resumes it.
+    """Runs a training function on a changing number of workers.
+
+    Create it in the driver process, on a node of the Ray cluster. The constructor checks the settings, the functions
+    and the storage; workers start in `fit`.
 
     Args:
-        train: the training function, called with a `Run` in every worker.
-        data: the training set: Parquet (a file, a folder, a glob or a list of them, at any fsspec URI), or a
-            `ray.data.Dataset`, which is written to the run's storage once.
-        config: a `RunConfig`, a dict of its settings, or the path of a TOML file with them.
-        transform: applied to chunks of rows as they are read: `(rows, rng)` to rows, where rows are a dict of NumPy
-            arrays and rng is a generator whose state depends on the seed, the epoch and the chunk alone.
+        train: training function. Every worker calls it with a `Run`. It is sent to the workers, so it cannot hold
+            locks, open files or connections.
+        data: training set: Parquet at any fsspec URI (a file, a folder, a glob, or a list of them), or a
+            `ray.data.Dataset`, which `fit` writes to the run's storage once.
+        config: a `RunConfig`, a dict of its settings, or the path of a TOML file.
+        transform: maps `(rows, rng)` to rows, for one chunk of rows at a time. `rows` is a dict of NumPy arrays of
+            shape `(num_rows, ...)`. `rng` is a NumPy generator seeded from `seed`, the epoch and the chunk.
 
     Raises:
-        ConfigError: the configuration cannot work, its storage cannot be written, or another Ray is installed.
+        ConfigError: a setting or an argument is invalid, the storage is not writable, or the installed Ray version is
+            not supported.
     """
 
     def __init__(
@@ -120,22 +128,29 @@ class ElasticTrainer:
         self._storage.check_writable()
 
     def fit(self) -> RunResult:
-        """Runs until all steps are done, and returns when `summary.json` is written.
+        """Trains until all steps are done, and returns the result.
 
-        A run of this name that was interrupted goes on from its newest commit; one that is finished is left alone, and
-        its result is returned. Ctrl-C, or SIGTERM, commits and stops; a second one stops at once.
+        An unfinished run of this name resumes from its newest commit. A finished one starts no worker: its result is
+        returned, unless the configuration asks for more steps. `fit` uses the Ray cluster at `RAY_ADDRESS` or on this
+        machine, and starts one on this machine if there is none.
+
+        Ctrl-C or SIGTERM commits and stops the run at the next step boundary. A second one stops it at once.
+
+        Returns:
+            The result, after `summary.json` is written.
 
         Raises:
-            ConfigError: the run exists with other settings, or has a live driver already.
-            DriverReplacedError: this driver was silent for long, and another has taken the run over.
-            DataError: the data set is not usable, or is not the one that the run began with.
-            TrainFunctionError: the training function raised, and this carries the traceback; or all workers hung in it.
-            WorkersFailedError: workers were lost more often than `max_restarts`, or the same ones lost a step, or what
-                they do together, again and again.
-            StorageError: more saves in a row failed than `checkpoint.max_failed_saves`, or the storage does not answer.
-            CheckpointError: there are commits, and none can be used; or a worker could not keep what it is to commit.
-            ReplicasDifferError: ranks hold different values of what they should hold alike.
-            KeyboardInterrupt: the second Ctrl-C.
+            ConfigError: the run began with other settings, another driver of it is live, or Ray cannot be reached.
+            DataError: the data cannot be read, or is not the data that the run began with.
+            TrainFunctionError: the training function raised, and the message holds its traceback; or it hung on all
+                workers for `hang_timeout_s`.
+            WorkersFailedError: more workers failed than `max_restarts` allows, no worker could start, or the same step
+                failed again and again.
+            StorageError: more saves in a row failed than `checkpoint.max_failed_saves`, or the storage is unreachable.
+            CheckpointError: none of the commits can be restored, or a worker's state cannot be saved.
+            ReplicasDifferError: ranks hold different values of replicated state, such as weights.
+            DriverReplacedError: another driver took over the run while this one was suspended.
+            KeyboardInterrupt: a second Ctrl-C stopped the run.
         """
         began_at = time.time()
         with (
