@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ddp.config.run_config import CheckpointConfig, DataConfig, DDPConfig, FSDPConfig, RunConfig
-
 ROOT = Path(__file__).parents[2]
 BUDGET_S = 480
 PASSED_ON = re.compile(r"PIP_.*|.*_CA_BUNDLE|SSL_CERT_.*|(https?|no)_proxy", re.IGNORECASE)
@@ -158,26 +156,3 @@ def test_the_readme_starts_with_the_two_commands() -> None:
     assert first is not None
     commands = [line.split("#")[0].strip() for line in first[1].splitlines()]
     assert commands == ["make train", "make test"]
-
-
-def test_the_readme_names_every_setting_and_its_default() -> None:
-    text = (ROOT / "README.md").read_text()
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]*?) \|", text, re.MULTILINE))
-    models = {
-        "": RunConfig,
-        "checkpoint.": CheckpointConfig,
-        "data.": DataConfig,
-        "ddp.": DDPConfig,
-        "fsdp.": FSDPConfig,
-    }
-    wanted = {
-        prefix + name: "required" if field.is_required() else field.get_default(call_default_factory=True)
-        for prefix, model in models.items()
-        for name, field in model.model_fields.items()
-        if f"{name}." not in models
-    }
-    assert set(rows) == set(wanted)
-    for name, default in wanted.items():
-        if default not in (None, ()) and not isinstance(default, dict):
-            shown = str(default).lower() if isinstance(default, bool) else str(default)
-            assert rows[name].strip("`") == shown, name
