@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.index import DatasetIndex, build_index
-from elastic_ddp.data.order import EpochOrder, EpochShape, Lane
+from elastic_ddp.data.order import EpochOrder, EpochShape, FeedPlan, Lane
 
 NUM_MICRO_BATCHES = 8
 MICRO_BATCH_SIZES = (64, 512)
@@ -65,18 +65,16 @@ def make_feed(
     rank: int = 0,
     world_size: int = 1,
 ) -> MicroBatchFeed:
-    lanes = np.array_split(np.arange(NUM_MICRO_BATCHES), world_size)[rank].tolist()
-    return MicroBatchFeed(
-        index,
+    plan = FeedPlan(
+        rows_per_group=index.group_rows,
+        shape=EpochShape(index.num_rows, NUM_MICRO_BATCHES, micro_batch_size),
         seed=0,
-        num_micro_batches=NUM_MICRO_BATCHES,
-        micro_batch_size=micro_batch_size,
-        micro_batches=lanes,
+        options=DataConfig(),
+        micro_batches=tuple(np.array_split(np.arange(NUM_MICRO_BATCHES), world_size)[rank].tolist()),
         first_step=first_step,
         last_step=last_step,
-        options=DataConfig(),
-        device=torch.device("cpu"),
     )
+    return MicroBatchFeed(index, plan, device=torch.device("cpu"))
 
 
 def run_feed(feed: MicroBatchFeed, first_step: int, last_step: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
@@ -13,10 +13,9 @@ from typing import Self
 import ray
 import torch
 
-from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.micro_batches import EndedEarlyError, HostBatch, MicroBatch, Placer, split_into_micro_batches
-from elastic_ddp.data.order import EpochShape, FeedPlan
+from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.data.pipeline import ChunkPipeline
 from elastic_ddp.data.source import Transform
 from elastic_ddp.errors import PeerFailedError
@@ -30,52 +29,40 @@ _LOSSES_IN_A_ROW = 3
 
 
 class MicroBatchFeed:
-    """Micro-batches of steps [first_step, last_step), over as many epochs as that takes.
+    """The micro-batches of a plan on the worker's device, in the order of the plan.
 
-    Reading starts at once, in the background. Steps are taken strictly one after the other.
+    A background thread starts to read at once. Steps are taken strictly one after the other.
 
     Args:
-        micro_batches: the numbers this worker owns, in the order in which it takes them inside a step.
-        device: where the tensors are to be; on CUDA they are copied from pinned memory on a stream of their own.
-        after: what is to be done, in the background, before anything is read.
+        index: the index of the data set.
+        plan: the steps and micro-batch numbers to read.
+        transform: maps the rows of a chunk to the rows of the micro-batches.
+        device: the device of the tensors. For CUDA, a stream of its own copies them from pinned memory.
+        before_reading: called once in the background thread, before it reads.
     """
 
     def __init__(
         self,
         index: DatasetIndex,
+        plan: FeedPlan,
         *,
-        seed: int,
-        num_micro_batches: int,
-        micro_batch_size: int,
-        micro_batches: Sequence[int],
-        first_step: int,
-        last_step: int,
-        options: DataConfig,
         transform: Transform | None = None,
         device: torch.device,
-        after: Callable[[], object] = lambda: None,
+        before_reading: Callable[[], object] = lambda: None,
     ) -> None:
         self._index = index
         self._transform = transform
-        self._plan = FeedPlan(
-            rows_per_group=index.group_rows,
-            shape=EpochShape(index.num_rows, num_micro_batches, micro_batch_size),
-            seed=seed,
-            options=options,
-            micro_batches=tuple(micro_batches),
-            first_step=first_step,
-            last_step=last_step,
-        )
+        self._plan = plan
         self._device = device
         self._anywhere = False
         """Whether tasks may run on other nodes than this one."""
-        self._next_step = self._skipped_to = first_step
+        self._next_step = self._skipped_to = plan.first_step
         self._changed = threading.Condition()
         self._ready: deque[tuple[int, MicroBatch]] = deque()
         """With the step that each belongs to."""
         self._error: BaseException | None = None
         self._closed = self._interrupted = False
-        self._after = after
+        self._before_reading = before_reading
         self._may_rest = self._rests = False
         self._pipeline: ChunkPipeline | None = None
         self._thread = threading.Thread(target=self._produce, name="micro-batch-feed", daemon=True)
@@ -201,7 +188,7 @@ class MicroBatchFeed:
     def _produce(self) -> None:
         """The background thread."""
         try:
-            self._after()
+            self._before_reading()
             place = Placer(self._device)
             done = self._plan.first_step * len(self._plan.micro_batches)  # micro-batches, counted from step 0
             losses = 0

@@ -213,7 +213,7 @@ class Chunk:
         return int(self.lane.window_starts[self.window + 1])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class FeedPlan:
     """What one worker reads: steps [first_step, last_step) of some micro-batch numbers.
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.index import DatasetIndex, open_index
-from elastic_ddp.data.order import EpochShape
+from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.distributed.reduction_tree import Node, root
 from elastic_ddp.worker.job import has_commits
 from elastic_ddp.worker.seeding import as_before, seed_all
@@ -41,18 +41,16 @@ def evaluate(
         found = open_index(data, job.storage, columns, may_replace=lambda: not has_commits(job.storage)).to_bytes()
     index = DatasetIndex.from_bytes(group.broadcast_bytes(found))
     shape = EpochShape(index.num_rows, config.num_micro_batches, config.micro_batch_size)
-    feed = MicroBatchFeed(
-        index,
+    plan = FeedPlan(
+        rows_per_group=index.group_rows,
+        shape=shape,
         seed=config.seed,
-        num_micro_batches=config.num_micro_batches,
-        micro_batch_size=config.micro_batch_size,
-        micro_batches=generation.strategy.micro_batches,
+        options=config.data.model_copy(update={"shuffle": False}),
+        micro_batches=tuple(generation.strategy.micro_batches),
         first_step=0,
         last_step=shape.steps_per_epoch,
-        options=config.data.model_copy(update={"shuffle": False}),
-        transform=transform,
-        device=device,
     )
+    feed = MicroBatchFeed(index, plan, transform=transform, device=device)
     generation.also_reading = feed
     model = generation.state.model
     assert model is not None

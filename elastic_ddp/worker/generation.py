@@ -9,6 +9,7 @@ import torch
 
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.feed_cache import FeedCache
+from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
@@ -31,19 +32,16 @@ def feeds_of(job: Job, device: torch.device) -> FeedCache:
     config = job.config
 
     def make(micro_batches: tuple[int, ...], first_step: int, after: Callable[[], object]) -> MicroBatchFeed:
-        return MicroBatchFeed(
-            job.index,
+        plan = FeedPlan(
+            rows_per_group=job.index.group_rows,
+            shape=job.shape,
             seed=config.seed,
-            num_micro_batches=config.num_micro_batches,
-            micro_batch_size=config.micro_batch_size,
+            options=config.data,
             micro_batches=micro_batches,
             first_step=first_step,
             last_step=job.total_steps,
-            options=config.data,
-            transform=job.transform,
-            device=device,
-            after=after,
         )
+        return MicroBatchFeed(job.index, plan, transform=job.transform, device=device, before_reading=after)
 
     return FeedCache(make)
 

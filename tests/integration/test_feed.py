@@ -20,7 +20,7 @@ from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.index import DatasetIndex, build_index
 from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.micro_batches import MicroBatch
-from elastic_ddp.data.order import EpochShape
+from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.source import Arrays, Transform
 from elastic_ddp.errors import DataError
 from elastic_ddp.storage.storage import Storage
@@ -68,18 +68,16 @@ def make_feed(
     last_step: int = 40,
     concurrency: int = 1,
 ) -> MicroBatchFeed:
-    return MicroBatchFeed(
-        index,
+    plan = FeedPlan(
+        rows_per_group=index.group_rows,
+        shape=EpochShape(index.num_rows, NUM_MICRO_BATCHES, MICRO_BATCH_SIZE),
         seed=7,
-        num_micro_batches=NUM_MICRO_BATCHES,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        micro_batches=micro_batches,
+        options=DataConfig(window_row_groups=2, chunk_rows=20, concurrency=concurrency),
+        micro_batches=tuple(micro_batches),
         first_step=first_step,
         last_step=last_step,
-        options=DataConfig(window_row_groups=2, chunk_rows=20, concurrency=concurrency),
-        transform=transform,
-        device=torch.device("cpu"),
     )
+    return MicroBatchFeed(index, plan, transform=transform, device=torch.device("cpu"))
 
 
 def collect(feed: MicroBatchFeed, first_step: int = 0, last_step: int = 40) -> Rows:

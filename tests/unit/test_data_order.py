@@ -142,7 +142,13 @@ def test_a_row_group_is_in_one_lane_or_lies_across_acut(plan: FeedPlan) -> None:
 
 def test_a_data_set_smaller_than_a_window_is_shuffled() -> None:
     plan = FeedPlan(
-        np.array([30]), EpochShape(30, 1, 30), 5, DataConfig(window_row_groups=8), (0,), first_step=0, last_step=3
+        rows_per_group=np.array([30]),
+        shape=EpochShape(30, 1, 30),
+        seed=5,
+        options=DataConfig(window_row_groups=8),
+        micro_batches=(0,),
+        first_step=0,
+        last_step=3,
     )
     epochs = [row_ids for row_ids, _, _ in micro_batches(plan).values()]
     assert all(sorted(rows) == list(range(30)) for rows in epochs)
@@ -197,9 +203,15 @@ def test_permutations_are_uniform() -> None:
 def test_a_sorted_data_set_comes_out_shuffled(window_row_groups: int, most: float) -> None:
     num_rows, rows_per_group, labels = 200_000, 500, 10
     shape = EpochShape(num_rows, num_micro_batches=8, micro_batch_size=32)
-    options = DataConfig(window_row_groups=window_row_groups, chunk_rows=32)
-    groups = np.full(num_rows // rows_per_group, rows_per_group)
-    plan = FeedPlan(groups, shape, 0, options, tuple(range(8)), 0, shape.steps_per_epoch)
+    plan = FeedPlan(
+        rows_per_group=np.full(num_rows // rows_per_group, rows_per_group),
+        shape=shape,
+        seed=0,
+        options=DataConfig(window_row_groups=window_row_groups, chunk_rows=32),
+        micro_batches=tuple(range(8)),
+        first_step=0,
+        last_step=shape.steps_per_epoch,
+    )
     found = micro_batches(plan)
     steps = [np.concatenate([found[step, number][0] for number in range(8)]) for step in range(plan.last_step)]
     full = np.array([rows for rows in steps if len(rows) == 256])

@@ -42,8 +42,15 @@ def index(tmp_path: Path) -> DatasetIndex:
 
 def plan_of(index: DatasetIndex, lanes: tuple[int, ...] = (0, 1), first_step: int = 0) -> FeedPlan:
     shape = EpochShape(index.num_rows, num_micro_batches=2, micro_batch_size=4)
-    options = DataConfig(window_row_groups=2, chunk_rows=5)
-    return FeedPlan(index.group_rows, shape, 3, options, lanes, first_step, last_step=2 * shape.steps_per_epoch)
+    return FeedPlan(
+        rows_per_group=index.group_rows,
+        shape=shape,
+        seed=3,
+        options=DataConfig(window_row_groups=2, chunk_rows=5),
+        micro_batches=lanes,
+        first_step=first_step,
+        last_step=2 * shape.steps_per_epoch,
+    )
 
 
 def prepare(
