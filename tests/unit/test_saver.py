@@ -345,7 +345,7 @@ class AnswerLostOnce(Storage):
 @pytest.mark.parametrize("kind", ["disk", "memory"])
 def test_a_commit_whose_answer_was_lost_once_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Also where the storage does not see to that itself, as it does on S3."""
-    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
     storage = AnswerLostOnce(tmp_path if kind == "disk" else f"memory://{uuid.uuid4().hex}")
     fenced = []
     ranks = Ranks(lambda rank: storage, 2, retry_s=60.0)
@@ -356,7 +356,7 @@ def test_a_commit_whose_answer_was_lost_once_counts(tmp_path: Path, monkeypatch:
 
 
 def test_whoever_may_not_commit_any_more_does_not_try_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
 
     class Down(AnswerLostOnce):
         def create(self, key: str, data: bytes, **options: Any) -> None:
@@ -452,7 +452,7 @@ class Flaky(Storage):
 def test_what_passes_is_tried_again_for_a_while_and_what_lasts_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: OSError, times: int, survives: bool
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
     flaky = Flaky(tmp_path, cause, times)
     ended: list[Commit | Exception] = []
     patient = RetryingStorage(flaky, retry_for_s=0.5)
