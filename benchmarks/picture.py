@@ -65,7 +65,7 @@ def record(folder: Path, seed: int) -> list[dict[str, Any]]:
     try:
         for step in KILL_AT:
             while True:
-                events = read_ledger(Storage(str(folder / "runs" / NAME)))
+                events = [event.to_json() for event in read_ledger(Storage(str(folder / "runs" / NAME)))]
                 done = max((event["step"] for event in events if event["event"] == "steps"), default=0)
                 formed = [event for event in events if event["event"] == "rendezvous"]
                 if done >= step and formed[-1]["world_size"] == WORKERS:
@@ -80,7 +80,7 @@ def record(folder: Path, seed: int) -> list[dict[str, Any]]:
     finally:
         driver.kill()
         driver.wait()
-    return read_ledger(Storage(str(folder / "runs" / NAME))) + kills
+    return [event.to_json() for event in read_ledger(Storage(str(folder / "runs" / NAME)))] + kills
 
 
 def draw(events: list[dict[str, Any]], file: Path) -> None:

@@ -62,11 +62,11 @@ def driver(folder: Path, name: str, workers: int) -> Iterator[subprocess.Popen[b
         process.wait()
 
 
-def wait_for_step(folder: Path, step: int) -> list[dict[str, Any]]:
+def wait_for_step(folder: Path, step: int) -> list[Any]:
     """The events of the stormy run's ledger, once it is behind `step`."""
     while True:
         events = read_ledger(Storage(str(folder / "runs" / "stormy")))
-        if any(event["event"] == "steps" and event["step"] >= step for event in events):
+        if any(event.event == "steps" and event.step >= step for event in events):
             return events
         time.sleep(0.1)
 
@@ -82,7 +82,7 @@ def main(folder: Path) -> None:
     with driver(folder, "calm", 1) as calm:
         assert calm.wait() == 0
     with driver(folder, "stormy", 2):
-        members = [event for event in wait_for_step(folder, 130) if event["event"] == "rendezvous"][-1]["members"]
+        members = [event for event in wait_for_step(folder, 130) if event.event == "rendezvous"][-1].members
         os.kill(members[0]["pid"], signal.SIGKILL)
         wait_for_step(folder, 260)
     with driver(folder, "stormy", 3) as resumed:

@@ -17,6 +17,28 @@ from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.signals import StopRequests
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.telemetry import Ledger, Progress
+from elastic_ddp.telemetry.events import (
+    CommitFailed,
+    CommitRejected,
+    CommitSkipped,
+    CommitSucceeded,
+    EvaluationFinished,
+    EvaluationStarted,
+    Event,
+    GenerationStarted,
+    HangDetected,
+    NewcomerFailed,
+    RendezvousRestarted,
+    Resumed,
+    RunFailed,
+    RunFinished,
+    SessionEnded,
+    SessionStarted,
+    StartFailed,
+    WeightsLoaded,
+    WorkerFailed,
+    WorkerLeft,
+)
 from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.worker.job import COMMITS, Job
 from elastic_ddp.worker.main import work
@@ -52,11 +74,12 @@ class Session:
         self._controllers: list[Any] = []
         self._thread = threading.Thread(target=self._run_workers, name="ray-train", daemon=True)
         self._ledger.append(
-            "session_started",
-            at=began_at,
-            resumed_from_step=resumed_from_step,
-            config=job.config.model_dump(),
-            versions=versions(),
+            SessionStarted(
+                at=began_at,
+                resumed_from_step=resumed_from_step,
+                config=job.config.model_dump(),
+                versions=versions(),
+            )
         )
         self._ledger.flush()
         self._state = "starting" if resumed_from_step is None else f"resuming from step {resumed_from_step}"
@@ -67,8 +90,8 @@ class Session:
         with self._progress, self._stop_requests:
             outcome = self._follow()
         if outcome["status"] == "failed":
-            self._ledger.append("failed", error=outcome["error"], kind=outcome.get("kind"))
-        self._ledger.append("finished", **outcome)
+            self._ledger.append(RunFailed(error=outcome["error"], kind=outcome.get("kind")))
+        self._ledger.append(RunFinished(**outcome))
         self._ledger.flush()
         return outcome
 
@@ -105,7 +128,7 @@ class Session:
                 )
                 self._progress.note(f"stopping: {how} (Ctrl-C again to stop at once)")
             for event in news.events:
-                self._record(dict(event))
+                self._record(event)
                 seen += 1
             self._show(news)
             if news.events:
@@ -147,7 +170,7 @@ class Session:
             running = self._thread.is_alive()
             news: DriverUpdate = self._ask(self._rendezvous.wait_for_update, seen)
             for event in news.events:
-                self._record(dict(event))
+                self._record(event)
                 seen += 1
             now = time.monotonic()
             leave_by = min(now + WORKERS_LEAVE_S, save_by) if news.is_saving else leave_by
@@ -168,7 +191,7 @@ class Session:
         Raises:
             StorageError: events are lost, as the storage still refuses them.
         """
-        self._ledger.append("session_ended")
+        self._ledger.append(SessionEnded())
         self._ledger.close()
 
     def _stopped(self) -> dict[str, Any]:
@@ -195,52 +218,60 @@ class Session:
             f"not be started: {reason}",
         }
 
-    def _record(self, event: dict[str, Any]) -> None:
-        name, at = event.pop("event"), event.pop("time")
-        self._ledger.append(name, at=at, **event)
-        if name == "generation":
-            self._state = "training"
-            self._newest |= {"step": event["first_step"]}
-            self._newest |= {name: event[name] for name in ("world_size", "generation")}
-            workers = "1 worker" if event["world_size"] == 1 else f"{event['world_size']} workers"
-            self._progress.note(
-                f"generation {event['generation']} ({event['reason']}): {workers} from step {event['first_step']}"
-            )
-        elif name == "resumed":  # it has looked into the commit, and may have passed over newer ones
-            self._newest |= {"step": event["step"]}
-        elif name == "commit_rejected":
-            self._progress.note(f"{event['key']} is passed over: {event['reason']}")
-        elif name == "weights_loaded":
-            counts = [f"{len(event[what])} {what}" for what in ("missing", "unexpected", "converted") if event[what]]
-            source = f"step {event['step']} in {event['uri']}"
-            self._progress.note(f"began with the weights of {', '.join([source, *counts])}")
-        elif name == "commit":
-            self._progress.note(f"committed step {event['step']} in {event['seconds']:.2f} s")
-        elif name == "commit_failed":
-            self._progress.note(f"step {event['step']} could not be committed: {event['error'].splitlines()[0]}")
-        elif name == "commit_left_out":
-            self._progress.note(f"step {event['step']} is not committed: the commit before is still being written")
-        elif name == "worker_lost":
-            self._state = A_WORKER_WAS_LOST
-            # Who reports it has seen that a connection broke, as that to a worker whose training function fails does.
-            what = "a connection between workers broke" if event.get("reported_by") else "a worker was lost"
-            self._progress.note(f"{what} in generation {event['generation']}: {event['error'].splitlines()[0]}")
-        elif name == "worker_left":
-            why = "it, or its node, was to go" if event["kind"] == "drain" else "the run was resized"
-            self._progress.note(f"a worker left: {why}")
-        elif name == "hang":
-            self._progress.note(f"nobody got anywhere for {event['seconds']:g} s; the ledger has everybody's stacks")
-        elif name == "rendezvous_restarted":
-            self._progress.note("the rendezvous was restarted; training went on meanwhile")
-        elif name == "start_failed":
-            self._progress.note(f"workers are started again: {event['error'].rstrip().splitlines()[-1]}")
-        elif name == "newcomer_lost":
-            self._progress.note(f"a worker was lost before it trained: {event['error'].rstrip().splitlines()[-1]}")
-        elif name == "evaluating":
-            self._state = f"evaluating ({event['name']})"
-        elif name == "evaluation":
-            self._state = "training"
-            self._progress.note(f"{event['name']} {event['loss']:.4f} at step {event['step']}")
+    def _record(self, event: Event) -> None:
+        self._ledger.append(event)
+        note = self._progress.note
+        match event:
+            case GenerationStarted():
+                self._state = "training"
+                self._newest |= {
+                    "step": event.first_step,
+                    "world_size": event.world_size,
+                    "generation": event.generation,
+                }
+                workers = "1 worker" if event.world_size == 1 else f"{event.world_size} workers"
+                note(f"generation {event.generation} ({event.reason}): {workers} from step {event.first_step}")
+            case Resumed():  # it has looked into the commit, and may have passed over newer ones
+                self._newest |= {"step": event.step}
+            case CommitRejected():
+                note(f"{event.key} is passed over: {event.reason}")
+            case WeightsLoaded():
+                differences = {
+                    "missing": event.missing,
+                    "unexpected": event.unexpected,
+                    "converted": event.converted,
+                }
+                counts = [f"{len(names)} {what}" for what, names in differences.items() if names]
+                source = f"step {event.step} in {event.uri}"
+                note(f"began with the weights of {', '.join([source, *counts])}")
+            case CommitSucceeded():
+                note(f"committed step {event.step} in {event.seconds:.2f} s")
+            case CommitFailed():
+                note(f"step {event.step} could not be committed: {event.error.splitlines()[0]}")
+            case CommitSkipped():
+                note(f"step {event.step} is not committed: the commit before is still being written")
+            case WorkerFailed():
+                self._state = A_WORKER_WAS_LOST
+                # Who reports it has seen that a connection broke, as that to a worker whose training function fails
+                # does.
+                what = "a connection between workers broke" if event.reported_by else "a worker was lost"
+                note(f"{what} in generation {event.generation}: {event.error.splitlines()[0]}")
+            case WorkerLeft():
+                why = "it, or its node, was to go" if event.kind == "drain" else "the run was resized"
+                note(f"a worker left: {why}")
+            case HangDetected():
+                note(f"nobody got anywhere for {event.seconds:g} s; the ledger has everybody's stacks")
+            case RendezvousRestarted():
+                note("the rendezvous was restarted; training went on meanwhile")
+            case StartFailed():
+                note(f"workers are started again: {event.error.rstrip().splitlines()[-1]}")
+            case NewcomerFailed():
+                note(f"a worker was lost before it trained: {event.error.rstrip().splitlines()[-1]}")
+            case EvaluationStarted():
+                self._state = f"evaluating ({event.name})"
+            case EvaluationFinished():
+                self._state = "training"
+                note(f"{event.name} {event.loss:.4f} at step {event.step}")
 
     def _show(self, news: DriverUpdate) -> None:
         if news.num_alive < self._job.config.min_workers and self._state == A_WORKER_WAS_LOST:

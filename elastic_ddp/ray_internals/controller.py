@@ -43,6 +43,7 @@ from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, man
 from elastic_ddp.ray_internals.starting import CountingFailurePolicy, why_not_started_before
 from elastic_ddp.ray_internals.turnover import classify_workers
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, release_placement_groups
+from elastic_ddp.telemetry.events import StartFailed
 
 if TYPE_CHECKING:
     from elastic_ddp.rendezvous.messages import WorkerDirectives
@@ -176,9 +177,8 @@ class ElasticController(TrainController):
         if state is not self._failed_start:
             self._failed_start = state
             self._wait_after(1)
-            said = {"event": "start_failed", "time": time.time(), "error": why}
             with suppress(RayError):  # the rendezvous may be dead for a moment, and it is only for the record
-                await self.rendezvous.take.remote([said], None)
+                await self.rendezvous.take.remote([StartFailed(at=time.time(), error=why)], None)
         return time.monotonic() < self._not_before
 
     def _see_who_has_trained(self, workers: set[str]) -> None:

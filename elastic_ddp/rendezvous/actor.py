@@ -35,6 +35,7 @@ from elastic_ddp.rendezvous.messages import (
     Signals,
     WorkerDirectives,
 )
+from elastic_ddp.telemetry.events import Event, ResizeRequested
 
 _log = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class Rendezvous:
             return signals
 
     async def take(
-        self, messages: list[dict[str, Any]], progress: dict[str, Any] | None, sender: str = "", first: int = 0
+        self, messages: list[Event], progress: dict[str, Any] | None, sender: str = "", first: int = 0
     ) -> None:
         """Takes a member's messages for the record, and its progress. See `EventLog.take`."""
         async with self._turn() as assembly:
@@ -302,7 +303,7 @@ class Rendezvous:
     async def resize(self, num_workers: int) -> None:
         """A person wants so many workers, at most."""
         async with self._turn() as assembly:
-            assembly.record("resize", num_workers=num_workers)
+            assembly.record(ResizeRequested(num_workers=num_workers))
             assembly.membership.wanted = num_workers
             assembly.act()
 

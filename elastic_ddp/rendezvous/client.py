@@ -20,6 +20,7 @@ from elastic_ddp.rendezvous.hang import Activity, stacks
 from elastic_ddp.rendezvous.heartbeat import Heartbeat
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import NOTHING, Ended, PlannedAssignment, Signals
+from elastic_ddp.telemetry.events import Event, StacksRecorded
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class _Question:
 class RendezvousClient:
     """Everything a worker says to the rendezvous, and hears from it.
 
-    What is said is sent at once and in order. Within a step the training thread calls `say`, `progress`,
+    What is said is sent at once and in order. Within a step the training thread calls `record`, `progress`,
     `abort_when_broken` and the properties alone, which never wait; the rest waits for Ray.
 
     Args:
@@ -57,7 +58,7 @@ class RendezvousClient:
     def __init__(self, rendezvous: RendezvousHandle, member: Member, heartbeat_timeout_s: float) -> None:
         self.member = member
         self._rendezvous = rendezvous
-        self._outbox: queue.SimpleQueue[dict[str, Any] | _Question | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Event | _Question | None] = queue.SimpleQueue()
         """Messages, questions, and None, which ends it."""
         self._progress: dict[str, Any] | None = None
         self.activity = Activity()
@@ -115,9 +116,9 @@ class RendezvousClient:
         """Asks to be let go at a step boundary."""
         self._insist(self._rendezvous.leave, self.member, within_s, why)
 
-    def say(self, event: str, **fields: Any) -> None:
-        """Queues an event for the run's record. Costs a queue's put."""
-        self._outbox.put({"event": event, "time": time.time(), **fields})
+    def record(self, event: Event) -> None:
+        """Queues an event for the ledger, with the current time as `at`. Never blocks."""
+        self._outbox.put(replace(event, at=time.time()))
 
     def progress(self, **newest: Any) -> None:
         """How far training is; only the newest word is passed on. Costs an assignment."""
@@ -198,18 +199,18 @@ class RendezvousClient:
         # It has ended: the link is closed, or the rendezvous is gone, which is raised here.
         return question.answer.result() if question.answer.done() else self._insist(method, *arguments)
 
-    def _drain(self) -> list[dict[str, Any]]:
+    def _drain(self) -> list[Event]:
         """What waits to be sent, up to the end."""
         messages = []
         while not self._outbox.empty() and (message := self._outbox.get()) is not None:
-            if isinstance(message, dict):
+            if isinstance(message, Event):
                 messages.append(message)
         return messages
 
     def _speak(self) -> None:
         while (message := self._outbox.get()) is not None:
             try:
-                if isinstance(message, dict):
+                if isinstance(message, Event):
                     self._send([message])
                 else:
                     message.answer.set_result(self._insist(message.method, *message.arguments))
@@ -218,7 +219,7 @@ class RendezvousClient:
                     message.answer.set_exception(error)
                 return  # the driver is gone, and this worker goes with it
 
-    def _send(self, messages: list[dict[str, Any]]) -> None:
+    def _send(self, messages: list[Event]) -> None:
         """Returns when the rendezvous has them. Ray calls again if its process dies, and numbers tell that it did."""
         self._insist(self._rendezvous.take, messages, self._progress, self.member.id, self._said + 1)
         self._said += len(messages)
@@ -252,7 +253,7 @@ class RendezvousClient:
             self._signals = signals
             if signals.show_stacks not in (0, shown):
                 shown = signals.show_stacks
-                self.say("stacks", member=self.member.id, place=self.activity.now.place, stacks=stacks())
+                self.record(StacksRecorded(member=self.member.id, place=self.activity.now.place, stacks=stacks()))
             cut = self._cut
             if cut is not None and self._must_abort(signals) and (signals.ended is not None or cut_in < generation):
                 cut_in = generation

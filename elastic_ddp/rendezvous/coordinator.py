@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 from elastic_ddp.distributed.process_group import Assignment
@@ -16,6 +17,29 @@ from elastic_ddp.rendezvous.members import DrainNotice, JoinRequest, Member
 from elastic_ddp.rendezvous.membership import LEFT, Membership
 from elastic_ddp.rendezvous.messages import Ended, PlannedAssignment, RendezvousOptions, Signals, WorkerDirectives
 from elastic_ddp.rendezvous.snapshot import Snapshot, State
+from elastic_ddp.telemetry.events import (
+    CommitFailed,
+    CommitStarted,
+    CommitSucceeded,
+    DrainNoticed,
+    DrainOverdue,
+    EvaluationFinished,
+    EvaluationStarted,
+    Event,
+    FirstStep,
+    GenerationAccount,
+    GenerationEnded,
+    GenerationFormed,
+    GenerationStarted,
+    HangDetected,
+    NewcomerFailed,
+    RendezvousRestarted,
+    ReportIgnored,
+    Resumed,
+    StepsCompleted,
+    WorkerFailed,
+    WorkerLeft,
+)
 
 PREPARE_S = 5.0
 """How long training goes on while members read the first rows of their parts in the next generation."""
@@ -23,7 +47,14 @@ START_S = 120.0
 """What a worker may take to get ready to train, at least; longer if `hang_timeout_s` is longer."""
 STACKS_S = 2.0
 """How long workers that hang may take to say where."""
-_OF_TRAINING = ("generation", "first_step", "steps", "evaluating", "evaluation", "generation_ended")
+_OF_TRAINING = (
+    GenerationStarted,
+    FirstStep,
+    StepsCompleted,
+    EvaluationStarted,
+    EvaluationFinished,
+    GenerationEnded,
+)
 """What members say of the generation that they are in."""
 
 
@@ -65,7 +96,7 @@ class Coordinator:
     def go_on(self) -> list[str]:
         """Takes up what the process before this one left, whose members it returns."""
         members = [member.id for member in self.membership.known()]
-        self.record("rendezvous_restarted", generation=self.membership.generation, pid=os.getpid())
+        self.record(RendezvousRestarted(generation=self.membership.generation, pid=os.getpid()))
         self._watch.begin(members, time.monotonic())
         return members
 
@@ -84,7 +115,7 @@ class Coordinator:
             return
         if healthy and self.membership.failure is not None:
             number, error = self.membership.generation, self.membership.failure
-            self.record("worker_lost", generation=number, reported_by=arrival.member.id, error=error)
+            self.record(WorkerFailed(generation=number, reported_by=arrival.member.id, error=error))
             self.changed = True
         self.form()
 
@@ -117,9 +148,9 @@ class Coordinator:
         generation, current = self.membership.generation, self.membership.current
         was_in_it = not known and current is not None and member in current.ids
         if self.membership.lose(member, how) or was_in_it:
-            self.record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
+            self.record(WorkerFailed(generation=generation, member=member, error=how))
         elif not known and self.journal.ended is None:
-            self.record("newcomer_lost", generation=generation, member=member, error=how)
+            self.record(NewcomerFailed(generation=generation, member=member, error=how))
         self._prospects = {}  # of a generation that does not come to be
         self.form()
         self.changed = True
@@ -227,23 +258,24 @@ class Coordinator:
             for rank, member in enumerate(formed.members)
         }
         if self._account:
-            self.record("generation_account", generation=formed.number - 1, account=self._account)
+            self.record(GenerationAccount(generation=formed.number - 1, account=self._account))
             self._account = {}
         members = [{"rank": rank, "node": member.node, "pid": member.pid} for rank, member in enumerate(formed.members)]
         self.record(
-            "rendezvous",
-            generation=formed.number,
-            world_size=len(members),
-            reason=formed.reason,
-            first_step=formed.first_step,
-            waited_s=formed.waited_s,
-            members=members,
+            GenerationFormed(
+                generation=formed.number,
+                world_size=len(members),
+                reason=formed.reason,
+                first_step=formed.first_step,
+                waited_s=formed.waited_s,
+                members=members,
+            )
         )
         self.changed = True
 
     def _record_dismissals(self) -> None:
         for member, kind in list(self.membership.dismissed.items())[self.state.recorded_dismissals :]:
-            self.record("worker_left", generation=self.membership.generation, member=member, kind=kind)
+            self.record(WorkerLeft(generation=self.membership.generation, member=member, kind=kind))
             self.changed = True
         if self.state.recorded_dismissals < len(self.membership.dismissed):
             self.state.recorded_dismissals = len(self.membership.dismissed)
@@ -257,7 +289,7 @@ class Coordinator:
         self.form()
         self._look_ahead(now_s)
         if self.membership.break_if_overdue(now_s):
-            self.record("overdue", generation=self.membership.generation)
+            self.record(DrainOverdue(generation=self.membership.generation))
             self.changed = True
         self._look_for_a_hang(now_s)
         self.save()
@@ -290,13 +322,13 @@ class Coordinator:
         generation, places = self.membership.generation, self._watch.places()
         verdict = self._watch.judge(is_broken=self.membership.failure is not None)
         culprits, silent_s = [*verdict.culprits], self._watch.timeout_s
-        self.record("hang", generation=generation, places=places, culprits=culprits, seconds=silent_s)
+        self.record(HangDetected(generation=generation, places=places, culprits=culprits, seconds=silent_s))
         for member, how in verdict.culprits.items():
             self.membership.lose(member, how)
-            self.record("worker_lost", generation=generation, member=member, reported_by=None, error=how)
+            self.record(WorkerFailed(generation=generation, member=member, error=how))
         if verdict.failure is not None:
             self.membership.failure = verdict.failure
-            self.record("worker_lost", generation=generation, reported_by=None, error=verdict.failure)
+            self.record(WorkerFailed(generation=generation, error=verdict.failure))
         if verdict.end is not None:
             self.end({"status": "failed", "kind": type(verdict.end).__name__, "error": str(verdict.end)})
         self._watch.begin(places, now_s)  # one more timeout for those who are left
@@ -315,7 +347,7 @@ class Coordinator:
     def ask_to_leave(self, member: Member, within_s: float, why: str) -> None:
         """A member has been told to go."""
         if self.membership.why_gone(member.id) is None:
-            self.record("notice", member=member.id, node=member.node, within_s=within_s, by=why)
+            self.record(DrainNoticed(member=member.id, node=member.node, within_s=within_s, by=why))
             self.membership.ask_to_leave([member.id], DrainNotice(time.monotonic(), within_s))
             self.act()
 
@@ -323,7 +355,7 @@ class Coordinator:
         """A node is to go, if that was not known."""
         if self.membership.drain(node_id, DrainNotice(time.monotonic(), within_s)):
             if any(each.node_id == node_id for each in self.membership.known()):
-                self.record("notice", node_id=node_id, within_s=within_s, by=by)
+                self.record(DrainNoticed(node_id=node_id, within_s=within_s, by=by))
             self.act()
 
     def request_commit(self) -> int:
@@ -367,15 +399,14 @@ class Coordinator:
     @property
     def last_commit(self) -> int | None:
         """Steps done in the newest commit."""
-        begun_from = self.journal.last("resumed").get("step", self._options.last_commit)
-        newest: int | None = self.journal.last("commit").get("step", begun_from)
-        return newest
+        newest = self.journal.last(CommitSucceeded) or self.journal.last(Resumed)
+        return self._options.last_commit if newest is None else newest.step
 
     def doing(self) -> str:
         """The run's state, for `status`: starting, training, waiting, stopping, or how it ended."""
         if self.journal.ended or self.state.stop:
             return self.journal.ended or "stopping"
-        if not self.journal.last("generation"):
+        if not self.journal.last(GenerationStarted):
             return "starting"
         return "training" if self.membership.is_training() else "waiting"
 
@@ -399,7 +430,7 @@ class Coordinator:
     # The record.
 
     def take(
-        self, messages: list[dict[str, Any]], progress: dict[str, Any] | None = None, sender: str = "", first: int = 0
+        self, messages: list[Event], progress: dict[str, Any] | None = None, sender: str = "", first: int = 0
     ) -> None:
         """Takes messages for the record, and how far training is. See `EventLog.take`."""
         is_lost = self.membership.why_gone(sender) not in (None, LEFT)
@@ -409,27 +440,27 @@ class Coordinator:
             messages = [self._without_hindsight(each) for each in messages]
         messages = self.journal.take(messages, progress, sender, first)
         for each in messages:
-            if each["event"] == "first_step":
-                self.membership.made_a_step(each["generation"])
-            elif each["event"] == "commit_begun":
-                self._saver = sender
-            elif each["event"] == "commit":
-                self._saver, self.state.failed_saves = "", 0
-                self.meet_requests(each.get("request") or 0)
-            elif each["event"] == "commit_failed":
-                self._saver = ""
-                if each["counts"] and not is_lost:
-                    self._count_failed_save(each["error"], "the storage" if each["of_storage"] else "what that names")
+            match each:
+                case FirstStep():
+                    self.membership.made_a_step(each.generation)
+                case CommitStarted():
+                    self._saver = sender
+                case CommitSucceeded():
+                    self._saver, self.state.failed_saves = "", 0
+                    self.meet_requests(each.request or 0)
+                case CommitFailed():
+                    self._saver = ""
+                    if each.counts and not is_lost:
+                        self._count_failed_save(each.error, "the storage" if each.of_storage else "what that names")
         self.has_news = self.has_news or bool(messages)
 
-    def _without_hindsight(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _without_hindsight(self, message: Event) -> Event:
         """What a lost member says of training, when that has gone on without it, is put on record, but not as news."""
-        if message["event"] not in _OF_TRAINING:
+        if not isinstance(message, _OF_TRAINING):
             return message
-        if message["generation"] < self.membership.generation:
-            told = {key: message[key] for key in ("time", "generation")}
-            return {"event": "told_too_late", "what": message["event"], **told}
-        return {**message, "account": None} if message["event"] == "generation_ended" else message
+        if message.generation < self.membership.generation:
+            return ReportIgnored(generation=message.generation, what=message.event, at=message.at)
+        return replace(message, account=None) if isinstance(message, GenerationEnded) else message
 
     def _count_failed_save(self, error: str, to_mend: str) -> None:
         """Ends the run when there are too many."""
@@ -447,9 +478,9 @@ class Coordinator:
             )
         self.save()
 
-    def record(self, event: str, **fields: Any) -> None:
-        """Puts an event of its own on record."""
-        self.take([{"event": event, "time": time.time(), **fields}])
+    def record(self, event: Event) -> None:
+        """Records an event of the rendezvous itself, with the current time as `at`."""
+        self.take([replace(event, at=time.time())])
 
     def end(self, outcome: dict[str, Any]) -> None:
         """The run is over. The first word counts."""

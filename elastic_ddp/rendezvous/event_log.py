@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_ddp.rendezvous.snapshot import Snapshot
+from elastic_ddp.telemetry.events import Event, GenerationStarted, WorkerFailed, parse
 from elastic_ddp.telemetry.progress import MovingRate
+
+E = TypeVar("E", bound=Event)
 
 FORGET_TOGETHER = 10_000
 """Events that the driver has written down, and are then left out of the memory at once."""
@@ -24,17 +27,17 @@ class EventLog:
         self.progress: dict[str, Any] = {}
         self.outcome: dict[str, Any] | None = None
         self._memory = memory
-        self._events: list[dict[str, Any]] = []
+        self._events: list[Event] = []
         self._forgotten = 0
         """Events before those."""
         self._remembered = 0
         """Of the forgotten ones, those that the memory still has."""
-        self._newest: dict[str, dict[str, Any]] = {}
+        self._newest: dict[str, Event] = {}
         self._heard: dict[str, int] = {}
         """The number of the last message of every sender."""
         self._rate = MovingRate()
         for line in memory.lines():
-            self._add(line)
+            self._restore(line)
 
     @property
     def ended(self) -> str | None:
@@ -42,8 +45,8 @@ class EventLog:
         return None if self.outcome is None else str(self.outcome["status"])
 
     def take(
-        self, events: list[dict[str, Any]], progress: dict[str, Any] | None, sender: str = "", first: int = 0
-    ) -> list[dict[str, Any]]:
+        self, events: list[Event], progress: dict[str, Any] | None, sender: str = "", first: int = 0
+    ) -> list[Event]:
         """Takes messages, and returns those that were not known.
 
         Args:
@@ -57,34 +60,34 @@ class EventLog:
             self._rate.add(time.monotonic(), progress.get("step", 0), progress.get("samples", 0))
         known = self._heard.get(sender, 0) if sender else 0
         new = [(first + place, event) for place, event in enumerate(events) if not sender or first + place > known]
-        lines = [{"sender": sender, "number": number, "event": event} for number, event in new]
-        self._memory.append(lines)
-        for line in lines:
-            self._add(line)
+        self._memory.append([_line(event, sender, number) for number, event in new])
+        for number, event in new:
+            self._add(event, sender, number)
         return [event for _, event in new]
 
     def end(self, outcome: dict[str, Any]) -> bool:
         """Takes how the run ended. Returns whether that is news."""
         if self.outcome is not None:
             return False
-        line = {"outcome": outcome}
-        self._memory.append([line])
-        self._add(line)
+        self._memory.append([{"outcome": outcome}])
+        self.outcome = outcome
         return True
 
-    def _add(self, line: dict[str, Any]) -> None:
+    def _restore(self, line: dict[str, Any]) -> None:
         if "outcome" in line:
             self.outcome = line["outcome"]
-            return
-        if "forgotten" in line:
-            self._forgotten, self._newest, self._heard = line["forgotten"], line["newest"], line["heard"]
-            return
-        event = line["event"]
+        elif "forgotten" in line:
+            self._forgotten, self._heard = line["forgotten"], line["heard"]
+            self._newest = {name: parse(event) for name, event in line["newest"].items()}
+        else:
+            self._add(parse(line["event"]), line["sender"], line["number"])
+
+    def _add(self, event: Event, sender: str, number: int) -> None:
         self._events.append(event)
-        self._newest[event["event"]] = event
-        if line["sender"]:
-            self._heard[line["sender"]] = line["number"]
-        if event["event"] == "generation":
+        self._newest[event.event] = event
+        if sender:
+            self._heard[sender] = number
+        if isinstance(event, GenerationStarted):
             self._rate.clear()  # time without training is no measure of it
 
     @property
@@ -92,7 +95,7 @@ class EventLog:
         """Of the whole run."""
         return self._forgotten + len(self._events)
 
-    def after(self, number: int) -> list[dict[str, Any]]:
+    def after(self, number: int) -> list[Event]:
         """The events after so many. Those have been written down by who asks, and are forgotten."""
         written = min(len(self._events), max(0, number - self._forgotten))
         del self._events[:written]
@@ -100,24 +103,30 @@ class EventLog:
         self._remembered += written
         if self._remembered >= FORGET_TOGETHER:
             self._remembered = 0
-            summary = {"forgotten": self._forgotten, "newest": self._newest, "heard": self._heard}
-            kept = [{"sender": "", "number": 0, "event": event} for event in self._events]
+            newest = {name: event.to_json() for name, event in self._newest.items()}
+            summary = {"forgotten": self._forgotten, "newest": newest, "heard": self._heard}
+            kept = [_line(event, "", 0) for event in self._events]
             ended = [{"outcome": self.outcome}] if self.outcome is not None else []
             self._memory.replace([summary, *kept, *ended])
         return list(self._events)
 
-    def last(self, event: str) -> dict[str, Any]:
-        """The newest event of a kind; empty if there was none."""
-        return self._newest.get(event, {})
+    def last(self, kind: type[E]) -> E | None:
+        """Returns the newest event of a class, or None."""
+        event = self._newest.get(kind.event)
+        return event if isinstance(event, kind) else None
 
     def facts(self) -> dict[str, Any]:
         """How far the run is, for `elastic-ddp status`."""
-        generation, failure = self.last("generation"), self.last("worker_lost")
+        generation, failure = self.last(GenerationStarted), self.last(WorkerFailed)
         return {
-            "generation": generation.get("generation"),
-            "world_size": generation.get("world_size"),
+            "generation": None if generation is None else generation.generation,
+            "world_size": None if generation is None else generation.world_size,
             "step": self.progress.get("step"),
             "steps_per_s": self._rate.steps_per_s,
             "loss": self.progress.get("loss"),
-            "last_loss_of_a_worker": {key: failure[key] for key in ("time", "error")} if failure else None,
+            "last_loss_of_a_worker": {"time": failure.at, "error": failure.error} if failure else None,
         }
+
+
+def _line(event: Event, sender: str, number: int) -> dict[str, Any]:
+    return {"sender": sender, "number": number, "event": event.to_json()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from elastic_ddp.telemetry.events import Event
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -48,7 +50,7 @@ NOTHING = Signals()
 class DriverUpdate(NamedTuple):
     """What the driver hears."""
 
-    events: list[dict[str, Any]]
+    events: list[Event]
     progress: dict[str, Any]
     """The newest."""
     outcome: dict[str, Any] | None

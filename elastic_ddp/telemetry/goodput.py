@@ -23,14 +23,29 @@ of it, and either the next one has no state to begin with or the account ends mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_ddp.telemetry.account import CHANGED, HANDED_ON, PEER_FAILED
+from elastic_ddp.telemetry.account import CHANGED, HANDED_ON
+from elastic_ddp.telemetry.events import (
+    Account,
+    CommitSucceeded,
+    Event,
+    FirstStep,
+    GenerationAccount,
+    GenerationEnded,
+    GenerationEvent,
+    GenerationFormed,
+    GenerationStarted,
+    RunFailed,
+    RunFinished,
+    SessionEnded,
+    SessionStarted,
+    StepsCompleted,
+    WorkerFailed,
+)
 from elastic_ddp.telemetry.stopwatch import PHASES
-
-Event = Mapping[str, Any]
 
 PARTS = ("useful", "redone", "detection", "rendezvous", "hand_over", "checkpoint", "waiting", "start_up", "shut_down")
 STALLS = ("detection_s", "rendezvous_s", "hand_over_s", "first_step_s")
@@ -51,7 +66,7 @@ def goodput(events: Iterable[Event]) -> dict[str, float | None]:
     events = list(events)
     parts = partition(events)
     total = math.fsum(session.length_s for session in _sessions(events))
-    measured = total > 0 and any(event.get("account") for event in events)
+    measured = total > 0 and any(getattr(event, "account", None) for event in events)
     return {
         **{part: round(seconds, 3) for part, seconds in parts.items()},
         "total": round(total, 3),
@@ -123,25 +138,31 @@ class _Generation:
     def accounted_s(self) -> float:
         return sum(self.account.values())
 
-    def hear(self, event: Event, at: float) -> None:
+    def add(self, event: Event, at: float) -> None:
         """Takes an event of this generation."""
-        match event["event"]:
-            case "generation":  # the rendezvous does not know what its members load
-                self.first_step = event.get("first_step", self.first_step)
-            case "first_step":
-                self.first_step_s = event.get("seconds")
-            case "generation_ended":
-                self.ended_by, self.was_left = event.get("reason", PEER_FAILED), True
-            case "generation_account":
+        match event:
+            case GenerationStarted():  # the rendezvous does not know which state the members load
+                self.first_step = event.first_step
+            case FirstStep():
+                self.first_step_s = event.seconds
+            case StepsCompleted() | CommitSucceeded():
+                self._add_account(event.account, event.step)
+            case GenerationEnded():
+                self.ended_by, self.was_left = event.reason, True
+                self._add_account(event.account, event.last_step)
+            case GenerationAccount():
                 self.was_left = True
-            case "worker_lost" if self.lost_at is None:
+                self._add_account(event.account, None)
+            case WorkerFailed() if self.lost_at is None:
                 self.lost_at = at
-        account = {phase: _positive(seconds) for phase, seconds in (event.get("account") or {}).items()}
-        account = {phase: account[phase] for phase in PHASES if phase in account}
-        if account and sum(account.values()) >= self.accounted_s:
-            self.account = account
-        if account and (step := event.get("step", event.get("last_step"))) is not None:
-            self.progress.append((account.get("useful", 0.0), step))
+
+    def _add_account(self, account: Account | None, step: int | None) -> None:
+        account = account or {}
+        phases: dict[str, float] = {phase: _positive(account[phase]) for phase in PHASES if phase in account}
+        if phases and sum(phases.values()) >= self.accounted_s:
+            self.account = phases
+        if phases and step is not None:
+            self.progress.append((phases.get("useful", 0.0), step))
 
 
 @dataclass
@@ -170,44 +191,44 @@ class _Work:
 def _sessions(events: Iterable[Event]) -> list[_Session]:
     by_name: dict[str, list[Event]] = {}
     for event in events:
-        by_name.setdefault(event["session"], []).append(event)
+        by_name.setdefault(event.session, []).append(event)
     return [_session(name, each) for name, each in by_name.items()]
 
 
 def _session(name: str, events: list[Event]) -> _Session:
-    started = next((event for event in events if event["event"] == "session_started"), None)
-    over = [event for event in events if event["event"] in ("finished", "failed", "session_ended")]
+    started = next((event for event in events if isinstance(event, SessionStarted)), None)
+    over = [event for event in events if isinstance(event, RunFinished | RunFailed | SessionEnded)]
     began_at = _moment(started or events[0])
     length_s = max(0.0, max(_moment(event) for event in over or events) - began_at)
     generations: dict[int, _Generation] = {}
     formed_at = 0.0
     for event in events:
-        number, at = event.get("generation"), _moment(event) - began_at
-        if number is None:
+        if not isinstance(event, GenerationEvent):
             continue
-        if event["event"] == "rendezvous" and number not in generations:
+        number, at = event.generation, _moment(event) - began_at
+        if isinstance(event, GenerationFormed) and number not in generations:
             formed_at = min(max(at, formed_at), length_s)
             generations[number] = _Generation(
                 number=number,
                 formed_at=formed_at,
-                waited_s=_positive(event.get("waited_s")),
-                first_step=event.get("first_step"),
-                begins_anew=event.get("first_step") is None or event.get("reason") in _BEGINS_ANEW,
+                waited_s=_positive(event.waited_s),
+                first_step=event.first_step,
+                begins_anew=event.first_step is None or event.reason in _BEGINS_ANEW,
             )
         if number in generations:
-            generations[number].hear(event, at)
+            generations[number].add(event, at)
     return _Session(
         name=name,
         length_s=length_s,
-        finished=any(event.get("status") == "finished" for event in over),
-        first_step=(started.get("resumed_from_step") or 0) if started is not None else None,
+        finished=any(isinstance(event, RunFinished) and event.status == "finished" for event in over),
+        first_step=(started.resumed_from_step or 0) if started is not None else None,
         generations=list(generations.values()),
     )
 
 
 def _moment(event: Event) -> float:
     """When it happened: not after it was written down, which a worker's clock may say."""
-    return float(min(event.get("at", event["time"]), event["time"]))
+    return event.time if event.at is None else min(event.at, event.time)
 
 
 def _positive(seconds: Any) -> float:

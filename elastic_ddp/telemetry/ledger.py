@@ -14,6 +14,7 @@ from typing import Any
 
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry.events import Event, parse
 
 _log = logging.getLogger(__name__)
 _SEGMENT_BYTES = 64 * 1024
@@ -45,15 +46,13 @@ class Ledger:
         self._dirty = False
         self._failure: StorageError | None = None
 
-    def append(self, event: str, **fields: Any) -> None:
-        """Add an event, with the time and its number in the session; in memory until the next flush.
+    def append(self, event: Event) -> None:
+        """Adds an event, and sets its `time`, `seq` and `session`; in memory until the next flush.
 
         Values become plain JSON: infinities and NaN the strings "Infinity", "-Infinity" and "NaN", other types
-        their text. `time`, `seq` and `event` are the ledger's own and cannot be fields.
+        their text.
         """
-        if reserved := {"time", "seq"} & fields.keys():
-            raise ValueError(f"{sorted(reserved)} cannot be fields of an event: the ledger sets them")
-        entry = {"time": round(self._clock(), 6), "seq": self._seq, "event": event, **fields, "session": self.session}
+        entry = {"time": round(self._clock(), 6), "seq": self._seq, **event.to_json(), "session": self.session}
         line = json.dumps(_plain(entry), separators=(",", ":")).encode() + b"\n"
         if self._lines and self._size + len(line) > _SEGMENT_BYTES:
             self._unwritten[self._key()] = b"".join(self._lines)
@@ -93,32 +92,33 @@ class Ledger:
         return f"ledger/{self.session}-{self._number:06d}.jsonl"
 
 
-def read_ledger(storage: Storage) -> list[dict[str, Any]]:
+def read_ledger(storage: Storage) -> list[Event]:
     """The events of all sessions: sessions in the order they began, events as they were appended.
 
     Lines that are not JSON (the last one of a segment may be torn) are left out; others than the last with a warning.
     """
-    sessions: dict[str, list[dict[str, Any]]] = {}
+    sessions: dict[str, list[Event]] = {}
     for key in storage.list("ledger"):
         if match := _SEGMENT.fullmatch(key):
             sessions.setdefault(match["session"], []).extend(_parse(key, storage.read(key)))
     for events in sessions.values():
         # By number: a clock that is set back must not reorder what happened.
-        events.sort(key=lambda event: event["seq"])
-    begun = sorted((events[0]["time"], session) for session, events in sessions.items() if events)
+        events.sort(key=lambda event: event.seq)
+    begun = sorted((events[0].time, session) for session, events in sessions.items() if events)
     return [event for _, session in begun for event in sessions[session]]
 
 
-def _parse(key: str, data: bytes) -> list[dict[str, Any]]:
+def _parse(key: str, data: bytes) -> list[Event]:
     events = []
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            event = json.loads(line)
-            if not isinstance(event["seq"], int) or not isinstance(event["time"], int | float):
+            entry = json.loads(line)
+            if not isinstance(entry["seq"], int) or not isinstance(entry["time"], int | float):
                 raise ValueError("it has no number and time")
+            event = parse(entry)
         except (KeyError, TypeError, ValueError) as error:
             if number < len(lines):
                 _log.warning("line %d of %s is left out: %s", number, key, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,7 +11,24 @@ from rich.text import Text
 
 from elastic_ddp.errors import WorkersFailedError
 from elastic_ddp.telemetry.account import PEER_FAILED
-from elastic_ddp.telemetry.goodput import PARTS, STALLS, Event, goodput, stalls
+from elastic_ddp.telemetry.events import (
+    CommitSucceeded,
+    EvaluationFinished,
+    Event,
+    GenerationEnded,
+    GenerationFormed,
+    GenerationStarted,
+    Resumed,
+    RunFailed,
+    RunFinished,
+    SessionStarted,
+    StepsCompleted,
+    WorkerFailed,
+    WorkerLeft,
+)
+from elastic_ddp.telemetry.goodput import PARTS, STALLS, goodput, stalls
+
+E = TypeVar("E", bound=Event)
 
 WORKER_FAILED = "worker lost"
 """What a generation is formed for that replaces one which broke."""
@@ -55,56 +72,64 @@ def summarize(
         metrics (last values), evaluated_at (steps done when a metric of an evaluation was measured), storage, versions.
     """
     events = list(events)
-    started = _last(events, "session_started")
-    config = started.get("config") or {}
-    end = _end(events)
-    progress = [event for event in events if event["event"] == "steps"]
+    started = _last(events, SessionStarted)
+    generations = _generations(events)
+    commits = [event for event in events if isinstance(event, CommitSucceeded)]
+    return {
+        "name": name if name is not None else started.config.get("name") if started else None,
+        **_outcome(events),
+        "sessions": len({event.session for event in events}),
+        "restarts": sum(row["reason"] == WORKER_FAILED for row in generations),
+        "workers_lost": len({event.member for event in events if isinstance(event, WorkerFailed)} - {None}),
+        "workers_drained": sum(isinstance(event, WorkerLeft) and event.kind == "drain" for event in events),
+        "commits": len({commit.step for commit in commits}),
+        "commit_interval_s": commits[-1].interval_s if commits else None,
+        "generations": generations,
+        **_measurements(events),
+        "storage": storage if storage is not None else started.config.get("storage") if started else None,
+        "versions": dict(versions if versions is not None else started.versions if started else {}),
+    }
+
+
+def _outcome(events: list[Event]) -> dict[str, Any]:
+    """Returns how the run ended, how far it came and how long it took."""
+    failed, finished = _end(events)
+    steps_events = [event for event in events if isinstance(event, StepsCompleted)]
+    samples = finished.samples if finished else None
+    if samples is None and steps_events:
+        samples = steps_events[-1].samples
     seconds = goodput(events)
     wall_seconds = seconds["total"] or 0.0
-    samples = end.get("samples")
-    if samples is None and progress:
-        samples = progress[-1].get("samples")
-    steps = end.get("steps")
-    logged = [event for event in progress if event.get("loss") is not None] or [{}]
-    metrics: dict[str, Any] = {}
-    evaluated_at: dict[str, int] = {}
-    for event in events:
-        if event["event"] == "evaluation":
-            metrics[event["name"]] = event["loss"]
-            evaluated_at[event["name"]] = event["step"]
-        metrics.update(event.get("metrics") or {})
-    metrics.update(end.get("metrics") or {})
-    generations = _generations(events)
     return {
-        "name": name if name is not None else config.get("name"),
-        "status": "failed" if end.get("event") == "failed" else end.get("status", "unfinished"),
-        "error": end.get("error"),
-        "steps": _last_step(events) if steps is None else steps,
-        "total_steps": end.get("total_steps"),
-        "epochs": end.get("epochs"),
+        "status": finished.status if finished else "failed" if failed else "unfinished",
+        "error": failed.error if failed else finished.error if finished else None,
+        "steps": finished.steps if finished and finished.steps is not None else _last_step(events),
+        "total_steps": finished.total_steps if finished else None,
+        "epochs": finished.epochs if finished else None,
         "samples": samples,
         "wall_seconds": round(wall_seconds, 3),
         "samples_per_second": round(samples / wall_seconds, 3) if samples and wall_seconds else None,
         "goodput": seconds,
-        "sessions": len({event["session"] for event in events}),
-        "restarts": sum(row["reason"] == WORKER_FAILED for row in generations),
-        "workers_lost": len({event.get("member") for event in events if event["event"] == "worker_lost"} - {None}),
-        "workers_drained": sum(event["event"] == "worker_left" and event.get("kind") == "drain" for event in events),
-        "commits": len({event["step"] for event in events if event["event"] == "commit"}),
-        "commit_interval_s": _last(events, "commit").get("interval_s"),
-        "generations": generations,
-        "weights_sha256": end.get("weights_sha256"),
-        "samples_sha256": end.get("samples_sha256"),
-        "loss": {
-            "first": logged[0].get("loss"),
-            "last": logged[-1].get("loss"),
-            "step": logged[-1].get("step"),
-        },
-        "metrics": metrics,
-        "evaluated_at": evaluated_at,
-        "storage": storage if storage is not None else config.get("storage"),
-        "versions": dict(versions if versions is not None else started.get("versions") or {}),
+        "weights_sha256": finished.weights_sha256 if finished else None,
+        "samples_sha256": finished.samples_sha256 if finished else None,
     }
+
+
+def _measurements(events: list[Event]) -> dict[str, Any]:
+    """Returns the training loss, the last values of metrics, and the steps at which evaluations measured theirs."""
+    metrics: dict[str, Any] = {}
+    evaluated_at: dict[str, int] = {}
+    for event in events:
+        match event:
+            case EvaluationFinished():
+                metrics[event.name], evaluated_at[event.name] = event.loss, event.step
+            case StepsCompleted() | RunFinished():
+                metrics |= event.metrics or {}
+    losses = [
+        (event.step, event.loss) for event in events if isinstance(event, StepsCompleted) and event.loss is not None
+    ]
+    (_, first), (step, last) = (losses[0], losses[-1]) if losses else ((None, None), (None, None))
+    return {"loss": {"first": first, "last": last, "step": step}, "metrics": metrics, "evaluated_at": evaluated_at}
 
 
 def _metrics(summary: Mapping[str, Any]) -> Iterable[str]:
@@ -180,20 +205,22 @@ def render(summary: Mapping[str, Any]) -> RenderableType:
     return Group(title, facts, Text(), table)
 
 
-def _end(events: list[Event]) -> Event:
-    """The event that ended the newest session, if one did: a run that was resumed since is not over."""
-    end: Event = {}
+def _end(events: list[Event]) -> tuple[RunFailed | None, RunFinished | None]:
+    """Returns the events that ended the newest session. A run that was resumed since has none."""
+    failed = finished = None
     for event in events:
-        if event["event"] == "session_started":
-            end = {}
-        elif event["event"] in ("finished", "failed"):
-            # A failed run logs both; the error and the totals are wanted together.
-            end = {**end, **event}
-    return end
+        match event:
+            case SessionStarted():
+                failed = finished = None
+            case RunFailed():
+                failed = event
+            case RunFinished():
+                finished = event
+    return failed, finished
 
 
-def _last(events: list[Event], kind: str) -> Event:
-    return next((event for event in reversed(events) if event["event"] == kind), {})
+def _last(events: list[Event], kind: type[E]) -> E | None:
+    return next((event for event in reversed(events) if isinstance(event, kind)), None)
 
 
 def _last_step(events: list[Event]) -> int | None:
@@ -201,22 +228,24 @@ def _last_step(events: list[Event]) -> int | None:
     step = None
     for event in events:
         if (value := _step_of(event)) is not None:
-            step = max(value, step or 0) if event["event"] == "commit" else value
+            step = max(value, step or 0) if isinstance(event, CommitSucceeded) else value
     return step
 
 
 def _step_of(event: Event) -> int | None:
     """Steps behind the run, where an event tells."""
-    field = {
-        "session_started": "resumed_from_step",
-        "resumed": "step",
-        "generation": "first_step",
-        "steps": "step",
-        "commit": "step",
-        "generation_ended": "last_step",
-        "finished": "steps",
-    }.get(event["event"])
-    return None if field is None else event.get(field)
+    match event:
+        case SessionStarted():
+            return event.resumed_from_step
+        case Resumed() | StepsCompleted() | CommitSucceeded():
+            return event.step
+        case GenerationStarted():
+            return event.first_step
+        case GenerationEnded():
+            return event.last_step
+        case RunFinished():
+            return event.steps
+    return None
 
 
 def _generations(events: list[Event]) -> list[dict[str, Any]]:
@@ -224,48 +253,51 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
     the next one began, whichever is later."""
     rows: list[dict[str, Any]] = []
     stalled = stalls(events)
-    sessions = list(dict.fromkeys(event["session"] for event in events))
+    sessions = list(dict.fromkeys(event.session for event in events))
     current: dict[str, Any] | None = None
     committed = 0
     for event in events:
-        if event["event"] == "commit":
-            committed = event["step"]
-        if event["event"] in ("rendezvous", "generation"):
+        if isinstance(event, CommitSucceeded):
+            committed = event.step
+        if isinstance(event, GenerationFormed | GenerationStarted):
             # The rendezvous tells of it first; its first worker, where it begins, if it lives long enough.
             if current is None or (current["session"], current["generation"]) != (
-                event["session"],
-                event["generation"],
+                event.session,
+                event.generation,
             ):
-                stall = stalled.get((event["session"], event["generation"]), dict.fromkeys(STALLS))
-                first = committed if event.get("first_step") is None else event["first_step"]
+                stall = stalled.get((event.session, event.generation), dict.fromkeys(STALLS))
+                first = committed if event.first_step is None else event.first_step
                 current = {"last_step": first, "first_step": first, "ended_by": None, **stall}
                 rows.append(current)
-            current |= {key: event.get(key) for key in ("generation", "world_size", "reason", "session")}
-            current["session_number"] = sessions.index(event["session"]) + 1
-            if event["event"] == "generation":
-                current["first_step"] = current["last_step"] = event["first_step"]
+            current |= {key: getattr(event, key) for key in ("generation", "world_size", "reason", "session")}
+            current["session_number"] = sessions.index(event.session) + 1
+            if isinstance(event, GenerationStarted):
+                current["first_step"] = current["last_step"] = event.first_step
                 for row in rows[-2:-1]:
                     _close(row, current)
-        elif current is None or event["event"] == "session_started":
+        elif current is None or isinstance(event, SessionStarted):
             current = None  # events of a session before its first generation belong to none
-        elif event["session"] == current["session"]:
+        elif event.session == current["session"]:
             # A worker's last word on a generation may come after the rendezvous' first one on the next.
             about = next((row for row in rows[-2:] if _is_about(event, row)), current)
             if (step := _step_of(event)) is not None:
                 about["last_step"] = max(step, about["last_step"])  # a commit is told of when it is complete
-            if event["event"] == "generation_ended":
-                about["ended_by"] = event.get("reason")
-            elif event["event"] == "finished" and event.get("status") == "stopped":
-                current["ended_by"] = "the run was stopped"  # its workers know only that their loop ended
-            elif event["event"] == "failed" and event.get("kind") not in (None, WorkersFailedError.__name__):
-                current["ended_by"] = "an error"  # the others may have seen no more than that a peer was gone
-            elif event["event"] in ("finished", "failed") and current["ended_by"] is None:
-                current["ended_by"] = event.get("status", "failed")
+            match event:
+                case GenerationEnded():
+                    about["ended_by"] = event.reason
+                case RunFinished(status="stopped"):
+                    current["ended_by"] = "the run was stopped"  # its workers know only that their loop ended
+                case RunFailed() if event.kind not in (None, WorkersFailedError.__name__):
+                    current["ended_by"] = "an error"  # the others may have seen no more than that a peer was gone
+                case RunFailed() if current["ended_by"] is None:
+                    current["ended_by"] = "failed"
+                case RunFinished() if current["ended_by"] is None:
+                    current["ended_by"] = event.status
     return rows
 
 
 def _is_about(event: Event, row: Mapping[str, Any]) -> bool:
-    return (event["session"], event.get("generation")) == (row["session"], row["generation"])
+    return (event.session, getattr(event, "generation", None)) == (row["session"], row["generation"])
 
 
 def _close(row: dict[str, Any], following: Mapping[str, Any]) -> None:

@@ -29,6 +29,14 @@ from elastic_ddp.rendezvous.hang import STORING, Place
 from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.watchdog import STALL_TIMEOUT_S
+from elastic_ddp.telemetry.events import (
+    CommitFailed,
+    CommitRejected,
+    CommitSkipped,
+    CommitStarted,
+    CommitSucceeded,
+    Resumed,
+)
 from elastic_ddp.telemetry.summary import WORKER_FAILED
 from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.worker.job import COMMITS
@@ -160,7 +168,7 @@ class Checkpointer:
         for one that did not come to be. Rank 0 calls it."""
         if not self.is_asked_for and self._at > -math.inf:
             self._note(steps_done)
-            self._client.say("commit_left_out", step=steps_done)
+            self._client.record(CommitSkipped(step=steps_done))
 
     def check(self) -> None:
         """What the last save found out, if this worker may not go on. Rank 0 calls it.
@@ -265,7 +273,7 @@ class Checkpointer:
             if group.assignment.reason == WORKER_FAILED and not self._has_counted:  # those who could tell are lost
                 self._interval.record_failure()
         if group.rank == 0:
-            self._client.say("resumed", step=commit.step)
+            self._client.record(Resumed(step=commit.step))
         return state
 
     def _check_ours(self, commit: Commit) -> None:
@@ -276,7 +284,7 @@ class Checkpointer:
             )
 
     def _say_rejected(self, key: str, reason: str) -> None:
-        self._client.say("commit_rejected", key=key, reason=reason)
+        self._client.record(CommitRejected(key=key, reason=reason))
 
     def warm_up(self, state: TrainState) -> None:
         """What the first save of a process would have training wait for.
@@ -314,15 +322,16 @@ class Checkpointer:
                 self._answered = max(self._answered, request)
                 if self._interval is not None:
                     self._interval.saved(seconds)
-                self._client.say(
-                    "commit",
-                    generation=generation,
-                    step=step,
-                    seconds=seconds,
-                    num_bytes=outcome.num_bytes,
-                    request=request or None,
-                    account=account,
-                    interval_s=round(self._interval.seconds, 3) if self._interval is not None else None,
+                self._client.record(
+                    CommitSucceeded(
+                        generation=generation,
+                        step=step,
+                        seconds=seconds,
+                        num_bytes=outcome.num_bytes,
+                        request=request or None,
+                        account=account,
+                        interval_s=round(self._interval.seconds, 3) if self._interval is not None else None,
+                    )
                 )
                 return
             self._meeting = 0
@@ -335,14 +344,15 @@ class Checkpointer:
                 self._failed += 1
                 doublings = min(self._failed - 1, 30)
                 self._rests_until = time.monotonic() + min(REST_S * 2**doublings, LONGEST_REST_S)
-            self._client.say(
-                "commit_failed",
-                generation=generation,
-                step=step,
-                seconds=seconds,
-                error=format_exception(outcome),
-                counts=counts,
-                of_storage=is_of_storage(outcome),
+            self._client.record(
+                CommitFailed(
+                    generation=generation,
+                    step=step,
+                    seconds=seconds,
+                    error=format_exception(outcome),
+                    counts=counts,
+                    of_storage=is_of_storage(outcome),
+                )
             )
 
         attempt = hashlib.sha256(f"{self._job.session}/{generation}/{step}/{number}".encode()).hexdigest()[:32]
@@ -368,7 +378,7 @@ class Checkpointer:
         with self._client.activity.within("collective"):  # registered state may put its shards together
             values = state.state_dict()
         if group.rank == 0:
-            self._client.say("commit_begun", generation=generation, step=step)
+            self._client.record(CommitStarted(generation=generation, step=step))
             self._meeting = request
         self._saver.begin(values, save)
         if self._interval is not None:

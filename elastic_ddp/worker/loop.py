@@ -12,6 +12,7 @@ from elastic_ddp.errors import CheckpointError, ConfigError, ReplicasDifferError
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.telemetry.account import CHANGED, UNMADE
+from elastic_ddp.telemetry.events import EvaluationFinished, EvaluationStarted, FirstStep, StepsCompleted
 from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.collective_tasks import NotTogetherError
 from elastic_ddp.worker.generation import Generation
@@ -176,13 +177,15 @@ class Loop:
         if self.rank == 0:
             self.client.progress(generation=generation.number, **self._newest(step))
             if first_step_s is not None:
-                self.client.say("first_step", generation=generation.number, seconds=first_step_s)
+                self.client.record(FirstStep(generation=generation.number, seconds=first_step_s))
         if step.index % self.job.config.log_every_steps == 0 or self.position.step == self.job.total_steps:
             with part.activity.within("collective"):
                 metrics = gather_metrics(generation.group, step, self.job.shape.rows(step.index))
             if self.rank == 0:
                 newest, account = self._newest(step), part.account.seconds()
-                self.client.say("steps", generation=generation.number, **newest, metrics=metrics, account=account)
+                self.client.record(
+                    StepsCompleted(generation=generation.number, **newest, metrics=metrics, account=account)
+                )
         self.checkpointer.measured(self.position.step, metrics | {"loss": step.loss})
         if self.rank == 0:
             self.checkpointer.check()
@@ -211,7 +214,7 @@ class Loop:
         if part.generation is None:
             raise ConfigError("run.evaluate was called before run.steps(); call it inside the loop or after it")
         if self.rank == 0:
-            self.client.say("evaluating", generation=part.generation.number, name=name)
+            self.client.record(EvaluationStarted(generation=part.generation.number, name=name))
         if step is not None and step.in_progress:  # a part of it: where a peer is lost here, it comes again
             with step.capture_first_error():
                 value = figure(part.generation)
@@ -223,8 +226,8 @@ class Loop:
                 return math.nan
         self.checkpointer.measured(self.position.step, {name: value})
         if self.rank == 0:
-            self.client.say(
-                "evaluation", generation=part.generation.number, step=self.position.step, name=name, loss=value
+            self.client.record(
+                EvaluationFinished(generation=part.generation.number, step=self.position.step, name=name, loss=value)
             )
         return value
 

@@ -14,6 +14,7 @@ from elastic_ddp.rendezvous.coordinator import PREPARE_S
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.telemetry.account import HANDED_ON, PEER_FAILED, RUN_ENDED, Account
+from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
 from elastic_ddp.worker.generation import Generation, feeds_of, micro_batches_of, strategy_of
 from elastic_ddp.worker.retry_limit import ConsecutiveFailures
@@ -212,12 +213,14 @@ class WorkerMembership:
         was_first, self._was_first = self._was_first, assignment.rank == 0
         self.holds_state = True
         if assignment.rank == 0:
-            self._client.say(
-                "generation",
-                generation=assignment.generation,
-                world_size=assignment.world_size,
-                first_step=self._state.position.step,
-                reason="resume" if assignment.reason == "start" and self._state.position.step else assignment.reason,
+            resumes = assignment.reason == "start" and self._state.position.step
+            self._client.record(
+                GenerationStarted(
+                    generation=assignment.generation,
+                    world_size=assignment.world_size,
+                    first_step=self._state.position.step,
+                    reason="resume" if resumes else assignment.reason,
+                )
             )
             if not was_first and assignment.source is not None:
                 self._checkpointer.refresh_newest(self._state.position.step)
@@ -326,12 +329,13 @@ class WorkerMembership:
             self._checkpointer.generation_ended(intact=intact)
             self._client.abort_when_broken(None)
             if generation.group.rank == 0:
-                self._client.say(
-                    "generation_ended",
-                    generation=generation.number,
-                    last_step=self._state.position.step,
-                    reason=reason if failure is None else PEER_FAILED,
-                    account=self.account.seconds(),
+                self._client.record(
+                    GenerationEnded(
+                        generation=generation.number,
+                        last_step=self._state.position.step,
+                        reason=reason if failure is None else PEER_FAILED,
+                        account=self.account.seconds(),
+                    )
                 )
             generation.close(intact=intact)
         return failure

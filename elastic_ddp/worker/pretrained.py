@@ -14,6 +14,7 @@ from elastic_ddp.checkpoint.reader import empty_tensors, state_of
 from elastic_ddp.errors import CheckpointError, ConfigError, shorten
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry.events import CommitRejected, Event, WeightsLoaded
 from elastic_ddp.tensors.state_tree import dtype_name
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import BadCommit, agree_on_error, first_usable, read_together
@@ -42,12 +43,14 @@ class Weights:
     step: int | None
     strict: bool
 
-    def load(self, module: torch.nn.Module, group: ProcessGroup, say: Callable[..., None], activity: Activity) -> None:
+    def load(
+        self, module: torch.nn.Module, group: ProcessGroup, record: Callable[[Event], None], activity: Activity
+    ) -> None:
         """Every rank calls it, and gets the same or raises the same: rank 0's word counts, as the run that they are of
         may go on meanwhile.
 
         Args:
-            say: takes events for the record, on rank 0: what was loaded, and which commits could not be.
+            record: appends an event to the ledger; rank 0 reports what was loaded, and each unusable commit.
             activity: told of what is read, which is no hang however long it takes.
 
         Raises:
@@ -76,13 +79,17 @@ class Weights:
         commit, state = found
         module.load_state_dict(state[MODEL], strict=self.strict)
         if group.rank == 0:
-            self._report(commit.step, fits[commit.step], store.rejected, say)
+            self._report(commit.step, fits[commit.step], store.rejected, record)
 
-    def _report(self, step: int, fit: Fit, rejected: list[tuple[str, str]], say: Callable[..., None]) -> None:
+    def _report(self, step: int, fit: Fit, rejected: list[tuple[str, str]], record: Callable[[Event], None]) -> None:
         for key, reason in rejected:
-            say("commit_rejected", key=f"{self.uri}/{COMMITS}/{key}", reason=reason)
+            record(CommitRejected(key=f"{self.uri}/{COMMITS}/{key}", reason=reason))
+        record(
+            WeightsLoaded(
+                uri=self.uri, step=step, missing=fit.missing, unexpected=fit.unexpected, converted=fit.converted
+            )
+        )
         differences = {"missing": fit.missing, "unexpected": fit.unexpected, "converted": fit.converted}
-        say("weights_loaded", uri=self.uri, step=step, **differences)
         if any(differences.values()):
             text = "; ".join(f"{len(names)} {what}: {shorten(names)}" for what, names in differences.items() if names)
             _log.warning("of the weights of step %d in %s are %s", step, self.uri, text)

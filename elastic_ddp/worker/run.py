@@ -127,7 +127,7 @@ class Run:
             raise ConfigError("run.load_weights was called before a model was prepared. Call run.prepare(model) first.")
         weights = Weights(Storage(uri).uri, step, strict)
         module, client = self._state.module, self._loop.client
-        self._state.begin_with = lambda group: weights.load(module, group, client.say, client.activity)
+        self._state.begin_with = lambda group: weights.load(module, group, client.record, client.activity)
 
     def register(self, name: str, thing: Stateful) -> None:
         """Adds an object with `state_dict()` and `load_state_dict()` to every commit.

@@ -21,6 +21,7 @@ from elastic_ddp.driver.run_handle import RunHandle, live_runs
 from elastic_ddp.errors import ElasticDDPError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
+from elastic_ddp.telemetry.events import Event
 from tests.chaos.faults import Fault, Happened, happened, make_train, marker_of
 from tests.integration import jobs
 
@@ -124,18 +125,18 @@ class Trial:
         """What exists once a fault has happened."""
         return marker_of(self.markers, number)
 
-    def events(self, *kinds: str) -> list[dict[str, Any]]:
+    def events(self, *kinds: str) -> list[Event]:
         """Those of the ledger."""
         ledger = read_ledger(Storage(self.config["storage"]).at(self.name))
-        return [event for event in ledger if not kinds or event["event"] in kinds]
+        return [event for event in ledger if not kinds or event.event in kinds]
 
     def failure(self) -> set[str]:
         """Members that were taken for dead."""
-        return {event["member"] for event in self.events("worker_lost", "newcomer_lost") if event.get("member")}
+        return {event.member for event in self.events("worker_lost", "newcomer_lost") if event.member}
 
     def left(self) -> set[str]:
         """Members that left in peace."""
-        return {event["member"] for event in self.events("worker_left")}
+        return {event.member for event in self.events("worker_left")}
 
     def check(self, summary: Mapping[str, Any], calm: Mapping[str, Any]) -> None:
         """Every fault happened, in the one it was meant for and in nobody else, and made no difference."""
@@ -145,7 +146,7 @@ class Trial:
         by_how = [(fault.how, each) for fault, each in zip(self.faults, facts, strict=True)]
         victims = {each.member for how, each in by_how if how in DEADLY}
         failed = {each.member for fault, each in zip(self.faults, facts, strict=True) if fault.place == "build"}
-        assert {event["member"] for event in self.events("newcomer_lost")} >= failed
+        assert {event.member for event in self.events("newcomer_lost")} >= failed
         victims |= failed
         num_victims = len(victims) + sum(len(fault.along) for fault in self.faults)
         # A driver that is killed in the same step may not have written yet who was lost before.
@@ -157,7 +158,7 @@ class Trial:
         leavers = {each.member for how, each in by_how if how in ("SIGTERM", "drain")}
         assert self.left() >= leavers, "they left in peace"
         hung = {each.member for how, each in by_how if how == "hang"}
-        assert {each for event in self.events("hang") for each in event["culprits"]} == hung
+        assert {each for event in self.events("hang") for each in event.culprits} == hung
         hows = [how for how, _ in by_how]
         assert len(self.events("rendezvous_restarted")) == hows.count("rendezvous")
         self.check_steps(summary["generations"])
@@ -173,14 +174,14 @@ class Trial:
         """No step was lost, and none was done twice but the one in flight. A session goes on from the newest commit."""
         commits = dict.fromkeys(dict.fromkeys(each["session"] for each in generations), 0)
         for session in commits:
-            started = next(each for each in self.events("session_started") if each["session"] == session)
-            commits[session] = started["resumed_from_step"] or 0
+            started = next(each for each in self.events("session_started") if each.session == session)
+            commits[session] = started.resumed_from_step or 0
         sessions = list(commits)
         for before, after in pairwise(generations):
             if before["session"] == after["session"]:
                 assert after["first_step"] == before["last_step"], generations
         for before, after in pairwise(sessions):
-            written = [each["step"] for each in self.events("commit") if each["session"] == before]
+            written = [each.step for each in self.events("commit") if each.session == before]
             assert commits[after] >= max(written, default=0), "the newest commit counts"
             first = next(each for each in generations if each["session"] == after)
             assert first["first_step"] == commits[after]

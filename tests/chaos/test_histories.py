@@ -120,7 +120,7 @@ def test_a_loss_at_the_end_leaves_the_last_commit_to_the_others(
     run = Trial(folder, f"at-the-end-{how}-{rank}", [Fault(rank, STEPS, place, how)], {"heartbeat_timeout_s": 3.0})
     summary = run.fit().summary
     run.check(summary, calm)
-    assert max(each["step"] for each in run.events("commit")) == STEPS
+    assert max(each.step for each in run.events("commit")) == STEPS
     assert summary["sessions"] == 1 and summary["generations"][-1]["first_step"] == STEPS
 
 
@@ -143,7 +143,7 @@ def test_newcomers_that_fail_are_replaced_and_do_not_end_the_run(
     run.check(summary, calm)
     assert sizes(since_all_were_there(summary))[:2] == [3, 2]
     assert summary["workers_lost"] == summary["restarts"] == 1
-    assert all(said in event["error"] for event in run.events("newcomer_lost"))
+    assert all(said in event.error for event in run.events("newcomer_lost"))
 
 
 class Director:

@@ -44,9 +44,9 @@ def test_a_node_whose_network_is_cut_is_missed_and_its_worker_is_nobody_when_it_
         faults = [Fault(1, 10, "reduction", "cut"), Fault(1, 30, "reduction", "SIGKILL")]
         run = Trial(folder, "cut", faults, {"max_workers": 2, "heartbeat_timeout_s": 3.0})
         driver = start(hosts, run)
-        until(lambda: [each["world_size"] for each in run.events("rendezvous")][-1:] == [1] and run.failure(), driver)
+        until(lambda: [each.world_size for each in run.events("rendezvous")][-1:] == [1] and run.failure(), driver)
         (failure,) = run.events("worker_lost")[-1:]
-        assert "it was silent for 3 s" in failure["error"]
+        assert "it was silent for 3 s" in failure.error
         hosts.mend()
         facts = finish(run, driver)
     assert jobs.same_bits(facts, undisturbed)

@@ -71,8 +71,8 @@ def test_nodes_that_go_make_no_difference_wherever_their_worker_is(
     nodes.add_up_to(3)
     with run.live() as (_, result):
         while not result.done():
-            nodes.add_up_to(3, going={each["node_id"] for each in run.events("notice")})
+            nodes.add_up_to(3, going={each.node_id for each in run.events("notice")})
             time.sleep(0.2)
     run.check(result.result().summary, calm)
     if how == "drain":
-        assert [each["by"] for each in run.events("notice")] == ["Ray"] * len(PLACES)
+        assert [each.by for each in run.events("notice")] == ["Ray"] * len(PLACES)

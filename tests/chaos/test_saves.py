@@ -32,7 +32,7 @@ def check_commits(run: Trial) -> None:
     for _, commit in commits:
         assert isinstance(commit, Commit)
         store.verify(commit)
-    told = {each["step"] for each in run.events("commit")}
+    told = {each.step for each in run.events("commit")}
     assert told <= {step for step, _ in commits} and commits[0][0] == STEPS
 
 
@@ -56,7 +56,7 @@ def test_a_save_that_takes_longer_than_a_hang_may_is_none(folder: Path, calm: Ma
     settings = {"checkpoint": {"every_steps": 2 * STEPS}, "hang_timeout_s": 5.0, "heartbeat_timeout_s": 5.0}
     run = Trial(folder, "saving-slowly", settings=settings, write_s=8.0)
     run.check(run.fit().summary, calm)
-    assert not run.events("hang") and [each["seconds"] > 8.0 for each in run.events("commit")] == [True]
+    assert not run.events("hang") and [each.seconds > 8.0 for each in run.events("commit")] == [True]
 
 
 def test_a_run_that_is_stopped_while_a_save_is_written_goes_on_from_where_it_stopped(
@@ -68,6 +68,6 @@ def test_a_run_that_is_stopped_while_a_save_is_written_goes_on_from_where_it_sto
         handle.stop()
         stopped = result.result()
     assert stopped.status == "stopped" and 0 < stopped.steps < STEPS
-    assert run.events("commit")[-1]["step"] == stopped.steps
+    assert run.events("commit")[-1].step == stopped.steps
     run.check(run.fit().summary, calm)
     check_commits(run)

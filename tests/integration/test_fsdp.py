@@ -34,8 +34,8 @@ def fit(
     store = SingleRankStore(Storage(storage).at(name).at(COMMITS), keep=1)
     newest = store.load_latest()
     assert newest is not None and newest[0].step == result.steps
-    [evaluated] = [each for each in read_ledger(Storage(storage).at(name)) if each["event"] == "evaluation"][-1:]
-    return {**result.summary, "validation": evaluated["loss"]}, newest[1]["model"]
+    [evaluated] = [each for each in read_ledger(Storage(storage).at(name)) if each.event == "evaluation"][-1:]
+    return {**result.summary, "validation": evaluated.loss}, newest[1]["model"]
 
 
 def assert_alike(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -63,10 +63,10 @@ def test_a_sharded_run_goes_on_from_its_newest_commit_when_membership_changes(fo
     assert (first["last_step"], second["first_step"]) == (17, 10), "from the newest commit on"
     assert second["last_step"] == third["first_step"] >= 19, "a commit comes before a change that is planned"
     pids = {
-        (each["generation"], member["rank"]): member["pid"]
+        (each.generation, member["rank"]): member["pid"]
         for each in read_ledger(Storage(str(folder / "runs")).at("disturbed"))
-        if each["event"] == "rendezvous"
-        for member in each["members"]
+        if each.event == "rendezvous"
+        for member in each.members
     }
     assert pids[1, 1 - rank] == pids[2, 0] == pids[3, 0], "the process lives on"
 
@@ -89,8 +89,8 @@ def test_a_worker_of_a_sharded_run_that_hangs_is_replaced(folder: Path) -> None:
     for key in ("status", "steps", "samples", "samples_sha256"):
         assert found[key] == calm[key], key
     assert_alike(weights, expected)
-    hangs = [each for each in read_ledger(Storage(str(folder / "runs")).at("hangs")) if each["event"] == "hang"]
-    assert [len(each["culprits"]) for each in hangs] in ([0, 1], [1]), "whom the other waited for, once that was known"
+    hangs = [each for each in read_ledger(Storage(str(folder / "runs")).at("hangs")) if each.event == "hang"]
+    assert [len(each.culprits) for each in hangs] in ([0, 1], [1]), "whom the other waited for, once that was known"
     assert found["workers_lost"] == 1
 
 

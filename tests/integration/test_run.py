@@ -63,7 +63,7 @@ def assert_same(result: ed.RunResult, calm: ed.RunResult) -> None:
 
 
 def losses(uri: str) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in read_ledger(Storage(uri)) if event["event"] == "steps"}
+    return {event.step: event.loss for event in read_ledger(Storage(uri)) if event.event == "steps"}
 
 
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.chaos), 3])
@@ -165,8 +165,8 @@ def test_a_worker_that_is_stopped_is_taken_for_dead_and_replaced(folder: Path, c
     assert_same(result, calm)
     first, second = result.summary["generations"]
     assert second["first_step"] == first["last_step"] == 27
-    failure = next(event for event in read_ledger(Storage(result.uri)) if event["event"] == "worker_lost")
-    assert failure["error"] == "it was silent for 5 s"
+    failure = next(event for event in read_ledger(Storage(result.uri)) if event.event == "worker_lost")
+    assert failure.error == "it was silent for 5 s"
     assert second["detection_s"] > 3, "the silence, but for a beat and a step"
     assert second["rendezvous_s"] is not None and second["hand_over_s"] is not None
     assert second["first_step_s"] > 0
@@ -199,7 +199,7 @@ def test_a_worker_that_dies_in_a_commit_takes_nothing_with_it(folder: Path, calm
     assert_same(result, calm)
     first, second = result.summary["generations"]
     assert second["first_step"] == first["last_step"] == 30
-    commits = [event["step"] for event in read_ledger(Storage(result.uri)) if event["event"] == "commit"]
+    commits = [event.step for event in read_ledger(Storage(result.uri)) if event.event == "commit"]
     assert commits == [10, 20, 31, 41, 44], "what was not committed is committed at once"
 
 
@@ -276,7 +276,7 @@ def test_the_same_command_resumes_a_run_whose_driver_is_gone(folder: Path, calm:
     first = drive(folder, how, how, str(marker), "25")
     assert marker.exists(), first.stderr
     events = read_ledger(Storage(str(folder / "runs" / how)))
-    commits = [event["step"] for event in events if event["event"] == "commit"]
+    commits = [event.step for event in events if event.event == "commit"]
     if how == "kill-driver":
         assert first.returncode == -9
     else:
@@ -286,7 +286,7 @@ def test_the_same_command_resumes_a_run_whose_driver_is_gone(folder: Path, calm:
     second = drive(folder, how, how, str(marker), "25", workers=3)
     assert second.returncode == 0, second.stderr
     events = read_ledger(Storage(str(folder / "runs" / how)))
-    resumed = [event["resumed_from_step"] for event in events if event["event"] == "session_started"]
+    resumed = [event.resumed_from_step for event in events if event.event == "session_started"]
     assert resumed[0] is None and resumed[1] >= 20
     summary = json.loads((folder / "runs" / how / "summary.json").read_text())
     assert summary["weights_sha256"] == calm.weights_sha256
@@ -362,9 +362,9 @@ def test_an_error_of_the_training_function_ends_the_run_once_with_its_traceback(
     assert text.count("a mistake of the user's") == 2  # the line of source and the error
     assert "in fault" in text
     events = read_ledger(Storage(str(folder / "runs" / "user-error")))
-    assert sum(event["event"] == "generation" for event in events) == 1, "a user's error is not retried"
-    assert sum(event["event"] == "failed" for event in events) == 1
-    assert not any(event["event"] == "worker_lost" for event in events)
+    assert sum(event.event == "generation" for event in events) == 1, "a user's error is not retried"
+    assert sum(event.event == "failed" for event in events) == 1
+    assert not any(event.event == "worker_lost" for event in events)
 
 
 @pytest.mark.chaos

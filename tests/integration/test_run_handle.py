@@ -19,6 +19,7 @@ from elastic_ddp.driver.run_handle import RunHandle, get_run
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
+from elastic_ddp.telemetry.events import Event
 from tests.integration import jobs
 from tests.integration.clusters import command, until
 
@@ -74,8 +75,8 @@ def no_step_was_done_twice(facts: Mapping[str, Any]) -> bool:
     return all(after["first_step"] == before["last_step"] for before, after in pairwise(facts["generations"]))
 
 
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [each for each in read_ledger(Storage(str(folder / "runs" / NAME))) if each["event"] == kind]
+def events(folder: Path, kind: str) -> list[Event]:
+    return [each for each in read_ledger(Storage(str(folder / "runs" / NAME))) if each.event == kind]
 
 
 def test_a_live_run_does_what_it_is_asked_for(undisturbed: Mapping[str, Any], connected: Cluster, folder: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_live_run_does_what_it_is_asked_for(undisturbed: Mapping[str, Any], co
     assert jobs.same_bits(facts, undisturbed)
     assert no_step_was_done_twice(facts)
     assert facts["restarts"] == 0
-    left = [each["kind"] for each in events(folder, "worker_left")]
+    left = [each.kind for each in events(folder, "worker_left")]
     assert left == ["resize", "resize", "drain", "drain"]
     assert not events(folder, "worker_lost")
 
@@ -129,7 +130,7 @@ def test_a_worker_that_gets_sigterm_leaves_between_two_steps_and_is_replaced(
         assert "status='stopped'" in output
     facts = jobs.summary(folder, NAME)
     assert no_step_was_done_twice(facts)
-    assert [each["kind"] for each in events(folder, "worker_left")] == ["drain"]
+    assert [each.kind for each in events(folder, "worker_left")] == ["drain"]
     assert not events(folder, "worker_lost")
     done = jobs.drive(str(folder / "data"), str(folder / "runs"), NAME, "1", RAY_ADDRESS=connected.address)
     assert done.returncode == 0, done.stderr
@@ -155,7 +156,7 @@ def test_the_last_worker_commits_before_ray_takes_its_node_away(
         facts = finish(folder, run)
     assert jobs.same_bits(facts, undisturbed)
     assert no_step_was_done_twice(facts)
-    assert [each["by"] for each in events(folder, "notice")] == ["Ray"]
+    assert [each.by for each in events(folder, "notice")] == ["Ray"]
     assert not events(folder, "worker_lost")
 
 
@@ -178,4 +179,4 @@ def test_a_drained_node_is_no_room_for_a_run_that_lost_all_of_its_workers(
         assert drained["node_id"] not in {each["node_id"] for each in handle.status()["members"]}
         facts = finish(folder, run)
     assert jobs.same_bits(facts, undisturbed)
-    assert [each["kind"] for each in events(folder, "worker_left")] == ["drain"]
+    assert [each.kind for each in events(folder, "worker_left")] == ["drain"]

@@ -35,8 +35,6 @@ def test_data_commits_and_ledger_on_s3_give_the_bits_of_a_local_run(
     summary = json.loads(Storage(f"{s3}/runs/run").read("summary.json"))
     assert jobs.same_bits(summary, undisturbed)
     resumed = [
-        event["resumed_from_step"]
-        for event in read_ledger(Storage(f"{s3}/runs/run"))
-        if event["event"] == "session_started"
+        event.resumed_from_step for event in read_ledger(Storage(f"{s3}/runs/run")) if event.event == "session_started"
     ]
     assert resumed[0] is None and resumed[1] >= 20

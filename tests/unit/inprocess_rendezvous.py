@@ -12,6 +12,7 @@ import ray
 
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.messages import RendezvousOptions
+from elastic_ddp.telemetry.events import Event
 
 LIMIT_S = 20.0
 
@@ -50,9 +51,9 @@ class InProcessRendezvous:
     def ask(self, method: str, *arguments: Any) -> Any:
         return get(getattr(self, method).remote(*arguments))
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def events(self, name: str) -> list[Event]:
         """Those of a name that nobody has written down."""
-        return [each for each in self.actor._assembly.journal._events if each["event"] == name]
+        return [each for each in self.actor._assembly.journal._events if each.event == name]
 
     def close(self) -> None:
         if self.actor._pulses._server is not None:

@@ -11,6 +11,7 @@ from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.hang import ActivityReport
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import Ended, PlannedAssignment, RendezvousOptions, Signals
+from elastic_ddp.telemetry.events import Event
 
 LIMIT_S = 20.0
 BROKEN = "connection closed"
@@ -72,8 +73,8 @@ async def heard(rendezvous: Rendezvous, who: Member, generation: int, what: Call
     return signals
 
 
-async def events_of(rendezvous: Rendezvous, event: str) -> list[dict[str, Any]]:
-    return [each for each in (await rendezvous.wait_for_update(0)).events if each["event"] == event]
+async def events_of(rendezvous: Rendezvous, event: str) -> list[Event]:
+    return [each for each in (await rendezvous.wait_for_update(0)).events if each.event == event]
 
 
 def where(number: int, place: str) -> ActivityReport:

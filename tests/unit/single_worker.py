@@ -19,6 +19,7 @@ from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.rendezvous.messages import PlannedAssignment
+from elastic_ddp.telemetry.events import Event
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
@@ -86,8 +87,8 @@ class FakeClient:
     def why_not_commit(self, generation: int) -> str | None:
         return "this worker was presumed dead" if self.presumed_dead else None
 
-    def say(self, event: str, **fields: Any) -> None:
-        self.said.append({"event": event, **fields})
+    def record(self, event: Event) -> None:
+        self.said.append(event.to_json())
 
     def progress(self, **newest: Any) -> None: ...
 

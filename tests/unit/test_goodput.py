@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,23 +9,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ddp.telemetry.account import CHANGED, RUN_ENDED
+from elastic_ddp.telemetry.events import (
+    Event,
+    GenerationEnded,
+    RunFailed,
+    RunFinished,
+    SessionStarted,
+    WorkerFailed,
+    parse,
+)
 from elastic_ddp.telemetry.goodput import PARTS, goodput, partition, stalls
 from elastic_ddp.telemetry.stopwatch import PHASES
-
-Event = dict[str, Any]
+from tests.unit.ledger_events import ledger_event
 
 
 def event(name: str, at: float, session: str = "s1", *, late: float = 0.25, **fields: Any) -> Event:
     """As the driver writes it down, a little after it happened."""
-    return {"event": name, "at": at, "time": at + late, "session": session, **fields}
+    return ledger_event(name, at=at, time=at + late, session=session, **fields)
 
 
 def started(at: float, session: str = "s1", step: int | None = None) -> Event:
-    return {"event": "session_started", "time": at, "session": session, "resumed_from_step": step}
+    return ledger_event("session_started", time=at, session=session, resumed_from_step=step)
 
 
 def finished(at: float, session: str = "s1", status: str = "finished") -> Event:
-    return {"event": "finished", "time": at, "session": session, "status": status}
+    return ledger_event("finished", time=at, session=session, status=status)
 
 
 def formed(number: int, at: float, step: int | None, session: str = "s1", **fields: Any) -> Event:
@@ -35,6 +44,10 @@ def formed(number: int, at: float, step: int | None, session: str = "s1", **fiel
 def told(name: str, number: int, at: float, session: str = "s1", **fields: Any) -> Event:
     account = {phase: fields.pop(phase) for phase in PHASES if phase in fields}
     return event(name, at, session, generation=number, account=account, **fields)
+
+
+def without_account(event: Event) -> Event:
+    return replace(event, account=None) if hasattr(event, "account") else event
 
 
 def parts(**seconds: float) -> dict[str, float]:
@@ -85,9 +98,9 @@ def test_what_it_took_to_get_to_each_generation() -> None:
 
 def test_stalls_that_no_account_tells_of_are_not_known() -> None:
     unknown = {"detection_s": None, "rendezvous_s": None, "hand_over_s": None, "first_step_s": None}
-    assert stalls([{**each, "account": None} for each in LOSS])["s1", 2] == {**unknown, "first_step_s": 0.3}
+    assert stalls([without_account(each) for each in LOSS])["s1", 2] == {**unknown, "first_step_s": 0.3}
     assert stalls(LOSS[:8])["s1", 2] == unknown
-    first_is_silent = [each for each in LOSS if each.get("generation") != 1 or "account" not in each]
+    first_is_silent = [each for each in LOSS if getattr(each, "generation", 0) != 1 or not hasattr(each, "account")]
     assert stalls(first_is_silent)["s1", 2]["detection_s"] is None
 
 
@@ -120,7 +133,7 @@ def test_what_a_commit_holds_is_not_lost_when_everybody_dies_but_what_came_after
         waiting=30.0 - 18.0,
     )
     assert partition(events) == expected
-    half = [{**each, "first_step": 15} if each.get("first_step") == 10 else each for each in events]
+    half = [replace(each, first_step=15) if getattr(each, "first_step", 0) == 10 else each for each in events]
     assert partition(half)["redone"] == 3.0 + 2.5, "half of the steps between two accounts"
 
 
@@ -196,7 +209,7 @@ def test_an_account_that_ends_shortly_before_the_loss_is_a_survivors() -> None:
         finished(9.0),
     ]
     assert partition(events) == parts(start_up=1.0, useful=4.0, waiting=0.5, rendezvous=3.5)
-    late = [{**each, "at": 6.5, "time": 6.5} if each["event"] == "worker_lost" else each for each in events]
+    late = [replace(each, at=6.5, time=6.5) if isinstance(each, WorkerFailed) else each for each in events]
     assert partition(late) == parts(start_up=1.0, useful=4.0, redone=1.5, waiting=2.5)
 
 
@@ -211,7 +224,7 @@ def test_who_dies_while_it_waits_for_others_loses_no_work() -> None:
         finished(22.0),
     ]
     assert partition(events) == parts(start_up=1.0, useful=6.0, waiting=14.0, rendezvous=1.0)
-    nobody = [{**each, "first_step": None} if each.get("generation") == 2 else each for each in events]
+    nobody = [replace(each, first_step=None) if hasattr(each, "first_step") else each for each in events]
     assert partition(nobody) == partition(events)
 
 
@@ -278,7 +291,7 @@ def test_a_run_whose_workers_were_all_drained_waits_until_it_is_stopped() -> Non
         finished(55.0, status="stopped"),
     ]
     assert partition(events) == parts(start_up=1.0, useful=4.0, waiting=50.0)
-    ended = [{**each, "reason": RUN_ENDED} if each["event"] == "generation_ended" else each for each in events]
+    ended = [replace(each, reason=RUN_ENDED) if isinstance(each, GenerationEnded) else each for each in events]
     assert partition(ended) == parts(start_up=1.0, useful=4.0, shut_down=50.0)
 
 
@@ -296,7 +309,7 @@ def test_events_that_happened_after_they_were_written_down_come_from_a_clock_tha
 
 
 def test_a_ledger_without_accounts_has_no_goodput() -> None:
-    old = [{key: value for key, value in each.items() if key != "account"} for each in LOSS]
+    old = [without_account(each) for each in LOSS]
     assert goodput(old)["goodput"] is None
     assert goodput(old)["total"] == 26.5
 
@@ -395,16 +408,16 @@ def length(events: list[Event]) -> float:
     """Of one session."""
 
     def moment(each: Event) -> float:
-        return min(each.get("at", each["time"]), each["time"])
+        return each.time if each.at is None else min(each.at, each.time)
 
-    begins = [each for each in events if each["event"] == "session_started"] or events
-    ends = [each for each in events if each["event"] in ("finished", "failed")] or events
+    begins = [each for each in events if isinstance(each, SessionStarted)] or events
+    ends = [each for each in events if isinstance(each, RunFinished | RunFailed)] or events
     return max(0.0, max(map(moment, ends)) - moment(begins[0]))
 
 
-@given(st.lists(anything, max_size=40))
+@given(st.lists(anything.map(parse), max_size=40))
 def test_every_second_is_in_exactly_one_part_whatever_the_events(events: list[Event]) -> None:
-    sessions = [[each for each in events if each["session"] == name] for name in ("s1", "s2")]
+    sessions = [[each for each in events if each.session == name] for name in ("s1", "s2")]
     whole = sum(length(session) for session in sessions if session)
     found = partition(events)
     assert {*found} == {*PARTS}

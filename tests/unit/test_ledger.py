@@ -13,6 +13,7 @@ import torch
 
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry.events import Resumed, RunFailed, SessionStarted, UnknownEvent
 from elastic_ddp.telemetry.ledger import Ledger, new_session, read_ledger
 
 
@@ -53,16 +54,16 @@ def test_a_session_sorts_by_its_time() -> None:
 
 def test_what_was_flushed_is_read_in_order_and_what_was_not_is_not(storage: Storage) -> None:
     ledger = Ledger(storage, "s1", Clock())
-    ledger.append("session_started", session="s1", config={"name": "x"})
-    ledger.append("commit", step=4)
+    ledger.append(SessionStarted(config={"name": "x"}))
+    ledger.append(Resumed(step=4))
     assert read_ledger(storage) == []
     ledger.flush()
-    ledger.append("commit", step=8)
-    assert [event.get("step") for event in read_ledger(storage)] == [None, 4]
+    ledger.append(Resumed(step=8, at=3.5))
+    assert [event.event for event in read_ledger(storage)] == ["session_started", "resumed"]
     ledger.close()
     events = read_ledger(storage)
-    assert [event["seq"] for event in events] == [0, 1, 2]
-    assert events[2] == {"time": 1_795_169_703.0, "seq": 2, "event": "commit", "step": 8, "session": "s1"}
+    assert [event.seq for event in events] == [0, 1, 2]
+    assert events[2] == Resumed(step=8, at=3.5, time=1_795_169_703.0, seq=2, session="s1")
     assert storage.list() == ["ledger/s1-000000.jsonl"]
 
 
@@ -70,9 +71,9 @@ def test_a_long_session_rolls_to_new_segments_and_writes_old_ones_no_more(tmp_pa
     storage = Flaky(tmp_path)
     ledger = Ledger(storage, "s1", Clock())
     for number in range(50):
-        ledger.append("steps", step=number, text="x" * 4000)
+        ledger.append(RunFailed(error=f"{number}" + "x" * 4000))
         ledger.flush()
-    assert [event["step"] for event in read_ledger(storage)] == list(range(50))
+    assert [event.seq for event in read_ledger(storage)] == list(range(50))
     sizes = storage.sizes("ledger")
     assert [*sizes] == [f"ledger/s1-{number:06d}.jsonl" for number in range(4)]
     assert max(sizes.values()) <= 64 * 1024
@@ -85,9 +86,9 @@ def test_a_long_session_rolls_to_new_segments_and_writes_old_ones_no_more(tmp_pa
 def test_an_event_larger_than_a_segment_is_kept_whole(storage: Storage) -> None:
     ledger = Ledger(storage, "s1", Clock())
     for text in ("a", "b" * 200_000, "c"):
-        ledger.append("failed", error=text)
+        ledger.append(RunFailed(error=text))
     ledger.close()
-    assert [len(event["error"]) for event in read_ledger(storage)] == [1, 200_000, 1]
+    assert [len(event.error) for event in read_ledger(storage)] == [1, 200_000, 1]
 
 
 def test_events_outlive_an_outage_and_only_close_complains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -95,7 +96,7 @@ def test_events_outlive_an_outage_and_only_close_complains(tmp_path: Path, caplo
     ledger = Ledger(storage, "s1", Clock())
     storage.failing = True
     for number in range(40):
-        ledger.append("steps", step=number, text="x" * 4000)
+        ledger.append(RunFailed(error=f"{number}" + "x" * 4000))
         ledger.flush()
     assert len(caplog.records) == 1 and "no space" in caplog.text
     with pytest.raises(StorageError, match="no space"):
@@ -103,22 +104,22 @@ def test_events_outlive_an_outage_and_only_close_complains(tmp_path: Path, caplo
     assert read_ledger(storage) == []
     storage.failing = False
     ledger.close()
-    assert [event["step"] for event in read_ledger(storage)] == list(range(40))
+    assert [event.seq for event in read_ledger(storage)] == list(range(40))
 
 
 def test_sessions_come_in_the_order_they_began_and_events_as_appended(storage: Storage) -> None:
     for session, start in (("20261120T101500Z-ffffff", 100.0), ("20261120T101500Z-000000", 200.0)):
         ledger = Ledger(storage, session, Clock(start))
         for number in range(12):
-            ledger.append("steps", step=number)
+            ledger.append(Resumed(step=number))
         ledger.close()
     backwards = Ledger(storage, "later", clock=iter([400.0, 300.0]).__next__)
-    backwards.append("one")
-    backwards.append("two")
+    backwards.append(UnknownEvent(event="one"))
+    backwards.append(UnknownEvent(event="two"))
     backwards.close()
     events = read_ledger(storage)
-    assert [event["session"][-6:] for event in events] == ["ffffff"] * 12 + ["000000"] * 12 + ["later"] * 2
-    assert [event["event"] for event in events[-2:]] == ["one", "two"]
+    assert [event.session[-6:] for event in events] == ["ffffff"] * 12 + ["000000"] * 12 + ["later"] * 2
+    assert [event.event for event in events[-2:]] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_a_torn_last_line_is_left_out_and_any_other_bad_line_with_a_warning(
     storage.write("ledger/notes.txt", b"not an event")
     with caplog.at_level(logging.WARNING):
         events = read_ledger(storage)
-    assert events[0]["event"] == "a" and all(event["event"] in "ab" for event in events)
+    assert events[0].event == "a" and all(event.event in "ab" for event in events)
     assert bool(caplog.records) == warned
 
 
@@ -161,7 +162,7 @@ def test_a_torn_last_line_is_left_out_and_any_other_bad_line_with_a_warning(
 def test_values_become_strict_json(tmp_path: Path, value: Any, kept: Any) -> None:
     storage = Storage(tmp_path)
     ledger = Ledger(storage, "s1", Clock())
-    ledger.append("steps", value=value)
+    ledger.append(UnknownEvent(event="a", content={"value": value}))
     ledger.close()
 
     def refuse(constant: str) -> None:
@@ -169,8 +170,3 @@ def test_values_become_strict_json(tmp_path: Path, value: Any, kept: Any) -> Non
 
     [key] = storage.list("ledger")
     assert json.loads(storage.read(key), parse_constant=refuse)["value"] == kept
-
-
-def test_fields_cannot_take_the_place_of_the_ledgers_own(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="time"):
-        Ledger(Storage(tmp_path), "s1", Clock()).append("steps", time=3)

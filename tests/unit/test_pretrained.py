@@ -14,6 +14,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry.events import Event
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.pretrained import Weights
 from elastic_ddp.worker.run import Run
@@ -202,11 +203,11 @@ def begin(group: ProcessGroup, uri: str, step: int | None = None, out: int = 3) 
     """The step whose weights a rank begins with, or why it does not, and what is told of commits before that."""
     model, said = torch.nn.Linear(2, out), []
 
-    def say(event: str, **fields: Any) -> None:
-        said.append(f"{event} {fields.get('key') or fields['step']}")
+    def record(event: Event) -> None:
+        said.append(f"{event.event} {getattr(event, 'key', '') or event.step}")
 
     try:
-        Weights(uri, step, strict=True).load(model, group, say, Activity())
+        Weights(uri, step, strict=True).load(model, group, record, Activity())
     except (CheckpointError, ConfigError) as error:
         return f"{type(error).__name__}: {error}", said
     return int(model.weight[0, 0]), said

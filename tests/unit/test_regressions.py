@@ -27,6 +27,7 @@ from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
+from tests.unit.ledger_events import ledger_event
 from tests.unit.rendezvous_harness import Play, join, member, started
 from tests.unit.single_worker import CPU, PEER_FAILURE, Model, NewRun, link_of, prepared
 from tests.unit.test_run_api import Scripted, refused, state_of
@@ -132,8 +133,8 @@ def test_a_late_member_of_an_old_group_is_no_loss_of_the_new_generation(play: Pl
         before = len((await rendezvous.wait_for_update(0)).events)
         answer = await join(rendezvous, member("a", 1), after=1, step=0, failure="connection closed")
         assert answer == Ended("its worker group was started again")
-        await rendezvous.take([{"event": "next"}], None)
-        assert [event["event"] for event in (await rendezvous.wait_for_update(before)).events] == ["next"]
+        await rendezvous.take([ledger_event("next")], None)
+        assert [event.event for event in (await rendezvous.wait_for_update(before)).events] == ["next"]
 
     play(scenario)
 

@@ -30,9 +30,9 @@ def test_members_that_join_get_their_ranks_and_a_store_that_answers(play: Play, 
         store.set("key", "value")
         assert store.get("key") == b"value"
         events = (await rendezvous.wait_for_update(0)).events
-        assert [event["event"] for event in events] == ["rendezvous"]
-        assert (events[0]["world_size"], events[0]["reason"], events[0]["first_step"]) == (2, "start", None)
-        assert events[0]["members"] == [
+        assert [event.event for event in events] == ["rendezvous"]
+        assert (events[0].world_size, events[0].reason, events[0].first_step) == (2, "start", None)
+        assert events[0].members == [
             {"rank": 0, "node": "10.0.0.0", "pid": 100},
             {"rank": 1, "node": "10.0.0.1", "pid": 101},
         ]
@@ -136,9 +136,7 @@ def test_a_member_in_a_collective_is_told_that_its_generation_is_broken(play: Pl
         dying.close()
         assert await training == Signals(broken=1)
         failure = await events_of(rendezvous, "worker_lost")
-        assert [(each["generation"], each["member"], each["error"]) for each in failure] == [
-            (1, "a1", "its process ended")
-        ]
+        assert [(each.generation, each.member, each.error) for each in failure] == [(1, "a1", "its process ended")]
 
     play(scenario)
 
@@ -150,9 +148,7 @@ def test_a_loss_is_recorded_once_with_its_generation(play: Play) -> None:
             who = member("a", rank, 3)
             assert await join(rendezvous, who, after=1, step=5, failure=f"rank {rank} saw it") is None
         failure = await events_of(rendezvous, "worker_lost")
-        assert [(each["generation"], each["reported_by"], each["error"]) for each in failure] == [
-            (1, "a1", "rank 1 saw it")
-        ]
+        assert [(each.generation, each.reported_by, each.error) for each in failure] == [(1, "a1", "rank 1 saw it")]
 
     play(scenario)
 
@@ -177,7 +173,7 @@ def test_a_newcomer_is_let_in_at_a_step_boundary(play: Play, long_polls: None, m
         assert [(each.generation, each.rank, each.world_size) for each in answers] == [(2, 0, 3), (2, 1, 3), (2, 2, 3)]
         assert [(each.source, each.receivers, each.reason) for each in answers] == [(0, (2,), "workers joined")] * 3
         formed = await events_of(rendezvous, "rendezvous")
-        assert [(each["generation"], each["first_step"]) for each in formed] == [(1, None), (2, 7)]
+        assert [(each.generation, each.first_step) for each in formed] == [(1, None), (2, 7)]
 
     play(scenario)
 
@@ -205,7 +201,7 @@ def test_a_newcomer_for_whom_there_is_no_room_any_more_is_told_so_at_once(play: 
             await newcomer
         assert (await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})).dismissed == ["a2", "a3"]
         left = await events_of(rendezvous, "worker_left")
-        assert [(each["member"], each["kind"]) for each in left] == [("a2", RESIZE), ("a3", RESIZE)]
+        assert [(each.member, each.kind) for each in left] == [("a2", RESIZE), ("a3", RESIZE)]
 
     play(scenario)
 
@@ -283,7 +279,7 @@ def test_a_newcomer_that_fails_is_replaced_and_does_not_end_a_run_that_trains(pl
         await started(rendezvous)
         assert not await rendezvous.end(member("a", 2), None, failed)
         (failure,) = await events_of(rendezvous, "newcomer_lost")
-        assert (failure["member"], failure["error"]) == ("a2", "no such mount")
+        assert (failure.member, failure.error) == ("a2", "no such mount")
         orders = await rendezvous.supervise(["a0", "a1", "a2"], 0, {})
         assert orders is not None and orders.failed == {"a2": "no such mount"} and orders.newcomers == ["a2"]
         assert await rendezvous.end(member("a", 0), None, failed)
@@ -321,7 +317,7 @@ def test_who_leaves_a_generation_unasked_is_a_loss(play: Play, long_polls: None)
         await started(rendezvous)
         await rendezvous.retire(member("a", 1))
         (failure,) = await events_of(rendezvous, "worker_lost")
-        assert (failure["member"], failure["error"]) == ("a1", "it left its generation, and was not asked to")
+        assert (failure.member, failure.error) == ("a1", "it left its generation, and was not asked to")
         assert (await rendezvous.listen(member("a", 0), 1, None)).broken == 1
         alone = await join(rendezvous, member("a", 0), 1, 5)
         assert isinstance(alone, Assignment) and alone.world_size == 1

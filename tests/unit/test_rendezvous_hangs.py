@@ -36,7 +36,7 @@ def test_a_worker_that_hangs_is_given_up_after_all_have_said_where_they_are(
         assert any(each.show_stacks for each in waits) and any(each.show_stacks for each in hangs)
         assert "it hung in 'forward' for 0.3 s (hang_timeout_s)" in str(hangs[-1].ended)
         (hang,) = await events_of(rendezvous, "hang")
-        assert hang["culprits"] == ["a1"] and hang["places"] == {"a0": "reduction", "a1": "forward"}
+        assert hang.culprits == ["a1"] and hang.places == {"a0": "reduction", "a1": "forward"}
         assert isinstance(await join(rendezvous, member("a", 0), 1, 5), Assignment)
         assert await rendezvous.listen(member("a", 0), 2, None) == NOTHING, "nobody asks for stacks any more"
 
@@ -75,7 +75,7 @@ def test_of_workers_that_seem_to_be_stuck_in_a_forward_those_who_are_cut_off_go_
         await rendezvous.listen(member("a", 0), 1, None, at)
         assert isinstance(await joined(rendezvous, member("a", 0), 1, 5), Assignment)
         first, second = await events_of(rendezvous, "hang")
-        assert (first["culprits"], second["culprits"]) == ([], ["a1"])
+        assert (first.culprits, second.culprits) == ([], ["a1"])
         assert list((await rendezvous.supervise(["a0", "a1"], 0, {})).failed) == ["a1"]  # type: ignore[union-attr]
 
     play(scenario, hang_options(0.3))
@@ -103,7 +103,7 @@ def test_a_function_in_which_all_workers_are_stuck_ends_the_run(
             each.cancel()
         assert news.outcome["status"] == "failed"
         assert f"all workers have been in '{place}' for 0.3 s (hang_timeout_s)" in news.outcome["error"]
-        assert len([each for each in news.events if each["event"] == "hang"]) == times
+        assert len([each for each in news.events if each.event == "hang"]) == times
 
     play(scenario, hang_options(0.3))
 
@@ -143,7 +143,7 @@ def test_a_worker_that_never_comes_is_given_up(play: Play, monkeypatch: pytest.M
         assert asyncio.get_running_loop().time() - begun >= 0.3
         assert orders is not None and list(orders.failed) == ["a2"]
         (failure,) = await events_of(rendezvous, "newcomer_lost")
-        assert "not ready to train 0.3 s after its start (hang_timeout_s)" in failure["error"]
+        assert "not ready to train 0.3 s after its start (hang_timeout_s)" in failure.error
         assert await events_of(rendezvous, "worker_lost") == []
 
     play(scenario, hang_options(0.3))

@@ -6,7 +6,6 @@ import asyncio
 import resource
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,8 @@ from elastic_ddp.rendezvous.heartbeat import Heartbeat
 from elastic_ddp.rendezvous.membership import LEFT
 from elastic_ddp.rendezvous.messages import NOTHING, DriverUpdate, Ended, RendezvousOptions, Signals
 from elastic_ddp.rendezvous.snapshot import Snapshot
+from elastic_ddp.telemetry.events import Event, StepsCompleted
+from tests.unit.ledger_events import ledger_event
 from tests.unit.rendezvous_harness import BROKEN, Play, events_of, heard, join, joined, member, started, until_held
 
 # The ear and the mouth of the run.
@@ -26,13 +27,13 @@ from tests.unit.rendezvous_harness import BROKEN, Play, events_of, heard, join, 
 def test_messages_reach_the_driver_in_order_and_only_the_newest_progress_does(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous, size=1)
-        await rendezvous.take([{"event": "one"}, {"event": "two"}], {"step": 1})
-        await rendezvous.take([{"event": "three"}], {"step": 2})
+        await rendezvous.take([ledger_event("one"), ledger_event("two")], {"step": 1})
+        await rendezvous.take([ledger_event("three")], {"step": 2})
         assert await rendezvous.listen(member("a", 0, 1), 1, {"step": 3}) == NOTHING
         news = await rendezvous.wait_for_update(0)
-        assert [event["event"] for event in news.events] == ["rendezvous", "one", "two", "three"]
+        assert [event.event for event in news.events] == ["rendezvous", "one", "two", "three"]
         assert (news.progress, news.outcome) == ({"step": 3}, None)
-        assert [event["event"] for event in (await rendezvous.wait_for_update(3)).events] == ["three"]
+        assert [event.event for event in (await rendezvous.wait_for_update(3)).events] == ["three"]
 
     play(scenario)
 
@@ -40,20 +41,20 @@ def test_messages_reach_the_driver_in_order_and_only_the_newest_progress_does(pl
 def test_what_the_driver_has_written_down_is_forgotten() -> None:
     journal = EventLog(Snapshot(None))
     for number in range(1, 6):
-        journal.take([{"event": "steps", "step": number}], None)
-    assert [event["step"] for event in journal.after(2)] == [3, 4, 5] == [event["step"] for event in journal.after(2)]
-    assert [event["step"] for event in journal.after(0)] == [3, 4, 5]
-    assert journal.num_events == 5 and journal.last("steps")["step"] == 5
-    journal.take([{"event": "steps", "step": 6}], None)
-    assert [event["step"] for event in journal.after(5)] == [6] and journal.num_events == 6
+        journal.take([ledger_event("steps", step=number)], None)
+    assert [event.step for event in journal.after(2)] == [3, 4, 5] == [event.step for event in journal.after(2)]
+    assert [event.step for event in journal.after(0)] == [3, 4, 5]
+    assert journal.num_events == 5 and journal.last(StepsCompleted).step == 5
+    journal.take([ledger_event("steps", step=6)], None)
+    assert [event.step for event in journal.after(5)] == [6] and journal.num_events == 6
 
 
 def test_the_driver_is_held_until_there_is_news(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         driver = asyncio.create_task(rendezvous.wait_for_update(0))
         await until_held(driver)
-        await rendezvous.take([{"event": "commit", "step": 7}], None)
-        assert [event["step"] for event in (await driver).events] == [7]
+        await rendezvous.take([ledger_event("commit", step=7)], None)
+        assert [event.step for event in (await driver).events] == [7]
 
     play(scenario)
 
@@ -100,12 +101,12 @@ def test_the_first_outcome_counts_and_ends_everyone(play: Play, long_polls: None
         joining = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=9))
         driver = asyncio.create_task(rendezvous.wait_for_update(1))
         await until_held(waiting, joining, driver)
-        await rendezvous.take([{"event": "commit", "step": 9}], None)
+        await rendezvous.take([ledger_event("commit", step=9)], None)
         await rendezvous.end(member("a", 0), {"step": 9}, {"status": "failed", "error": "the first"})
         await rendezvous.end(member("a", 0), None, {"status": "finished"})
         assert await waiting == Signals(ended="failed")
         news = await rendezvous.wait_for_update(1)
-        assert [event["step"] for event in news.events] == [9]  # nothing that was said before the end is lost
+        assert [event.step for event in news.events] == [9]  # nothing that was said before the end is lost
         assert (news.progress, news.outcome) == ({"step": 9}, {"status": "failed", "error": "the first"})
         assert (await driver).events == news.events
         assert await join(rendezvous, member("a", 2)) == Ended("failed")
@@ -132,7 +133,7 @@ def test_the_status_follows_the_run(play: Play, long_polls: None) -> None:
         assert (fresh["name"], fresh["state"], fresh["total_steps"]) == ("lm", "starting", 100)
         assert fresh["step"] is fresh["last_commit"] is fresh["generation"] is None
         await started(rendezvous)
-        said = [{"event": "generation", "generation": 1, "world_size": 2}, {"event": "commit", "step": 5}]
+        said = [ledger_event("generation", generation=1, world_size=2), ledger_event("commit", step=5)]
         await rendezvous.take(said, {"step": 6, "loss": 0.5})
         assert (await rendezvous.status())["state"] == "training"
         await rendezvous.stop()
@@ -148,7 +149,7 @@ def test_the_status_follows_the_run(play: Play, long_polls: None) -> None:
 def test_a_run_that_waits_has_no_workers(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await rendezvous.take([{"event": "generation", "generation": 1, "world_size": 2}], None)
+        await rendezvous.take([ledger_event("generation", generation=1, world_size=2)], None)
         assert (await rendezvous.status())["world_size"] == 2
         for each in (member("a", 0), member("a", 1)):
             await rendezvous.retire(each)
@@ -159,7 +160,7 @@ def test_a_run_that_waits_has_no_workers(play: Play, long_polls: None) -> None:
 
 
 def test_of_one_presumed_dead_neither_progress_nor_time_counts(play: Play, long_polls: None) -> None:
-    ended = {"event": "generation_ended", "time": 0.0, "generation": 1, "account": {"useful": 60.0}}
+    ended = ledger_event("generation_ended", at=0.0, generation=1, account={"useful": 60.0})
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
@@ -167,20 +168,20 @@ def test_of_one_presumed_dead_neither_progress_nor_time_counts(play: Play, long_
         await rendezvous._on_lost("a0", "it was silent for 5 s")
         await rendezvous.take([ended], {"step": 3}, "a0", 1)
         assert (await rendezvous.status())["step"] == 7
-        assert [each["account"] for each in await events_of(rendezvous, "generation_ended")] == [None]
+        assert [each.account for each in await events_of(rendezvous, "generation_ended")] == [None]
         late = await join(rendezvous, member("a", 0), 1, 3, True, BROKEN, account={"useful": 60.0})
         other = await join(rendezvous, member("a", 1), 1, 7, True, BROKEN, account={"useful": 5.0})
         assert isinstance(late, Ended) and isinstance(other, Assignment)
-        assert [each["account"] for each in await events_of(rendezvous, "generation_account")] == [{"useful": 5.0}]
+        assert [each.account for each in await events_of(rendezvous, "generation_account")] == [{"useful": 5.0}]
 
     play(scenario)
 
 
 def test_what_one_presumed_dead_says_of_training_when_that_has_gone_on_is_no_news(play: Play, long_polls: None) -> None:
     said = [
-        {"event": "steps", "time": 1.0, "generation": 1, "step": 4, "loss": 9.0, "metrics": {"error": 9.0}},
-        {"event": "generation_ended", "time": 2.0, "generation": 1, "last_step": 4, "account": {"useful": 60.0}},
-        {"event": "commit_failed", "time": 3.0, "counts": False},
+        ledger_event("steps", at=1.0, generation=1, step=4, loss=9.0, metrics={"error": 9.0}),
+        ledger_event("generation_ended", at=2.0, generation=1, last_step=4, account={"useful": 60.0}),
+        ledger_event("commit_failed", at=3.0, counts=False),
     ]
 
     async def scenario(rendezvous: Rendezvous) -> None:
@@ -189,8 +190,8 @@ def test_what_one_presumed_dead_says_of_training_when_that_has_gone_on_is_no_new
         await join(rendezvous, member("a", 1), 1, 7, True, BROKEN)
         await rendezvous.take(said, {"step": 4}, "a0", 1)
         await rendezvous.take(said, None, "a0", 1)
-        late = [{key: each[key] for key in ("time", "what")} for each in await events_of(rendezvous, "told_too_late")]
-        assert late == [{"time": 1.0, "what": "steps"}, {"time": 2.0, "what": "generation_ended"}]
+        late = [(each.at, each.what) for each in await events_of(rendezvous, "told_too_late")]
+        assert late == [(1.0, "steps"), (2.0, "generation_ended")]
         assert len(await events_of(rendezvous, "commit_failed")) == 1
         assert not await events_of(rendezvous, "steps") and not await events_of(rendezvous, "generation_ended")
 
@@ -213,10 +214,8 @@ def test_a_member_that_asks_to_go_is_let_go_at_the_next_boundary_and_recorded(pl
         )
         assert (first.generation, first.world_size, first.reason) == (2, 1, "workers left")
         assert second == Ended(LEFT)
-        assert [each["by"] for each in await events_of(rendezvous, "notice")] == ["SIGTERM"]
-        assert [(each["member"], each["kind"]) for each in await events_of(rendezvous, "worker_left")] == [
-            ("a1", "drain")
-        ]
+        assert [each.by for each in await events_of(rendezvous, "notice")] == ["SIGTERM"]
+        assert [(each.member, each.kind) for each in await events_of(rendezvous, "worker_left")] == [("a1", "drain")]
         orders = await rendezvous.supervise(["a0", "a1"], 0, {})
         assert orders is not None and (orders.dismissed, orders.failed, orders.leaving) == (["a1"], {}, [])
 
@@ -236,7 +235,7 @@ def test_of_members_that_all_leave_one_is_to_commit_first(play: Play) -> None:
         assert first.brief and first.world_size == 1
         assert second == Ended(LEFT)
         assert await join(rendezvous, member("a", 0), 2, 5, committed=5) == Ended(LEFT)
-        assert [each["by"] for each in await events_of(rendezvous, "notice")] == ["Ray", "Ray"]
+        assert [each.by for each in await events_of(rendezvous, "notice")] == ["Ray", "Ray"]
 
     play(scenario)
 
@@ -247,9 +246,9 @@ def test_who_asks_for_a_commit_is_told_when_there_is_one(play: Play) -> None:
         first, second = await rendezvous.checkpoint(), await rendezvous.checkpoint()
         assert await rendezvous.committed(first) is None
         signals = await heard(rendezvous, member("a", 0), 1, lambda signals: signals.commit == second)
-        await rendezvous.take([{"event": "commit", "step": 4, "request": None, "time": 0.0}], None)
+        await rendezvous.take([ledger_event("commit", step=4, request=None, at=0.0)], None)
         assert await rendezvous.committed(first) is None
-        await rendezvous.take([{"event": "commit", "step": 7, "request": signals.commit, "time": 0.0}], None)
+        await rendezvous.take([ledger_event("commit", step=7, request=signals.commit, at=0.0)], None)
         assert await rendezvous.committed(first) == await rendezvous.committed(second) == 7, "one commit answers both"
         assert await rendezvous.checkpoint() > second
 
@@ -262,7 +261,7 @@ def test_a_run_that_has_failed_has_not_committed_what_it_was_asked_for(
 ) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await rendezvous.take([{"event": "commit", "step": 7, "request": None, "time": 0.0}], None)
+        await rendezvous.take([ledger_event("commit", step=7, request=None, at=0.0)], None)
         request = await rendezvous.checkpoint()
         async with rendezvous._turn() as assembly:
             assembly.end({"status": status, "error": "4 saves in a row failed"})
@@ -279,11 +278,11 @@ def test_a_commit_that_had_begun_before_somebody_asked_is_no_answer(play: Play) 
         first = await rendezvous.checkpoint()
         await heard(rendezvous, member("a", 0), 1, lambda signals: signals.commit == first)
         later = await rendezvous.checkpoint()
-        await rendezvous.take([{"event": "commit", "step": 7, "request": first, "time": 0.0}], None)
+        await rendezvous.take([ledger_event("commit", step=7, request=first, at=0.0)], None)
         assert await rendezvous.committed(first) == 7
         assert await rendezvous.committed(later) is None
         await heard(rendezvous, member("a", 0), 1, lambda signals: signals.commit == later)
-        await rendezvous.take([{"event": "commit", "step": 9, "request": later, "time": 0.0}], None)
+        await rendezvous.take([ledger_event("commit", step=9, request=later, at=0.0)], None)
         assert await rendezvous.committed(later) == 9
 
     play(scenario)
@@ -318,9 +317,9 @@ def test_what_was_written_before_others_began_from_a_commit_is_not_committed_any
     play(check, options)
 
 
-def failed_save(step: int, counts: bool = True, of_storage: bool = True) -> dict[str, Any]:
-    said = {"event": "commit_failed", "step": step, "time": 0.0, "error": f"step {step} is full"}
-    return {**said, "counts": counts, "of_storage": of_storage}
+def failed_save(step: int, counts: bool = True, of_storage: bool = True) -> Event:
+    error = f"step {step} is full"
+    return ledger_event("commit_failed", step=step, at=0.0, error=error, counts=counts, of_storage=of_storage)
 
 
 @pytest.mark.parametrize("to_mend", ["the storage", "what that names"])
@@ -334,9 +333,7 @@ def test_saves_that_fail_are_counted_whoever_makes_them(
 
     async def first_life(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await rendezvous.take(
-            [failed_save(1), failed_save(2), {"event": "commit", "step": 3, "time": 0.0}], None, "a0", 1
-        )
+        await rendezvous.take([failed_save(1), failed_save(2), ledger_event("commit", step=3, at=0.0)], None, "a0", 1)
         await rendezvous.take([failed_save(4)], None, "a0", 4)
         await rendezvous.take([failed_save(4)], None, "a0", 4)  # it had not heard that it arrived
         await rendezvous._on_lost("a0", "killed")
@@ -397,7 +394,7 @@ def test_a_commit_is_made_also_where_there_are_too_few_to_train(play: Play, long
         request = await rendezvous.checkpoint()
         place = await waits
         assert isinstance(place, Assignment) and place.brief and place.world_size == 1
-        commit = {"event": "commit", "step": 5, "request": request, "time": 0.0}
+        commit = ledger_event("commit", step=5, request=request, at=0.0)
         await rendezvous.take([commit], None, "a0", 1)
         assert await rendezvous.committed(request) == 5
         waits = asyncio.create_task(join(rendezvous, member("a", 0), 2, 5, committed=5))
@@ -448,7 +445,7 @@ def test_a_message_is_kept_whole_or_not_at_all_where_the_disk_is_full(tmp_path: 
 
 def test_a_restarted_rendezvous_knows_what_the_one_before_knew(play: Play, tmp_path: Path) -> None:
     options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=0.3, memory=str(tmp_path))
-    said = [{"event": "commit", "step": 5, "request": None, "time": 0.0}]
+    said = [ledger_event("commit", step=5, request=None, at=0.0)]
 
     async def first_life(rendezvous: Rendezvous) -> None:
         await rendezvous.pulse_address()
@@ -467,7 +464,7 @@ def test_a_restarted_rendezvous_knows_what_the_one_before_knew(play: Play, tmp_p
         assert status["last_commit"] == 5
         await heard(rendezvous, member("a", 0, 3), 1, lambda signals: signals.broken)
         (failure,) = await events_of(rendezvous, "worker_lost")
-        assert (failure["member"], failure["error"]) == (
+        assert (failure.member, failure.error) == (
             "a1",
             "it did not come back after the rendezvous was restarted",
         )
@@ -487,18 +484,18 @@ def test_events_that_were_written_down_leave_the_memory(tmp_path: Path, monkeypa
     monkeypatch.setattr("elastic_ddp.rendezvous.event_log.FORGET_TOGETHER", 100)
     journal = EventLog(Snapshot(str(tmp_path)))
     for number in range(1, 1001):
-        journal.take([{"event": "steps", "step": number}], None, "a0", number)
+        journal.take([ledger_event("steps", step=number)], None, "a0", number)
         if number % 10 == 0:
             journal.after(number)
-    journal.take([{"event": "commit", "step": 1000}], None, "a0", 1001)
+    journal.take([ledger_event("commit", step=1000)], None, "a0", 1001)
     journal.end({"status": "finished"})
     journal.after(1000)
     assert len(Snapshot(str(tmp_path)).lines()) < 150
     second = EventLog(Snapshot(str(tmp_path)))
     assert second.num_events == 1001 and second.ended == "finished"
-    assert second.after(1000) == [{"event": "commit", "step": 1000}]
-    assert second.last("steps") == {"event": "steps", "step": 1000}
-    assert second.take([{"event": "again"}], None, "a0", 1001) == [], "the sender had not heard that it arrived"
+    assert second.after(1000) == [ledger_event("commit", step=1000)]
+    assert second.last(StepsCompleted) == ledger_event("steps", step=1000)
+    assert second.take([ledger_event("again")], None, "a0", 1001) == [], "the sender had not heard that it arrived"
 
 
 def test_an_outcome_is_not_forgotten(play: Play, tmp_path: Path) -> None:

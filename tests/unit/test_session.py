@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,15 +19,17 @@ from elastic_ddp.rendezvous.members import JoinRequest
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.telemetry import Progress
+from elastic_ddp.telemetry.events import Event
 from elastic_ddp.telemetry.ledger import read_ledger
 from tests.unit.inprocess_rendezvous import InProcessRendezvous
+from tests.unit.ledger_events import ledger_event
 from tests.unit.rendezvous_harness import member
 from tests.unit.single_worker import NewRun
 
 WORKER = member("a", 0, size=1)
 LIMIT_S = 20.0
 
-Drive = Callable[[Callable[[InProcessRendezvous], Any]], list[dict[str, Any]]]
+Drive = Callable[[Callable[[InProcessRendezvous], Any]], list[Event]]
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def drive(
     def run(then: Callable[[InProcessRendezvous], Any]) -> list[dict[str, Any]]:
         def work(*_: Any, **__: Any) -> None:
             rendezvous.ask("join", JoinRequest(member=WORKER, step=None, between_steps=True), 0, None)
-            rendezvous.ask("take", [{"event": "commit_begun", "time": 0.0, "step": 2}], None, WORKER.id, 1)
+            rendezvous.ask("take", [ledger_event("commit_begun", at=0.0, step=2)], None, WORKER.id, 1)
             rendezvous.ask("end", WORKER, None, {"status": "failed", "error": "the loss is no number"})
             then(rendezvous)
 
@@ -56,10 +59,10 @@ def drive(
 def test_a_save_that_a_failed_run_leaves_behind_is_waited_for(drive: Drive) -> None:
     def save(rendezvous: InProcessRendezvous) -> None:
         threading.Event().wait(0.5)  # for longer than workers may take to leave
-        said = {"event": "commit", "time": 0.0, "step": 2, "seconds": 0.5, "num_bytes": 1}
+        said = ledger_event("commit", at=0.0, step=2, seconds=0.5, num_bytes=1)
         rendezvous.ask("take", [said], None, WORKER.id, 2)
 
-    assert [each["step"] for each in drive(save) if each["event"] == "commit"] == [2]
+    assert [each.step for each in drive(save) if each.event == "commit"] == [2]
 
 
 def test_a_driver_whose_disk_is_full_for_a_while_follows_its_run_all_the_same(
@@ -76,7 +79,7 @@ def test_a_driver_whose_disk_is_full_for_a_while_follows_its_run_all_the_same(
         return after(journal, number)
 
     monkeypatch.setattr(EventLog, "after", fail)
-    assert drive(lambda _: None)[-1]["event"] == "finished" and next(failures, None) is None
+    assert drive(lambda _: None)[-1].event == "finished" and next(failures, None) is None
 
 
 def test_what_is_shown_never_goes_back_to_the_generation_before(
@@ -89,18 +92,18 @@ def test_what_is_shown_never_goes_back_to_the_generation_before(
         shown.append((step, world_size, state))
 
     monkeypatch.setattr(Progress, "update", update)
-    generation = {"event": "generation", "time": 0.0, "reason": "worker lost", "world_size": 1, "generation": 2}
-    failure = {"event": "worker_lost", "time": 0.0, "generation": 1, "error": "its process ended"}
+    generation = ledger_event("generation", at=0.0, reason="worker lost", world_size=1, generation=2)
+    failure = ledger_event("worker_lost", at=0.0, generation=1, error="its process ended")
     job = new_run(min_workers=2, max_workers=2, global_batch_size=8, micro_batch_size=4)._loop.job
     with DriverLease(job.storage, "test", "session", print) as lease:
         session = Session(job, None, None, lease, 0.0)  # type: ignore[arg-type]
-        session._record({**generation, "reason": "start", "world_size": 2, "generation": 1, "first_step": 0})
+        session._record(replace(generation, reason="start", world_size=2, generation=1, first_step=0))
         told = {"step": 31, "samples": 31, "world_size": 2, "generation": 1, "loss": 0.5}
         session._show(news := DriverUpdate([], told, None, num_alive=2, stopping=False, is_saving=False))
-        session._record(dict(failure))
+        session._record(failure)
         session._show(news)
         session._show(news._replace(num_alive=1))
-        session._record({**generation, "first_step": 40})
+        session._record(replace(generation, first_step=40))
         session._show(news)
         session._show(news._replace(progress={**told, "step": 41, "generation": 2, "world_size": 1}))
         session._show(news._replace(num_alive=0))
@@ -114,9 +117,9 @@ def test_a_worker_that_does_not_leave_is_not_waited_for(drive: Drive) -> None:
     go = threading.Event()
 
     def hang(rendezvous: InProcessRendezvous) -> None:
-        said = {"event": "commit_failed", "time": 0.0, "step": 2, "error": "full", "counts": True, "of_storage": True}
+        said = ledger_event("commit_failed", at=0.0, step=2, error="full", counts=True, of_storage=True)
         rendezvous.ask("take", [said], None, WORKER.id, 2)
         assert go.wait(LIMIT_S)
 
-    assert drive(hang)[-1]["event"] == "finished"
+    assert drive(hang)[-1].event == "finished"
     go.set()

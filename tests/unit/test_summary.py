@@ -1,21 +1,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
 from rich.console import Console
 
+from elastic_ddp.telemetry.events import EVENTS, Event, GenerationEnded, GenerationEvent
 from elastic_ddp.telemetry.goodput import STALLS
 from elastic_ddp.telemetry.summary import render, summarize
+from tests.unit.ledger_events import ledger_event
 
 
-def session(name: str, start: float, *events: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Events of one session, one each second."""
-    return [
-        {"time": start + number, "seq": number, "event": event, "session": name, **fields}
-        for number, (event, fields) in enumerate(events)
-    ]
+def session(name: str, start: float, *events: tuple[str, dict[str, Any]]) -> list[Event]:
+    """Events of one session, one each second, of the newest generation unless they name one."""
+    session, generation = [], 0
+    for number, (event, fields) in enumerate(events):
+        generation = fields.get("generation", generation)
+        of_generation = {"generation": generation} if issubclass(EVENTS[event], GenerationEvent) else {}
+        session.append(
+            ledger_event(event, time=start + number, seq=number, session=name, **{**of_generation, **fields})
+        )
+    return session
 
 
 def generation(number: int, world_size: int, first_step: int, reason: str) -> tuple[str, dict[str, Any]]:
@@ -141,7 +148,12 @@ def test_the_summary_says_where_the_time_went_and_what_each_generation_cost() ->
 
 def test_the_time_until_a_loss_was_noticed_is_part_of_the_stall() -> None:
     told = accounted(1, 7, rendezvous=0.25, hand_over=0.5, useful=3.25, detection=2.0)[1]
-    summary = summarize([{**event, **told} if event["seq"] == 7 else event for event in DRAINED])
+    summary = summarize(
+        [
+            replace(event, **told) if isinstance(event, GenerationEnded) and event.generation == 1 else event
+            for event in DRAINED
+        ]
+    )
     assert summary["generations"][1]["detection_s"] == 2.0
     assert "3.38 s" in shown(summary) and "detection 2.0 s" in shown(summary)
 
@@ -223,22 +235,14 @@ def test_text_of_a_user_is_shown_as_it_is_and_losses_may_be_nan() -> None:
 
 
 def test_a_generation_whose_first_worker_died_before_it_could_speak_is_told_by_the_rendezvous() -> None:
-    events = [
-        {"event": "session_started", "session": "a", "time": 0.0, "seq": 0, "resumed_from_step": None},
-        {
-            "event": "rendezvous",
-            "session": "a",
-            "time": 1.0,
-            "seq": 1,
-            "generation": 1,
-            "world_size": 2,
-            "reason": "start",
-        },
-        {"event": "rendezvous", "session": "a", "time": 2.0, "seq": 2, "generation": 2, "world_size": 1}
-        | {"reason": "worker lost"},
-        {"event": "generation", "session": "a", "time": 2.1, "seq": 3, "generation": 2, "world_size": 1}
-        | {"reason": "worker lost", "first_step": 20},
-    ]
+    events = session(
+        "a",
+        0.0,
+        ("session_started", {}),
+        ("rendezvous", {"generation": 1, "world_size": 2, "reason": "start"}),
+        ("rendezvous", {"generation": 2, "world_size": 1, "reason": "worker lost"}),
+        ("generation", {"generation": 2, "world_size": 1, "reason": "worker lost", "first_step": 20}),
+    )
     rows = summarize(events)["generations"]
     assert [(row["generation"], row["world_size"], row["first_step"], row["last_step"]) for row in rows] == [
         (1, 2, 0, 20),

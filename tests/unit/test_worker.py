@@ -156,7 +156,7 @@ def test_a_save_under_way_ends_though_the_training_function_fails(
     assert outcome is not None and outcome["status"] == "failed" and "the loss is no number" in outcome["error"]
     newest = commits.latest()
     assert newest is not None and newest.step == 2
-    assert [each["step"] for each in rendezvous.events("commit")] == [2] and not rendezvous.events("commit_failed")
+    assert [each.step for each in rendezvous.events("commit")] == [2] and not rendezvous.events("commit_failed")
     assert not rendezvous.actor._assembly.is_saving
 
 

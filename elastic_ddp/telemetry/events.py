@@ -1,0 +1,470 @@
+"""The events of the ledger: one class for each, and `parse`, which reads them from JSON.
+
+In the ledger an event is one JSON object with the fields of its class, those of `Event`, and its name in the field
+`event`. Times are Unix times in seconds, and durations are in seconds. Floats that JSON cannot express are the strings
+"NaN", "Infinity" and "-Infinity". Fields that do not apply are null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field
+from typing import Any, ClassVar
+
+Account = Mapping[str, float]
+"""Seconds of a generation by phase (see `stopwatch.Phase`), as one worker measured them since it began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What all events have in common. A field that is added to an event later needs a default."""
+
+    event: ClassVar[str]
+    """Name of the event."""
+    at: float | None = None
+    """When it happened, by the clock of the process that reported it; null for events of the driver itself."""
+    time: float = 0.0
+    """When the driver appended it to the ledger, by the driver's clock."""
+    seq: int = 0
+    """Number of the event in its session, from 0."""
+    session: str = ""
+    """The driver's session that the event belongs to, such as `20261120T101500Z-3f9a1c`."""
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of the event's own class by name, without those of `Event`."""
+        return {name: getattr(self, name) for name in _own_fields(type(self))}
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the name, `at` if it is set, and the fields of the event's own class."""
+        at = {} if self.at is None else {"at": self.at}
+        return {"event": self.event, **at, **self.fields()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnknownEvent(Event):
+    """An event of another version: it has no class here, or lacks a field that its class needs."""
+
+    event: str  # type: ignore[misc]
+    """Name of the event."""
+    content: Mapping[str, Any] = field(default_factory=dict)
+    """Its fields, without those of `Event`."""
+
+    def fields(self) -> dict[str, Any]:
+        return dict(self.content)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationEvent(Event):
+    """An event that belongs to one generation."""
+
+    generation: int
+    """Number of the generation in its session, from 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionStarted(Event):
+    """The driver has started, or resumed, the run. `at` is when `fit` was called."""
+
+    event: ClassVar[str] = "session_started"
+    resumed_from_step: int | None = None
+    """Steps done in the newest commit; null for a new run."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The run's configuration."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of Python, elastic-ddp, torch, ray and pyarrow in the driver."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionEnded(Event):
+    """All workers of the session have exited, and the driver closes the ledger."""
+
+    event: ClassVar[str] = "session_ended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFailed(Event):
+    """The session ends with an error; a `finished` event follows."""
+
+    event: ClassVar[str] = "failed"
+    error: str
+    """The error message, with a traceback for errors of the training function."""
+    kind: str | None = None
+    """Class name of the error that `fit` raises, such as `TrainFunctionError`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinished(Event):
+    """The session ends, whatever its outcome."""
+
+    event: ClassVar[str] = "finished"
+    status: str
+    """`finished`, `stopped` or `failed`."""
+    steps: int | None = None
+    """Steps done since the start of the run."""
+    total_steps: int | None = None
+    """Steps that the configuration asks for."""
+    epochs: float | None = None
+    """Epochs done since the start of the run."""
+    samples: int | None = None
+    """Samples used since the start of the run."""
+    samples_sha256: str | None = None
+    """Hash chain over the sample ids, in order."""
+    weights_sha256: str | None = None
+    """Hash of the final weights; null unless the status is `finished`."""
+    metrics: Mapping[str, Any] | None = None
+    """Last values of metrics, by name."""
+    error: str | None = None
+    """As in `failed`."""
+    kind: str | None = None
+    """As in `failed`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationFormed(GenerationEvent):
+    """The rendezvous has formed a generation and assigned its ranks."""
+
+    event: ClassVar[str] = "rendezvous"
+    world_size: int
+    """Number of workers."""
+    reason: str
+    """Why it was formed, such as `start`, `worker lost` or `workers joined`."""
+    first_step: int | None = None
+    """Steps done in the state it starts from; null if no member holds a state."""
+    waited_s: float = 0.0
+    """Seconds for which there had been too few workers."""
+    members: list[dict[str, Any]] = field(default_factory=list)
+    """Rank, node address and process id of each member."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationStarted(GenerationEvent):
+    """All ranks have the state and the process group, and training starts. Rank 0 reports it."""
+
+    event: ClassVar[str] = "generation"
+    world_size: int
+    """Number of workers."""
+    first_step: int
+    """Steps done in the state it starts from."""
+    reason: str
+    """As in `rendezvous`, or `resume` when the state comes from a commit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstStep(GenerationEvent):
+    """The first step of a generation is done. Rank 0 reports it."""
+
+    event: ClassVar[str] = "first_step"
+    seconds: float = 0.0
+    """Seconds from the start of training in the generation to the end of its first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationEnded(GenerationEvent):
+    """Rank 0 has left the generation."""
+
+    event: ClassVar[str] = "generation_ended"
+    last_step: int
+    """Steps done by then."""
+    reason: str
+    """Why the generation ended."""
+    account: Account | None = None
+    """Rank 0's account of the whole generation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationAccount(GenerationEvent):
+    """Members of a generation have come to the rendezvous for the next one. It precedes the next `rendezvous`."""
+
+    event: ClassVar[str] = "generation_account"
+    account: Account | None = None
+    """The longest account among those members."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsCompleted(GenerationEvent):
+    """`log_every_steps` more steps are done. Rank 0 reports it."""
+
+    event: ClassVar[str] = "steps"
+    step: int
+    """Steps done since the start of the run."""
+    epoch: int | None = None
+    """Epoch of the last step, from 0."""
+    loss: float | None = None
+    """Mean training loss of the last step over the global batch."""
+    samples: int | None = None
+    """Samples used since the start of the run."""
+    world_size: int | None = None
+    """Number of workers."""
+    metrics: Mapping[str, float] | None = None
+    """Values passed to `step.log` in the last step, by name, averaged over ranks."""
+    account: Account | None = None
+    """Rank 0's account of the generation so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationStarted(GenerationEvent):
+    """Ranks start an evaluation. Rank 0 reports it."""
+
+    event: ClassVar[str] = "evaluating"
+    name: str
+    """Name of the metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationFinished(GenerationEvent):
+    """An evaluation is done. Rank 0 reports it."""
+
+    event: ClassVar[str] = "evaluation"
+    step: int
+    """Steps done in the evaluated state."""
+    name: str
+    """Name of the metric."""
+    loss: float
+    """Its value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitStarted(GenerationEvent):
+    """Ranks start to write a checkpoint. Rank 0 reports it."""
+
+    event: ClassVar[str] = "commit_begun"
+    step: int
+    """Steps done in the state that is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitSucceeded(GenerationEvent):
+    """A commit is complete and visible. Rank 0 reports it."""
+
+    event: ClassVar[str] = "commit"
+    step: int
+    """Steps done in the committed state."""
+    seconds: float
+    """Seconds from the start of the save to the visible commit."""
+    num_bytes: int | None = None
+    """Size of the commit's objects in bytes."""
+    request: int | None = None
+    """Number of the newest request for a commit that it fulfills; null for none."""
+    account: Account | None = None
+    """Rank 0's account of the generation when the save started."""
+    interval_s: float | None = None
+    """Seconds until the next commit, as chosen with `checkpoint.interval = "auto"`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitFailed(GenerationEvent):
+    """A save has failed. Rank 0 reports it."""
+
+    event: ClassVar[str] = "commit_failed"
+    step: int
+    """Steps done in the state that could not be committed."""
+    seconds: float
+    """Seconds from the start of the save to the error."""
+    error: str
+    """The error message."""
+    counts: bool
+    """Whether it counts towards `checkpoint.max_failed_saves`; a save that a failed worker interrupts does not."""
+    of_storage: bool
+    """Whether the storage caused the error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitSkipped(Event):
+    """A commit was due while the save before it was still running. Rank 0 reports it."""
+
+    event: ClassVar[str] = "commit_left_out"
+    step: int
+    """Steps done when it was due."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitRejected(Event):
+    """A restore found a commit that it cannot use, and takes an older one. Rank 0 reports it."""
+
+    event: ClassVar[str] = "commit_rejected"
+    key: str
+    """Key of the commit's manifest in the storage."""
+    reason: str
+    """Why it cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """Ranks have restored a commit. Rank 0 reports it."""
+
+    event: ClassVar[str] = "resumed"
+    step: int
+    """Steps done in the restored state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsLoaded(Event):
+    """`run.load_weights` has loaded weights into the model. Rank 0 reports it."""
+
+    event: ClassVar[str] = "weights_loaded"
+    uri: str
+    """The run that the weights come from."""
+    step: int
+    """Step of the commit that holds them."""
+    missing: list[str] = field(default_factory=list)
+    """Names of tensors that only the model has."""
+    unexpected: list[str] = field(default_factory=list)
+    """Names of tensors that only the commit has."""
+    converted: list[str] = field(default_factory=list)
+    """Tensors that were converted to another dtype, and both dtypes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailed(GenerationEvent):
+    """A worker of the current generation has failed, or a connection between two of its workers broke."""
+
+    event: ClassVar[str] = "worker_lost"
+    error: str
+    """How it failed."""
+    member: str | None = None
+    """Id of the failed worker; null if it is not known."""
+    reported_by: str | None = None
+    """Id of the worker that reported a broken connection; null if the rendezvous noticed the failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewcomerFailed(GenerationEvent):
+    """A worker has failed before it was in a generation."""
+
+    event: ClassVar[str] = "newcomer_lost"
+    member: str
+    """Id of the failed worker."""
+    error: str
+    """How it failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLeft(GenerationEvent):
+    """A worker has left the run because it was asked to."""
+
+    event: ClassVar[str] = "worker_left"
+    member: str | None = None
+    """Id of the worker."""
+    kind: str
+    """`drain` if its node or process is to stop, `resize` if the run has fewer workers from now on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainNoticed(Event):
+    """A worker, or all workers of a node, must leave."""
+
+    event: ClassVar[str] = "notice"
+    within_s: float
+    """Seconds until the deadline; 0 for none."""
+    by: str
+    """What gave the notice: `SIGTERM`, Ray or a person."""
+    member: str | None = None
+    """Id of the worker; null if the notice is for a node."""
+    node: str | None = None
+    """Address of the worker's node; null if the notice is for a node."""
+    node_id: str | None = None
+    """Ray's id of the node; null if the notice is for one worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainOverdue(GenerationEvent):
+    """A worker's drain deadline is near, so the rendezvous interrupts the step in flight."""
+
+    event: ClassVar[str] = "overdue"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResizeRequested(Event):
+    """A person has asked for another number of workers."""
+
+    event: ClassVar[str] = "resize"
+    num_workers: int
+    """Number of workers asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangDetected(GenerationEvent):
+    """No worker made progress for `hang_timeout_s`."""
+
+    event: ClassVar[str] = "hang"
+    places: Mapping[str, str]
+    """What each worker was doing (see `hang.Place`), by worker id."""
+    culprits: list[str]
+    """Ids of the workers that the others waited for; the rendezvous treats them as failed."""
+    seconds: float
+    """Seconds without progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StacksRecorded(Event):
+    """A worker reports its stacks before the rendezvous decides about a hang."""
+
+    event: ClassVar[str] = "stacks"
+    member: str
+    """Id of the worker."""
+    place: str
+    """What its training thread was doing, see `hang.Place`."""
+    stacks: str
+    """Python stacks of all its threads, the training thread first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportIgnored(GenerationEvent):
+    """A worker that was presumed dead reported something about a generation that had ended."""
+
+    event: ClassVar[str] = "told_too_late"
+    what: str
+    """Name of the event that it reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousRestarted(GenerationEvent):
+    """The rendezvous process died, and a new one has taken over its state."""
+
+    event: ClassVar[str] = "rendezvous_restarted"
+    pid: int
+    """Process id of the new rendezvous."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartFailed(Event):
+    """A group of workers could not be started, and is started again."""
+
+    event: ClassVar[str] = "start_failed"
+    error: str
+    """The error message."""
+
+
+EVENTS: dict[str, type[Event]] = {
+    kind.event: kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, Event) and "event" in vars(kind)
+}
+"""All event classes by name, in the order of this file."""
+
+_ENVELOPE = frozenset(each.name for each in dataclasses.fields(Event))
+
+
+def _own_fields(kind: type[Event]) -> list[str]:
+    return [each.name for each in dataclasses.fields(kind) if each.name not in _ENVELOPE]
+
+
+_REQUIRED = {
+    kind: {each.name for each in dataclasses.fields(kind) if each.default is each.default_factory is MISSING}
+    for kind in EVENTS.values()
+}
+
+
+def parse(entry: Mapping[str, Any]) -> Event:
+    """Returns the event of a JSON object.
+
+    An event without a class here, or without a field that its class needs, becomes an `UnknownEvent`. Fields that its
+    class does not have are dropped.
+    """
+    envelope = {name: entry[name] for name in _ENVELOPE & entry.keys()}
+    kind = EVENTS.get(entry["event"])
+    if kind is None or not _REQUIRED[kind] <= entry.keys():
+        content = {name: value for name, value in entry.items() if name != "event" and name not in _ENVELOPE}
+        return UnknownEvent(event=entry["event"], content=content, **envelope)
+    return kind(**envelope, **{name: entry[name] for name in _own_fields(kind) if name in entry})

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from elastic_ddp.telemetry.events import EVENTS, CommitSucceeded, UnknownEvent, parse
+from tests.unit.ledger_events import ledger_event
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_every_event_survives_a_round_trip_through_json(name: str) -> None:
+    event = ledger_event(name, at=1.5)
+    assert type(event) is EVENTS[name] and event.event == name
+    assert parse(json.loads(json.dumps(event.to_json()))) == event
+
+
+def test_a_field_of_a_newer_version_is_dropped() -> None:
+    entry = {"event": "commit", "generation": 1, "step": 5, "seconds": 0.5, "time": 2.0, "new": 1}
+    assert parse(entry) == CommitSucceeded(generation=1, step=5, seconds=0.5, time=2.0)
+
+
+@pytest.mark.parametrize("content", [{"event": "from_the_future", "x": 1}, {"event": "commit", "step": 5}])
+def test_an_event_that_does_not_match_a_class_keeps_its_fields(content: dict[str, Any]) -> None:
+    event = parse({**content, "session": "s1"})
+    assert isinstance(event, UnknownEvent) and event.session == "s1"
+    assert event.to_json() == content
+
+
+def test_every_event_is_documented() -> None:
+    for kind in EVENTS.values():
+        assert kind.__doc__ and not kind.__doc__.startswith(kind.__name__), kind
+        assert all(each.kw_only for each in fields(kind))
