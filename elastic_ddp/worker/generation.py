@@ -185,8 +185,8 @@ class Generation:
             if (restored := restore(group, spread)) is not None:
                 state.load_state_dict(restored)
                 return
-            if state.begin_with is not None:
-                state.begin_with(group)
+            if state.load_initial_weights is not None:
+                state.load_initial_weights(group)
             # Rank 0 speaks for all of them even at the very start: what a model draws its first weights from is the
             # user's business, that all ranks have the same ones is ours.
             source, receivers = 0, tuple(range(1, group.world_size))

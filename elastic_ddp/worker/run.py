@@ -15,8 +15,9 @@ from elastic_ddp.worker.evaluation import evaluate
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.pretrained import Weights
+from elastic_ddp.worker.state_checks import check_model
 from elastic_ddp.worker.step import Step
-from elastic_ddp.worker.train_state import Position, Stateful, check_model
+from elastic_ddp.worker.train_state import Position, Stateful
 
 if TYPE_CHECKING:
     from elastic_ddp.config.run_config import RunConfig
@@ -127,7 +128,7 @@ class Run:
             raise ConfigError("run.load_weights was called before a model was prepared. Call run.prepare(model) first.")
         weights = Weights(Storage(uri).uri, step, strict)
         module, client = self._state.module, self._loop.client
-        self._state.begin_with = lambda group: weights.load(module, group, client.record, client.activity)
+        self._state.load_initial_weights = lambda group: weights.load(module, group, client.record, client.activity)
 
     def register(self, name: str, thing: Stateful) -> None:
         """Adds an object with `state_dict()` and `load_state_dict()` to every commit.

@@ -490,5 +490,5 @@ def _averaged(group: ProcessGroup, folder: Path) -> tuple[str, bool]:
 
 def test_registered_state_is_given_whole(tmp_path: Path) -> None:
     for said, goes_on in run_ranks(2, _averaged, tmp_path):
-        assert "run.register holds shards of tensors: user.average.embed.weight" in said and "full_tensor()" in said
+        assert "run.register holds shards: user.average.embed.weight" in said and "full_tensor()" in said
         assert goes_on

@@ -66,7 +66,7 @@ def test_a_scheduler_that_needs_a_metric_is_registered_instead(new_run: NewRun) 
 def test_a_scheduler_of_an_optimizer_that_was_not_prepared_is_refused(new_run: NewRun) -> None:
     run = new_run()
     optimizer = torch.optim.SGD(run.prepare(Model()).parameters())
-    expect_config_error(run, lambda run: run.prepare(StepLR(optimizer, 1)), "scheduler", "optimizer")
+    expect_config_error(run, lambda run: run.prepare(StepLR(optimizer, 1)), "StepLR", "optimizer")
 
 
 def test_an_object_of_another_type_is_refused_by_prepare(new_run: NewRun) -> None:
@@ -537,43 +537,36 @@ def state_of(model: torch.nn.Module, kind: type[torch.optim.Optimizer] = torch.o
     return state
 
 
-def refused(state: TrainState, saved: TrainState) -> str:
-    with pytest.raises(CheckpointError) as caught:
+def load_error(state: TrainState, saved: TrainState) -> str:
+    with pytest.raises(CheckpointError, match="use another name") as caught:
         state.load_state_dict(saved.state_dict())
     return str(caught.value)
 
 
-def test_state_of_other_things_is_refused_with_the_fix() -> None:
-    advice = "prepare and register the same things in the same order, or use another name"
+def test_state_of_other_objects_is_refused() -> None:
     registered, scheduled = state_of(Model()), state_of(Model())
     registered.registered["sampler"] = Model()
     scheduled.add_scheduler(StepLR(scheduled.optimizers[0], 1))
-    assert refused(state_of(Model(), optimizers=2), state_of(Model())) == (
-        f"the commit holds optimizer state for ['0'], the training function has ['0', '1']; {advice}"
-    )
-    assert refused(state_of(Model()), registered) == (
-        f"the commit holds user state for ['sampler'], the training function has []; {advice}"
-    )
-    assert refused(scheduled, state_of(Model())) == (
-        f"the commit holds scheduler state for [], the training function has ['0']; {advice}"
-    )
+    for state, saved, names in [
+        (state_of(Model(), optimizers=2), state_of(Model()), ["optimizer state for ['0']", "['0', '1']"]),
+        (state_of(Model()), registered, ["user state for ['sampler']", "has []"]),
+        (scheduled, state_of(Model()), ["scheduler state for []", "has ['0']"]),
+    ]:
+        error = load_error(state, saved)
+        assert all(name in error for name in names), error
 
 
 @pytest.mark.parametrize(
     "other", [torch.nn.Linear(3, 4), Model().append(torch.nn.Linear(1, 1)), torch.nn.Sequential(torch.nn.Linear(3, 5))]
 )
-def test_state_of_another_model_is_refused_with_the_fix(other: torch.nn.Module) -> None:
-    message = refused(state_of(other), state_of(Model()))
-    assert message.startswith("the commit does not fit the model or optimizer that the training function built: ")
-    assert message.endswith("; a changed model is another run: use another name")
+def test_state_of_another_model_is_refused(other: torch.nn.Module) -> None:
+    assert "does not fit the model or optimizer" in load_error(state_of(other), state_of(Model()))
 
 
-def test_an_optimizer_of_other_groups_is_refused_with_the_fix() -> None:
+def test_state_of_an_optimizer_with_other_param_groups_is_refused() -> None:
     other = TrainState(model=PreparedModel(Model(), device=CPU, bf16=False))
     other.add_optimizer(torch.optim.AdamW([{"params": [parameter]} for parameter in other.module.parameters()]))
-    message = refused(other, state_of(Model()))
-    assert "different number of parameter groups" in message
-    assert message.endswith("use another name")
+    assert "different number of parameter groups" in load_error(other, state_of(Model()))
 
 
 def test_state_that_is_loaded_is_the_state_that_was_saved() -> None:
