@@ -1,4 +1,4 @@
-"""How a process gets onto a Ray cluster: that which it is told of, one on this machine or, for a driver, its own."""
+"""Connects a process to a Ray cluster, or starts one on this machine."""
 
 from __future__ import annotations
 
@@ -19,76 +19,83 @@ RESUMES = "the same command resumes it from its newest commit"
 
 
 def connect_or_start(note: Callable[[str], None]) -> bool:
-    """Connects a driver to the cluster that `RAY_ADDRESS` names, or that `ray start` began on this machine; otherwise
-    starts one here. Nothing where it is connected.
+    """Connects a driver to the Ray cluster at `RAY_ADDRESS` or on this machine, or starts one on this machine.
+
+    Does nothing if the process is connected already.
 
     Args:
-        note: tells a person at the terminal which it is.
+        note: prints a line for the user: which cluster is used.
 
     Returns:
-        Whether the cluster is one that this function started, of this machine alone.
+        Whether this process has started the cluster, which then consists of this machine alone.
 
     Raises:
-        ConfigError: nobody answers at `RAY_ADDRESS`, or it is one of Ray Client.
+        ConfigError: no cluster responds at `RAY_ADDRESS`, or it is a Ray Client address.
     """
     if ray.is_initialized():
         return ray.get_runtime_context().gcs_address in _started
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
         raise ConfigError(
-            f"RAY_ADDRESS={address!r}: Ray Client cannot drive a run, which has to be within the cluster; run the "
-            "program on one of its nodes, or by ray job submit"
+            f"RAY_ADDRESS={address!r}: Ray Client cannot drive a run. Run the program on a node of the cluster, or "
+            "with `ray job submit`."
         )
     try:
-        _reach(address)
+        _prepare_connection(address)
         ray.init(log_to_driver=True, logging_level=logging.WARNING)
     except ConnectionError as error:
-        where = f"RAY_ADDRESS={address!r}: no Ray cluster answers there" if address else "the Ray of this machine fails"
+        cluster = f"RAY_ADDRESS={address!r}: no Ray cluster responds" if address else "Ray on this machine fails"
         raise ConfigError(
-            f"{where} ({error}); set RAY_ADDRESS to the address of a cluster that answers, or to local, which starts "
-            "one on this machine"
+            f"{cluster} ({error}). Set RAY_ADDRESS to the address of a cluster, or to local to start one on this "
+            "machine."
         ) from error
     address = ray.get_runtime_context().gcs_address
     if not has_started_ray():
-        note(f"using Ray at {address} (RAY_ADDRESS names another cluster, RAY_ADDRESS=local starts one here)")
+        note(f"using Ray at {address} (RAY_ADDRESS selects another cluster, RAY_ADDRESS=local starts one)")
         return False
-    note(f"started Ray on this machine, at {address} (RAY_ADDRESS names a cluster to use instead)")
+    note(f"started Ray on this machine, at {address} (RAY_ADDRESS selects another cluster)")
     _started.append(address)
     return True
 
 
 def connect(address: str | None = None) -> None:
-    """Connects whoever asks about runs to a cluster; by default to that of `RAY_ADDRESS`, or of this machine. Nothing
-    where it is connected.
+    """Connects a process that controls or inspects runs to their Ray cluster.
+
+    Does nothing if the process is connected already.
+
+    Args:
+        address: host and port; by default `RAY_ADDRESS`, or the cluster on this machine.
 
     Raises:
-        ConfigError: there is none, or another Ray is installed.
+        ConfigError: no cluster responds, or another Ray version is installed.
     """
     if ray.is_initialized():
         return
     check_ray_version()
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     if address == "local":
-        raise ConfigError("RAY_ADDRESS=local is no cluster to ask; set it to the address that the run printed")
+        raise ConfigError("RAY_ADDRESS=local does not name a cluster. Set it to the address that the run printed.")
     try:
-        _reach(address)
+        _prepare_connection(address)
         ray.init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
     except OSError:
+        place = "on this machine" if address == "auto" else f"at {address}"
         raise ConfigError(
-            f"there is no Ray cluster {'' if address == 'auto' else f'at {address} '}to ask; set RAY_ADDRESS to the "
-            "address that the run printed, or run this on a node of the cluster. What a run starts ends with it: "
-            "`elastic-ddp show <storage>/<name>` tells what became of the run. If its driver was killed, "
-            f"{RESUMES}"
+            f"no Ray cluster responds {place}. Set RAY_ADDRESS to the address that the run printed, or run this "
+            "command on a node of the cluster. If the run has ended, `elastic-ddp show <storage>/<name>` shows how. If "
+            f"its driver was killed, {RESUMES}."
         ) from None
 
 
-def _reach(address: str) -> None:
-    """Raises a ConnectionError if nobody answers at a host and port: Ray itself would knock for minutes. Whatever else
-    an address may be is left to Ray."""
+def _prepare_connection(address: str) -> None:
+    """Raises ConnectionError at once if no process listens at a host and port, where Ray would retry for minutes.
+
+    Loads the cluster's token if it needs one. Addresses of other kinds are left to Ray.
+    """
     host, _, port = address.rpartition(":")
     if "/" not in host and port.isdecimal():
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
-        except (OSError, OverflowError) as error:  # a name that nobody has, a port that there cannot be
+        except (OSError, OverflowError) as error:  # unknown host, or a port above 65535
             raise ConnectionError(str(error)) from error
     use_token_on_this_machine(address)

@@ -1,4 +1,4 @@
-"""How a run meets Ray Train: how a run's workers are started, and what a worker learns of its place."""
+"""Starts a run's workers with Ray Train."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.context import WorkerContext
 
 _RAY_TRAIN_SETTINGS = {
-    # How often the controller looks after its workers, while none is on its way; by default every 2 s.
+    # How often the controller polls its workers, while none is starting; by default every 2 s.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1.0",
-    # The controller's own log would run through our progress display; what it decides shows in the ledger.
+    # The controller's log would interrupt the progress display; its decisions are in the ledger.
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
-    # How long it waits for room for its first workers, and does nothing else meanwhile. By default 60 s.
+    # How long the controller blocks until its first workers have capacity; by default 60 s.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
-    # It reports preemptions to training functions that ask Ray Train for them, which ours do not.
+    # It reports preemptions to functions that ask Ray Train for them; our workers do not.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # Workers stay where the driver is, so that relative paths mean the same in both.
+    # Workers keep the driver's working directory, so that relative paths are the same in both.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
-"""Ray Train reads these from the driver's environment; what a person has set there counts."""
+"""Environment variables that Ray Train reads in the driver. Values that the user has set take precedence."""
 
 
 class _NoProcessGroup(TorchConfig):
-    """Ray Train would form a process group for the whole group's life; each generation forms its own."""
+    """Keeps Ray Train from creating a process group: each generation creates its own."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -52,21 +52,19 @@ def run_workers(
     storage: Storage,
     on_controller: Callable[[Any], None],
 ) -> None:
-    """Runs `work(job, rendezvous, context)` on Ray Train workers until all of them return.
-
-    It blocks meanwhile.
+    """Runs `work(job, rendezvous, context)` on Ray Train workers. Blocks until all of them return.
 
     Args:
-        work: importable by the workers.
-        job, rendezvous: handed to every worker.
-        config: for the number of workers, their resources and how often they may be lost.
-        storage: the run's folder; Ray Train's own files are in a folder in it meanwhile.
-        on_controller: told of Ray Train's controller actor; to kill it ends all workers.
+        work: a function that the workers can import.
+        job, rendezvous: arguments for every worker.
+        config: number of workers, their resources, and the limit of failures.
+        storage: the run's folder. Ray Train's own files are in a temporary folder in it.
+        on_controller: called with Ray Train's controller actor; killing it ends all workers.
 
     Raises:
-        ray.train.TrainingFailedError: workers were lost more often than `max_restarts`, or could not be started.
+        ray.train.TrainingFailedError: more workers failed than `max_restarts` allows, or none could start.
     """
-    # A name of its own for each session: what Ray Train would resume from is not ours.
+    # The name is unique, so that Ray Train finds no state of an earlier session to resume from.
     session = f"session-{uuid.uuid4().hex[:8]}"
     filesystem, path = storage.at("ray_train").filesystem_and_path()
     scaling: dict[str, Any] = {"num_workers": config.max_workers}
@@ -77,7 +75,7 @@ def run_workers(
         }
     for name, value in _RAY_TRAIN_SETTINGS.items():
         os.environ.setdefault(name, value)
-    # Imported here: with another Ray version the import fails, and `check_ray_version` explains that better.
+    # Imported late: with another Ray version the import fails, and `check_ray_version` explains that better.
     from elastic_ddp.ray_internals.controller import ElasticTorchTrainer
 
     trainer = ElasticTorchTrainer(
@@ -107,18 +105,18 @@ def run_workers(
 
 
 def _run_worker(arguments: dict[str, Any]) -> None:
-    """Ray Train's train function, in every worker."""
-    of_train = ray.train.get_context()
+    """Ray Train's training function, which it calls in every worker."""
+    train_context = ray.train.get_context()
     runtime = ray.get_runtime_context()
+    node_id = runtime.get_node_id()
     member = Member(
         id=str(runtime.get_actor_id()),
-        rank_in_group=of_train.get_world_rank(),
-        group_size=of_train.get_world_size(),
+        rank_in_group=train_context.get_world_rank(),
+        group_size=train_context.get_world_size(),
         node=ray.util.get_node_ip_address(),
-        node_id=str(runtime.get_node_id()),
+        node_id=str(node_id),
         pid=os.getpid(),
     )
-    here = runtime.get_node_id()
-    resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == here), {})
+    resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
     context = WorkerContext(member, ray.train.torch.get_device(), resources)
     arguments["work"](arguments["job"], arguments["rendezvous"], context)

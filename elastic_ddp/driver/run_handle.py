@@ -15,7 +15,7 @@ from elastic_ddp.rendezvous.actor import NAMESPACE, RENDEZVOUS_PREFIX, Rendezvou
 from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.storage import Storage
 
-_ASK_AGAIN_S = 0.2
+_POLL_S = 0.2
 
 
 class RunHandle:
@@ -51,7 +51,7 @@ class RunHandle:
             - `driver`: `host` and `pid` of the driver, and the `uri` of the run's folder.
             - `pid`: process id of the rendezvous.
         """
-        status: Mapping[str, Any] = self._ask("status")
+        status: Mapping[str, Any] = self._call("status")
         return status
 
     def resize(self, num_workers: int) -> None:
@@ -69,13 +69,13 @@ class RunHandle:
         status = self.status()
         least, most = status["min_workers"], status["max_workers"]
         if isinstance(num_workers, bool) or not isinstance(num_workers, int):
-            raise ConfigError(f"num_workers={num_workers!r} is no number of workers; give an int")
+            raise ConfigError(f"num_workers={num_workers!r} is not an int.")
         if not least <= num_workers <= most:
             raise ConfigError(
                 f"num_workers={num_workers} is not from min_workers={least} to max_workers={most} of run "
-                f"{self.name!r}; choose one that is, or stop the run and resume it with other bounds"
+                f"{self.name!r}. Use a number in that range, or stop the run and resume it with another range."
             )
-        self._ask("resize", num_workers)
+        self._call("resize", num_workers)
 
     def drain(self, node: str, *, deadline_s: float = 30.0) -> int:
         """Moves the run's workers off a node. Blocks until they have left.
@@ -98,24 +98,23 @@ class RunHandle:
         """
         if not 0 < deadline_s <= MAX_DURATION_S:
             raise ConfigError(
-                f"deadline_s={deadline_s:g} is not from 0 to {MAX_DURATION_S:g}; give the seconds until "
-                "the node is gone"
+                f"deadline_s={deadline_s:g} is not from 0 to {MAX_DURATION_S:g}. Use the seconds that the node has "
+                "left."
             )
-        node_ids = self._ask("drain", node, deadline_s)
+        node_ids = self._call("drain", node, deadline_s)
         if not node_ids:
-            known = sorted({f"{each['node']} ({each['node_id']})" for each in self.status()["members"]})
-            raise ConfigError(
-                f"run {self.name!r} has no worker on node {node!r}; its nodes are {', '.join(known) or 'none yet'}"
-            )
+            known = sorted({f"{member['node']} ({member['node_id']})" for member in self.status()["members"]})
+            nodes = ", ".join(known) or "none yet"
+            raise ConfigError(f"run {self.name!r} has no worker on node {node!r}. Its nodes are {nodes}.")
         end, leaving = time.monotonic() + deadline_s, set[str]()
-        while here := {each["id"] for each in self.status()["members"] if each["node_id"] in node_ids}:
-            leaving |= here
+        while remaining := {member["id"] for member in self.status()["members"] if member["node_id"] in node_ids}:
+            leaving |= remaining
             if time.monotonic() > end:
                 raise ElasticDDPError(
-                    f"{len(here)} workers of run {self.name!r} are still on node {node} after {deadline_s:g} s: a step "
-                    "of theirs takes longer; give a longer deadline"
+                    f"{len(remaining)} workers of run {self.name!r} are still on node {node} after {deadline_s:g} s. "
+                    "Use a deadline_s that is longer than a step."
                 )
-            time.sleep(_ASK_AGAIN_S)
+            time.sleep(_POLL_S)
         return len(leaving)
 
     def checkpoint(self) -> int:
@@ -127,9 +126,9 @@ class RunHandle:
         Raises:
             ElasticDDPError: the run ended before the commit was complete.
         """
-        request = self._ask("checkpoint")
-        while (step := self._ask("committed", request)) is None:
-            time.sleep(_ASK_AGAIN_S)
+        request = self._call("checkpoint")
+        while (step := self._call("committed", request)) is None:
+            time.sleep(_POLL_S)
         return int(step)
 
     def stop(self) -> None:
@@ -137,13 +136,13 @@ class RunHandle:
 
         Returns once the run has accepted the request. The same command resumes the run.
         """
-        self._ask("stop")
+        self._call("stop")
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
         try:
             return ray.get(getattr(self._rendezvous, method).remote(*arguments))
         except ray.exceptions.RayActorError as error:
-            raise ElasticDDPError(f"run {self.name!r} has ended; `elastic-ddp show` says how") from error
+            raise ElasticDDPError(f"run {self.name!r} has ended. `elastic-ddp show` shows how.") from error
 
 
 def live_runs() -> list[str]:
@@ -154,7 +153,7 @@ def live_runs() -> list[str]:
     """
     connect()
     actors = ray.util.list_named_actors(all_namespaces=True)
-    names = [each["name"] for each in actors if each["namespace"] == NAMESPACE]
+    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
     return sorted(name.removeprefix(RENDEZVOUS_PREFIX) for name in names if name.startswith(RENDEZVOUS_PREFIX))
 
 
@@ -173,17 +172,17 @@ def get_run(run: str) -> RunHandle:
     if "/" in run:
         driver = find_holder(Storage(run))
         if driver is not None and driver.is_alive() is False:
-            raise ConfigError(f"{run}: the driver of this run was killed, and {RESUMES}. It was {driver}")
+            raise ConfigError(f"{run}: the driver of this run was killed, and {RESUMES}. The driver was {driver}.")
         if driver is None or driver.ray_address is None:
-            raise ConfigError(f"{run}: no driver of this run is live; give <storage>/<name> of one that is")
+            raise ConfigError(f"{run}: this run has no live driver. Use <storage>/<name> of a live run.")
         address = driver.ray_address
     connect(address)
     try:
         return RunHandle(name, ray.get_actor(RENDEZVOUS_PREFIX + name, namespace=NAMESPACE))
     except ValueError:
-        others, here = ", ".join(live_runs()) or "none", ray.get_runtime_context().gcs_address
+        others, cluster = ", ".join(live_runs()) or "none", ray.get_runtime_context().gcs_address
         raise ConfigError(
-            f"run {name!r} is not live on the cluster at {here}; live there are: {others}. Where there are "
-            "several, set RAY_ADDRESS to the one that the run printed, or give <storage>/<name>. If its driver was "
-            f"killed, {RESUMES}"
+            f"run {name!r} is not live on the cluster at {cluster}. Live runs there: {others}. For another "
+            "cluster, set RAY_ADDRESS to the address that the run printed, or use <storage>/<name>. If the run's "
+            f"driver was killed, {RESUMES}."
         ) from None

@@ -1,9 +1,7 @@
-"""The driver of a run: checks everything that can be checked, starts the workers, and keeps the record."""
+"""The user's entry point: `ElasticTrainer.fit` checks a run, starts its rendezvous, and runs one session of it."""
 
 from __future__ import annotations
 
-import inspect
-import io
 import json
 import os
 import socket
@@ -15,22 +13,20 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util import inspect_serializability
-from rich.console import Console
-from rich.text import Text
 
 from elastic_ddp import errors
-from elastic_ddp.checkpoint import CommitCatalog
-from elastic_ddp.config.capacity import check_cpus, explain_shortage
+from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.data.index import DatasetIndex, open_index
+from elastic_ddp.data.index import open_index
 from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.source import check_columns
+from elastic_ddp.driver.checks import check_capacity, check_functions, check_identity, warn_about_data
 from elastic_ddp.driver.cluster import connect_or_start
+from elastic_ddp.driver.display import print_note
 from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError, StorageError, TrainFunctionError
 from elastic_ddp.ray_internals import check_ray_version
-from elastic_ddp.rendezvous.actor import start_rendezvous
+from elastic_ddp.rendezvous.actor import RendezvousHandle, start_rendezvous
 from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.storage import Storage
@@ -42,9 +38,6 @@ if TYPE_CHECKING:
     from elastic_ddp.worker.run import Run
 
 SUMMARY = "summary.json"
-_IDENTITY = "run.json"
-_DATA_SET = "data_set"
-"""In it, for people to read."""
 
 
 @dataclass(frozen=True)
@@ -98,31 +91,15 @@ class ElasticTrainer:
         transform: Transform | None = None,
     ) -> None:
         check_ray_version()
-        if not callable(train):
-            raise ConfigError(f"train is a {type(train).__name__}; give the function that trains, taking a Run")
-        if transform is not None and not callable(transform):
-            raise ConfigError(
-                f"transform is a {type(transform).__name__}; give a function that gets a dict of NumPy arrays and a "
-                "generator, and returns such a dict"
-            )
-        if not _takes_a_run(train):
-            raise ConfigError(f"{train!r} is called with a Run, which it does not take; define it as `def train(run)`")
+        check_functions(train, transform)
         self.config = RunConfig.load(config)
-        for thing in (train, transform):
-            can_travel, culprits = inspect_serializability(thing, print_file=io.StringIO())
-            if not can_travel:
-                held = ", ".join(repr(each.obj) for each in culprits)
-                raise ConfigError(
-                    f"{thing!r} cannot be sent to workers because of {held}: it belongs to this process (a lock, an "
-                    "open file, a connection); make it inside the function"
-                )
         self._train = train
         self._data = data
         self._transform = transform
         if self.config.storage.startswith("memory:"):
             raise ConfigError(
-                f"storage={self.config.storage!r} is the memory of one process, and every worker would have its own; "
-                "use a path that all nodes share, or a URI such as s3://bucket/runs"
+                f"storage={self.config.storage!r} is memory of one process, which workers cannot share. Use a folder "
+                "that all nodes share, or a URI such as s3://bucket/runs."
             )
         self._storage = Storage(self.config.storage).at(self.config.name)
         self._storage.check_writable()
@@ -152,53 +129,79 @@ class ElasticTrainer:
             DriverReplacedError: another driver took over the run while this one was suspended.
             KeyboardInterrupt: a second Ctrl-C stopped the run.
         """
-        began_at = time.time()
+        started_at = time.time()
         with (
-            DriverLease(self._storage, self.config.name, new_session(), _note) as lease,
-            tempfile.TemporaryDirectory(prefix="elastic_ddp-") as memory,
+            DriverLease(self._storage, self.config.name, new_session(), print_note) as lease,
+            tempfile.TemporaryDirectory(prefix="elastic_ddp-") as snapshot_folder,
         ):
-            return self._fit(lease, memory, began_at)
-
-    def _fit(self, lease: DriverLease, memory: str, began_at: float) -> RunResult:
-        if self._finished(0) is None:  # else nothing is written, unless it is to make more steps
+            if (
+                self._finished_result(total_steps=0) is None
+            ):  # a finished run is not written to, unless it gets more steps
+                lease.acquire()
+            job = self._create_job(lease.session)
+            if (result := self._finished_result(job.total_steps)) is not None:
+                print_note(f"run {self.config.name!r} has finished its {result.steps} steps; raise steps to resume it")
+                return result
             lease.acquire()
-        index = self._open_data()
-        self._claim(index)
-        job = Job(
+            resume_from = self._find_commit(job)
+            self._connect(lease)
+            warn_about_data(job.index, self.config, print_note)
+            rendezvous = self._start_rendezvous(job, resume_from, snapshot_folder)
+            session = Session(job, rendezvous, resume_from, lease, started_at)
+            try:
+                outcome = session.run()
+            finally:
+                ray.kill(rendezvous)
+                session.end_workers()
+            return self._conclude(outcome, session, lease)
+
+    def _create_job(self, session: str) -> Job:
+        """Reads or builds the index of the data, and checks both against the record of the run."""
+        data = self._data
+        if isinstance(data, ray.data.Dataset):
+            data = materialize(data, self._storage, may_replace=self._may_replace(), note=print_note)
+        index = open_index(data, self._storage, columns=self.config.data.columns, may_replace=self._may_replace)
+        if self._transform is None:
+            check_columns(index.schema)
+        check_identity(self._storage, self.config, index, may_replace=self._may_replace())
+        return Job(
             config=self.config,
             train=self._train,
             index=index,
             transform=self._transform,
             storage=self._storage,
-            session=lease.session,
+            session=session,
         )
-        if (done := self._finished(job.total_steps)) is not None:
-            _note(f"run {self.config.name!r} is finished already, after {done.steps} steps; more steps resume it")
-            return done
-        lease.acquire()
+
+    def _may_replace(self) -> bool:
+        """Whether the run has no commit, so that its data and settings may still change."""
+        return not has_commits(self._storage)
+
+    def _find_commit(self, job: Job) -> Commit | None:
+        """Returns the newest commit of this run, from which it resumes."""
         commits = CommitCatalog(self._storage.at(COMMITS)).candidates()
-        resumed = next((commit for commit in commits if job.difference_to(commit.record) is None), None)
-        if resumed is not None and resumed.step > job.total_steps:
+        commit = next((commit for commit in commits if job.difference_to(commit.record) is None), None)
+        if commit is not None and commit.step > job.total_steps:
             raise ConfigError(
-                f"run {self.config.name!r} has {resumed.step:,} steps behind it, and is to have {job.total_steps:,}: a "
-                "run does not go back; give it as many or more, or another name"
+                f"run {self.config.name!r} has {commit.step:,} steps done, more than the {job.total_steps:,} of its "
+                "configuration. Ask for at least as many, or use another name."
             )
-        may_grow = not connect_or_start(_note)
+        return commit
+
+    def _connect(self, lease: DriverLease) -> None:
+        """Connects to the Ray cluster, records its address for other processes, and checks its capacity."""
+        is_own_cluster = connect_or_start(print_note)
         lease.renew(ray_address=ray.get_runtime_context().gcs_address)
-        self._check_resources(may_grow=may_grow)
-        groups, lanes = len(index.group_rows), self.config.num_micro_batches
-        if (times := (groups + lanes - 1) / groups) > 1.5:
-            _note(
-                f"the data set has {groups:,} row groups for the {lanes} micro-batches of a step, and what lies in "
-                f"several lanes is read for each: {times:.1f} times the data set in an epoch. Write it with row groups "
-                f"of {max(1, index.num_rows // (10 * lanes)):,} rows or fewer (row_group_size of pyarrow and Ray Data)"
-            )
-        if index.num_rows < self.config.global_batch_size:
-            _note(
-                f"the data set has {index.num_rows:,} rows, fewer than global_batch_size="
-                f"{self.config.global_batch_size:,}: every step is an epoch, of those rows"
-            )
-        rendezvous = start_rendezvous(
+        check_capacity(
+            [node["Resources"] for node in ray.nodes() if node["Alive"]],
+            self.config,
+            has_transform=self._transform is not None,
+            may_grow=not is_own_cluster,
+            note=print_note,
+        )
+
+    def _start_rendezvous(self, job: Job, resume_from: Commit | None, snapshot_folder: str) -> RendezvousHandle:
+        return start_rendezvous(
             self.config.name,
             job.total_steps,
             RendezvousOptions(
@@ -207,98 +210,35 @@ class ElasticTrainer:
                 heartbeat_timeout_s=self.config.heartbeat_timeout_s,
                 hang_timeout_s=self.config.hang_timeout_s,
                 max_failed_saves=self.config.checkpoint.max_failed_saves,
-                memory=memory,
-                last_commit=resumed.step if resumed is not None else None,
+                memory=snapshot_folder,
+                last_commit=resume_from.step if resume_from is not None else None,
                 driver={"host": socket.gethostname(), "pid": os.getpid(), "uri": self._storage.uri},
             ),
         )
-        session = Session(job, rendezvous, resumed, lease, began_at)
-        try:
-            outcome = session.run()
-        finally:
-            ray.kill(rendezvous)
-            session.end_workers()
-        return self._conclude(outcome, session, lease)
 
-    def _open_data(self) -> DatasetIndex:
-        source = self._data
-        if isinstance(source, ray.data.Dataset):
-            source = materialize(source, self._storage, may_replace=self._may_replace(), note=_note)
-        index = open_index(source, self._storage, columns=self.config.data.columns, may_replace=self._may_replace)
-        if self._transform is None:
-            check_columns(index.schema)
-        return index
-
-    def _may_replace(self) -> bool:
-        """Whether nothing was committed yet that other data or other settings could not go on from."""
-        return not has_commits(self._storage)
-
-    def _claim(self, index: DatasetIndex) -> None:
-        """Writes down what defines the run, or compares it with what is written once something was trained."""
-        mine = {**self.config.identity(), "data": index.fingerprint}
-        written = json.dumps({**mine, _DATA_SET: str(index)}, indent=1).encode()
-        try:
-            self._storage.create(_IDENTITY, written)
-        except FileExistsError:
-            if self._may_replace():
-                self._storage.write(_IDENTITY, written)
-                return
-            theirs = json.loads(self._storage.read(_IDENTITY))
-            before = theirs.pop(_DATA_SET, "another data set")
-            changed = [
-                f"{key} was {theirs.get(key)!r} and is {mine.get(key)!r}"
-                for key in {**theirs, **mine}
-                if key != "data" and theirs.get(key) != mine.get(key)
-            ]
-            if theirs.get("data") != index.fingerprint:
-                now = "is the same, with other contents" if before == str(index) else f"is {index}"
-                changed.append(f"data was {before} and {now} (files are told by path, size and time of change or ETag)")
-            if self.config.strategy == "fsdp" and theirs.get("reduction") == "canonical":
-                changed.append(
-                    'strategy is "fsdp", which goes on from runs that began with reduction="native" alone (a new run '
-                    "may begin with the weights of this one: run.load_weights)"
-                )
-            if changed:
-                raise ConfigError(
-                    f"run {self.config.name!r} in {self.config.storage} began with other settings: "
-                    f"{'; '.join(changed)}. A run cannot change them; set them back, or use another name"
-                ) from None
-
-    def _check_resources(self, *, may_grow: bool) -> None:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        check_cpus(
-            nodes,
-            resources_per_worker=self.config.resources_per_worker,
-            max_workers=self.config.max_workers,
-            options=self.config.data,
-            has_transform=self._transform is not None,
-        )
-        if (lack := explain_shortage(nodes, self.config.resources_per_worker, self.config.min_workers)) is None:
-            return
-        if not may_grow:
-            raise ConfigError(f"{lack}. Ray was started for this run alone; on a cluster it would wait for nodes")
-        _note(f"waiting for nodes: {lack}")
-
-    def _finished(self, total_steps: int) -> RunResult | None:
+    def _finished_result(self, total_steps: int) -> RunResult | None:
+        """Returns the result of the run if it has finished, with at least `total_steps` steps."""
         try:
             summary = json.loads(self._storage.read(SUMMARY))
         except FileNotFoundError:
             return None
-        if summary["status"] != "finished":
+        if summary["status"] != "finished" or total_steps > summary["total_steps"]:
             return None
-        return None if total_steps > summary["total_steps"] else self._result(summary)
+        return self._result(summary)
 
     def _conclude(self, outcome: dict[str, Any], session: Session, lease: DriverLease) -> RunResult:
-        summary = {}
+        """Writes the summary, and returns the result or raises the run's error."""
+        summary: dict[str, Any] = {}
         try:
             session.close_ledger()
-            lease.renew()  # else the summary is another driver's to write
+            lease.renew()  # raises if another driver has the run, whose summary must not be replaced
             summary = summarize(read_ledger(self._storage), name=self.config.name, storage=self._storage.uri)
             self._storage.write(SUMMARY, json.dumps(summary, indent=1).encode())
         except StorageError as error:
             if outcome["status"] != "failed":
                 raise
-            _note(f"the ledger and the summary do not tell how the run ended: {error}")  # that may have been the reason
+            # The same storage may be the reason why the run failed, which is raised below.
+            print_note(f"the end of the ledger and the summary could not be written: {error}")
         if outcome["status"] == "failed":
             raise getattr(errors, outcome["kind"], TrainFunctionError)(outcome["error"])
         return self._result(summary)
@@ -314,17 +254,3 @@ class ElasticTrainer:
             uri=self._storage.uri,
             summary=summary,
         )
-
-
-def _takes_a_run(train: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(train).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # one of C does not say
-        pass
-    return True
-
-
-def _note(text: str) -> None:
-    Console(stderr=True).print(Text(text), soft_wrap=True)

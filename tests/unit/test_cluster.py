@@ -1,4 +1,4 @@
-"""How a driver gets onto a Ray cluster."""
+"""How a driver connects to a Ray cluster."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from elastic_ddp.errors import ConfigError
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:70000", "no-such-host.invalid:1"])
-def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """Ray itself would knock for minutes."""
-    with socket.socket() as bound:  # and does not listen
+def test_an_address_at_which_no_cluster_responds_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """Ray itself would retry for minutes."""
+    with socket.socket() as bound:  # but not listening
         bound.bind(("127.0.0.1", 0))
         address = address.format(port=bound.getsockname()[1])
         monkeypatch.setenv("RAY_ADDRESS", address)
-        message = f"RAY_ADDRESS='{re.escape(address)}': no Ray cluster answers there .* or to local"
+        message = f"RAY_ADDRESS='{re.escape(address)}': no Ray cluster responds .* or to local"
         with pytest.raises(ConfigError, match=message):
             connect_or_start(print)
 
 
 @pytest.fixture
 def ray_is(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ray as it would be: on its `head`, or not, and an `error` stands for one that cannot be found."""
+    """A fake Ray: `is_head` if this process started it, and `error` is raised by `ray.init`."""
     ray_is = SimpleNamespace(is_head=True, address="10.0.0.9:6379", error=None, up=False)
 
     def init(**_: Any) -> None:
@@ -47,39 +49,37 @@ def ray_is(monkeypatch: pytest.MonkeyPatch) -> Any:
     return ray_is
 
 
-def test_a_cluster_that_is_to_be_found_and_is_not_is_said(ray_is: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_ray_is_shown_if_it_finds_no_cluster(ray_is: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     ray_is.error = ConnectionError("Could not find any running Ray instance")
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS='auto': .*Could not find any running"):
         connect_or_start(print)
 
 
-def test_a_ray_of_this_machine_that_does_not_answer_is_said(ray_is: Any) -> None:
-    """It was found by what it has left there."""
+def test_a_cluster_on_this_machine_that_does_not_respond_is_refused(ray_is: Any) -> None:
+    """Ray found its address in files of an earlier cluster."""
     ray_is.error = ConnectionError("ray cluster at 10.0.0.9:6379 is not reachable")
-    with pytest.raises(
-        ConfigError, match=r"Ray of this machine fails \(.*not reachable\); set RAY_ADDRESS to .* local"
-    ):
+    with pytest.raises(ConfigError, match=r"Ray on this machine fails \(.*not reachable\).* RAY_ADDRESS .* local"):
         connect_or_start(print)
 
 
-def test_a_ray_that_cannot_be_started_here_fails_in_its_own_words(ray_is: Any) -> None:
+def test_an_error_of_starting_ray_is_passed_on(ray_is: Any) -> None:
     ray_is.error = OSError("AF_UNIX path length cannot exceed 107 bytes")
     with pytest.raises(OSError, match="AF_UNIX path length"):
         connect_or_start(print)
 
 
-def test_ray_client_drives_no_run(ray_is: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_client_address_is_refused(ray_is: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.9:10001")
-    with pytest.raises(ConfigError, match=r"RAY_ADDRESS='ray://10\.0\.0\.9:10001': Ray Client cannot drive a run"):
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS='ray://10\.0\.0\.9:10001': Ray Client"):
         connect_or_start(print)
 
 
-def test_a_cluster_that_a_driver_started_is_alone_for_its_next_run_too(ray_is: Any) -> None:
+def test_a_cluster_that_this_process_started_is_still_its_own_in_the_next_run(ray_is: Any) -> None:
     notes: list[str] = []
     assert connect_or_start(notes.append) and connect_or_start(notes.append)
-    assert notes == [f"started Ray on this machine, at {ray_is.address} (RAY_ADDRESS names a cluster to use instead)"]
-    ray_is.address = "10.0.0.10:6379"  # another one since, of the program's own
+    assert notes == [f"started Ray on this machine, at {ray_is.address} (RAY_ADDRESS selects another cluster)"]
+    ray_is.address = "10.0.0.10:6379"  # another cluster
     assert not connect_or_start(notes.append)
 
 

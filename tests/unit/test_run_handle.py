@@ -1,4 +1,4 @@
-"""What is asked of a live run is looked at before the run hears of it."""
+"""`RunHandle` checks arguments before it calls the run."""
 
 from __future__ import annotations
 
@@ -11,33 +11,41 @@ from elastic_ddp.driver.run_handle import RunHandle
 from elastic_ddp.errors import ConfigError
 
 
-class LiveRun(RunHandle):
-    """One whose rendezvous takes anything, and notes it."""
+class RecordingHandle(RunHandle):
+    """A handle whose calls are recorded and always succeed."""
 
     def __init__(self) -> None:
         super().__init__("live", None)
-        self.asked: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
-    def _ask(self, what: str, *arguments: Any) -> Any:
-        if what == "status":
+    def _call(self, method: str, *arguments: Any) -> Any:
+        if method == "status":
             return {"min_workers": 1, "max_workers": 4, "members": []}
-        self.asked.append((what, *arguments))
+        self.calls.append((method, *arguments))
         return []
 
 
 @pytest.mark.parametrize("num_workers", [2.5, True, "2", math.nan, None])
-def test_a_run_is_resized_to_a_whole_number_of_workers(num_workers: Any) -> None:
-    run = LiveRun()
-    with pytest.raises(ConfigError, match="is no number of workers; give an int"):
+def test_resize_refuses_a_number_of_workers_that_is_not_an_int(num_workers: Any) -> None:
+    run = RecordingHandle()
+    with pytest.raises(ConfigError, match=r"num_workers=.* is not an int"):
         run.resize(num_workers)
-    assert not run.asked
+    assert not run.calls
     run.resize(3)
-    assert run.asked == [("resize", 3)]
+    assert run.calls == [("resize", 3)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 5])
+def test_resize_refuses_a_number_of_workers_out_of_range(num_workers: int) -> None:
+    run = RecordingHandle()
+    with pytest.raises(ConfigError, match=rf"num_workers={num_workers} .*min_workers=1.*max_workers=4"):
+        run.resize(num_workers)
+    assert not run.calls
 
 
 @pytest.mark.parametrize("deadline_s", [0, -1.0, math.inf, math.nan])
-def test_a_node_is_drained_within_some_time(deadline_s: float) -> None:
-    run = LiveRun()
-    with pytest.raises(ConfigError, match="give the seconds until the node is gone"):
+def test_drain_refuses_a_deadline_out_of_range(deadline_s: float) -> None:
+    run = RecordingHandle()
+    with pytest.raises(ConfigError, match=r"deadline_s="):
         run.drain("10.0.0.1", deadline_s=deadline_s)
-    assert not run.asked
+    assert not run.calls

@@ -1,4 +1,4 @@
-"""How a driver sees its workers off when the run is over."""
+"""How a driver waits for its workers when the run is over, and what it prints meanwhile."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import pytest
 import ray
 
 from elastic_ddp.driver import session as session_module
+from elastic_ddp.driver.display import WORKER_FAILED, RunDisplay, describe_event
 from elastic_ddp.driver.session import Session
 from elastic_ddp.rendezvous.event_log import EventLog
 from elastic_ddp.rendezvous.members import JoinRequest
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.telemetry import Progress
-from elastic_ddp.telemetry.events import Event
+from elastic_ddp.telemetry.events import CommitSucceeded, Event
 from elastic_ddp.telemetry.ledger import read_ledger
 from tests.unit.inprocess_rendezvous import InProcessRendezvous
 from tests.unit.ledger_events import ledger_event
@@ -36,10 +37,10 @@ Drive = Callable[[Callable[[InProcessRendezvous], Any]], list[Event]]
 def drive(
     new_run: NewRun, rendezvous_here: Callable[..., InProcessRendezvous], monkeypatch: pytest.MonkeyPatch
 ) -> Drive:
-    """Follows a run whose one worker fails while it saves, and does something then. Returns what the ledger has."""
-    monkeypatch.setattr(session_module, "WORKERS_LEAVE_S", 0.1)
+    """Runs a session whose only worker fails during a save and then calls `then`. Returns the ledger."""
+    monkeypatch.setattr(session_module, "EXIT_TIMEOUT_S", 0.1)
 
-    def run(then: Callable[[InProcessRendezvous], Any]) -> list[dict[str, Any]]:
+    def run(then: Callable[[InProcessRendezvous], Any]) -> list[Event]:
         def work(*_: Any, **__: Any) -> None:
             rendezvous.ask("join", JoinRequest(member=WORKER, step=None, between_steps=True), 0, None)
             rendezvous.ask("take", [ledger_event("commit_begun", at=0.0, step=2)], None, WORKER.id, 1)
@@ -56,23 +57,21 @@ def drive(
     return run
 
 
-def test_a_save_that_a_failed_run_leaves_behind_is_waited_for(drive: Drive) -> None:
+def test_the_driver_waits_for_a_save_that_is_in_progress_when_the_run_fails(drive: Drive) -> None:
     def save(rendezvous: InProcessRendezvous) -> None:
-        threading.Event().wait(0.5)  # for longer than workers may take to leave
-        said = ledger_event("commit", at=0.0, step=2, seconds=0.5, num_bytes=1)
-        rendezvous.ask("take", [said], None, WORKER.id, 2)
+        threading.Event().wait(0.5)  # longer than the exit timeout
+        event = ledger_event("commit", at=0.0, step=2, seconds=0.5, num_bytes=1)
+        rendezvous.ask("take", [event], None, WORKER.id, 2)
 
-    assert [each.step for each in drive(save) if each.event == "commit"] == [2]
+    assert [event.step for event in drive(save) if isinstance(event, CommitSucceeded)] == [2]
 
 
-def test_a_driver_whose_disk_is_full_for_a_while_follows_its_run_all_the_same(
-    drive: Drive, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rendezvous cannot write its memory anew then."""
-    monkeypatch.setattr(session_module, "LOOK_S", 0.01)
+def test_the_driver_retries_while_the_rendezvous_fails(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rendezvous fails while the disk of its snapshot is full."""
+    monkeypatch.setattr(session_module, "RETRY_S", 0.01)
     after, failures = EventLog.after, iter(range(3))
 
-    def fail(journal: EventLog, number: int) -> list[dict[str, Any]]:
+    def fail(journal: EventLog, number: int) -> list[Event]:
         if next(failures, None) is not None:
             full = OSError(errno.ENOSPC, "no space left on device")
             raise ray.exceptions.RayTaskError("wait_for_update", "", full)
@@ -82,43 +81,51 @@ def test_a_driver_whose_disk_is_full_for_a_while_follows_its_run_all_the_same(
     assert drive(lambda _: None)[-1].event == "finished" and next(failures, None) is None
 
 
-def test_what_is_shown_never_goes_back_to_the_generation_before(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker tells of steps and of generations apart, and of the newest steps only now and then."""
+def test_shown_progress_never_returns_to_an_earlier_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events arrive before the progress that belongs to them."""
     shown: list[tuple[Any, ...]] = []
 
     def update(_: Progress, step: int, *, world_size: int, state: str, **__: Any) -> None:
         shown.append((step, world_size, state))
 
     monkeypatch.setattr(Progress, "update", update)
-    generation = ledger_event("generation", at=0.0, reason="worker lost", world_size=1, generation=2)
-    failure = ledger_event("worker_lost", at=0.0, generation=1, error="its process ended")
-    job = new_run(min_workers=2, max_workers=2, global_batch_size=8, micro_batch_size=4)._loop.job
-    with DriverLease(job.storage, "test", "session", print) as lease:
-        session = Session(job, None, None, lease, 0.0)  # type: ignore[arg-type]
-        session._record(replace(generation, reason="start", world_size=2, generation=1, first_step=0))
-        told = {"step": 31, "samples": 31, "world_size": 2, "generation": 1, "loss": 0.5}
-        session._show(news := DriverUpdate([], told, None, num_alive=2, stopping=False, is_saving=False))
-        session._record(failure)
-        session._show(news)
-        session._show(news._replace(num_alive=1))
-        session._record(replace(generation, first_step=40))
-        session._show(news)
-        session._show(news._replace(progress={**told, "step": 41, "generation": 2, "world_size": 1}))
-        session._show(news._replace(num_alive=0))
-    training, was_lost = "training", "a worker was lost"
-    assert shown[:3] == [(31, 2, training), (31, 2, was_lost), (31, 2, f"{was_lost}, waiting for its replacement")]
-    assert shown[3:5] == [(40, 1, training), (41, 1, training)]
-    assert shown[5][2] == "waiting for workers, which need a node that is not drained"
+    generation = ledger_event("generation", reason="worker lost", world_size=1, generation=2, first_step=40)
+    progress = {"step": 31, "samples": 31, "world_size": 2, "generation": 1, "loss": 0.5}
+    display = RunDisplay(100, 2, None)
+    display.record(replace(generation, reason="start", world_size=2, generation=1, first_step=0))
+    display.update(running := DriverUpdate([], progress, None, num_alive=2, stopping=False, is_saving=False))
+    display.record(ledger_event("worker_lost", generation=1, error="its process ended"))
+    display.update(running)
+    display.update(running._replace(num_alive=1))
+    display.record(generation)
+    display.update(running)
+    display.update(running._replace(progress={**progress, "step": 41, "generation": 2, "world_size": 1}))
+    display.update(running._replace(num_alive=0))
+    assert shown[:3] == [
+        (31, 2, "training"),
+        (31, 2, WORKER_FAILED),
+        (31, 2, f"{WORKER_FAILED}, waiting for its replacement"),
+    ]
+    assert shown[3:5] == [(40, 1, "training"), (41, 1, "training")]
+    assert shown[5][2].startswith("waiting for workers")
 
 
-def test_a_worker_that_does_not_leave_is_not_waited_for(drive: Drive) -> None:
+def test_a_failed_worker_and_its_replacement_are_printed_with_their_step() -> None:
+    failed = ledger_event("worker_lost", generation=3, error="exit signal SIGKILL\nmore")
+    assert describe_event(failed) == "generation 3: a worker failed: exit signal SIGKILL"
+    formed = ledger_event("generation", generation=4, first_step=188, world_size=1, reason="worker lost")
+    assert describe_event(formed) == "[step 188] generation 4 (worker lost): 1 worker"
+    commit = ledger_event("commit", step=200, seconds=0.134)
+    assert describe_event(commit) == "[step 200] checkpoint committed in 0.13 s"
+    assert describe_event(ledger_event("first_step")) is None
+
+
+def test_the_driver_does_not_wait_for_a_worker_that_hangs(drive: Drive) -> None:
     go = threading.Event()
 
     def hang(rendezvous: InProcessRendezvous) -> None:
-        said = ledger_event("commit_failed", at=0.0, step=2, error="full", counts=True, of_storage=True)
-        rendezvous.ask("take", [said], None, WORKER.id, 2)
+        event = ledger_event("commit_failed", at=0.0, step=2, error="full", counts=True, of_storage=True)
+        rendezvous.ask("take", [event], None, WORKER.id, 2)
         assert go.wait(LIMIT_S)
 
     assert drive(hang)[-1].event == "finished"

@@ -1,4 +1,4 @@
-"""What an `ElasticTrainer` refuses before anything is started."""
+"""Checks that `ElasticTrainer` makes before it starts workers, and how it concludes a run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 
-from elastic_ddp import ElasticTrainer
+from elastic_ddp import ElasticTrainer, RunConfig
+from elastic_ddp.driver.checks import check_capacity
 from elastic_ddp.errors import ConfigError, DataError, StorageError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import COMMITS
@@ -27,18 +27,18 @@ def takes_a_run(run: Any, often: int = 3) -> None: ...
 @pytest.mark.parametrize(
     ("train", "transform", "message"),
     [
-        ("train", None, "train is a str; give the function that trains"),
-        (takes_nothing, None, "takes_nothing .* is called with a Run, which it does not take"),
-        (takes_a_run, 3, "transform is a int; give a function that gets a dict of NumPy arrays"),
+        ("train", None, "train is a str"),
+        (takes_nothing, None, r"takes_nothing .*def train\(run\)"),
+        (takes_a_run, 3, "transform is a int"),
         (takes_a_run, None, "invalid configuration"),
     ],
 )
-def test_what_cannot_be_called_is_refused_at_once(train: Any, transform: Any, message: str) -> None:
+def test_functions_and_settings_that_cannot_work_are_refused_at_once(train: Any, transform: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ElasticTrainer(train, "data", {}, transform=transform)
 
 
-def test_a_run_with_other_data_is_refused_with_what_both_are(tmp_path: Path) -> None:
+def test_a_run_with_other_data_is_refused_and_the_error_names_both(tmp_path: Path) -> None:
     settings = {"name": "run", "storage": str(tmp_path / "runs"), "global_batch_size": 8, "micro_batch_size": 8}
     for name, rows in [("a", 64), ("b", 64), ("c", 1280)]:
         pq.write_table(pa.table({"x": range(rows)}), tmp_path / f"{name}.parquet")
@@ -49,31 +49,31 @@ def test_a_run_with_other_data_is_refused_with_what_both_are(tmp_path: Path) -> 
 
     store = SingleRankStore(Storage(tmp_path / "runs").at("run").at(COMMITS), keep=1)
     store.save({"user": {"step": 30}}, step=30, record={})
-    with pytest.raises(ConfigError, match="does not go back"):
+    with pytest.raises(ConfigError, match="30 steps done, more than the 20"):
         fit("a", "b")
     with pytest.raises(ConfigError, match=r"data was 128 rows in 2 files .*a.parquet.*b.parquet.* and is 1,280 rows"):
         fit("c")
-    pq.write_table(pa.table({"x": range(64)}), tmp_path / "b.parquet")  # another time of its last change
+    pq.write_table(pa.table({"x": range(64)}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"b\.parquet"):
         fit("a", "b")
-    with pytest.raises(ConfigError, match=r"data was 128 rows in .* is the same, with other contents"):
+    with pytest.raises(ConfigError, match=r"data was 128 rows in .* has the same paths but other contents"):
         fit("a", "*b")
 
 
-def test_room_that_can_never_come_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = {"name": "run", "storage": str(tmp_path), "steps": 1, "global_batch_size": 8, "micro_batch_size": 1}
-    trainer = ElasticTrainer(takes_a_run, "data", {**settings, "min_workers": 3, "max_workers": 3})
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
-    with pytest.raises(ConfigError, match=r"2 workers of .* min_workers=3.* Ray was started for this run alone"):
-        trainer._check_resources(may_grow=False)
-    trainer._check_resources(may_grow=True)
-    printed = capsys.readouterr().err
-    assert printed.startswith("waiting for nodes: 2 workers of") and "min_workers=3" in printed
+def test_a_run_waits_for_nodes_only_on_a_cluster_that_can_grow() -> None:
+    settings = {"name": "run", "storage": "runs", "steps": 1, "global_batch_size": 8, "micro_batch_size": 1}
+    config = RunConfig(**settings, min_workers=3, max_workers=3)
+    notes: list[str] = []
+    nodes = [{"CPU": 2.0}]
+    with pytest.raises(ConfigError, match=r"2 workers of .* min_workers=3"):
+        check_capacity(nodes, config, has_transform=False, may_grow=False, note=notes.append)
+    assert not notes
+    check_capacity(nodes, config, has_transform=False, may_grow=True, note=notes.append)
+    [note] = notes
+    assert note.startswith("waiting for nodes: 2 workers of") and "min_workers=3" in note
 
 
-def test_a_run_does_not_go_back(tmp_path: Path) -> None:
+def test_a_run_with_more_steps_done_than_configured_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": range(64)}), tmp_path / "rows.parquet")
     settings = {"name": "run", "storage": str(tmp_path / "runs"), "global_batch_size": 8, "micro_batch_size": 8}
     store = SingleRankStore(Storage(tmp_path / "runs").at("run").at(COMMITS), keep=1)
@@ -83,23 +83,21 @@ def test_a_run_does_not_go_back(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="began with other settings"):
         trainer.fit()
     (tmp_path / "runs/run/run.json").unlink()
-    with pytest.raises(ConfigError, match="has 30 steps behind it, and is to have 20: a run does not go back"):
+    with pytest.raises(ConfigError, match="30 steps done, more than the 20"):
         trainer.fit()
 
 
-def test_a_storage_that_fails_still_does_not_hide_why_a_run_has_failed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_storage_does_not_hide_why_the_run_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"name": "run", "storage": str(tmp_path), "steps": 1, "global_batch_size": 8, "micro_batch_size": 1}
     trainer = ElasticTrainer(takes_a_run, "data", settings)
 
-    def is_full() -> None:
+    def fail() -> None:
         raise StorageError("cannot write ledger/1.jsonl: no space left on device")
 
-    session, lease = SimpleNamespace(close_ledger=is_full), SimpleNamespace(renew=lambda: None)
+    session, lease = SimpleNamespace(close_ledger=fail), SimpleNamespace(renew=lambda: None)
     outcome = {"status": "failed", "kind": "StorageError", "error": "2 saves in a row failed"}
     with pytest.raises(StorageError, match=r"^2 saves in a row failed$"):
         trainer._conclude(outcome, session, lease)  # type: ignore[arg-type]
-    assert "how the run ended: cannot write ledger/1.jsonl" in " ".join(capsys.readouterr().err.split())
+    assert "cannot write ledger/1.jsonl" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(StorageError, match="cannot write ledger"):
         trainer._conclude({"status": "finished"}, session, lease)  # type: ignore[arg-type]

@@ -1,0 +1,151 @@
+"""What a driver checks before it starts workers: the user's functions, the run's identity, the cluster's capacity."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ray.util import inspect_serializability
+
+from elastic_ddp.config.capacity import check_cpus, explain_shortage
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.data.index import DatasetIndex
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.storage.storage import Storage
+
+_IDENTITY = "run.json"
+_DESCRIPTION = "data_set"
+"""The key in `run.json` that describes the data set for people."""
+_MAX_READ_FACTOR = 1.5
+"""Data sets read per epoch above which the driver warns."""
+
+
+def check_functions(train: Any, transform: Any) -> None:
+    """Checks that workers can call the training function and the transform.
+
+    Raises:
+        ConfigError: one of them is not callable, takes other arguments, or cannot be pickled.
+    """
+    if not callable(train):
+        raise ConfigError(f"train is a {type(train).__name__}. Pass the training function, which takes a Run.")
+    if transform is not None and not callable(transform):
+        raise ConfigError(
+            f"transform is a {type(transform).__name__}. Pass a function that maps (rows, rng) to rows, where rows is "
+            "a dict of NumPy arrays."
+        )
+    if not _takes_one_argument(train):
+        raise ConfigError(f"{train!r} cannot be called with one argument, the Run. Define it as `def train(run)`.")
+    for function in (train, transform):
+        is_serializable, culprits = inspect_serializability(function, print_file=io.StringIO())
+        if not is_serializable:
+            objects = ", ".join(repr(culprit.obj) for culprit in culprits)
+            raise ConfigError(
+                f"{function!r} cannot be sent to workers: it holds {objects}, which belongs to this process (a lock, "
+                "an open file, a connection). Create it inside the function."
+            )
+
+
+def _takes_one_argument(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # some functions implemented in C have no signature
+        pass
+    return True
+
+
+def check_identity(storage: Storage, config: RunConfig, index: DatasetIndex, *, may_replace: bool) -> None:
+    """Records what defines the run, or compares it with the record of an earlier session.
+
+    Args:
+        may_replace: the run has no commit, so the record can be replaced.
+
+    Raises:
+        ConfigError: settings or data differ from those that the run began with.
+    """
+    current = {**config.identity(), "data": index.fingerprint}
+    record = json.dumps({**current, _DESCRIPTION: str(index)}, indent=1).encode()
+    try:
+        storage.create(_IDENTITY, record)
+    except FileExistsError:
+        if may_replace:
+            storage.write(_IDENTITY, record)
+            return
+    else:
+        return
+    recorded = json.loads(storage.read(_IDENTITY))
+    recorded_data = recorded.pop(_DESCRIPTION, "another data set")
+    changes = [
+        f"{key} was {recorded.get(key)!r} and is {current.get(key)!r}"
+        for key in {**recorded, **current}
+        if key != "data" and recorded.get(key) != current.get(key)
+    ]
+    if recorded.get("data") != index.fingerprint:
+        new = "has the same paths but other contents" if recorded_data == str(index) else f"is {index}"
+        changes.append(
+            f"data was {recorded_data} and {new} (files are compared by path, size, and time of change or ETag)"
+        )
+    if config.strategy == "fsdp" and recorded.get("reduction") == "canonical":
+        changes.append(
+            'strategy is "fsdp", which cannot resume a run with reduction="canonical" (a new run can begin with its '
+            "weights: run.load_weights)"
+        )
+    if changes:
+        raise ConfigError(
+            f"run {config.name!r} in {config.storage} began with other settings: {'; '.join(changes)}. Restore these "
+            "settings, or use another name."
+        )
+
+
+def check_capacity(
+    nodes: Sequence[Mapping[str, float]],
+    config: RunConfig,
+    *,
+    has_transform: bool,
+    may_grow: bool,
+    note: Callable[[str], None],
+) -> None:
+    """Checks that the cluster can hold `min_workers` workers and their data pipelines.
+
+    Args:
+        nodes: resources of each live node.
+        may_grow: other nodes may join the cluster, so that a shortage is only reported.
+        note: prints a line for the user.
+
+    Raises:
+        ConfigError: the run can never start on this cluster.
+    """
+    check_cpus(
+        nodes,
+        resources_per_worker=config.resources_per_worker,
+        max_workers=config.max_workers,
+        options=config.data,
+        has_transform=has_transform,
+    )
+    shortage = explain_shortage(nodes, config.resources_per_worker, config.min_workers)
+    if shortage is None:
+        return
+    if not may_grow:
+        raise ConfigError(f"{shortage}. No node can join: this Ray cluster was started for this run on this machine.")
+    note(f"waiting for nodes: {shortage}")
+
+
+def warn_about_data(index: DatasetIndex, config: RunConfig, note: Callable[[str], None]) -> None:
+    """Prints a warning if the data set is read more than 1.5 times an epoch, or is smaller than a global batch."""
+    groups, lanes = len(index.group_rows), config.num_micro_batches
+    read_factor = (groups + lanes - 1) / groups
+    if read_factor > _MAX_READ_FACTOR:
+        note(
+            f"row groups that cross a lane boundary are read more than once: {read_factor:.1f} times the data set in "
+            f"an epoch, with {groups:,} row groups and {lanes} micro-batches in a step. Write row groups of at most "
+            f"{max(1, index.num_rows // (10 * lanes)):,} rows (row_group_size in pyarrow and Ray Data)."
+        )
+    if index.num_rows < config.global_batch_size:
+        note(
+            f"the data set has {index.num_rows:,} rows, fewer than global_batch_size={config.global_batch_size:,}: "
+            "each step is one epoch"
+        )

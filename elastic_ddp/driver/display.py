@@ -1,0 +1,152 @@
+"""What a driver prints: a line for each decision in the run, and the progress of training."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.text import Text
+
+from elastic_ddp.checkpoint import Commit
+from elastic_ddp.rendezvous.messages import DriverUpdate
+from elastic_ddp.telemetry import Progress
+from elastic_ddp.telemetry.events import (
+    CommitFailed,
+    CommitRejected,
+    CommitSkipped,
+    CommitSucceeded,
+    EvaluationFinished,
+    EvaluationStarted,
+    Event,
+    GenerationStarted,
+    HangDetected,
+    NewcomerFailed,
+    RendezvousRestarted,
+    Resumed,
+    StartFailed,
+    WeightsLoaded,
+    WorkerFailed,
+    WorkerLeft,
+)
+
+WORKER_FAILED = "a worker failed"
+
+
+def print_note(text: str) -> None:
+    """Prints a line to standard error, without wrapping it."""
+    Console(stderr=True).print(Text(text), soft_wrap=True)
+
+
+class RunDisplay:
+    """Shows a run on the terminal, from its events and its progress.
+
+    Args:
+        total_steps: steps of the whole run.
+        min_workers: the run waits while it has fewer workers.
+        resume_from: the commit that the session resumes from, if there is one.
+    """
+
+    def __init__(self, total_steps: int, min_workers: int, resume_from: Commit | None) -> None:
+        self._min_workers = min_workers
+        self._progress = Progress(total_steps)
+        self._newest: dict[str, Any] = {"step": 0, "samples": 0, "world_size": 0, "generation": 0}
+        self._state = "starting"
+        if resume_from is not None:
+            self._newest |= {"step": resume_from.step, "samples": resume_from.record.get("samples", 0)}
+            self._state = f"resuming from step {resume_from.step}"
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, traceback)
+
+    def note(self, text: str) -> None:
+        """Prints a line above the progress."""
+        self._progress.note(text)
+
+    def announce_stop(self, num_workers: int) -> None:
+        """Shows that the run was asked to stop, while it has this many workers."""
+        self._state = "stopping"
+        where = "after a commit at the next step boundary" if num_workers else "at the newest commit: no worker trains"
+        self.note(f"stopping {where} (Ctrl-C again to stop at once)")
+
+    def record(self, event: Event) -> None:
+        """Shows an event of the ledger."""
+        match event:
+            case GenerationStarted():
+                self._state = "training"
+                self._newest |= {
+                    "step": event.first_step,
+                    "world_size": event.world_size,
+                    "generation": event.generation,
+                }
+            case Resumed():  # from an older commit than expected, if newer ones were rejected
+                self._newest |= {"step": event.step}
+            case WorkerFailed():
+                self._state = WORKER_FAILED
+            case EvaluationStarted():
+                self._state = f"evaluating ({event.name})"
+            case EvaluationFinished():
+                self._state = "training"
+        if (line := describe_event(event)) is not None:
+            self.note(line)
+
+    def update(self, update: DriverUpdate) -> None:
+        """Shows the newest progress."""
+        if update.num_alive < self._min_workers and self._state == WORKER_FAILED:
+            self._state = f"{WORKER_FAILED}, waiting for its replacement"
+        if not update.num_alive and self._state == "training" and update.outcome is None:
+            self._state = "waiting for workers on nodes that are not drained"
+        newest = self._newest | update.progress
+        if newest["generation"] < self._newest["generation"]:  # the progress is still that of the generation before
+            newest |= {name: self._newest[name] for name in ("step", "world_size")}
+        self._progress.update(
+            newest["step"],
+            metrics={"loss": newest["loss"]} if newest.get("loss") is not None else None,
+            samples=newest["samples"],
+            world_size=newest["world_size"],
+            state=self._state,
+        )
+
+
+def describe_event(event: Event) -> str | None:
+    """Returns the line that the driver prints for an event of the ledger, or None for most events."""
+    match event:
+        case GenerationStarted():
+            workers = "1 worker" if event.world_size == 1 else f"{event.world_size} workers"
+            return f"[step {event.first_step}] generation {event.generation} ({event.reason}): {workers}"
+        case CommitSucceeded():
+            return f"[step {event.step}] checkpoint committed in {event.seconds:.2f} s"
+        case CommitFailed():
+            return f"[step {event.step}] commit failed: {event.error.splitlines()[0]}"
+        case CommitSkipped():
+            return f"[step {event.step}] commit skipped: the previous one is still being written"
+        case CommitRejected():
+            return f"commit {event.key} skipped: {event.reason}"
+        case EvaluationFinished():
+            return f"[step {event.step}] {event.name} {event.loss:.4f}"
+        case WeightsLoaded():
+            differences = {"missing": event.missing, "unexpected": event.unexpected, "converted": event.converted}
+            counts = [f"{len(names)} {kind}" for kind, names in differences.items() if names]
+            return f"loaded weights from {', '.join([f'step {event.step} of {event.uri}', *counts])}"
+        case WorkerFailed():
+            # A worker that reports this has only seen a connection break, perhaps to a worker whose function raised.
+            what = "a connection between workers broke" if event.reported_by else WORKER_FAILED
+            return f"generation {event.generation}: {what}: {event.error.splitlines()[0]}"
+        case WorkerLeft():
+            why = "it or its node is shutting down" if event.kind == "drain" else "the run was resized"
+            return f"a worker left: {why}"
+        case NewcomerFailed():
+            return f"a worker failed before it trained: {event.error.rstrip().splitlines()[-1]}"
+        case StartFailed():
+            return f"workers failed to start, trying again: {event.error.rstrip().splitlines()[-1]}"
+        case HangDetected():
+            return f"hang: no progress on any worker for {event.seconds:g} s; their stacks are in the ledger"
+        case RendezvousRestarted():
+            return "the rendezvous process was restarted; training continued"
+    return None
