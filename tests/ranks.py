@@ -105,7 +105,7 @@ def _rank(assignment: Assignment, body: Callable[..., Any], args: tuple[Any, ...
     torch.set_num_threads(1)
     try:
         store = StoreConnection()
-        store.find(lambda: (assignment.store_host, assignment.store_port))
+        store.connect_with_retry(lambda: (assignment.store_host, assignment.store_port))
         group = ProcessGroup.form(assignment, store=store, device=torch.device("cpu"), timeout_s=60)
         value = body(group, *args)
         if dist.is_initialized():  # the body may have closed it

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
-from elastic_ddp.distributed.reduction_tree import Node, insert, maximal_subtrees, root
+from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import in_a_row
 from elastic_ddp.torch_internals import buffers_of
@@ -27,7 +27,7 @@ def _add(left: Changes, right: Changes) -> Changes:
     return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
 
 
-def own_buffers(module: torch.nn.Module) -> None:
+def unshare_buffers(module: torch.nn.Module) -> None:
     """Gives every element of a buffer memory of its own, which one that was expanded has not: a step's end is written
     into it, and what is restored."""
     owned: dict[int, torch.Tensor] = {}
@@ -115,7 +115,7 @@ class StepBuffers:
                 torch.where(end == start, torch.zeros_like(end), (end - start) * weight) if touched else None
                 for end, start, touched in zip(ends, self._start, changed, strict=False)
             ]
-            insert(self._sums, Node(0, micro_batch), deltas, _add)
+            fold_in(self._sums, Node(0, micro_batch), deltas, _add)
             if micro_batch == 0:
                 self._others_end = [end.clone() for end in ends[len(self._floats) :]]
         self._put_back(changed)
@@ -130,7 +130,7 @@ class StepBuffers:
                         raise _refusal(owner, name, "was made by a forward")
         self._known = places
 
-    def put_back(self) -> None:
+    def revert(self) -> None:
         """Undoes a micro-batch that was cut short: the step will start again."""
         self._put_back([True] * len(self._places))
 
@@ -154,7 +154,7 @@ class StepBuffers:
                 dist.broadcast(in_a_row(raw).view(torch.uint8), 0)
                 end.copy_(raw)
             self._others_end = ends
-        total: Changes = root(sums, num_leaves, _add)
+        total: Changes = fold_to_root(sums, num_leaves, _add)
         for now, start, delta in zip(self._floats, self._start, total, strict=True):
             if delta is not None:
                 now.copy_(torch.where(delta == 0, start, start + delta / divisor))

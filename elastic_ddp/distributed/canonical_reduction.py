@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from elastic_ddp import torch_internals
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
-from elastic_ddp.distributed.reduction_tree import Node, insert, maximal_subtrees, root
+from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees
 
 
 def _add_lists(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -47,7 +47,7 @@ class CanonicalReduction:
         parameters: those that DDP reduces, in any order.
         ranges: the micro-batches of every rank.
         group: the generation's process group.
-        may_be_unused: not every micro-batch uses every parameter; `settle_unused` is called.
+        may_be_unused: not every micro-batch uses every parameter; `drop_unused_gradients` is called.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class CanonicalReduction:
             torch.zeros_like(parameter) if gradient is None else gradient
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
         ]
-        insert(self._sums, Node(0, micro_batch), filled, _add_lists)
+        fold_in(self._sums, Node(0, micro_batch), filled, _add_lists)
 
     def expect(self, micro_batch: int | None) -> None:
         """Says whose gradient the next backward brings to the hook; None for one that is to be ignored."""
         self._last = micro_batch
 
-    def settle_unused(self) -> None:
+    def drop_unused_gradients(self) -> None:
         """After the last backward of a model that does not use all its parameters in every micro-batch. Collective.
 
         DDP knows only whether the last micro-batches used a parameter, and drops its gradient if none of them did.
@@ -138,7 +138,7 @@ class CanonicalReduction:
         done = _future(buffer.device)
         if self._group.world_size == 1:
             # gloo's all_to_all_single hangs here at world size 1, and there is nobody to exchange with.
-            mean = _now(root(sums, self._num_leaves, _add)).div_(self._divisor)
+            mean = _now(fold_to_root(sums, self._num_leaves, _add)).div_(self._divisor)
             done.set_result(mean)
             self._keep(bucket.parameters(), mean)
             return done
@@ -174,7 +174,7 @@ class CanonicalReduction:
 
         sums: dict[Node, Sum] = {node: taker(held) for node, held in self._sums.items()}
         if self._last is not None:
-            insert(sums, Node(0, self._last), buffer, _add_into(buffer))
+            fold_in(sums, Node(0, self._last), buffer, _add_into(buffer))
         return sums
 
     def _exchange(
@@ -196,7 +196,7 @@ class CanonicalReduction:
                 if rest:
                     send[full, place, :rest] = flat[full * chunk :]
             send = send.view(-1)
-        carrier = self._group.carrier
+        carrier = self._group.transfer_device
         send = send.to(carrier)
         output_sizes = [len(subtrees) * chunk for subtrees in self._subtrees]
         received = send.new_empty(sum(output_sizes))
@@ -206,7 +206,7 @@ class CanonicalReduction:
         def finish() -> None:
             exchange.wait()
             pieces = dict(zip(nodes, received.to(buffer.device).split(chunk), strict=True))
-            mean = root(pieces, self._num_leaves, _add).div_(self._divisor)
+            mean = fold_to_root(pieces, self._num_leaves, _add).div_(self._divisor)
             whole = buffer if size == chunk * world_size else buffer.new_empty(world_size * chunk)
             self._keep(parameters, whole)
             carried = torch.empty_like(whole, device=carrier) if self._group.shares_device else whole

@@ -100,7 +100,7 @@ class DDPStrategy(Strategy):
         loss.backward()
         self._check_used(before)
         if self._options.find_unused_parameters:
-            self._reduction.settle_unused()
+            self._reduction.drop_unused_gradients()
 
     def _check_used(self, before: dict[str, tuple[int, int] | None]) -> None:
         """Refuses a step in which DDP waits in vain for a parameter's gradient, and so has reduced only some of them.

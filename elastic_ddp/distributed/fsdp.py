@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.distributed.fsdp_units import Place, check_parts, places_of
+from elastic_ddp.distributed.fsdp_units import ParameterLocation, check_shardable, locate_parameters
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.strategy import Strategy, unused
@@ -44,7 +44,7 @@ class FSDPStrategy(Strategy):
     """Gradients are reduced and scattered in the backward of a step's last micro-batch; until then they add up, whole,
     on each rank."""
 
-    keeps_state = False
+    replicates_state = False
 
     def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
         super().__init__(model, config, group)
@@ -69,8 +69,8 @@ class FSDPStrategy(Strategy):
         norms = [each for each in parts if isinstance(each, BATCH_NORMS)] if self._is_bf16 else []
         units = [each for each in parts if self._model.is_unit(each) and each not in norms]
         policies = [*((each, FP32) for each in norms), *((each, inside) for each in reversed(units)), (module, outside)]
-        places = places_of(module, {each for each, _ in policies})
-        check_parts(places)
+        places = locate_parameters(module, {each for each, _ in policies})
+        check_shardable(places)
         for each, policy in policies:  # the innermost first: each takes what no other has
             # What is in no unit stays gathered, as torch has it by default: the backward begins with it.
             reshard = self._options.reshard_after_forward and each is not module
@@ -82,7 +82,9 @@ class FSDPStrategy(Strategy):
         for optimizer in optimizers:
             _use_instead(optimizer, lambda each: sharded[names[id(each)]])
 
-    def _gatherer(self, part: torch.nn.Module, places: Sequence[Place]) -> Callable[[torch.nn.Module, Any], None]:
+    def _gatherer(
+        self, part: torch.nn.Module, places: Sequence[ParameterLocation]
+    ) -> Callable[[torch.nn.Module, Any], None]:
         """Sees a part's parameters before its forward, after torch has gathered them."""
         trained = [each for each in places if each.part is part and each.name in self._trained]
 
@@ -113,7 +115,7 @@ class FSDPStrategy(Strategy):
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    def least_forwards(self, rows: np.ndarray) -> int:
+    def min_forwards(self, rows: np.ndarray) -> int:
         return max(int(np.count_nonzero(rows[list(each)])) for each in self.ranges)
 
     def prepare_forward(self, micro_batch: int) -> None:
@@ -127,7 +129,7 @@ class FSDPStrategy(Strategy):
         # FSDP divides by the world size.
         self._backward(loss * (weight * self._group.world_size / self.divisor), is_last=is_last)
 
-    def idle_backward(self, loss: torch.Tensor) -> None:
+    def dummy_backward(self, loss: torch.Tensor) -> None:
         self._backward_for_nothing(loss, is_last=False)
 
     def _backward_for_nothing(self, loss: torch.Tensor, *, is_last: bool) -> None:

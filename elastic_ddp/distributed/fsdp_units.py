@@ -13,7 +13,7 @@ from elastic_ddp.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterLocation:
     """Of a parameter in a model. One that is tied has several."""
 
     name: str
@@ -31,23 +31,23 @@ class Place:
         return getattr(self.owner, self.key)
 
 
-def places_of(module: torch.nn.Module, parts: Set[torch.nn.Module]) -> list[Place]:
+def locate_parameters(module: torch.nn.Module, parts: Set[torch.nn.Module]) -> list[ParameterLocation]:
     """Of all parameters, in the order of `named_parameters`; those of modules that are in the model twice, twice."""
 
-    def within(owner: torch.nn.Module, prefix: str, part: torch.nn.Module) -> Iterator[Place]:
+    def within(owner: torch.nn.Module, prefix: str, part: torch.nn.Module) -> Iterator[ParameterLocation]:
         part = owner if owner in parts else part
         for key, _ in owner.named_parameters(recurse=False, remove_duplicate=False):
-            yield Place(f"{prefix}{key}", owner, key, part)
+            yield ParameterLocation(f"{prefix}{key}", owner, key, part)
         for name, child in owner.named_children():
             yield from within(child, f"{prefix}{name}.", part)
 
     return list(within(module, "", module))
 
 
-def check_parts(places: list[Place]) -> None:
+def check_shardable(places: list[ParameterLocation]) -> None:
     """Raises a ConfigError for what FSDP cannot shard, with what to change."""
-    first: dict[torch.nn.Parameter, Place] = {}
-    of_part: dict[torch.nn.Module, Place] = {}
+    first: dict[torch.nn.Parameter, ParameterLocation] = {}
+    of_part: dict[torch.nn.Module, ParameterLocation] = {}
     for place in places:
         name, parameter = place.name, place.parameter
         if isinstance(place.part, torch.nn.ModuleList | torch.nn.ModuleDict):

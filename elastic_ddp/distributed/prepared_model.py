@@ -83,7 +83,7 @@ class PreparedModel(torch.nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
 
-def units_of(
+def unit_predicate(
     module: torch.nn.Module,
     names: Collection[str],
     also: ShardBy | None,

@@ -64,11 +64,11 @@ class Assignment:
     """The ranks that are to get it."""
     first_step: int | None = None
     """Steps done in that state."""
-    brief: bool = False
+    handover_only: bool = False
     """The generation makes no step: its members hand the state over, or commit it, and come back for another."""
-    again: bool = False
+    same_members: bool = False
     """It has the members of the one before it."""
-    amid: bool = False
+    in_collective_task: bool = False
     """Some of them do something together outside of steps, and others may have done it already."""
     reason: str
     """Why this generation was formed, for the record."""
@@ -112,7 +112,7 @@ class ProcessGroup:
         return self.assignment.world_size
 
     @property
-    def carrier(self) -> torch.device:
+    def transfer_device(self) -> torch.device:
         """Where tensors have to be to travel without a copy."""
         return torch.device("cpu") if self.shares_device else self.device
 
@@ -165,7 +165,7 @@ class ProcessGroup:
 
     def _form(self, timeout_s: float, forming_s: float, on_forming: Callable[[ProcessGroup], None]) -> None:
         assignment, has_nccl = self.assignment, self.device.type == "cuda" and not self.shares_device
-        everyones = self.store.at(assignment.store_host, assignment.store_port)
+        everyones = self.store.connect(assignment.store_host, assignment.store_port)
         everyones.set_timeout(datetime.timedelta(seconds=timeout_s))
         before = tcp_sockets().keys()
         self._sockets = self.store.sockets
@@ -207,10 +207,10 @@ class ProcessGroup:
         if self.world_size == 1:
             return frozenset()
         new = {each: ends for each, ends in tcp_sockets().items() if each not in before}
-        own.set(f"listens{self.rank}", json.dumps([ends.here for ends in new.values() if ends.there is None]))
+        own.set(f"listens{self.rank}", json.dumps([ends.local for ends in new.values() if ends.remote is None]))
         everyones = own.multi_get([f"listens{rank}" for rank in range(self.world_size)])
         addresses = {tuple(address) for each in everyones for address in json.loads(each)}
-        opened = {each: ends for each, ends in new.items() if ends.there is not None}
+        opened = {each: ends for each, ends in new.items() if ends.remote is not None}
         found = frozenset(each for each, ends in opened.items() if addresses & set(ends))
         # Fewer than peers: something on the way translates addresses, and who waits for a peer has to be freed.
         return found if len(found) >= self.world_size - 1 else frozenset(opened)
@@ -322,7 +322,7 @@ def is_peer_failure(error: BaseException) -> bool:
     )
 
 
-def is_without_group(error: BaseException) -> bool:
+def is_missing_group(error: BaseException) -> bool:
     """Whether an error says that a collective, or a question for the rank, came where there is no process group."""
     return isinstance(error, ValueError) and _NO_GROUP in str(error).lower() and _is_torchs(error)
 

@@ -74,7 +74,7 @@ def processing_order(owned: range) -> list[int]:
     return [m for node in largest_first for m in node.micro_batches]
 
 
-def insert(sums: dict[Node, Value], node: Node, value: Value, add: Add[Value]) -> None:
+def fold_in(sums: dict[Node, Value], node: Node, value: Value, add: Add[Value]) -> None:
     """Puts the sum of a subtree among `sums`, in place, and folds it with its sibling for as long as that is there."""
     while (sibling := Node(node.level, node.number ^ 1)) in sums:
         other = sums.pop(sibling)
@@ -83,7 +83,7 @@ def insert(sums: dict[Node, Value], node: Node, value: Value, add: Add[Value]) -
     sums[node] = value
 
 
-def root(sums: Mapping[Node, Value], num_leaves: int, add: Add[Value]) -> Value:
+def fold_to_root(sums: Mapping[Node, Value], num_leaves: int, add: Add[Value]) -> Value:
     """The sum over all leaves, from the sums of subtrees that tile them.
 
     Raises:

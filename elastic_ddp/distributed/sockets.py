@@ -1,4 +1,4 @@
-"""The sockets of this process that torch opened, which has no other way to end a wait than to shut them."""
+"""The TCP sockets of this process. Shutting down a socket that torch opened is the only way to end a wait in torch."""
 
 from __future__ import annotations
 
@@ -12,105 +12,107 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 _SIOCGIFADDR = 0x8915
-"""Of netdevice(7)."""
-_spared: set[int] = set()
+"""The ioctl that returns an interface's address, from netdevice(7)."""
+_exempt: set[int] = set()
+"""Inodes of sockets that `shut_down` leaves open."""
 
 
 class Socket(NamedTuple):
-    """One socket: its descriptor may be another's after it."""
+    """A socket of this process. The inode tells it from a later socket with the same descriptor."""
 
     descriptor: int
     inode: int
 
 
 Address = tuple[str, int]
-"""A host's address and a port."""
+"""Host address and port."""
 
 
 class Ends(NamedTuple):
-    """Where a socket is bound, and to whom it is connected; a listener to nobody."""
+    """The two ends of a socket. A listening socket has no remote end."""
 
-    here: Address
-    there: Address | None
+    local: Address
+    remote: Address | None
 
 
 def tcp_sockets() -> dict[Socket, Ends]:
-    """This process's sockets that listen or are connected."""
-    found = {}
+    """Returns this process's TCP sockets that listen or are connected."""
+    sockets = {}
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             status = os.fstat(descriptor)
             if stat.S_ISSOCK(status.st_mode):
-                each = Socket(descriptor, status.st_ino)
-                with _opened(each) as connection:
+                key = Socket(descriptor, status.st_ino)
+                with _opened(key) as connection:
                     if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        is_listener = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                        there = None if is_listener else connection.getpeername()[:2]
-                        found[each] = Ends(connection.getsockname()[:2], there)
-        except OSError:
+                        listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                        remote = None if listens else connection.getpeername()[:2]
+                        sockets[key] = Ends(connection.getsockname()[:2], remote)
+        except OSError:  # closed meanwhile, or not connected
             continue
-    return found
+    return sockets
 
 
 def connections(port: int) -> frozenset[Socket]:
-    """This process's sockets that are connected to a port."""
-    return frozenset(each for each, ends in tcp_sockets().items() if ends.there is not None and ends.there[1] == port)
+    """Returns this process's sockets that are connected to a port."""
+    return frozenset(key for key, ends in tcp_sockets().items() if ends.remote is not None and ends.remote[1] == port)
 
 
 def shut_down(sockets: Iterable[Socket]) -> None:
-    """Ends them, and whatever waits for them in any thread."""
-    for each in sockets:
-        if each.inode in _spared:
+    """Shuts sockets down. Every wait on them fails, in any thread of this process and in the peers."""
+    for key in sockets:
+        if key.inode in _exempt:
             continue
         try:
-            with _opened(each) as connection:
+            with _opened(key) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             continue  # closed already
 
 
-def spare(connection: socket.socket) -> None:
-    """Keeps a connection that may be opened while a group forms from being cut with the group."""
-    _spared.add(os.fstat(connection.fileno()).st_ino)
+def exempt(connection: socket.socket) -> None:
+    """Makes `shut_down` leave a connection open, because it may be opened while a process group forms."""
+    _exempt.add(os.fstat(connection.fileno()).st_ino)
 
 
-def keep_alive(sockets: Iterable[Socket], *, idle_s: int, silent_s: int) -> None:
-    """Has the system look after connections that are idle for long.
+def keep_alive(sockets: Iterable[Socket], *, idle_s: int, unacknowledged_s: int) -> None:
+    """Turns on TCP keepalive for connections that may be idle for a long time.
 
     Args:
-        idle_s: after that it asks whether the peer is there, so that what stands between them does not forget them.
-        silent_s: a peer that has not acknowledged for so long is gone.
+        sockets: the connections.
+        idle_s: seconds without traffic after which the kernel probes the peer. Firewalls then keep the connection.
+        unacknowledged_s: seconds without an acknowledgement after which the kernel closes the connection.
     """
-    for each in sockets:
-        with _opened(each) as connection:
+    for key in sockets:
+        with _opened(key) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, idle_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silent_s * 1000)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unacknowledged_s * 1000)
 
 
 @contextmanager
-def _opened(each: Socket) -> Iterator[socket.socket]:
-    """It, under a descriptor of our own. Raises OSError if it is gone."""
-    with socket.socket(fileno=os.dup(each.descriptor)) as connection:
-        if os.fstat(connection.fileno()).st_ino != each.inode:
-            raise OSError("the descriptor is another's by now")
+def _opened(key: Socket) -> Iterator[socket.socket]:
+    """Yields the socket under a duplicated descriptor. Raises OSError if the socket is closed."""
+    with socket.socket(fileno=os.dup(key.descriptor)) as connection:
+        if os.fstat(connection.fileno()).st_ino != key.inode:
+            raise OSError("the descriptor belongs to another socket now")
         yield connection
 
 
 def use_interface_of(address: str) -> None:
-    """Has gloo listen on the interface that has this address of the node; before a group is formed.
+    """Makes gloo listen on the network interface that has this address. Call it before a process group forms.
 
-    By default it listens on the one that the host's name stands for, which on many hosts is the loopback, where others
-    do not find it. What `GLOO_SOCKET_IFNAME` says counts. An address that no interface has changes nothing.
+    By default gloo listens on the interface of the host name. On many hosts that is the loopback interface, which
+    other hosts cannot reach. `GLOO_SOCKET_IFNAME` takes precedence. An address of no interface changes nothing.
     """
     for _, interface in socket.if_nameindex():
-        if _address_of(interface) == address:
+        if _ipv4_address(interface) == address:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _address_of(interface: str) -> str | None:
-    """Its (first) IPv4 address, if it has one."""
+def _ipv4_address(interface: str) -> str | None:
+    """Returns the first IPv4 address of a network interface, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed.reduction_tree import Node, root
+from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
 
 VOTES = ("stop", "commit", "saving", "reconfigure", "buffers_changed")
 _DIGEST_WORDS = 4  # 32 bytes of SHA-256
@@ -53,7 +53,7 @@ def _number(host: torch.Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class Agreement:
     """What all ranks know at the end of a step."""
 
     votes: Mapping[str, int]
@@ -85,7 +85,7 @@ class ControlExchange:
         self._vector = torch.from_numpy(vector)
         self._work = dist.all_reduce(self._vector, async_op=True) if world_size > 1 else None
 
-    def wait(self) -> Agreed:
+    def wait(self) -> Agreement:
         assert self._vector is not None
         if self._work is not None:
             self._work.wait()
@@ -94,9 +94,9 @@ class ControlExchange:
         losses = slots[:, 0].copy().view("<f8")
         num_leaves = int(np.count_nonzero(self.rows))
         weighted = {Node(0, m): float(losses[m]) * int(self.rows[m]) for m in range(num_leaves)}
-        return Agreed(
+        return Agreement(
             votes={name: int(vector[place]) for place, name in enumerate(VOTES)},
-            loss=root(weighted, num_leaves, lambda left, right: left + right) / int(self.rows.sum()),
+            loss=fold_to_root(weighted, num_leaves, lambda left, right: left + right) / int(self.rows.sum()),
             row_digests=[
                 slots[m, 1:].tobytes() if m < num_leaves else digest_rows(_NO_ROWS) for m in range(len(slots))
             ],
@@ -111,10 +111,10 @@ def digest_rows(row_ids: np.ndarray) -> bytes:
     return hashlib.sha256(np.ascontiguousarray(row_ids, dtype="<i8").tobytes()).digest()
 
 
-def chain(previous: str, row_digests: Sequence[bytes]) -> str:
+def extend_samples_digest(previous: str, row_digests: Sequence[bytes]) -> str:
     """The `samples_sha256` after a step: SHA-256 over the one before it and the digests of all micro-batches."""
     return hashlib.sha256(bytes.fromhex(previous) + b"".join(row_digests)).hexdigest()
 
 
-EMPTY_CHAIN = hashlib.sha256(b"").hexdigest()
+EMPTY_SAMPLES_DIGEST = hashlib.sha256(b"").hexdigest()
 """`samples_sha256` of a run that has consumed nothing."""

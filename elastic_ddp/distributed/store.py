@@ -38,7 +38,7 @@ class StoreConnection:
         self._address: tuple[str, int] | None = None
         self._store: dist.TCPStore | None = None
 
-    def find(self, address: Callable[[], tuple[str, int]]) -> None:
+    def connect_with_retry(self, address: Callable[[], tuple[str, int]]) -> None:
         """Connects before others wait for this worker.
 
         Args:
@@ -50,14 +50,14 @@ class StoreConnection:
         end = time.monotonic() + FIND_S
         while True:
             try:
-                self.at(*address(), within_s=FIND_ONCE_S)
+                self.connect(*address(), within_s=FIND_ONCE_S)
                 return
             except dist.DistError:
                 if time.monotonic() >= end:
                     raise
                 time.sleep(_LOOK_AGAIN_S)
 
-    def at(self, host: str, port: int, *, within_s: float = CONNECT_S) -> dist.TCPStore:
+    def connect(self, host: str, port: int, *, within_s: float = CONNECT_S) -> dist.TCPStore:
         """The store, connected to once more if it has moved or the connection was dropped.
 
         Raises:
@@ -71,7 +71,7 @@ class StoreConnection:
             self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
             self._address = host, port
             self.sockets = connections(port) - before
-            keep_alive(self.sockets, idle_s=_IDLE_S, silent_s=_SILENT_S)
+            keep_alive(self.sockets, idle_s=_IDLE_S, unacknowledged_s=_SILENT_S)
         return self._store
 
     def drop(self) -> None:
@@ -118,8 +118,8 @@ class StoreMailbox:
     def _do(self, operation: Callable[[dist.TCPStore], Result]) -> Result:
         """Tried once more where the store has moved."""
         try:
-            return operation(self._connection.at(*self._address, within_s=FIND_ONCE_S))
+            return operation(self._connection.connect(*self._address, within_s=FIND_ONCE_S))
         except dist.DistError:
             self._connection.drop()
             self._address = self._find()
-            return operation(self._connection.at(*self._address, within_s=FIND_ONCE_S))
+            return operation(self._connection.connect(*self._address, within_s=FIND_ONCE_S))

@@ -35,7 +35,7 @@ class Strategy(ABC):
     `check_same_model` has seen, and calls `spread` once all of them hold the same.
     """
 
-    keeps_state = True
+    replicates_state = True
     """Whether every rank holds the whole state, so that it outlives the generation."""
 
     def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
@@ -86,7 +86,7 @@ class Strategy(ABC):
         """A micro-batch's part in a step's sum: its rows in units of full micro-batches."""
         return int(self._rows[micro_batch]) / self.micro_batch_size
 
-    def least_forwards(self, rows: np.ndarray) -> int:
+    def min_forwards(self, rows: np.ndarray) -> int:
         """Through how many forwards every rank has to go where micro-batches have so many rows, because others need it
         for theirs. What goes beyond a rank's own counts for nothing."""
         return 0
@@ -103,7 +103,7 @@ class Strategy(ABC):
             ConfigError: gradients would be missing.
         """
 
-    def idle_backward(self, loss: torch.Tensor) -> None:
+    def dummy_backward(self, loss: torch.Tensor) -> None:
         """The backward after a forward that counts for nothing, before those that do."""
         raise NotImplementedError(f"{type(self).__name__} asks for no forward beyond a rank's own")
 

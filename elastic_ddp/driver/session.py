@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
-from elastic_ddp.distributed.step_agreement import EMPTY_CHAIN
+from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST
 from elastic_ddp.driver.display import RunDisplay
 from elastic_ddp.driver.ray_train import run_workers
 from elastic_ddp.errors import WorkersFailedError
@@ -188,7 +188,7 @@ class Session:
             "status": "stopped",
             "steps": newest.step if newest else 0,
             "samples": record.get("samples", 0),
-            "samples_sha256": record.get("samples_sha256", EMPTY_CHAIN),
+            "samples_sha256": record.get("samples_sha256", EMPTY_SAMPLES_DIGEST),
             "epochs": newest.step / self._job.shape.steps_per_epoch if newest else 0.0,
         }
 

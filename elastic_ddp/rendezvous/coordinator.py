@@ -251,9 +251,9 @@ class Coordinator:
                 receivers=formed.receivers,
                 reason=formed.reason,
                 first_step=formed.first_step,
-                brief=formed.brief,
-                again=formed.again,
-                amid=formed.amid,
+                handover_only=formed.brief,
+                same_members=formed.again,
+                in_collective_task=formed.amid,
             )
             for rank, member in enumerate(formed.members)
         }

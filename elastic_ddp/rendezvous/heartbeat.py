@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from elastic_ddp.distributed.sockets import spare
+from elastic_ddp.distributed.sockets import exempt
 
 BEATS_PER_TIMEOUT = 5
 PATIENCE_S = 60.0
@@ -48,7 +48,7 @@ class Heartbeat:
 
     def _connect(self) -> socket.socket:
         connection = socket.create_connection(self._address(), timeout=30)
-        spare(connection)
+        exempt(connection)
         connection.settimeout(None)
         connection.sendall(self._member.encode() + b"\n")
         return connection

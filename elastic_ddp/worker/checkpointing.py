@@ -294,7 +294,7 @@ class Checkpointer:
         """
         self._saver.warm_up(state.state_dict())
         # Not while a process group forms: where addresses are translated, what connects meanwhile is taken for its own.
-        self._connection.find(self._client.store_address)
+        self._connection.connect_with_retry(self._client.store_address)
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records metrics, by name, measured after `step` steps. They count for the next commit that is begun."""

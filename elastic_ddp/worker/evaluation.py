@@ -12,7 +12,7 @@ import torch.distributed as dist
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.order import EpochShape, FeedPlan
-from elastic_ddp.distributed.reduction_tree import Node, root
+from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
 from elastic_ddp.worker.job import has_commits
 from elastic_ddp.worker.seeding import as_before, seed_all
 from elastic_ddp.worker.step import dummy_batch
@@ -62,7 +62,7 @@ def evaluate(
             for step in range(shape.steps_per_epoch):
                 rows = shape.rows(step)
                 own = int(np.count_nonzero(rows[list(generation.strategy.micro_batches)]))
-                idle = generation.strategy.least_forwards(rows) - own
+                idle = generation.strategy.min_forwards(rows) - own
                 for batch in feed.step(step):
                     generation.activity.enter("evaluation")
                     for _ in range(idle):
@@ -81,4 +81,4 @@ def evaluate(
     if group.world_size > 1:
         dist.all_reduce(sums)  # every slot is one rank's and zero on the others
     slots = {Node(0, place): value for place, value in enumerate(sums.reshape(-1).tolist())}
-    return root(slots, len(slots), lambda left, right: left + right) / index.num_rows
+    return fold_to_root(slots, len(slots), lambda left, right: left + right) / index.num_rows

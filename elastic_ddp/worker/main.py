@@ -13,7 +13,7 @@ import torch
 from elastic_ddp import signals
 from elastic_ddp.config.capacity import check_cpus
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.distributed.process_group import is_peer_failure, is_without_group
+from elastic_ddp.distributed.process_group import is_missing_group, is_peer_failure
 from elastic_ddp.distributed.sockets import use_interface_of
 from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersFailedError, format_exception
 from elastic_ddp.rendezvous.actor import RendezvousHandle
@@ -89,7 +89,7 @@ def _work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> Non
         # Outside a generation this worker has no say: it came too late, or the run stopped while it waited.
         outcome = {"status": "stopped", **loop.progress()} if loop.world_size else {}
     except BaseException as error:
-        if is_without_group(error) and not loop.membership.holds_state:
+        if is_missing_group(error) and not loop.membership.holds_state:
             outcome = _failure(error, _NO_GROUP_YET)
         elif loop.world_size != 1 and is_peer_failure(error):
             failure = f"the training function was left by an error of a lost peer: {format_exception(error)}"

@@ -121,12 +121,12 @@ class WorkerMembership:
                 while_waiting=self._read_ahead,
             )
             failure = None
-            self._broken = self._broken + 1 if assignment.again else 0
+            self._broken = self._broken + 1 if assignment.same_members else 0
             try:
                 self.generation = generation = self._open(assignment, self._broken)
-                if assignment.amid:
+                if assignment.in_collective_task:
                     self._compare_tasks(generation, amid)
-                if not assignment.brief:
+                if not assignment.handover_only:
                     self._broken = 0
                     self._failures.forget_unless_again(generation)
                     return generation
@@ -155,12 +155,12 @@ class WorkerMembership:
         """What nobody is to wait for when this worker joins for the first time: all that is slow the first time in a
         process. Returns the step that it should rehearse, if others train meanwhile."""
         self._checkpointer.warm_up(self._state)
-        self._store.find(self._client.store_address)
+        self._store.connect_with_retry(self._client.store_address)
         place = self._client.ask_for_prospect()
         self._read_ahead(place or PlannedAssignment(rank=0, world_size=1, step=0))
         self._feeds.wait()  # the first pipeline takes seconds
         batch = self._feeds.peek()
-        if place is None or batch is None or not batch.num_rows or not strategy_of(self._job.config).keeps_state:
+        if place is None or batch is None or not batch.num_rows or not strategy_of(self._job.config).replicates_state:
             return None  # or all begin again together, and the whole model may be too large for one
         if self._begins_again:
             return None  # others wait for it

@@ -31,7 +31,7 @@ class ConsecutiveFailures:
 
     def forget_unless_again(self, generation: Generation) -> None:
         """Others may fare better: only `again` it was formed by the workers of the one before, none of which died."""
-        if not generation.group.assignment.again:
+        if not generation.group.assignment.same_members:
             self._number = 0
 
     def check(self, what: str, failure: str) -> None:

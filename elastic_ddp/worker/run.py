@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from elastic_ddp.distributed.buffer_sync import own_buffers
-from elastic_ddp.distributed.prepared_model import PreparedModel, ShardBy, units_of
+from elastic_ddp.distributed.buffer_sync import unshare_buffers
+from elastic_ddp.distributed.prepared_model import PreparedModel, ShardBy, unit_predicate
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.evaluation import evaluate
@@ -95,12 +95,14 @@ class Run:
         check_model(module)
         is_replicated = self.config.strategy == "ddp"
         module.to(self.device)
-        own_buffers(module)
+        unshare_buffers(module)
         self._state.model = PreparedModel(
             module,
             device=self.device,
             bf16=self.config.precision == "bf16" and is_replicated,  # FSDP gathers parameters in bf16
-            is_unit=(lambda part: False) if is_replicated else units_of(module, self.config.fsdp.shard_classes, shard),
+            is_unit=(lambda part: False)
+            if is_replicated
+            else unit_predicate(module, self.config.fsdp.shard_classes, shard),
         )
         return self._state.model
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from elastic_ddp.distributed.process_group import is_peer_failure
-from elastic_ddp.distributed.step_agreement import Agreed, ControlExchange, MicroBatchRecord, digest_rows, to_host
+from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord, digest_rows, to_host
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
 from elastic_ddp.worker.seeding import seed_all
 
@@ -65,7 +65,7 @@ class Step:
         self.epoch = epoch
         self.loss = math.nan
         # What the ranks agreed on; set when the step is done.
-        self.agreed: Agreed | None = None
+        self.agreed: Agreement | None = None
         # How a worker failed in this step; the step is then repeated.
         self.failure: str | None = None
 
@@ -90,7 +90,7 @@ class Step:
             if was_changing:
                 self._state.is_torn, self._state.position = True, self._start
                 self.agreed, self.loss = None, math.nan
-            self.generation.buffers.put_back()
+            self.generation.buffers.revert()
             self._state.module.zero_grad(set_to_none=True)
             return True
         if kind is None and error is not None:
@@ -131,7 +131,7 @@ class Step:
             raise PeerFailedError("a worker failed before the step began")
         strategy = self.generation.strategy
         to_compute = set(strategy.to_compute)
-        num_dummies = strategy.least_forwards(self._control.rows) - len(to_compute)
+        num_dummies = strategy.min_forwards(self._control.rows) - len(to_compute)
         self._feed = self.generation.feed.step(self.index)
         self._activity.enter("data")
         for batch in self._feed:
@@ -187,7 +187,7 @@ class Step:
         self._activity.enter("reduction" if is_last else "backward")
         value = to_host(loss.detach())
         if self._is_dummy:
-            generation.strategy.idle_backward(loss)
+            generation.strategy.dummy_backward(loss)
             generation.buffers.end_micro_batch(micro_batch, None)
             record.loss = value
             return

@@ -13,7 +13,7 @@ import torch
 
 from elastic_ddp import torch_internals
 from elastic_ddp.distributed.prepared_model import PreparedModel
-from elastic_ddp.distributed.step_agreement import EMPTY_CHAIN, chain
+from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST, extend_samples_digest
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.tensors.state_tree import Layout, gather_full, weights_sha256
 from elastic_ddp.worker.state_checks import (
@@ -52,7 +52,7 @@ class Position:
     """The number of steps done, which is the index of the next step."""
     samples: int = 0
     """The number of rows that those steps consumed."""
-    samples_sha256: str = EMPTY_CHAIN
+    samples_sha256: str = EMPTY_SAMPLES_DIGEST
     """A hash chain over the row ids of all micro-batches consumed so far, in order."""
 
     @classmethod
@@ -77,7 +77,7 @@ class Position:
             self,
             step=self.step + 1,
             samples=self.samples + samples,
-            samples_sha256=chain(self.samples_sha256, row_digests),
+            samples_sha256=extend_samples_digest(self.samples_sha256, row_digests),
         )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic_ddp.distributed.buffer_sync import StepBuffers
-from elastic_ddp.distributed.process_group import is_without_group
+from elastic_ddp.distributed.process_group import is_missing_group
 from elastic_ddp.worker.seeding import seed_all
 from elastic_ddp.worker.step import Step
 
@@ -55,10 +55,10 @@ class WarmupStep(Step):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        self._buffers.put_back()
+        self._buffers.revert()
         self._state.module.zero_grad(set_to_none=True)
         # A collective of the user's own needs the others. It is made in the step itself.
-        return isinstance(error, _Over) or (error is not None and is_without_group(error))
+        return isinstance(error, _Over) or (error is not None and is_missing_group(error))
 
     def micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         assert self._state.model is not None

@@ -25,7 +25,7 @@ def form(generation: int) -> ProcessGroup:
         generation=generation, rank=0, world_size=1, store_host="127.0.0.1", store_port=port, reason="start"
     )
     store = StoreConnection()
-    store.find(lambda: ("127.0.0.1", port))
+    store.connect_with_retry(lambda: ("127.0.0.1", port))
     return ProcessGroup.form(place, store=store, device=torch.device("cuda", 0), timeout_s=60)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
+from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.micro_batches import MicroBatch
-from elastic_ddp.data.order import EpochShape
+from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.errors import ConfigError
@@ -73,8 +74,8 @@ class FakeClient:
             store_port=self._store_port,
             source=None if step is None else 0,
             first_step=step,
-            again=self.is_again and len(self.joins) > 1,
-            amid=not between_steps,
+            same_members=self.is_again and len(self.joins) > 1,
+            in_collective_task=not between_steps,
             reason=reason,
         )
 
@@ -102,6 +103,7 @@ class FakeClient:
 class FakeIndex:
     num_rows: int
     fingerprint: str = "fingerprint"
+    group_rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 class Counted:
@@ -121,11 +123,11 @@ class FakeFeed:
     """Rows that depend on their ids alone, without Ray. They come in one stream like the real feed's: what a step
     leaves behind is the next one's."""
 
-    def __init__(self, index: FakeIndex, **options: Any) -> None:
-        self._shape = EpochShape(index.num_rows, options["num_micro_batches"], options["micro_batch_size"])
-        self.micro_batches: tuple[int, ...] = options["micro_batches"]
+    def __init__(self, index: FakeIndex, plan: FeedPlan, **options: Any) -> None:
+        self._shape = plan.shape
+        self.micro_batches = plan.micro_batches
         self.is_ready = True
-        self.skip_to(options["first_step"])
+        self.skip_to(plan.first_step)
 
     def skip_to(self, step: int) -> None:
         self.next_step = step
@@ -155,6 +157,20 @@ class FakeFeed:
     def rest(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def fake_feed(shape: EpochShape, micro_batches: Sequence[int]) -> Any:
+    """A feed of these micro-batches from step 0 on."""
+    plan = FeedPlan(
+        rows_per_group=np.zeros(0, np.int64),
+        shape=shape,
+        seed=0,
+        options=DataConfig(),
+        micro_batches=tuple(micro_batches),
+        first_step=0,
+        last_step=shape.steps_per_epoch,
+    )
+    return FakeFeed(FakeIndex(shape.num_rows), plan)
 
 
 class Model(torch.nn.Sequential):

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elastic_ddp.distributed.buffer_sync import StepBuffers, _differ, own_buffers
+from elastic_ddp.distributed.buffer_sync import StepBuffers, _differ, unshare_buffers
 from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
 from elastic_ddp.distributed.store import StoreConnection
@@ -160,7 +160,7 @@ def test_an_interrupted_micro_batch_is_undone_and_a_step_that_is_redone_ends_the
     model.compute(0)
     buffers.end_micro_batch(0, 1.0)
     model.compute(1)  # the peer is lost here
-    buffers.put_back()
+    buffers.revert()
     assert bits(model) == bits(Model())
     step(model, 3, ALONE)
     assert bits(model) == bits(calm)
@@ -242,11 +242,11 @@ def test_a_step_can_be_taken_back_with_a_buffer_whose_elements_shared_their_memo
             self.register_buffer("allowed", torch.ones(1, 3, dtype=torch.bool).expand(2, 3))
 
     model = Masked()
-    own_buffers(model)
+    unshare_buffers(model)
     buffers = StepBuffers(model)
     buffers.begin()
     model.compute(0)
-    buffers.put_back()
+    buffers.revert()
     step(model, 2, ALONE)
     assert model.causal.sum() == 6 and model.allowed.all()
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR, StepLR
 
-from elastic_ddp.distributed.buffer_sync import own_buffers
+from elastic_ddp.distributed.buffer_sync import unshare_buffers
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage.storage import Storage
@@ -283,7 +283,7 @@ class Masked(Model):
         super().__init__()
         self.register_buffer("mask", torch.full((1, 4), value).expand(4, 4), persistent=False)
         self[0].register_buffer("same", self.mask)
-        own_buffers(self)
+        unshare_buffers(self)
 
 
 def test_a_buffer_whose_elements_shared_their_memory_comes_back() -> None:

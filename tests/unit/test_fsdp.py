@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.feed_cache import FeedCache
+from elastic_ddp.data.order import EpochShape
 from elastic_ddp.distributed.buffer_sync import StepBuffers
-from elastic_ddp.distributed.prepared_model import PreparedModel, units_of
+from elastic_ddp.distributed.prepared_model import PreparedModel, unit_predicate
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.errors import ConfigError
@@ -24,7 +25,7 @@ from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
-from tests.unit.single_worker import FakeFeed, FakeIndex
+from tests.unit.single_worker import fake_feed
 
 M, SIZE = 4, 3
 CPU = torch.device("cpu")
@@ -129,10 +130,10 @@ def train_on(
         state.module.zero_grad(set_to_none=True)
         strategy.begin_step(rows)
         buffers.begin()
-        idle = max(0, strategy.least_forwards(rows) - len(strategy.to_compute))
+        idle = max(0, strategy.min_forwards(rows) - len(strategy.to_compute))
         for m in strategy.to_compute[:1] * idle:
             strategy.prepare_forward(m)
-            strategy.idle_backward(state.model(data(step, m)).square().mean())
+            strategy.dummy_backward(state.model(data(step, m)).square().mean())
             buffers.end_micro_batch(m, None)
         for m in strategy.to_compute:
             strategy.prepare_forward(m)
@@ -189,13 +190,7 @@ def _leaves_early(group: ProcessGroup) -> str:
     strategy = strategy_of(config)(state.model, config, group)
     strategy.shard(state.optimizers)
     rows = np.array([3, 3, 3, 0])
-    feed: Any = FakeFeed(
-        FakeIndex(num_rows=9),
-        num_micro_batches=M,
-        micro_batch_size=SIZE,
-        micro_batches=tuple(strategy.micro_batches),
-        first_step=0,
-    )
+    feed = fake_feed(EpochShape(9, M, SIZE), strategy.micro_batches)
     feeds = FeedCache(lambda owned, step, after: feed)
     buffers = StepBuffers(state.module)
     generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None, activity=Activity())
@@ -341,14 +336,14 @@ def test_bf16_has_the_numbers_of_a_loop_with_its_casts_written_out(world_size: i
 )
 def test_a_part_that_is_not_there_is_refused(settings: dict[str, Any], shard: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        units_of(Model(), config_of("fsdp", **settings).fsdp.shard_classes, shard)
+        unit_predicate(Model(), config_of("fsdp", **settings).fsdp.shard_classes, shard)
 
 
 def test_parts_are_named_by_class_or_told_by_a_callable() -> None:
     model = Model()
     ways: list[Any] = [(["Block"], None), ([], Block), ([], (Block, torch.nn.Conv2d)), ([], _is_block)]
     for names, also in ways:
-        is_unit = units_of(model, names, also)
+        is_unit = unit_predicate(model, names, also)
         assert [part for part in model.modules() if is_unit(part)] == list(model.blocks)
 
 

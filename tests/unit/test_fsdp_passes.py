@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic_ddp.data.feed_cache import FeedCache
+from elastic_ddp.data.order import EpochShape
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.rendezvous.hang import Activity
@@ -19,7 +20,7 @@ from elastic_ddp.worker.evaluation import evaluate
 from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.step import Step
 from tests.ranks import run_ranks
-from tests.unit.single_worker import FakeFeed, FakeIndex
+from tests.unit.single_worker import FakeFeed, FakeIndex, fake_feed
 from tests.unit.test_fsdp import CPU, SIZE, M, config_of, data, prepared
 
 Batch = dict[str, torch.Tensor]
@@ -54,13 +55,7 @@ def _after_a_step(group: ProcessGroup) -> list[tuple[list[float], float]]:
         assert state.model is not None
         strategy = strategy_of(config)(state.model, config, group)
         strategy.shard(state.optimizers)
-        feed: Any = FakeFeed(
-            FakeIndex(num_rows=M * SIZE),
-            num_micro_batches=M,
-            micro_batch_size=SIZE,
-            micro_batches=tuple(strategy.micro_batches),
-            first_step=0,
-        )
+        feed = fake_feed(EpochShape(M * SIZE, M, SIZE), strategy.micro_batches)
         feeds = FeedCache(lambda owned, step, after: feed)  # noqa: B023
         buffers = StepBuffers(state.module)
         generation = Generation(group, state, strategy, buffers, feed, feeds, 0, None, activity=Activity())
@@ -109,9 +104,9 @@ def _gradients(group: ProcessGroup, strategy: str, precision: str, rows: list[in
     spread = strategy_of(config)(state.model, config, group)
     spread.shard(state.optimizers)
     spread.begin_step(np.array(rows))
-    for m in spread.to_compute[:1] * max(0, spread.least_forwards(np.array(rows)) - len(spread.to_compute)):
+    for m in spread.to_compute[:1] * max(0, spread.min_forwards(np.array(rows)) - len(spread.to_compute)):
         spread.prepare_forward(m)
-        spread.idle_backward(_of_padding(state.model(data(0, m))))
+        spread.dummy_backward(_of_padding(state.model(data(0, m))))
     for m in spread.to_compute:
         spread.prepare_forward(m)
         y = state.model(data(0, m))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from elastic_ddp.distributed.fsdp_units import check_parts, places_of
+from elastic_ddp.distributed.fsdp_units import check_shardable, locate_parameters
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.worker.generation import strategy_of
@@ -63,13 +63,13 @@ def hooked(name: str, *, removed: bool = False) -> Model:
 def test_what_cannot_be_sharded_is_refused(model: Model, kind: type[torch.nn.Module], message: str) -> None:
     parts = {model, *(part for part in model.modules() if isinstance(part, kind))}
     with pytest.raises(ConfigError, match=message):
-        check_parts(places_of(model, parts))
+        check_shardable(locate_parameters(model, parts))
 
 
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_that_was_removed_is_none(name: str) -> None:
     model = hooked(name, removed=True)
-    check_parts(places_of(model, {model}))
+    check_shardable(locate_parameters(model, {model}))
 
 
 def test_what_lies_in_one_part_may_be_tied_or_frozen_in_another_dtype() -> None:
@@ -77,8 +77,8 @@ def test_what_lies_in_one_part_may_be_tied_or_frozen_in_another_dtype() -> None:
     model.blocks[1].frozen.requires_grad_(False)  # type: ignore[union-attr]
     model.blocks.append(model.blocks[0])
     parts = {model, *(part for part in model.modules() if isinstance(part, Block))}
-    places = places_of(model, parts)
-    check_parts(places)
+    places = locate_parameters(model, parts)
+    check_shardable(places)
     first = {place.parameter: place.name for place in reversed(places)}
     assert {name: each for each, name in first.items()} == dict(model.named_parameters())
     assert {type(place.part) for place in places if place.name.startswith("blocks")} == {Block}

@@ -101,7 +101,7 @@ class OneBadPiece(Storage):
 
 def copy_beside_a_bad_piece(group: ProcessGroup, uri: str) -> tuple[int | None, int]:
     """The step that is restored, and how many pieces could not be copied, none of which lies in its tensors."""
-    store = group.store.at(group.assignment.store_host, group.assignment.store_port)
+    store = group.store.connect(group.assignment.store_host, group.assignment.store_port)
     read, close, unread = piece_transfer.read, Reading.close, []
 
     def read_if_there(pid: int, address: int, into: memoryview) -> None:

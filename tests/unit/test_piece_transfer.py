@@ -154,7 +154,7 @@ def test_a_piece_that_its_process_alone_can_read_is_said_not_to_have_come() -> N
 
 def copy_what_is_gone(group: ProcessGroup) -> bool | None:
     """Whether a piece is said to have come that was shown, and then let go."""
-    store = group.store.at(group.assignment.store_host, group.assignment.store_port)
+    store = group.store.connect(group.assignment.store_host, group.assignment.store_port)
     memory = mmap.mmap(-1, 1 << 20)
     is_there = None
     with Carrier.opened(group) as carrier, memoryview(memory) as data:
@@ -181,7 +181,7 @@ def test_a_piece_that_is_gone_has_not_come() -> None:
 
 def lose_a_peer(group: ProcessGroup, how: str, waits_for: str) -> str | None:
     """What a rank meets that waits for a piece, or for another rank to copy one, which does not do so."""
-    store = group.store.at(group.assignment.store_host, group.assignment.store_port)
+    store = group.store.connect(group.assignment.store_host, group.assignment.store_port)
     source = 0 if waits_for == "the source" else 1
     said = None
     with Carrier.opened(group) as carrier:

@@ -255,5 +255,5 @@ def test_the_backend_of_a_gpu_is_aborted_once() -> None:
 def test_tensors_of_ranks_that_share_a_gpu_travel_through_the_host() -> None:
     assignment = Assignment(generation=1, rank=0, world_size=2, store_host="", store_port=0, reason="start")
     gpu = torch.device("cuda", 0)
-    assert ProcessGroup(assignment, gpu, StoreConnection()).carrier == gpu
-    assert ProcessGroup(assignment, gpu, StoreConnection(), shares_device=True).carrier == torch.device("cpu")
+    assert ProcessGroup(assignment, gpu, StoreConnection()).transfer_device == gpu
+    assert ProcessGroup(assignment, gpu, StoreConnection(), shares_device=True).transfer_device == torch.device("cpu")

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from elastic_ddp.distributed.reduction_tree import (
     Node,
-    insert,
+    fold_in,
+    fold_to_root,
     maximal_subtrees,
     micro_batch_ranges,
     processing_order,
-    root,
 )
 
 
@@ -60,15 +60,15 @@ def depths(expression: str) -> dict[int, int]:
 
 
 def summed(ranks: Sequence[Sequence[int]], num_leaves: int) -> str:
-    """What `root` makes of the ranks' micro-batches, each rank adding its own in the order given."""
+    """What `fold_to_root` makes of the ranks' micro-batches, each rank adding its own in the order given."""
     everyone: dict[Node, str] = {}
     for order in ranks:
         sums: dict[Node, str] = {}
         for micro_batch in order:
             if micro_batch < num_leaves:
-                insert(sums, Node(0, micro_batch), str(micro_batch), plus)
+                fold_in(sums, Node(0, micro_batch), str(micro_batch), plus)
         everyone |= sums
-    return root(everyone, num_leaves, plus)
+    return fold_to_root(everyone, num_leaves, plus)
 
 
 @given(plans(2000))
@@ -116,7 +116,7 @@ def test_a_rank_is_left_with_the_largest_subtrees_whatever_its_order(
     owned = ranges[data.draw(st.integers(0, len(ranges) - 1))]
     sums: dict[Node, str] = {}
     for micro_batch in data.draw(st.permutations(owned)):
-        insert(sums, Node(0, micro_batch), str(micro_batch), plus)
+        fold_in(sums, Node(0, micro_batch), str(micro_batch), plus)
     assert sorted(sums) == sorted(maximal_subtrees(owned))
 
 
@@ -126,7 +126,7 @@ def held(order: Sequence[int]) -> int:
     sums: dict[Node, str] = {}
     for micro_batch in order:
         most = max(most, len(sums))
-        insert(sums, Node(0, micro_batch), "", plus)
+        fold_in(sums, Node(0, micro_batch), "", plus)
     return most
 
 
@@ -182,9 +182,9 @@ def test_the_tree_over_a_few_micro_batches_spelled_out() -> None:
 
 def test_folding_the_root_leaves_the_sums_as_they_were() -> None:
     sums = {Node(1, 0): "(0+1)", Node(0, 2): "2"}
-    assert root(sums, 3, plus) == root(sums, 3, plus) == "((0+1)+2)"
+    assert fold_to_root(sums, 3, plus) == fold_to_root(sums, 3, plus) == "((0+1)+2)"
 
 
 def test_a_sum_of_which_a_part_is_missing_is_none() -> None:
     with pytest.raises(ValueError, match="cover 3 of 4 micro-batches"):
-        root({Node(1, 0): 1.0, Node(0, 3): 1.0}, 4, lambda left, right: left + right)
+        fold_to_root({Node(1, 0): 1.0, Node(0, 3): 1.0}, 4, lambda left, right: left + right)

@@ -147,7 +147,7 @@ def test_deaths_one_after_the_other_in_the_step_with_which_a_loop_ends_do_not_en
     failure: list[int] = []
 
     def join_others(client: FakeClient, **options: Any) -> Assignment:
-        return replace(joins(client, **options), again=bool(client.losses[:-1]) and options["failure"] is None)
+        return replace(joins(client, **options), same_members=bool(client.losses[:-1]) and options["failure"] is None)
 
     def lose(index: int) -> None:
         if index == 3 and len(failure) < 5:
@@ -258,7 +258,7 @@ def test_a_save_that_fails_where_the_state_is_handed_on_is_no_end(
         return 2 <= len(client.joins) < 2 + times
 
     def join_briefly(client: FakeClient, **options: Any) -> Assignment:
-        return replace(joins(client, **options), brief=is_brief(client))
+        return replace(joins(client, **options), handover_only=is_brief(client))
 
     def fail(storage: Storage, key: str, data: Any) -> None:
         if key.startswith("step=") and is_brief(link_of(run)):

@@ -13,13 +13,13 @@ import torch
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges
 from elastic_ddp.distributed.step_agreement import (
-    EMPTY_CHAIN,
+    EMPTY_SAMPLES_DIGEST,
     VOTES,
-    Agreed,
+    Agreement,
     ControlExchange,
     MicroBatchRecord,
-    chain,
     digest_rows,
+    extend_samples_digest,
     to_host,
 )
 from elastic_ddp.worker.train_state import Position
@@ -40,7 +40,7 @@ def row_ids(micro_batch: int, rows: int) -> np.ndarray:
     return np.arange(rows) * 7 + micro_batch
 
 
-def agree(owned: range, rows: list[int], votes: dict[str, bool], losses: list[float], world_size: int) -> Agreed:
+def agree(owned: range, rows: list[int], votes: dict[str, bool], losses: list[float], world_size: int) -> Agreement:
     exchange = ControlExchange(np.array(rows), votes)
     records = {
         m: MicroBatchRecord(
@@ -119,15 +119,15 @@ def test_the_chain_over_samples_spelled_out() -> None:
     steps = [[hashlib.sha256(f"{step}-{m}".encode()).digest() for m in range(3)] for step in range(2)]
     first = hashlib.sha256(hashlib.sha256(b"").digest() + steps[0][0] + steps[0][1] + steps[0][2]).digest()
     second = hashlib.sha256(first + steps[1][0] + steps[1][1] + steps[1][2]).digest()
-    assert hashlib.sha256(b"").hexdigest() == EMPTY_CHAIN
-    assert chain(EMPTY_CHAIN, steps[0]) == first.hex()
+    assert hashlib.sha256(b"").hexdigest() == EMPTY_SAMPLES_DIGEST
+    assert extend_samples_digest(EMPTY_SAMPLES_DIGEST, steps[0]) == first.hex()
     position = Position().after(6, steps[0]).after(5, steps[1])
     assert (position.step, position.samples, position.samples_sha256) == (2, 11, second.hex())
 
 
 def test_the_chain_tells_the_order_of_micro_batches_and_of_steps() -> None:
     a, b, c, d = (hashlib.sha256(name.encode()).digest() for name in "abcd")
-    in_order = chain(chain(EMPTY_CHAIN, [a, b]), [c, d])
-    assert chain(chain(EMPTY_CHAIN, [b, a]), [c, d]) != in_order
-    assert chain(chain(EMPTY_CHAIN, [c, d]), [a, b]) != in_order
-    assert chain(EMPTY_CHAIN, [a, b, c, d]) != in_order
+    in_order = extend_samples_digest(extend_samples_digest(EMPTY_SAMPLES_DIGEST, [a, b]), [c, d])
+    assert extend_samples_digest(extend_samples_digest(EMPTY_SAMPLES_DIGEST, [b, a]), [c, d]) != in_order
+    assert extend_samples_digest(extend_samples_digest(EMPTY_SAMPLES_DIGEST, [c, d]), [a, b]) != in_order
+    assert extend_samples_digest(EMPTY_SAMPLES_DIGEST, [a, b, c, d]) != in_order

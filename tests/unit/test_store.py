@@ -39,31 +39,31 @@ def refused() -> Iterator[int]:
 
 def test_it_is_made_once(port: int) -> None:
     connection = StoreConnection()
-    connection.find(lambda: (HOST, port))
+    connection.connect_with_retry(lambda: (HOST, port))
     assert len(connection.sockets) == 1
-    found = connection.at(HOST, port)
-    assert connection.at(HOST, port) is found
+    found = connection.connect(HOST, port)
+    assert connection.connect(HOST, port) is found
 
 
 def test_it_is_made_again_where_the_store_is_by_now_and_after_it_was_dropped(port: int) -> None:
     moved = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     connection = StoreConnection()
-    first = connection.at(HOST, port)
-    second = connection.at(HOST, moved.port)
+    first = connection.connect(HOST, port)
+    second = connection.connect(HOST, moved.port)
     assert second is not first and second.port == moved.port
     connection.drop()
     assert not connection.sockets
-    assert connection.at(HOST, moved.port) is not second
+    assert connection.connect(HOST, moved.port) is not second
 
 
 def test_a_store_that_has_moved_is_looked_for_again(monkeypatch: pytest.MonkeyPatch, port: int, refused: int) -> None:
     monkeypatch.setattr(store_module, "FIND_ONCE_S", 1.0)
     asked = iter([refused, port])
-    StoreConnection().find(lambda: (HOST, next(asked)))
+    StoreConnection().connect_with_retry(lambda: (HOST, next(asked)))
     assert next(asked, None) is None, "both were tried"
     monkeypatch.setattr(store_module, "FIND_S", 0.0)
     with pytest.raises(dist.DistError):
-        StoreConnection().find(lambda: (HOST, refused))
+        StoreConnection().connect_with_retry(lambda: (HOST, refused))
 
 
 def test_a_store_that_has_died_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, port: int, refused: int) -> None:
@@ -86,7 +86,7 @@ def test_a_store_that_has_died_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 
 def test_a_wait_in_the_store_ends_when_its_sockets_are_shut(port: int) -> None:
     connection = StoreConnection()
-    own = connection.at(HOST, port)
+    own = connection.connect(HOST, port)
     threading.Timer(0.1, shut_down, [connection.sockets]).start()
     with pytest.raises(dist.DistError) as caught:
         own.wait(["never"])
@@ -95,7 +95,7 @@ def test_a_wait_in_the_store_ends_when_its_sockets_are_shut(port: int) -> None:
 
 def test_the_system_looks_after_a_connection_that_is_idle(port: int) -> None:
     connection = StoreConnection()
-    connection.at(HOST, port)
+    connection.connect(HOST, port)
     (each,) = connection.sockets
     with socket.socket(fileno=os.dup(each.descriptor)) as own:
         assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

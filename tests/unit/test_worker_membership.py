@@ -599,7 +599,7 @@ def test_one_that_has_to_go_amid_an_evaluation_commits_what_it_holds(
         if len(committed) == 3:
             raise RunStopped("it left")
         assignment = join(client, **arguments)
-        return replace(assignment, brief=len(committed) == 2, amid=False)
+        return replace(assignment, handover_only=len(committed) == 2, in_collective_task=False)
 
     def cut(*_: Any) -> float:
         raise dist.DistNetworkError(PEER_FAILURE)
