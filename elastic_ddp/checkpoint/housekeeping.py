@@ -21,8 +21,8 @@ from elastic_ddp.checkpoint.reader import read_manifest
 from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
 from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
+from elastic_ddp.storage.folder import Upload
 from elastic_ddp.storage.local import is_temporary
-from elastic_ddp.storage.s3 import Upload
 from elastic_ddp.storage.storage import CLOCK_PREFIX, Storage
 
 _log = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ def abort_uploads(age_s: float, storage: Storage, uploads: Sequence[Upload], dea
             attempt = attempt_of(each.key)
             if attempt is None and set_aside(each.key) is None and not is_temporary(each.key):
                 continue
-            if now - each.begun > age_s or (attempt is not None and attempt[1] in dead):
+            if now - each.started_at > age_s or (attempt is not None and attempt[1] in dead):
                 storage.abort(each)
     except StorageError as error:
         _log.debug("uploads that nobody finished are left: %s", error)

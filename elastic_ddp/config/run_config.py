@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from elastic_ddp.config.explain import explain
-from elastic_ddp.config.storage_uri import check_storage_uri
+from elastic_ddp.config.storage_uri import check_run_storage
 from elastic_ddp.errors import ConfigError
 
 MAX_STEP = 10**15
@@ -199,7 +199,7 @@ class RunConfig(_Settings):
 
     name: RunName
     """Name of the run. Starting the same name in the same storage resumes the run."""
-    storage: Annotated[str, AfterValidator(check_storage_uri)]
+    storage: Annotated[str, AfterValidator(check_run_storage)]
     """Where runs are stored: a local path, or an fsspec URI such as `s3://bucket/runs`. Every node must reach it. The
     store must be able to create an object only if it does not exist; the driver tests this at the start."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

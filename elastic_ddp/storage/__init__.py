@@ -1,1 +1,4 @@
-"""A run's folder, on a disk or in object storage, and the lease on it."""
+"""A folder on local disk, S3 or any fsspec file system, with retries, a watchdog, and the driver's lease on a run.
+
+Start with `storage.py`. A worker's chain is `WatchedStorage` → `RetryingStorage` → `Storage` → `Folder`.
+"""

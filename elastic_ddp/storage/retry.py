@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.errors import is_permanent
-from elastic_ddp.storage.s3 import Upload
+from elastic_ddp.storage.folder import Upload
 from elastic_ddp.storage.storage import Storage
 
 RETRY_FOR_S = 60.0

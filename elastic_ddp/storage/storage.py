@@ -1,4 +1,4 @@
-"""A folder in any storage that fsspec knows: read, replace, create once, list, delete."""
+"""A folder in any storage: read, replace, create once, list, delete."""
 
 from __future__ import annotations
 
@@ -8,35 +8,38 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-from elastic_ddp.config.storage_uri import local_path
+import fsspec
+
+from elastic_ddp.config.storage_uri import check_storage_uri, local_path
 from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerFailedError, StorageError
 from elastic_ddp.storage.errors import format_error, is_missing_bucket, is_permanent, suggest_fix
+from elastic_ddp.storage.folder import Folder, Upload
 from elastic_ddp.storage.local import TEMPORARY_PREFIX, LocalFolder
 from elastic_ddp.storage.remote import RemoteFolder
-from elastic_ddp.storage.s3 import Upload
+from elastic_ddp.storage.s3 import S3Folder
 
-_PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
+_KEY_PART = re.compile(r"[A-Za-z0-9._=@+,~:-]+")
 CLOCK_PREFIX = "clock-"
-"""Begins the folder of an object that `Storage.now` has written, and not removed if its process was killed."""
+"""Prefix of the folders that `Storage.now` writes; one stays behind if its process is killed."""
 
 
 class Storage:
-    """A folder at any fsspec URI or local path; objects in it are named by keys such as `commits/12.json`.
+    """A folder at an fsspec URI or local path. Keys such as `commits/12.json` name the objects in it.
 
-    Reads and listings are never cached. An instance holds nothing but its address, so it can be pickled, sent to
-    Ray actors and used after a fork; it may be used from several threads. Every failure of the storage itself is a
-    StorageError that names the key and carries the cause.
+    Reads and listings are never cached. An instance holds only its address: it can be pickled, sent to Ray actors,
+    used after a fork, and used from several threads.
 
-    Keys are relative, of letters, digits and `._=@+,~:-`; `.` and `..` are refused.
+    Keys are relative and consist of letters, digits, `/` and `._=@+,~:-`; `.` and `..` are not allowed as parts.
 
     Raises:
-        ConfigError: the URI is empty, or names a protocol whose package is not installed.
+        ConfigError: the URI is invalid, or the fsspec package of its protocol is not installed.
+        StorageError: raised by all methods if the storage fails; names the key and carries the cause.
     """
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
-        self._folder: _Folder = _open(os.fspath(uri))
+        self._folder = _open(os.fspath(uri))
 
     @property
     def uri(self) -> str:
@@ -45,65 +48,84 @@ class Storage:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a folder of a file system, this machine's own or a mounted one."""
+        """Whether this is a folder of a mounted file system."""
         return isinstance(self._folder, LocalFolder)
 
     def read(self, key: str, max_bytes: int | None = None) -> bytes:
-        """The whole object; FileNotFoundError if there is none. Of one that has more bytes than it may have, one more
-        than that: it may be larger than memory is."""
+        """Returns an object, or the first `max_bytes + 1` bytes of a larger one.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
         with self._errors("read", key, FileNotFoundError):
             return self._folder.read(_checked(key), max_bytes)
 
     def size(self, key: str) -> int:
-        """Of an object, in bytes; FileNotFoundError if there is none."""
+        """Returns the size of an object in bytes.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
         with self._errors("read", key, FileNotFoundError):
             return self._folder.size(_checked(key))
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        """Fills a buffer of bytes from an object that goes beyond `start`, from there on. Returns how many there were:
-        fewer than it takes if the object ends before. FileNotFoundError if there is none."""
+        """Fills `buffer` with an object's bytes from offset `start`, which lies within it.
+
+        Returns:
+            The number of bytes read, less than the buffer's size if the object ends before.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+        """
         with self._errors("read", key, FileNotFoundError):
             return self._folder.read_into(_checked(key), start, buffer)
 
     def write(self, key: str, data: bytes | memoryview) -> None:
-        """Store or replace an object. Readers see the old bytes or the new ones, on local disks and object stores
-        also if this process dies meanwhile; local bytes are on the disk when this returns. S3 gets a large object in
-        parts, several at a time."""
+        """Stores or replaces an object.
+
+        On local disks and object stores the write is atomic: a reader gets the old or the new bytes, also if this
+        process dies. A local object is on the disk when this returns. S3 gets a large object in parallel parts.
+        """
         with self._errors("write", key):
             self._folder.write(_checked(key), data)
 
     def create(self, key: str, data: bytes, *, before_retry: Callable[[], None] = lambda: None) -> None:
-        """Store an object that does not exist yet; FileExistsError if it does. Of several writers one wins; a storage
-        that cannot tell is refused, here or by `check_writable`.
+        """Stores an object that does not exist yet. Of several writers, exactly one succeeds.
 
-        On S3 `data` has to be small: only a single PUT is conditional.
+        On S3 `data` must be small, because only a single PUT can be conditional.
 
         Args:
-            before_retry: called before every try but the first; what it raises of this package's errors ends them.
+            before_retry: called before every attempt but the first; an error of this package that it raises ends them.
+
+        Raises:
+            FileExistsError: the object exists.
+            StorageError: also if the storage cannot create exclusively; `check_writable` finds this out.
         """
         with self._errors("create", key, FileExistsError):
             self._folder.create(_checked(key), data, before_retry)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Size in bytes of every object below the folder `prefix`, at any depth, by key in sorted order."""
+        """Returns the sizes in bytes of all objects below the folder `prefix`, by key, sorted by key."""
         folder = prefix.rstrip("/")
         with self._errors("list", prefix):
-            found = self._folder.sizes(_checked(folder) if folder else "")
-        return {key: found[key] for key in sorted(found) if _is_key(key)}
+            sizes = self._folder.sizes(_checked(folder) if folder else "")
+        return {key: sizes[key] for key in sorted(sizes) if _is_key(key)}
 
     def list(self, prefix: str = "") -> list[str]:
-        """Keys of the objects below the folder `prefix`, at any depth, sorted. Empty if there is no such folder."""
+        """Returns the keys of all objects below the folder `prefix`, sorted; none if there is no such folder."""
         return [*self.sizes(prefix)]
 
     def last_modified(self, prefix: str) -> float | None:
-        """When anything below the folder `prefix` was last written, in seconds since 1970 by the storage's own clock;
-        None if there is nothing. On a local disk what is being written counts, too."""
+        """Returns when anything below the folder `prefix` was last written; None if it is empty.
+
+        The time is in seconds since 1970, by the storage's clock. On a local disk, unfinished writes count too.
+        """
         with self._errors("date", prefix):
             return max(self._folder.modified(_checked(prefix.rstrip("/"))), default=None)
 
     def now(self) -> float:
-        """The time by the storage's own clock, which may differ from this machine's: that of a small object, which is
-        written and removed."""
+        """Returns the time by the storage's clock, from a small object that it writes and deletes."""
         folder = f"{CLOCK_PREFIX}{uuid.uuid4().hex}"
         self.write(f"{folder}/now", b"")
         try:
@@ -111,66 +133,72 @@ class Storage:
         finally:
             self.delete_tree(folder)
         if now is None:
-            raise StorageError(f"cannot tell the time of {self.uri}: an object that was written is not listed")
+            raise StorageError(f"cannot read the clock of {self.uri}: an object that was just written is not listed")
         return now
 
     def delete(self, key: str) -> None:
-        """Remove one object; it may be missing."""
+        """Deletes an object, which may be missing."""
         with self._errors("delete", key):
             self._folder.delete(_checked(key))
 
     def delete_if(self, key: str, data: bytes) -> bool:
-        """Remove a small object if these are its bytes. Returns whether they were; not if it is missing.
+        """Deletes a small object if it holds `data`. Returns whether it did.
 
-        Where S3 heeds `If-Match` for that, as AWS does, nothing comes between the look and the removal. Elsewhere what
-        another process stores in that moment, one round trip long, is removed: no file system has such an operation.
+        This is atomic only on S3 servers that support `If-Match` for deletes, such as AWS. Elsewhere an object that
+        another process stores within the same round trip is deleted.
         """
         with self._errors("delete", key):
-            return self._folder.delete_if(_checked(key), data)
+            try:
+                return self._folder.delete_if(_checked(key), data)
+            except FileNotFoundError as error:
+                if is_missing_bucket(error):
+                    raise
+                return False
 
     def delete_tree(self, prefix: str) -> None:
-        """Remove everything below the folder `prefix`; it may be missing."""
+        """Deletes everything below the folder `prefix`, which may be missing."""
         with self._errors("delete", prefix):
             self._folder.delete_tree(_checked(prefix.rstrip("/")))
 
     def uploads(self, prefix: str = "") -> Sequence[Upload]:
-        """Uploads of objects below the folder `prefix` whose writers have not finished them, and may have died: on S3
-        what was sent of them stays until they are aborted, and is paid for, and so does a file of a local folder that
-        is no object yet. Other storages have none to see to."""
+        """Returns the unfinished writes below the folder `prefix`, whose writers may have died.
+
+        S3 keeps and bills the parts of an unfinished upload until it is aborted. A local folder keeps temporary files.
+        Other storages have none.
+        """
         folder = prefix.rstrip("/")
         with self._errors("list the uploads to", prefix):
             return self._folder.uploads(f"{_checked(folder)}/" if folder else "")
 
     def abort(self, upload: Upload) -> None:
-        """Remove what was sent of an upload; it may be over."""
+        """Deletes what an unfinished write has stored; it may have ended."""
         with self._errors("abort the upload of", upload.key):
             self._folder.abort(upload)
 
     def at(self, name: str) -> Storage:
-        """The folder `name` inside this one."""
+        """Returns the folder `name` inside this one."""
         inner = Storage.__new__(Storage)
         inner._folder = self._folder.at(_checked(name.rstrip("/")))
         return inner
 
     def check_writable(self) -> None:
-        """Write, read and remove a small object, and create one that is then refused to be created again.
+        """Writes, reads and deletes a small object, and tests that it can be created only once.
 
         Raises:
-            ConfigError: one of them failed; says which, why, and what to change.
+            ConfigError: one of these failed; the message names the cause and the fix.
         """
         key, data = f".writable-{uuid.uuid4().hex}", b"elastic_ddp"
         verb = "written"
         try:
-            # A plain write first: one that fails is told of at once, and a create is tried for a while.
-            self._folder.write(key, data)
+            self._folder.write(key, data)  # first, because unlike `create` it fails without retries
             verb = "read back"
             if self._folder.read(key) != data:
-                raise OSError(errno.EIO, "other bytes came back than were written")
+                raise OSError(errno.EIO, "the bytes read differ from the bytes written")
             verb = "deleted from"
             self._folder.delete(key)
             verb = "trusted with commits"
             self._check_exclusive(key, data)
-        except Exception as error:  # backends raise whatever their client library does
+        except Exception as error:  # backends raise any exception of their client library
             raise ConfigError(
                 f"storage={self.uri!r} cannot be {verb}: {format_error(error)}; {suggest_fix(error)}"
             ) from error
@@ -183,10 +211,10 @@ class Storage:
             return
         finally:
             self._folder.delete(key)
-        raise NotImplementedError("an object was created that existed already, and was replaced")
+        raise NotImplementedError("creating an object that exists replaced it")
 
     def filesystem_and_path(self) -> tuple[Any, str]:
-        """A `pyarrow.fs.FileSystem` and the path of this folder in it, for Ray's `storage_filesystem`."""
+        """Returns a `pyarrow.fs.FileSystem` and this folder's path in it, for Ray's `storage_filesystem`."""
         return self._folder.filesystem_and_path()
 
     def __eq__(self, other: object) -> bool:
@@ -202,69 +230,44 @@ class Storage:
         return Storage, (self.uri,)
 
     @contextmanager
-    def _errors(self, verb: str, key: str, *passing: type[OSError]) -> Iterator[None]:
+    def _errors(self, verb: str, key: str, *expected: type[OSError]) -> Iterator[None]:
+        """Converts exceptions of a backend to StorageError, except for the expected types."""
         try:
             yield
-        except (ElasticDDPError, PeerFailedError):  # meant as it is
+        except (ElasticDDPError, PeerFailedError):
             raise
-        except Exception as error:  # backends raise whatever their client library does
-            for expected in passing:
-                if isinstance(error, expected) and not is_missing_bucket(error):
-                    why = "there is no such object" if expected is FileNotFoundError else "the object exists already"
-                    raise expected(error.errno, why, f"{self.uri}/{key}") from error
-            advice = f"; {suggest_fix(error)}" if is_permanent(error) else ""
-            raise StorageError(f"cannot {verb} {key!r} in {self.uri}: {format_error(error)}{advice}") from error
+        except Exception as error:  # backends raise any exception of their client library
+            for kind in expected:
+                if isinstance(error, kind) and not is_missing_bucket(error):
+                    reason = "there is no such object" if kind is FileNotFoundError else "the object exists already"
+                    raise kind(error.errno, reason, f"{self.uri}/{key}") from error
+            fix = f"; {suggest_fix(error)}" if is_permanent(error) else ""
+            raise StorageError(f"cannot {verb} {key!r} in {self.uri}: {format_error(error)}{fix}") from error
 
 
-class _Folder(Protocol):
-    """What a kind of storage has to do. Keys have been checked; any exception may be raised."""
-
-    uri: str
-
-    def read(self, key: str, max_bytes: int | None = None) -> bytes: ...
-    def size(self, key: str) -> int: ...
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int: ...
-    def write(self, key: str, data: bytes | memoryview) -> None: ...
-    def create(self, key: str, data: bytes, before_retry: Callable[[], None]) -> None: ...
-    def sizes(self, prefix: str) -> dict[str, int]: ...
-    def modified(self, prefix: str) -> list[float]: ...
-    def delete(self, key: str) -> None: ...
-    def delete_if(self, key: str, data: bytes) -> bool: ...
-    def delete_tree(self, prefix: str) -> None: ...
-    def uploads(self, prefix: str) -> list[Upload]: ...
-    def abort(self, upload: Upload) -> None: ...
-    def at(self, name: str) -> _Folder: ...
-    def filesystem_and_path(self) -> tuple[Any, str]: ...
-
-
-def _open(uri: str) -> _Folder:
-    if not uri.strip():
-        raise ConfigError("storage is empty; give a local path or a URI such as s3://bucket/runs")
-    protocol, separator, rest = uri.partition("://")
-    if not separator or protocol in ("file", "local"):
-        return LocalFolder(local_path(rest if separator else uri))
-    import fsspec
-
+def _open(uri: str) -> Folder:
+    check_storage_uri(uri)
+    if (path := local_path(uri)) is not None:
+        return LocalFolder(path)
+    protocol = uri.partition("://")[0]
     try:
         fsspec.get_filesystem_class(protocol)
-    except (ImportError, ValueError) as error:
+    except ImportError as error:
         raise ConfigError(
             f"storage={uri!r} cannot be opened: {error}; install the fsspec package of this protocol, "
             "or use a local path or s3://bucket/folder"
         ) from error
-    if protocol != "memory" and not rest.strip("/"):
-        raise ConfigError(f"storage={uri!r} names no bucket or host; use {protocol}://bucket/folder")
-    return RemoteFolder(uri)
+    return S3Folder(uri) if protocol in ("s3", "s3a") else RemoteFolder(uri)
 
 
 def _is_key(key: str) -> bool:
-    return all(_PART.fullmatch(part) and part not in (".", "..") for part in key.split("/"))
+    return all(_KEY_PART.fullmatch(part) and part not in (".", "..") for part in key.split("/"))
 
 
 def _checked(key: str) -> str:
     if not _is_key(key) or key.rpartition("/")[2].startswith(TEMPORARY_PREFIX):
         raise StorageError(
-            f"{key!r} is not a key: keys are relative, made of letters, digits and ._=@+,~:- between slashes, "
-            f"without . or .. parts, and do not start with {TEMPORARY_PREFIX}"
+            f"{key!r} is not a key: keys are relative, of letters, digits and ._=@+,~:- between slashes, without . or "
+            f".. as parts, and their names do not start with {TEMPORARY_PREFIX}"
         )
     return key

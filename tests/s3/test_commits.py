@@ -36,7 +36,7 @@ def test_what_several_ranks_save_comes_back(bucket: Bucket, world_size: int) -> 
 
 
 def test_large_objects_go_in_parts_and_come_back(bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.storage.remote.PART_BYTES", PART_BYTES)
+    monkeypatch.setattr("elastic_ddp.storage.s3.PART_BYTES", PART_BYTES)
     parts: list[str] = []
     proxy.plan = lambda request: parts.append(request.target) if "partNumber=" in request.target else None
     storage, state = bucket.storage(endpoint=proxy.endpoint), large_state(1, 5)
@@ -155,7 +155,7 @@ def test_a_server_that_does_not_show_uploads_is_no_trouble(
 def test_an_upload_in_parts_that_failed_is_taken_back(
     bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.storage.remote.PART_BYTES", PART_BYTES)
+    monkeypatch.setattr("elastic_ddp.storage.s3.PART_BYTES", PART_BYTES)
     proxy.plan = lambda request: Refusal(403, "ExpiredToken") if "partNumber=2" in request.target else None
     outcome = save_on_ranks([bucket.storage(endpoint=proxy.endpoint)], 1, state=large_state(1, 3))
     assert isinstance(outcome, Exception) and "ExpiredToken" in str(outcome)

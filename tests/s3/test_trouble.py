@@ -21,7 +21,7 @@ from tests.unit.test_checkpoint import keys_of, restored_step, step_of
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr("elastic_ddp.storage.s3._CREATE_PAUSE_S", 0.01)
+    monkeypatch.setattr("elastic_ddp.storage.s3.CREATE_BACKOFF_S", 0.01)
 
 
 def at(number: int, what: Fault | Refusal) -> Plan:
@@ -141,7 +141,7 @@ def test_a_commit_stands_whose_answer_was_lost_and_was_not_to_be_had(bucket: Buc
 def test_a_large_object_goes_through_what_passes(
     bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, which: str, what: Fault | Refusal
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.storage.remote.PART_BYTES", PART_BYTES)
+    monkeypatch.setattr("elastic_ddp.storage.s3.PART_BYTES", PART_BYTES)
 
     def is_meant(request: Request) -> bool:
         if which == "POST complete":
@@ -182,7 +182,7 @@ def test_a_large_object_may_be_the_first_request_of_a_process(bucket: Bucket) ->
 def test_a_large_object_whose_part_is_refused_says_so_and_leaves_nothing(
     bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.storage.remote.PART_BYTES", PART_BYTES)
+    monkeypatch.setattr("elastic_ddp.storage.s3.PART_BYTES", PART_BYTES)
     storage, state = bucket.storage(endpoint=proxy.endpoint, is_patient=True), large_state(1, 2)
     for which, what, said in (
         ("partNumber=2", Refusal(403, "ExpiredToken"), "ExpiredToken, 403"),

@@ -24,8 +24,8 @@ from elastic_ddp.checkpoint.prune import prune, removals
 from elastic_ddp.checkpoint.store import SupersededError
 from elastic_ddp.checkpoint.writer import StateWriter
 from elastic_ddp.errors import CheckpointError, PeerFailedError, StorageError
+from elastic_ddp.storage.folder import Upload
 from elastic_ddp.storage.local import TEMPORARY_PREFIX
-from elastic_ddp.storage.s3 import Upload
 from elastic_ddp.storage.storage import Storage
 from tests.single_rank_store import SingleRankStore
 from tests.unit.test_checkpoint import corrupt, keys_of

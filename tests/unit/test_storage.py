@@ -456,7 +456,7 @@ def refuse_hard_links(monkeypatch: pytest.MonkeyPatch, *, can_rename: bool) -> N
 
     monkeypatch.setattr(os, "link", refuses)
     if not can_rename:
-        monkeypatch.setattr(local, "_renamed_if_new", lambda old, new: False)
+        monkeypatch.setattr(local, "_rename_if_new", lambda old, new: False)
 
 
 @pytest.mark.parametrize("can_rename", [True, False])
@@ -475,7 +475,7 @@ def test_without_hard_links_an_object_is_there_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_hard_links(monkeypatch, can_rename=True)
-    write_through, seen = local._write_through, []
+    write_through, seen = local._write_and_sync, []
 
     def writes(file: Any, data: bytes) -> None:
         file.write(data[:1])
@@ -483,7 +483,7 @@ def test_without_hard_links_an_object_is_there_whole_or_not_at_all(
         seen.append(Storage(tmp_path).list())
         write_through(file, data[1:])
 
-    monkeypatch.setattr(local, "_write_through", writes)
+    monkeypatch.setattr(local, "_write_and_sync", writes)
     Storage(tmp_path).create("a", b"12")
     assert seen == [[]] and Storage(tmp_path).read("a") == b"12"
 
@@ -493,14 +493,14 @@ def test_an_object_that_is_removed_while_it_is_written_was_not_created(
 ) -> None:
     """Where it shows meanwhile: somebody may have found that it is no manifest, and set it aside."""
     refuse_hard_links(monkeypatch, can_rename=False)
-    write_through = local._write_through
+    write_through = local._write_and_sync
 
     def writes(file: Any, data: bytes) -> None:
         write_through(file, data)
         (tmp_path / "a").unlink(missing_ok=True)
 
-    monkeypatch.setattr(local, "_write_through", writes)
-    with pytest.raises(StorageError, match="removed while it was written"):
+    monkeypatch.setattr(local, "_write_and_sync", writes)
+    with pytest.raises(StorageError, match="deleted while it was written"):
         Storage(tmp_path).create("a", b"1")
 
 
@@ -514,9 +514,9 @@ def test_a_file_in_the_way_is_not_taken_for_an_object_that_exists(tmp_path: Path
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("", "storage is empty"),
-        ("nonsense://x", "nonsense.*install"),
-        ("s3://", "names no bucket"),
+        ("", "storage='' names no folder"),
+        ("nonsense://x", "storage='nonsense://x'.*s3://bucket/runs"),
+        ("s3://", "storage='s3://' names no folder or bucket"),
     ],
 )
 def test_addresses_that_cannot_work_are_refused_with_the_fix(uri: str, message: str) -> None:

@@ -1,0 +1,75 @@
+"""The interface that each kind of storage implements: a folder of objects."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Upload:
+    """An unfinished write: a multipart upload on S3, or a temporary file of a local folder."""
+
+    key: str
+    id: str
+    started_at: float
+    """Seconds since 1970, by the storage's clock."""
+    num_bytes: int = 0
+    """Bytes stored so far; 0 on S3, which does not report it."""
+
+
+class Folder(ABC):
+    """A folder in one kind of storage. `Storage` checks keys before a call and converts any exception after it."""
+
+    uri: str
+
+    @abstractmethod
+    def read(self, key: str, max_bytes: int | None = None) -> bytes: ...
+
+    @abstractmethod
+    def size(self, key: str) -> int: ...
+
+    @abstractmethod
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int: ...
+
+    @abstractmethod
+    def write(self, key: str, data: bytes | memoryview) -> None: ...
+
+    @abstractmethod
+    def create(self, key: str, data: bytes, before_retry: Callable[[], None]) -> None: ...
+
+    @abstractmethod
+    def sizes(self, prefix: str) -> dict[str, int]: ...
+
+    @abstractmethod
+    def modified(self, prefix: str) -> list[float]:
+        """Returns when each object below `prefix` was last written, in seconds since 1970."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None: ...
+
+    @abstractmethod
+    def delete_tree(self, prefix: str) -> None: ...
+
+    @abstractmethod
+    def at(self, name: str) -> Folder: ...
+
+    @abstractmethod
+    def filesystem_and_path(self) -> tuple[Any, str]: ...
+
+    def delete_if(self, key: str, data: bytes) -> bool:
+        """Deletes an object that holds `data`. Another process may replace it between the read and the delete."""
+        is_same = self.read(key) == data
+        if is_same:
+            self.delete(key)
+        return is_same
+
+    def uploads(self, prefix: str) -> list[Upload]:
+        """Returns unfinished writes below `prefix`; none where the storage cleans up by itself."""
+        return []
+
+    def abort(self, upload: Upload) -> None:
+        """Deletes what an unfinished write has stored."""
+        raise NotImplementedError(f"{self.uri} has no unfinished writes")
