@@ -15,6 +15,7 @@ from typer.core import TyperArgument, TyperOption
 
 from elastic_ddp.cli.main import app
 from elastic_ddp.config import run_config
+from elastic_ddp.telemetry import events
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,7 +127,33 @@ def _commands(words: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 def ledger_events() -> str:
     """Returns the page of ledger events: one heading for each, with its description and fields."""
-    return "# Ledger events\n"
+    documented = griffe.load("elastic_ddp.telemetry.events", search_paths=[ROOT])
+    lines = [
+        "# Ledger events",
+        "",
+        "The ledger is the run's append-only event log: JSON lines in `<storage>/<name>/ledger/*.jsonl`. "
+        "Each line is one event. Times are Unix times in seconds. Fields that do not apply are null.",
+        "",
+        "## Fields of all events",
+        "",
+        *_fields(documented[events.Event.__name__]),
+    ]
+    for name, kind in events.EVENTS.items():
+        event = documented[kind.__name__]
+        lines += [f"## `{name}` {{#{name}}}", "", _text(event.docstring), ""]
+        for base in reversed(kind.__mro__):
+            if issubclass(base, events.Event) and base is not events.Event:
+                lines += _fields(documented[base.__name__])
+    return "\n".join(lines)
+
+
+def _fields(event: griffe.Object) -> list[str]:
+    """Returns a definition list of the fields that a class of events adds."""
+    lines = []
+    for name, field in event.members.items():
+        if field.is_attribute and (name != "event" or event.name == events.Event.__name__):
+            lines += [f"`{name}`", f":   {_text(field.docstring)}", ""]
+    return lines
 
 
 def _text(docstring: griffe.Docstring | str | None) -> str:
