@@ -1,7 +1,7 @@
-"""What an exception of a storage's client library means: in words, whether time mends it, and what to change.
+"""What an exception of a storage's client library means: its text, whether it is permanent, and the fix.
 
-Libraries are optional, so their classes go by name. s3fs makes errors of Python's out of S3's, with neither S3's code
-nor an errno; Ceph's gateway sends a code and not a word beside it.
+The client libraries are optional, so their classes are recognized by name. s3fs converts S3's errors to Python's,
+without S3's code or an errno. Ceph's gateway sends a code without a message.
 """
 
 from __future__ import annotations
@@ -13,65 +13,64 @@ from typing import Any
 from elastic_ddp.errors import format_exception
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_LASTING = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EFBIG, errno.EROFS} | _FULL
-_UNABLE = {errno.ENOSYS, errno.ENOTSUP}
+_PERMANENT = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EFBIG, errno.EROFS} | _FULL
+_UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"}
 _BAD_CREDENTIALS = {
     *("ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken"),
     *("SignatureDoesNotMatch", "TokenRefreshRequired"),
 }
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
-_LASTING_STATUS = {401, 403, 404, 405, 501, 507}
+_PERMANENT_STATUS = {401, 403, 404, 405, 501, 507}
 
 
 def format_error(error: BaseException) -> str:
-    """The error in words, with S3's code and status where it is one of S3's."""
-    code, status, words = _s3_answer(error)
+    """Returns the type and text of an error, with S3's code and status if S3 sent it."""
+    code, status, message = _s3_answer(error)
     if not code:
         return format_exception(error)
-    return f"{type(error).__name__}: {code if code == str(status) else f'{code}, {status}'}{words and f': {words}'}"
+    answer = code if code == str(status) else f"{code}, {status}"
+    return f"{type(error).__name__}: {answer}{message and f': {message}'}"
 
 
 def is_missing_bucket(error: BaseException) -> bool:
-    """Whether an object is missing because its bucket is."""
+    """Returns whether the bucket itself does not exist."""
     return _s3_answer(error)[0] == "NoSuchBucket"
 
 
 def is_refused_as_changed(error: BaseException) -> bool:
-    """Whether S3 refused what was asked under the condition that an object is as it was."""
+    """Returns whether S3 refused a conditional request because the object has changed."""
     return _s3_answer(error)[1] == 412
 
 
 def is_unsupported(error: BaseException) -> bool:
-    """Whether a server, or the client's library, says that it does not know what was asked."""
-    lacks = _names(error) & {"ParamValidationError"} or (isinstance(error, OSError) and error.errno in _UNABLE)
-    return bool(lacks) or _s3_answer(error)[1] == 501
+    """Returns whether the server or the client library does not support the request."""
+    by_client = _names(error) & {"ParamValidationError"} or (isinstance(error, OSError) and error.errno in _UNSUPPORTED)
+    return bool(by_client) or _s3_answer(error)[1] == 501
 
 
 def is_permanent(error: BaseException | None) -> bool:
-    """Whether a failure of a storage is one that time does not mend: no rights, no room, no such bucket."""
+    """Returns whether a retry cannot succeed, such as without permission, space or a bucket."""
     code, status, _ = _s3_answer(error)
     if code:
-        # An upload in parts is missing once it is complete: its answer was lost, and the library asked again.
-        lasts = status in _LASTING_STATUS and code != "NoSuchUpload"
-        return lasts or code in _BAD_CREDENTIALS | _FULL_CODES | {"InvalidBucketName"}
-    for each in _causes(error):
-        if isinstance(each, PermissionError | FileNotFoundError | NotADirectoryError | NotImplementedError):
-            return True
-        if _names(each) & _NO_CREDENTIALS:
-            return True
-        if isinstance(each, OSError) and each.errno in _LASTING:
-            return True
-    return False
+        # A completed multipart upload no longer exists: its answer was lost, and the client repeated the request.
+        by_status = status in _PERMANENT_STATUS and code != "NoSuchUpload"
+        return by_status or code in _BAD_CREDENTIALS | _FULL_CODES | {"InvalidBucketName"}
+    return any(
+        isinstance(cause, PermissionError | FileNotFoundError | NotADirectoryError | NotImplementedError)
+        or (isinstance(cause, OSError) and cause.errno in _PERMANENT)
+        or _names(cause) & _NO_CREDENTIALS
+        for cause in _causes(error)
+    )
 
 
 def suggest_fix(error: BaseException) -> str:
-    """What to change."""
+    """Returns what the user can change."""
     code, _, _ = _s3_answer(error)
+    number = error.errno if isinstance(error, OSError) else None
     if _names(error) & _NO_CREDENTIALS:
         return (
-            "give credentials, for S3 with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role of "
-            "the machine"
+            "set credentials: for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role of the machine"
         )
     if code in _BAD_CREDENTIALS:
         return (
@@ -80,30 +79,30 @@ def suggest_fix(error: BaseException) -> str:
         )
     if code == "RequestTimeTooSkewed":
         return "set this machine's clock"
-    if code in _FULL_CODES or (isinstance(error, OSError) and error.errno in _FULL):
+    if code in _FULL_CODES or number in _FULL:
         return "free space there or use another storage"
-    if isinstance(error, OSError) and error.errno == errno.EROFS:
+    if number == errno.EROFS:
         return "mount it for writing or use another storage"
-    if isinstance(error, OSError) and error.errno == errno.EFBIG:
-        return "raise the limit of a file's size (ulimit -f) or use another file system"
-    if isinstance(error, NotImplementedError) or (isinstance(error, OSError) and error.errno in _UNABLE):
+    if number == errno.EFBIG:
+        return "raise the file size limit (ulimit -f) or use another file system"
+    if isinstance(error, NotImplementedError) or number in _UNSUPPORTED:
         return (
-            "use one that creates an object only where there is none, as commits need it: a folder that all nodes "
-            "mount, S3 of AWS or a server that heeds If-None-Match (a newer version of this one may)"
+            "use a storage that can create an object only if it does not exist: a folder that all nodes mount, AWS "
+            "S3, or a server that supports If-None-Match (check for a newer version)"
         )
     if isinstance(error, FileNotFoundError):
         return "create the bucket or the file system first, or correct its name"
     if isinstance(error, PermissionError):
-        return "grant this user or role reading, writing, listing and deleting there, or use another storage"
+        return "allow this user or role to read, write, list and delete there, or use another storage"
     if isinstance(error, NotADirectoryError):
         return "remove that file or use another folder"
     return "check the address (AWS_ENDPOINT_URL for S3 servers other than AWS), the network and the permissions"
 
 
 def _s3_answer(error: BaseException | None) -> tuple[str, int | None, str]:
-    """Code, HTTP status and words of S3's answer that led to this; no code where there was none."""
-    for each in _causes(error):
-        response: Any = getattr(each, "response", None)
+    """Returns code, HTTP status and message of the S3 answer that caused an error; an empty code if none did."""
+    for cause in _causes(error):
+        response: Any = getattr(cause, "response", None)
         if isinstance(response, dict) and isinstance(response.get("Error"), dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             return str(response["Error"].get("Code") or ""), status, response["Error"].get("Message") or ""

@@ -1,12 +1,12 @@
-"""The lease on a run: one driver at a time, wherever the others may be, and where it is.
+"""The lease on a run: at most one driver at a time, on any machine, and where that driver is.
 
-A lease is an object in the run's storage, `driver/000001.json`, that its holder counts up for as long as it lives. Each
-taking has a number of its own, its term, and the newest term counts. A lease is taken by creating the next term, which
-only one driver can, and given back by marking it as released. The newest object is never removed, so a term is never
-given twice without the later of its takers seeing a newer one; older objects are rubbish.
+A lease is an object in the run's storage, `driver/000001.json`, whose counter its holder increments while it lives.
+Each acquisition has a number, its term, and the newest term is valid. A driver acquires the lease by creating the next
+term, which only one driver can do, and releases it by marking its term as released. The newest object is never deleted.
+So if two drivers ever create the same term, the later one sees a newer term and withdraws. Older objects are deleted.
 
-Whether a holder lives is told by its process, where that can be seen, and otherwise by its count: machines' clocks are
-not compared.
+The process of a holder shows whether it is alive, if it can be seen from here. Otherwise its counter does, so the
+clocks of machines are never compared.
 """
 
 from __future__ import annotations
@@ -27,26 +27,25 @@ from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
 
-RENEW_S = 5.0
-"""Between two renewals."""
-EXPIRES_S = 20.0
-"""A holder whose process cannot be seen, and that has not renewed for so long, is taken for dead."""
-LOOK_S = 1.0
-"""Between two looks at the lease of such a holder."""
+RENEW_EVERY_S = 5.0
+EXPIRES_AFTER_S = 20.0
+"""A lease that is not renewed for this long has expired, if the process of its holder cannot be seen."""
+POLL_EVERY_S = 1.0
+"""Time between two reads of a lease that may have expired."""
 
 _OBJECT = re.compile(r"driver/([0-9]{6,})\.json")
-_READ_TRIES = 10
+_READ_ATTEMPTS = 10
 
 
 def find_holder(storage: Storage) -> Driver | None:
-    """The driver that holds a run's lease, or held it when it died; None if there is none."""
-    lease = _newest(storage)
+    """Returns the driver that holds a run's lease, or held it when it died; None without one."""
+    lease = _read_newest(storage)
     return None if lease is None or lease.released else lease.driver
 
 
 @dataclass(frozen=True)
 class _Lease:
-    """What was seen of a lease."""
+    """A lease as it was read."""
 
     term: int
     data: bytes
@@ -55,18 +54,20 @@ class _Lease:
 
 
 class DriverLease:
-    """This driver's lease on a run. As a context it is released in the end; `acquire` takes it.
+    """This driver's lease on a run. `acquire` takes it, and the end of the `with` block releases it.
 
-    Only the driver uses it. `session` names this life of the driver, and `replaced` is set, and stays so, once another
-    driver has taken the run over.
+    Attributes:
+        session: the unique name of this start of the driver.
+        replaced: set when another driver has taken over the run, and never cleared.
 
     Args:
-        storage: the run's.
-        run_name: for messages.
-        session: of this driver, as in its ledger.
-        note: tells a person at the terminal why it waits, and whom it succeeds.
-        driver: who takes it; by default this process.
-        clock: seconds that only go forward.
+        storage: the run's folder.
+        run_name: the run's name, for messages.
+        session: the name of this start of the driver, as in its ledger.
+        notify: shows a message at the driver's terminal.
+        driver: the driver that takes the lease; by default this process.
+        clock: a monotonic clock, in seconds.
+        sleep: sleeps for a number of seconds.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class DriverLease:
         storage: Storage,
         run_name: str,
         session: str,
-        note: Callable[[str], None],
+        notify: Callable[[str], None],
         *,
         driver: Driver | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -84,17 +85,17 @@ class DriverLease:
         self.replaced = threading.Event()
         self._storage = storage
         self._run_name = run_name
-        self._note = note
+        self._notify = notify
         self._driver = driver or Driver.this_process(session)
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
         self._term: int | None = None
-        """Ours, while we hold it."""
+        """The term that this driver holds."""
         self._count = 0
         self._successor: Driver | None = None
         self._is_failing = False
-        self._over = threading.Event()
+        self._is_released = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -106,38 +107,38 @@ class DriverLease:
         self.release()
 
     def acquire(self) -> None:
-        """Takes the lease, and keeps it by a thread of its own; nothing if this driver holds it.
+        """Acquires the lease, and renews it from a thread; does nothing if this driver holds it.
 
-        The lease of a dead process of this machine is taken over at once. One that is held elsewhere is watched until
-        it is renewed, or for `EXPIRES_S`.
+        The lease of a dead process on this machine is taken over at once. One that is held elsewhere is polled until
+        it is renewed or expires.
 
         Raises:
-            ConfigError: the run has a live driver; says where, and what to do.
-            DriverReplacedError: this driver held it, and another has taken the run over.
+            ConfigError: the run has a live driver; the message names it.
+            DriverReplacedError: this driver held the lease, and another driver has taken over.
             StorageError: the storage failed.
         """
         self.check()
         if self._term is not None:
             return
         while True:
-            newest = self._newest()
-            before = None if newest is None or newest.released else newest
-            if before is not None and not self._is_over(before):
+            newest = _read_newest(self._storage)
+            previous = None if newest is None or newest.released else newest
+            if previous is not None and not self._has_expired(previous):
                 continue
-            if self._take(newest.term + 1 if newest else 1):
+            if self._create_term(newest.term + 1 if newest else 1):
                 break
-        if before is not None:
-            self._note(f"run {self._run_name!r} is taken over from a driver that is gone: {before.driver}")
-        self._thread = threading.Thread(target=self._keep, name="driver-lease", daemon=True)
+        if previous is not None:
+            self._notify(f"run {self._run_name!r}: taking over from a dead driver: {previous.driver}")
+        self._thread = threading.Thread(target=self._renew_periodically, name="driver-lease", daemon=True)
         self._thread.start()
 
     def renew(self, *, ray_address: str | None = None) -> None:
-        """Renews it now, and puts Ray's address into it. A failing storage is logged, and met again at the next turn.
+        """Renews the lease now, and records Ray's address in it. A failure of the storage is logged, not raised.
 
-        Call it before what only the holder may do: unlike `check`, it asks the storage.
+        Call this before an action that only the holder may take: unlike `check`, it asks the storage.
 
         Raises:
-            DriverReplacedError: another driver has taken the run over.
+            DriverReplacedError: another driver has taken over the run.
         """
         with self._lock:
             if ray_address is not None:
@@ -147,21 +148,24 @@ class DriverLease:
         self.check()
 
     def check(self) -> None:
-        """Raises if the lease is known to be lost; costs nothing, so that a loop can call it at every turn.
+        """Raises if this driver is known to be replaced. Does not access the storage, so loops can call it.
 
         Raises:
-            DriverReplacedError: another driver has taken the run over; says which.
+            DriverReplacedError: another driver has taken over the run; the message names it.
         """
         if self.replaced.is_set():
             raise DriverReplacedError(
-                f"run {self._run_name!r} was taken over by another driver: {self._successor}. This one leaves the run "
-                f"to it; a driver is replaced when it is silent for {EXPIRES_S:g} s, as on a machine that is suspended"
+                f"run {self._run_name!r} was taken over by another driver: {self._successor}. This one stops. A driver "
+                f"is replaced when it does not renew its lease for {EXPIRES_AFTER_S:g} s, as on a suspended machine"
             )
 
     def release(self) -> None:
-        """Gives the lease back; nothing if it is not held. A failing storage is logged: whoever comes next then waits
-        for `EXPIRES_S`, unless it sees that this process is gone."""
-        self._over.set()
+        """Releases the lease; does nothing if it is not held.
+
+        A failure of the storage is logged. The next driver then waits for the lease to expire, unless it can see that
+        this process has ended.
+        """
+        self._is_released.set()
         with self._lock:
             if self._term is not None:
                 self._renew(self._term, released=True)
@@ -169,16 +173,16 @@ class DriverLease:
         if self._thread is not None:
             self._thread.join()
 
-    def _keep(self) -> None:
-        while not self._over.wait(RENEW_S):
+    def _renew_periodically(self) -> None:
+        while not self._is_released.wait(RENEW_EVERY_S):
             with self._lock:
-                if self._term is not None:  # else released since
+                if self._term is not None:
                     self._renew(self._term)
 
     def _renew(self, term: int, *, released: bool = False) -> None:
-        """Looks first: the object of a driver that is replaced is not to be written again."""
+        """Writes the lease, unless another driver holds it now."""
         try:
-            newest = self._newest()
+            newest = _read_newest(self._storage)
             if newest is not None and newest.term >= term and newest.driver.session != self.session:
                 self._successor = newest.driver
                 self.replaced.set()
@@ -187,32 +191,38 @@ class DriverLease:
             self._count += 1
             self._storage.write(_key(term), self._content(released=released))
         except StorageError as error:
-            if released or not self._is_failing:  # one line for an outage, not one for every turn in it
+            if released or not self._is_failing:  # one log line for each outage
                 _log.warning("the lease on run %r cannot be renewed: %s", self._run_name, error)
             self._is_failing = True
         else:
             self._is_failing = False
 
-    def _is_over(self, lease: _Lease) -> bool:
-        """Whether its holder is dead; False if it has changed hands meanwhile. Refuses if it lives."""
+    def _has_expired(self, lease: _Lease) -> bool:
+        """Returns whether a lease's holder is dead, False if the lease has changed hands.
+
+        Raises:
+            ConfigError: the holder is alive.
+        """
         is_alive = lease.driver.is_alive()
         if is_alive:
             raise self._refusal(lease.driver)
         if is_alive is not None:
             return True
-        self._note(
-            f"run {self._run_name!r} has a driver that may still live: {lease.driver}. Waiting up to {EXPIRES_S:g} s "
-            "for a sign of it"
+        self._notify(
+            f"run {self._run_name!r}: its driver may be alive: {lease.driver}. Waiting up to {EXPIRES_AFTER_S:g} s "
+            "for it to renew its lease"
         )
-        deadline = self._clock() + EXPIRES_S
+        deadline = self._clock() + EXPIRES_AFTER_S
         while True:
-            self._sleep(LOOK_S)
-            is_last = self._clock() >= deadline  # before looking: this process may be frozen between the two
-            now = self._newest()
-            if now is None or now.term != lease.term or now.released or now.driver.session != lease.driver.session:
+            self._sleep(POLL_EVERY_S)
+            is_last = self._clock() >= deadline  # before the read: this process may be suspended between the two
+            newest = _read_newest(self._storage)
+            if newest is None or (newest.term, newest.driver.session) != (lease.term, lease.driver.session):
                 return False
-            if now.data != lease.data:
-                raise self._refusal(now.driver)
+            if newest.released:
+                return False
+            if newest.data != lease.data:
+                raise self._refusal(newest.driver)
             if is_last:
                 return True
 
@@ -222,17 +232,16 @@ class DriverLease:
             f"with `elastic-ddp stop {self._run_name}`, or use another name"
         )
 
-    def _take(self, term: int) -> bool:
-        """Takes a term; False if another driver came first."""
+    def _create_term(self, term: int) -> bool:
+        """Acquires a term. Returns False if another driver was first."""
         try:
             self._storage.create(_key(term), self._content())
         except FileExistsError:
             return False
         self._term = term
-        newest = self._newest()
+        newest = _read_newest(self._storage)
         if newest is not None and newest.driver.session != self.session:
-            # A storage that lets two create the same object; or our term was over, and its object removed, since we
-            # looked.
+            # Either this term was already over and its object deleted, or the storage let two drivers create it.
             self._term = None
             if newest.term > term:
                 self._storage.delete(_key(term))
@@ -242,9 +251,6 @@ class DriverLease:
                 self._storage.delete(_key(older))
         return True
 
-    def _newest(self) -> _Lease | None:
-        return _newest(self._storage)
-
     def _content(self, *, released: bool = False) -> bytes:
         return json.dumps({**asdict(self._driver), "count": self._count, "released": released}, indent=1).encode()
 
@@ -253,16 +259,16 @@ def _key(term: int) -> str:
     return f"driver/{term:06d}.json"
 
 
-def _newest(storage: Storage) -> _Lease | None:
-    """The lease that counts, None if there never was one."""
-    for _ in range(_READ_TRIES):
+def _read_newest(storage: Storage) -> _Lease | None:
+    """Returns the valid lease, None if there never was one."""
+    for _ in range(_READ_ATTEMPTS):
         if not (terms := _terms(storage)):
             return None
         try:
             return _parse(terms[-1], storage.read(_key(terms[-1])))
         except FileNotFoundError:
-            continue  # there is a newer one since
-    raise StorageError(f"{_key(terms[-1])!r} in {storage.uri} is listed, and cannot be read: it is not there")
+            continue  # a newer term was created meanwhile
+    raise StorageError(f"cannot read {_key(terms[-1])!r} in {storage.uri}: it is listed but does not exist")
 
 
 def _terms(storage: Storage) -> list[int]:
@@ -271,7 +277,7 @@ def _terms(storage: Storage) -> list[int]:
 
 
 def _parse(term: int, data: bytes) -> _Lease:
-    """A lease that is torn, or of another version, still counts: whether it changes can be seen."""
+    """Parses a lease. One that is torn, or of another version, is valid: a change of its bytes shows a live holder."""
     try:
         content: dict[str, Any] = dict(json.loads(data))
     except (TypeError, ValueError):

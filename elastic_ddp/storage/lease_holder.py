@@ -1,4 +1,4 @@
-"""A driver: who and where it is, and whether it lives, as far as that can be seen from here."""
+"""A driver process: its identity, and whether it is alive as far as this machine can see."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """A driver and where it is. `str` of it is for people."""
+    """A driver and where it runs. `str` describes it for messages."""
 
     session: str = ""
-    host: str = "a host that its lease does not name"
+    host: str = "an unknown host"
     pid: int = 0
-    user: str = "somebody"
+    user: str = "an unknown user"
     command: str = ""
-    since: str = "a time unknown"
-    """By the clock of its host."""
+    since: str = "an unknown time"
+    """Start time by the clock of its host, in ISO format."""
     ray_address: str | None = None
-    """None until it is known."""
+    """None until it has connected to Ray."""
     boot_id: str = ""
-    """Of its host's kernel; empty if unknown."""
+    """Boot id of its host's kernel; empty if unknown."""
     pid_namespace: int = 0
-    """The inode of the namespace that `pid` belongs to."""
+    """Inode of the namespace of `pid`."""
     started: int | None = None
-    """When its process began, in clock ticks since boot: what tells it from a later one with its pid."""
+    """Start of the process in clock ticks since boot, which tells it from a later process with the same pid."""
 
     def __str__(self) -> str:
-        ray = f"Ray at {self.ray_address}" if self.ray_address else "not on Ray yet"
+        ray = f"Ray at {self.ray_address}" if self.ray_address else "not connected to Ray"
         command = f", started with `{self.command}`" if self.command else ""
         return f"pid {self.pid} of {self.user} on {self.host}, since {self.since}, {ray}{command}"
 
     @classmethod
     def this_process(cls, session: str) -> Driver:
-        """This process."""
-        boot_id, pid_namespace = _whereabouts_of_pids()
+        """Describes the current process."""
+        boot_id, pid_namespace = _pid_scope()
         return cls(
             session=session,
             host=socket.gethostname(),
@@ -54,27 +54,37 @@ class Driver:
         )
 
     def is_alive(self) -> bool | None:
-        """Whether its process lives; None where that cannot be seen from here."""
-        boot_id, pid_namespace = _whereabouts_of_pids()
+        """Returns whether the process is alive; None if this process cannot see that."""
+        boot_id, pid_namespace = _pid_scope()
         if not boot_id or (self.boot_id, self.pid_namespace) != (boot_id, pid_namespace):
             return None
-        begun = started(self.pid)
-        if begun is None:
+        started_at = started(self.pid)
+        if started_at is None:
             try:
                 os.kill(self.pid, 0)
-            except PermissionError:  # other users' processes may be hidden
+            except PermissionError:  # processes of other users may be hidden
                 return None
             except ProcessLookupError:
                 pass
-            return False  # or a zombie
-        if begun != self.started:
+            return False  # dead, or a zombie
+        if started_at != self.started:
             return False
-        # A lease of this very process may be one that could not be released: a notebook would wait for itself.
+        # A lease of this very process may be one that it failed to release, such as in a notebook.
         return None if self.pid == os.getpid() else True
 
 
-def _whereabouts_of_pids() -> tuple[str, int]:
-    """The boot of this machine, and the namespace in it, that pids here belong to; an empty boot if unknown."""
+def started(pid: int) -> int | None:
+    """Returns when a process started, in clock ticks since boot; None if it is dead or cannot be seen."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    state, *rest = stat.rpartition(b")")[2].split()  # the process name before it may contain any character
+    return None if state in (b"Z", b"X") else int(rest[18])
+
+
+def _pid_scope() -> tuple[str, int]:
+    """Returns the boot id and the pid namespace in which this process's pids are valid; an empty id if unknown."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot_id, os.stat("/proc/self/ns/pid").st_ino
@@ -82,18 +92,8 @@ def _whereabouts_of_pids() -> tuple[str, int]:
         return "", 0
 
 
-def started(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None if it is dead or cannot be seen."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    state, *rest = stat.rpartition(b")")[2].split()  # a process may have any name
-    return None if state in (b"Z", b"X") else int(rest[18])
-
-
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # containers run as users that have no name
+    except (KeyError, OSError):  # users in containers may have no name
         return f"user {os.getuid()}"

@@ -1,5 +1,4 @@
-"""Work with a storage that may never return, as on a network mount whose server is gone: it is given up when it gets
-nowhere."""
+"""A storage whose hung operations, such as on a network mount without its server, end with an error."""
 
 from __future__ import annotations
 
@@ -10,35 +9,35 @@ from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 from elastic_ddp.errors import StorageError
-from elastic_ddp.storage.retry import StorageProxy
+from elastic_ddp.storage.proxy import Result, StorageProxy
 from elastic_ddp.storage.storage import Storage
 
 STALL_TIMEOUT_S = 600.0
-"""What works with a storage is given up when no operation of it has ended for so long: none takes longer, at an object
-of some ten MiB."""
+"""Time without a completed operation after which the storage counts as hung. One operation moves about ten MiB."""
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class StalledError(StorageError):
-    """The storage hangs."""
+    """The storage hangs; check that the node can reach it, and that a mount is alive."""
 
 
 class WatchedStorage(StorageProxy):
-    """The same folder, for one piece of work: it is known when an operation ended last, and once the work is given up
-    none begins, whatever threads it has left behind."""
+    """The same folder, for one piece of work that ends with StalledError when the storage hangs.
+
+    After that the storage refuses operations, so threads that were left behind cannot change anything.
+    """
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
-        self._given_up = False
-        self._moved_at = time.monotonic()
+        self._is_stalled = False
+        self._last_progress = time.monotonic()
 
     def run_watched(self, work: Callable[[], Result]) -> Result:
-        """What it returns or raises. It does what it does with this storage in a thread of its own.
+        """Runs `work`, which uses this storage, in a daemon thread. Returns or raises what it does.
 
         Raises:
-            StalledError: it was given up, and its thread is left behind.
+            StalledError: no operation completed for `STALL_TIMEOUT_S`; the thread is left behind.
         """
         done: Future[Result] = Future()
 
@@ -48,26 +47,26 @@ class WatchedStorage(StorageProxy):
             except BaseException as error:
                 done.set_exception(error)
 
-        self._moved_at = time.monotonic()
+        self._last_progress = time.monotonic()
         threading.Thread(target=run, name=f"{threading.current_thread().name}-work", daemon=True).start()
-        while (left_s := self._moved_at + STALL_TIMEOUT_S - time.monotonic()) > 0:
+        while (left_s := self._last_progress + STALL_TIMEOUT_S - time.monotonic()) > 0:
             wait([done], left_s)
             if done.done():
                 return done.result()
-        self._given_up = True
+        self._is_stalled = True
         raise self._stalled()
 
-    def _do(self, operation: Callable[[], Result]) -> Result:
-        if self._given_up:
-            raise self._stalled()
-        result = operation()
-        self._moved_at = time.monotonic()
-        return result
-
     def delete_tree(self, prefix: str) -> None:
-        for key in self.list(prefix):  # there may be so many that only one after the other shows that it goes on
+        for key in self.list(prefix):  # one by one, so that each deletion counts as progress
             self.delete(key)
         super().delete_tree(prefix)
+
+    def _call(self, operation: Callable[[], Result], *, may_retry: bool = True) -> Result:
+        if self._is_stalled:
+            raise self._stalled()
+        result = operation()
+        self._last_progress = time.monotonic()
+        return result
 
     def _stalled(self) -> StalledError:
         return StalledError(
@@ -77,8 +76,10 @@ class WatchedStorage(StorageProxy):
 
 
 class DaemonPool(Generic[Item]):
-    """Calls a function with each of some items, several at a time. Its threads keep no process from its end, as those
-    of an executor would, of which one may hang."""
+    """Calls `work` with each of `items` on up to `size` daemon threads.
+
+    Unlike the threads of an executor, they do not keep the process alive if the storage hangs.
+    """
 
     def __init__(self, work: Callable[[Item], object], items: Sequence[Item], *, size: int) -> None:
         self._work, self._items = work, iter(items)
@@ -89,13 +90,13 @@ class DaemonPool(Generic[Item]):
             threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
             for number in range(min(size, len(items)))
         ]
-        for each in self._threads:
-            each.start()
+        for thread in self._threads:
+            thread.start()
 
     def wait(self) -> None:
-        """Until all is done, or something failed: what is under way ends first, and that is raised."""
-        for each in self._threads:
-            each.join()
+        """Waits for all items. After a failure, waits only for the calls in progress and raises it."""
+        for thread in self._threads:
+            thread.join()
         if self._error is not None:
             raise self._error
 

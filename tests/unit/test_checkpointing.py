@@ -210,7 +210,7 @@ def test_a_driver_that_cannot_be_read_once_costs_no_commit(
     monkeypatch.setattr(Storage, "sizes", fails_once)
     train(run)
     assert failed and link_of(run).steps_of("commit") and not link_of(run).steps_of("commit_failed")
-    assert "tried again in 0.01 s: 503 SlowDown" in caplog.text
+    assert "retrying in 0.01 s: 503 SlowDown" in caplog.text
 
 
 def test_a_run_whose_commits_were_all_set_aside_does_not_start_over(new_run: NewRun, tmp_path: Path) -> None:

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from elastic_ddp.storage import direct_io
-from elastic_ddp.storage.direct_io import ASIDE_BYTES, BLOCK_BYTES, LARGE_BYTES, MEMORY_ALIGNMENT, read_into, write
+from elastic_ddp.storage.direct_io import (
+    BOUNCE_BYTES,
+    DISK_BLOCK_BYTES,
+    MEMORY_ALIGNMENT,
+    MIN_DIRECT_BYTES,
+    read_into,
+    write,
+)
 
 CONTENT = random.Random(0).randbytes(5_000_123)
 preadv, pwrite, is_on_disk = os.preadv, os.pwrite, direct_io._is_on_disk
@@ -30,7 +37,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_bytes(CONTENT)
     forget(path)
     with path.open("rb") as file:
-        if direct_io._is_in_memory(file, 0, len(CONTENT)):
+        if direct_io._is_cached(file, 0, len(CONTENT)):
             pytest.skip("it stays in the kernel's memory here, as in tmpfs")
     return path
 
@@ -56,16 +63,18 @@ def ranges() -> Iterator[Ranges]:
     """Such as begin and end at blocks' ends or not, in the file or beyond, and come to such places or others."""
     chance = random.Random(1)
     for _ in range(150):
-        start = chance.choice([0, chance.randrange(900) * BLOCK_BYTES, chance.randrange(len(CONTENT) + 100)])
-        size = LARGE_BYTES + chance.choice([0, chance.randrange(300) * BLOCK_BYTES, chance.randrange(2 * ASIDE_BYTES)])
+        start = chance.choice([0, chance.randrange(900) * DISK_BLOCK_BYTES, chance.randrange(len(CONTENT) + 100)])
+        size = MIN_DIRECT_BYTES + chance.choice(
+            [0, chance.randrange(300) * DISK_BLOCK_BYTES, chance.randrange(2 * BOUNCE_BYTES)]
+        )
         yield Ranges(start, size, chance.choice([0, 0, chance.randrange(1, MEMORY_ALIGNMENT)]))
 
 
 def read_back(path: Path, each: Ranges) -> None:
     """Reads a range, and looks whether that is what it should be, and nothing else was written to."""
-    memory = bytearray(each.size + 2 * BLOCK_BYTES)
+    memory = bytearray(each.size + 2 * DISK_BLOCK_BYTES)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    first = (each.start - address) % BLOCK_BYTES + each.offset
+    first = (each.start - address) % DISK_BLOCK_BYTES + each.offset
     count = read_into(path, each.start, memoryview(memory)[first : first + each.size])
     there = CONTENT[each.start : each.start + each.size]
     assert count == len(there) and memory[first : first + count] == there
@@ -85,7 +94,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return noted
 
-    for name in ("_to_its_place", "_by_way_of"):
+    for name in ("_read_in_place", "_read_bounced"):
         monkeypatch.setattr(direct_io, name, noting(name, getattr(direct_io, name)))
     return taken
 
@@ -96,10 +105,10 @@ def test_any_range_comes_to_any_place(path: Path, ways: list[str]) -> None:
         read_back(path, each)
     within = [each for each in ranges() if each.start + each.size <= len(CONTENT)]
     to_place = sum(each.offset == 0 for each in within)
-    assert ways.count("_to_its_place") == to_place > 10 and ways.count("_by_way_of") == len(within) - to_place > 10
+    assert ways.count("_read_in_place") == to_place > 10 and ways.count("_read_bounced") == len(within) - to_place > 10
 
 
-@pytest.mark.parametrize("size", [1, BLOCK_BYTES, 100_000])
+@pytest.mark.parametrize("size", [1, DISK_BLOCK_BYTES, 100_000])
 def test_what_comes_in_several_parts_is_all_there(path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """The kernel may return fewer bytes than it was asked for."""
 
@@ -153,15 +162,15 @@ def test_a_disk_that_fails_is_not_read_as_usual(path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        read_into(path, 0, memoryview(bytearray(LARGE_BYTES)))
+        read_into(path, 0, memoryview(bytearray(MIN_DIRECT_BYTES)))
 
 
 def test_what_the_kernel_has_in_memory_is_read_from_there(path: Path, ways: list[str]) -> None:
     path.read_bytes()
-    read_back(path, Ranges(0, LARGE_BYTES, 0))
+    read_back(path, Ranges(0, MIN_DIRECT_BYTES, 0))
     assert not ways
     forget(path)
-    read_back(path, Ranges(0, LARGE_BYTES, 0))
+    read_back(path, Ranges(0, MIN_DIRECT_BYTES, 0))
     assert ways
 
 
@@ -176,19 +185,19 @@ def test_of_what_the_kernel_has_in_part_most_counts(
 
     monkeypatch.setattr(direct_io, "_libc", SimpleNamespace(mincore=mincore))
     with path.open("rb") as file:
-        assert direct_io._is_in_memory(file, 0, 4 << 20) == is_there
+        assert direct_io._is_cached(file, 0, 4 << 20) == is_there
 
 
 def test_where_the_kernel_does_not_tell_what_it_has_files_are_read_as_usual(
     path: Path, ways: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct_io, "_libc", SimpleNamespace(mincore=lambda *args: -1))
-    read_back(path, Ranges(0, LARGE_BYTES, 0))
+    read_back(path, Ranges(0, MIN_DIRECT_BYTES, 0))
     assert not ways
 
 
 def test_little_is_read_as_usual(path: Path, ways: list[str]) -> None:
-    read_back(path, Ranges(0, LARGE_BYTES - 1, 0))
+    read_back(path, Ranges(0, MIN_DIRECT_BYTES - 1, 0))
     assert not ways
 
 
@@ -199,18 +208,18 @@ def test_what_lies_elsewhere_than_on_a_disk_is_read_as_usual(
     """NFS, FUSE, tmpfs and overlays have anonymous devices, of which the major number is 0."""
     monkeypatch.setattr(direct_io, "_is_on_disk", is_on_disk)
     monkeypatch.setattr(os, "major", lambda device: major)
-    read_back(path, Ranges(0, LARGE_BYTES, 0))
+    read_back(path, Ranges(0, MIN_DIRECT_BYTES, 0))
     assert bool(ways) == is_direct
 
 
 def test_a_file_that_is_missing_is_missing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        read_into(tmp_path / "none", 0, memoryview(bytearray(LARGE_BYTES)))
+        read_into(tmp_path / "none", 0, memoryview(bytearray(MIN_DIRECT_BYTES)))
 
 
 def memory_at(offset: int, data: bytes) -> memoryview:
     """With some content, so far from where a direct write may begin."""
-    memory = bytearray(len(data) + BLOCK_BYTES)
+    memory = bytearray(len(data) + DISK_BLOCK_BYTES)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % MEMORY_ALIGNMENT + offset
     memory[first : first + len(data)] = data
     return memoryview(memory)[first : first + len(data)]
@@ -220,8 +229,10 @@ def contents() -> Iterator[bytes | memoryview]:
     """Such as end at a block's end or not, from places that can be written directly or not, or that cannot be known."""
     chance = random.Random(2)
     for place in range(30):
-        rest = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, ASIDE_BYTES, chance.randrange(2 * ASIDE_BYTES)][place % 6]
-        data = CONTENT[: LARGE_BYTES + rest]
+        rest = [0, 1, DISK_BLOCK_BYTES - 1, DISK_BLOCK_BYTES, BOUNCE_BYTES, chance.randrange(2 * BOUNCE_BYTES)][
+            place % 6
+        ]
+        data = CONTENT[: MIN_DIRECT_BYTES + rest]
         yield chance.choice([data, memory_at(0, data), memory_at(chance.randrange(1, MEMORY_ALIGNMENT), data)])
 
 
@@ -234,7 +245,7 @@ def written(path: Path, data: bytes | memoryview) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("size", [None, 1, BLOCK_BYTES, 100_000])
+@pytest.mark.parametrize("size", [None, 1, DISK_BLOCK_BYTES, 100_000])
 def test_what_is_written_is_all_there(path: Path, monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
     """The kernel may take fewer bytes than it is given."""
     taken: list[int] = []
@@ -248,7 +259,7 @@ def test_what_is_written_is_all_there(path: Path, monkeypatch: pytest.MonkeyPatc
     for data in contents():
         taken.clear()
         assert written(path, data) == data
-        assert sum(taken) >= (size or LARGE_BYTES)
+        assert sum(taken) >= (size or MIN_DIRECT_BYTES)
 
 
 def test_a_disk_that_takes_nothing_is_written_to_as_usual(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +276,7 @@ def test_a_file_system_that_refuses_is_written_to_as_usual(
 
     def refuse(descriptor: int, data: memoryview, start: int) -> int:
         if not start and call == "the second pwrite":
-            return pwrite(descriptor, data[:BLOCK_BYTES], start)
+            return pwrite(descriptor, data[:DISK_BLOCK_BYTES], start)
         refused.append(start)
         raise OSError(code, os.strerror(code))
 
@@ -302,9 +313,9 @@ def test_what_is_large_and_on_a_disk_is_written_directly_and_at_once(
     path.unlink()
     with path.open("xb") as file:
         write(file, memory_at(0, CONTENT))
-        assert calls == [len(CONTENT) // BLOCK_BYTES * BLOCK_BYTES], "at once"
+        assert calls == [len(CONTENT) // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES], "at once"
         assert not fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_DIRECT
     calls.clear()
-    assert written(path, CONTENT[: LARGE_BYTES - 1]) == CONTENT[: LARGE_BYTES - 1] and not calls, "little"
+    assert written(path, CONTENT[: MIN_DIRECT_BYTES - 1]) == CONTENT[: MIN_DIRECT_BYTES - 1] and not calls, "little"
     monkeypatch.setattr(direct_io, "_is_on_disk", lambda file: False)
     assert written(path, CONTENT) == CONTENT and not calls, "elsewhere than on a disk"

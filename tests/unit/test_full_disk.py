@@ -35,7 +35,7 @@ def save_without_room(folder: str, words: str, remedy: str = "free space there o
 
 def save_with_small_files(folder: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES // 2, ROOM_BYTES // 2))
-    save_without_room(folder, "File too large", "raise the limit of a file's size (ulimit -f)")
+    save_without_room(folder, "File too large", "raise the file size limit (ulimit -f)")
 
 
 def test_files_that_may_not_grow_fail_the_save_and_the_commit_before_stays(tmp_path: Path) -> None:

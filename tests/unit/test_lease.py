@@ -15,7 +15,7 @@ import pytest
 from elastic_ddp.errors import ConfigError, DriverReplacedError, StorageError
 from elastic_ddp.storage import lease as lease_module
 from elastic_ddp.storage import lease_holder as driver_module
-from elastic_ddp.storage.lease import EXPIRES_S, DriverLease
+from elastic_ddp.storage.lease import EXPIRES_AFTER_S, DriverLease
 from elastic_ddp.storage.lease_holder import Driver, started
 from elastic_ddp.storage.storage import Storage
 
@@ -169,7 +169,7 @@ def test_a_dead_driver_of_this_machine_is_succeeded_at_once(storage: Storage, dr
         drivers("two").acquire()
     assert storage.list() == ["driver/000004.json"] and held(storage)["session"] == "two"
     assert drivers.time.now == 0
-    assert drivers.notes == [f"run 'moon' is taken over from a driver that is gone: {driver}"]
+    assert drivers.notes == [f"run 'moon': taking over from a dead driver: {driver}"]
 
 
 def test_a_process_with_the_pid_of_a_dead_driver_is_not_taken_for_it(
@@ -204,16 +204,16 @@ def test_a_driver_elsewhere_that_renews_is_not_succeeded(storage: Storage, drive
         drivers("two").acquire()
     assert drivers.time.now == 3, "it is refused as soon as it is known"
     (note,) = drivers.notes
-    assert "may still live: pid 7 of ada on far" in note and "Waiting up to 20 s" in note
+    assert "may be alive: pid 7 of ada on far" in note and "Waiting up to 20 s" in note
     assert held(storage)["session"] == "far"
 
 
 def test_a_driver_elsewhere_that_does_not_renew_is_succeeded(storage: Storage, drivers: Drivers) -> None:
     put(storage, FAR)
     drivers("two").acquire()
-    assert drivers.time.now == EXPIRES_S
+    assert drivers.time.now == EXPIRES_AFTER_S
     assert held(storage)["session"] == "two"
-    assert "taken over from a driver that is gone: pid 7 of ada on far" in drivers.notes[-1]
+    assert "taking over from a dead driver: pid 7 of ada on far" in drivers.notes[-1]
 
 
 def test_a_driver_elsewhere_that_goes_is_not_waited_for(storage: Storage, drivers: Drivers) -> None:
@@ -249,7 +249,7 @@ def test_who_watches_and_was_frozen_looks_again_before_it_takes_over(storage: St
 def test_a_torn_lease_is_watched_like_one_elsewhere(storage: Storage, drivers: Drivers, data: bytes) -> None:
     storage.write("driver/000001.json", data)
     drivers("two").acquire()
-    assert drivers.time.now == EXPIRES_S and held(storage)["session"] == "two"
+    assert drivers.time.now == EXPIRES_AFTER_S and held(storage)["session"] == "two"
 
 
 def test_a_lease_of_a_later_version_is_understood(storage: Storage, drivers: Drivers, neighbour: Driver) -> None:
@@ -271,7 +271,7 @@ def test_a_process_that_is_hidden_from_this_user_is_watched(
     monkeypatch.setattr(driver_module, "started", lambda pid: None)
     monkeypatch.setattr(os, "kill", hidden)
     lease.acquire()
-    assert drivers.time.now == EXPIRES_S and held(storage)["session"] == "two"
+    assert drivers.time.now == EXPIRES_AFTER_S and held(storage)["session"] == "two"
 
 
 def test_a_lease_of_this_process_that_could_not_be_released_is_no_obstacle_for_long(
@@ -283,7 +283,7 @@ def test_a_lease_of_this_process_that_could_not_be_released_is_no_obstacle_for_l
     assert [record.getMessage() for record in caplog.records] == ["the lease on run 'moon' cannot be renewed: no space"]
     storage.failing = False
     drivers("two").acquire()
-    assert drivers.time.now == EXPIRES_S and held(storage)["session"] == "two"
+    assert drivers.time.now == EXPIRES_AFTER_S and held(storage)["session"] == "two"
 
 
 def test_a_second_driver_in_this_process_is_refused_while_the_first_one_lives(
@@ -395,7 +395,7 @@ def test_a_driver_whose_run_was_removed_and_begun_anew_hears_it(storage: Storage
 def test_the_thread_renews_and_hears_of_a_successor(
     storage: Storage, drivers: Drivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_module, "RENEW_S", 0.01)
+    monkeypatch.setattr(lease_module, "RENEW_EVERY_S", 0.01)
     lease = drivers("one")
     lease.acquire()
     until(lambda: held(storage)["count"] >= 3)
@@ -408,7 +408,7 @@ def test_the_thread_renews_and_hears_of_a_successor(
 def test_a_released_lease_is_renewed_no_more(
     storage: Storage, drivers: Drivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_module, "RENEW_S", 0.01)
+    monkeypatch.setattr(lease_module, "RENEW_EVERY_S", 0.01)
     with drivers("one") as lease:
         lease.acquire()
         until(lambda: held(storage)["count"] >= 1)

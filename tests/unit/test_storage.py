@@ -256,7 +256,7 @@ def test_a_server_that_does_not_know_conditions_is_no_place_for_commits(
     with monkeypatch.context() as patch:
         s3_answers(patch, condition)
         storage = Storage(f"{s3}/runs")
-        with pytest.raises(ConfigError, match=r"' cannot be trusted with commits: .*; use one that.*If-None-Match"):
+        with pytest.raises(ConfigError, match=r"cannot be trusted with commits: .*If-None-Match"):
             storage.check_writable()
         assert storage.list() == []
     Storage(f"{s3}/runs").check_writable()
@@ -289,11 +289,11 @@ class Frank(MemoryFileSystem):
 def test_a_file_system_that_does_not_create_exclusively_is_refused(kind: type[MemoryFileSystem]) -> None:
     fsspec.register_implementation(kind.protocol, kind, clobber=True)
     storage = Storage(f"{kind.protocol}://{uuid.uuid4().hex}/runs")
-    with pytest.raises(ConfigError, match=r"cannot be trusted with commits: .*; use one that creates an object only"):
+    with pytest.raises(ConfigError, match=r"cannot be trusted with commits: .*; use a storage that can create"):
         storage.check_writable()
     assert storage.list() == []
     if kind is not Modeless:
-        with pytest.raises(StorageError, match=r"cannot create 'a' .*mode='create'.*; use one that creates"):
+        with pytest.raises(StorageError, match=r"cannot create 'a' .*mode='create'.*; use a storage that can create"):
             storage.create("a", b"1")
 
 
@@ -686,7 +686,7 @@ def test_a_folder_that_goes_with_another_one_is_made_once_more(tmp_path: Path, m
     [
         (errno.ENOSPC, "free space there or use another storage"),
         (errno.EROFS, "mount it for writing or use another storage"),
-        (errno.EFBIG, "raise the limit of a file's size (ulimit -f) or use another file system"),
+        (errno.EFBIG, "raise the file size limit (ulimit -f) or use another file system"),
     ],
 )
 def test_what_keeps_a_disk_from_taking_more_is_told_with_its_remedy(
