@@ -18,7 +18,7 @@ from elastic_ddp.errors import ConfigError
 RAY_VERSION = "2.60"
 """The release whose private APIs this package uses."""
 ANSWERS_WITHIN_S = 5.0
-"""What a cluster is given to answer."""
+"""How long a cluster may take to answer."""
 
 
 def check_ray_version() -> None:
@@ -35,64 +35,63 @@ def check_ray_version() -> None:
 
 
 def has_started_ray() -> bool:
-    """Whether this process has started the cluster that it is connected to."""
+    """Returns whether this process has started the cluster that it is connected to."""
     node: Any = ray._private.worker._global_node
     return bool(node.is_head())
 
 
 def use_token_on_this_machine(address: str) -> None:
-    """For a cluster whose address is given; before `ray.init`.
+    """Enables token authentication if the cluster at `address` needs it. Call it before `ray.init`.
 
-    One that `ray.init()` started asks for a token by default. Ray takes that into account where it finds a cluster by
-    itself, but not where it is told the address. A cluster that asks for none could not reach a process that does.
+    A cluster that `ray.init()` has started requires a token by default. Ray loads the token if it finds the cluster by
+    itself, but not if it is given the address. A cluster without authentication rejects processes that enable it.
 
     Args:
-        address: host and port of a cluster. One on another machine is not sent this one's token: `RAY_AUTH_MODE=token`
-            says that it is to be.
+        address: host and port. This machine's token is not sent to other machines, unless `RAY_AUTH_MODE=token` is set.
     """
     from ray._private.authentication import authentication_token_setup as tokens
 
-    tokens.logger.setLevel(logging.ERROR)  # it would warn that there is one
+    tokens.logger.setLevel(logging.ERROR)  # it warns that a token exists
     host = address.rpartition(":")[0].strip("[]")
-    if "RAY_AUTH_MODE" in os.environ or not host or not _is_here(host) or not _asks_token(address):
+    if "RAY_AUTH_MODE" in os.environ or not host or not _is_local(host) or not _requires_token(address):
         return
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
-def _asks_token(address: str) -> bool:
-    """Whether a cluster refuses a question that comes without one."""
+def _requires_token(address: str) -> bool:
+    """Whether the cluster rejects a request without a token."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
-    with _silence():  # Ray's C++ writes down the refusal that is looked for
+    with _silenced_stderr():  # Ray's C++ code logs the rejection
         try:
             GcsClient(address=address).internal_kv_get(b"session_name", b"session", timeout=ANSWERS_WITHIN_S)
         except ray.exceptions.AuthenticationError:
             return True
-        except Exception:  # there is none, which `ray.init` says better
+        except Exception:  # no cluster; `ray.init` reports that better
             return False
     return False
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """For what writes to the process' standard error past Python."""
+def _silenced_stderr() -> Iterator[None]:
+    """Discards what native code writes to standard error."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    original = os.dup(2)
     try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
+        with open(os.devnull, "wb") as devnull:
+            os.dup2(devnull.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(original, 2)
+        os.close(original)
 
 
-def _is_here(host: str) -> bool:
-    """Whether this machine has that address."""
+def _is_local(host: str) -> bool:
+    """Whether `host` is an address of this machine."""
     try:
-        family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as any_port:
-            any_port.bind(place)
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
     except OSError:
         return False
     return True

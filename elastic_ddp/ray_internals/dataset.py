@@ -1,9 +1,8 @@
-"""Running a data set.
+"""Executes a Ray Data data set with Ray's own executor, which the public iterators do not expose.
 
-Ray Data's public iterators end a pipeline by killing its processes, and the next one then waits 0.6 to 0.9 s for new
-ones; ended without force, the processes stay and the next pipeline yields after 0.06 to 0.08 s (measured with Ray 2.60
-on two cores). A public iterator also cannot be stopped while a thread waits in it. So `DatasetExecution` drives the
-executor itself.
+A public iterator kills the pipeline's processes when it ends, and the next pipeline waits 0.6 to 0.9 s for new ones. If
+the executor shuts down without force, the processes stay, and the next pipeline yields after 0.06 to 0.08 s (Ray 2.60,
+two cores). A public iterator also cannot be stopped while another thread waits in it.
 """
 
 from __future__ import annotations
@@ -20,25 +19,24 @@ from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
-_GATHERED = 4
-"""Blocks that are kept at most when the tasks are stopped, which is all that the limit on waiting blocks lets wait: of
-some steps where the pipeline has just begun and its blocks are small, and else of many."""
-_REST_S = 1.0
-"""How long an executor rests at most while its consumer has blocks to take, or waits for none and has no room."""
+_MAX_GATHERED = 4
+"""Most blocks that are kept when the tasks are stopped; the limit on waiting blocks allows about as many."""
+_IDLE_S = 1.0
+"""Longest pause of the scheduling loop while it has nothing to do."""
 
 
 class DatasetExecution:
-    """One execution of a data set: its blocks, in order. One thread iterates, once; any may close."""
+    """Yields the blocks of a data set in order. One thread iterates, once; any thread may close it."""
 
     def __init__(self, dataset: ray.data.Dataset) -> None:
         self._executor = _Executor(dataset.context, dataset.get_dataset_id())
         self._bundles = dataset._build_bundle_iterator(self._executor)
-        self._executor.set_external_consumer_bytes(0)  # without it the limit on waiting blocks does not hold
+        self._executor.set_external_consumer_bytes(0)  # otherwise the limit on waiting blocks has no effect
         self._gathered: deque[pa.Table] | None = None
 
     def __iter__(self) -> Iterator[pa.Table]:
         while self._gathered is None:
-            with self._executor.waited_for():
+            with self._executor.consumer_waiting():
                 bundle = next(self._bundles, None)
             if bundle is None:
                 return
@@ -47,15 +45,15 @@ class DatasetExecution:
             yield self._gathered.popleft()
 
     def gather(self) -> None:
-        """Takes the blocks that are ready, for the iteration to end with, and stops the tasks. For the thread that
-        iterates."""
+        """Stops the tasks. The iteration yields the blocks that are ready, and ends. Call it in the iterating
+        thread."""
         if self._gathered is None:
-            ready = [next(self._bundles) for _ in range(min(self._executor.num_ready, _GATHERED))]
+            ready = [next(self._bundles) for _ in range(min(self._executor.num_ready, _MAX_GATHERED))]
             self._gathered = deque(block for bundle in ready for block in _blocks_of(bundle))
             self._executor.shutdown(force=False)
 
     def close(self) -> None:
-        """Stops the tasks but not their processes, and frees what waits in the object store."""
+        """Stops the tasks but not their processes, and frees the waiting blocks in the object store."""
         self._executor.shutdown(force=False)
         if self._gathered is not None:
             self._gathered.clear()
@@ -67,10 +65,10 @@ def _blocks_of(bundle: Any) -> list[pa.Table]:
 
 
 class _NoAutoscaler:
-    """In the place of Ray Data's `ClusterAutoscaler`: asks for nothing, and leaves limits to the options.
+    """Replaces Ray Data's `ClusterAutoscaler`: requests nothing, and leaves limits to the execution options.
 
-    Ray's own would ask the cluster for nodes whenever many blocks wait, as they should here, and it sends a request to
-    an actor in every round of the executor's loop, which took a third of a core.
+    Ray's autoscaler requests nodes whenever many blocks wait, which is the normal state here. It also calls an actor in
+    each round of the scheduling loop, which used a third of a core.
     """
 
     def try_trigger_scaling(self) -> None:
@@ -84,38 +82,36 @@ class _NoAutoscaler:
 
 
 class _Executor(StreamingExecutor):
-    """Ray Data's executor without an autoscaler, without waiting to hand out a block, and at rest while it has to wait.
+    """Ray Data's executor with three changes for few and large blocks.
 
-    By default a thread fetches the metadata of a block, and the loop sees them when the next block comes or 0.1 s have
-    passed. Here, where blocks are few and large, that held back every one of them (70 ms instead of 30 ms to deliver).
-
-    Its loop waits for tasks that run. While blocks lie ready and there is no room for another one, which is how a feed
-    that is ahead of its training spends its time, there is nothing to wait for, and the loop goes round without end, a
-    core's worth in every worker. Blocks of large rows leave no room for another one from the first on, as those in the
-    consumer's hands count. Here it rests until a block is asked for.
+    - No autoscaler.
+    - Block metadata is fetched inline. By default a thread fetches it, and the loop notices after up to 0.1 s; delivery
+      of a block took 70 ms instead of 30 ms.
+    - The scheduling loop pauses until a block is requested. By default it spins if blocks are ready and backpressure
+      stops the tasks, which is the normal state of a feed that is ahead of training. That used a core in each worker.
     """
 
     def __init__(self, context: DataContext, dataset_id: str) -> None:
         super().__init__(context, dataset_id)
         self._metadata_fetcher = InlineMetadataFetcher()
         self._awake = threading.Event()
-        self._closing = self._is_waited_for = False
+        self._closing = self._consumer_waits = False
 
     @property
     def num_ready(self) -> int:
-        """Bundles that need not be waited for."""
+        """Bundles that can be taken without waiting."""
         assert self._output_node is not None
         return len(self._output_node[1].output_queue)
 
     @contextmanager
-    def waited_for(self) -> Iterator[None]:
-        """Around the consumer's wait for a block, after which there may be room for more."""
-        self._is_waited_for = True
+    def consumer_waiting(self) -> Iterator[None]:
+        """Marks that the consumer waits for a block, and wakes the loop before and after the wait."""
+        self._consumer_waits = True
         self._awake.set()
         try:
             yield
         finally:
-            self._is_waited_for = False
+            self._consumer_waits = False
             self._awake.set()
 
     def shutdown(self, force: bool, exception: Exception | None = None) -> None:
@@ -125,18 +121,18 @@ class _Executor(StreamingExecutor):
 
     def _scheduling_loop_step(self, topology: Any) -> bool:
         self._awake.clear()
-        going_on: bool = super()._scheduling_loop_step(topology)
-        if going_on and not self._closing and self._may_rest(topology):
-            self._awake.wait(_REST_S)
-        return going_on
+        continues: bool = super()._scheduling_loop_step(topology)
+        if continues and not self._closing and self._is_idle(topology):
+            self._awake.wait(_IDLE_S)
+        return continues
 
-    def _may_rest(self, topology: Any) -> bool:
-        """Whether a block is ready, or nobody waits for one and no stage has room for what it makes."""
+    def _is_idle(self, topology: Any) -> bool:
+        """Whether a block is ready, or no consumer waits and backpressure stops all stages."""
         if self.num_ready > 0:
             return True
         running = [operator for operator in topology if operator.num_active_tasks()]
-        has_room = not running or not all(operator._in_task_output_backpressure for operator in running)
-        return not self._is_waited_for and not has_room
+        is_blocked = bool(running) and all(operator._in_task_output_backpressure for operator in running)
+        return is_blocked and not self._consumer_waits
 
     @property  # type: ignore[override]
     def _cluster_autoscaler(self) -> _NoAutoscaler:
@@ -144,4 +140,4 @@ class _Executor(StreamingExecutor):
 
     @_cluster_autoscaler.setter
     def _cluster_autoscaler(self, registered: Any) -> None:
-        registered.on_executor_shutdown()  # takes its registration back
+        registered.on_executor_shutdown()  # removes its registration

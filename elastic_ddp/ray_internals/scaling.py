@@ -1,4 +1,4 @@
-"""What Ray, and its autoscaler, are asked for on behalf of a run."""
+"""What a run requests from Ray and its autoscaler, and the capacity that Ray reserves for it."""
 
 from __future__ import annotations
 
@@ -21,46 +21,47 @@ from ray.train.v2.api.config import ScalingConfig
 
 from elastic_ddp.config.capacity import workers_that_fit
 
-SAID_AGAIN_S, BELIEVED_S = 5, 15
-"""How often Ray is told how many workers the run would have, and for how long it keeps room for them. By default 20 s
-and 180 s: so long a driver that was killed would stand in the way of the one that goes on with the run."""
-ROOM_IS_TOLD_WITHIN_S = 2
-"""How long the controller waits for Ray to say what room there is, which is on another node perhaps. By default 5 s."""
+REQUEST_INTERVAL_S, REQUEST_EXPIRY_S = 5, 15
+"""How often a run renews its request for resources, and for how long Ray keeps them reserved. With Ray's defaults of
+20 s and 180 s, a killed driver would block the one that resumes the run."""
+RESERVATION_TIMEOUT_S = 2
+"""How long the controller waits for Ray's coordinator, which can be on another node; by default 5 s."""
 NODE_ID = "ray.io/node-id"
-"""A label that every node has."""
+"""A label of every node."""
 
 
 def shorten_intervals() -> None:
-    """Has Ray Train's policies in this process ask as often, and wait as briefly, as is said above."""
-    autoscaling_coordinator_client.AUTOSCALING_REQUESTS_INTERVAL_S = SAID_AGAIN_S
-    autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = BELIEVED_S
-    autoscaling_coordinator_client.AUTOSCALING_REQUESTS_GET_TIMEOUT_S = ROOM_IS_TOLD_WITHIN_S
-    elastic.AUTOSCALING_REQUESTS_GET_TIMEOUT_S = ROOM_IS_TOLD_WITHIN_S  # type: ignore[attr-defined] # a copy
+    """Sets the intervals above for Ray Train's policies in this process."""
+    autoscaling_coordinator_client.AUTOSCALING_REQUESTS_INTERVAL_S = REQUEST_INTERVAL_S
+    autoscaling_coordinator_client.AUTOSCALING_REQUESTS_EXPIRE_TIME_S = REQUEST_EXPIRY_S
+    autoscaling_coordinator_client.AUTOSCALING_REQUESTS_GET_TIMEOUT_S = RESERVATION_TIMEOUT_S
+    elastic.AUTOSCALING_REQUESTS_GET_TIMEOUT_S = RESERVATION_TIMEOUT_S  # type: ignore[attr-defined] # a copy
 
 
-def managed_nodes() -> set[str]:
-    """Nodes that are alive and that an autoscaler has started, which gives each the name of its machine."""
+def autoscaled_nodes() -> set[str]:
+    """Returns the ids of the live nodes that an autoscaler has started. Only these have an instance id."""
     worker: Any = ray._private.worker.global_worker
-    known = worker.gcs_client.get_all_node_info()
+    nodes = worker.gcs_client.get_all_node_info()
     alive = GcsNodeInfo.GcsNodeState.ALIVE
-    return {node.hex() for node, each in known.items() if each.instance_id and each.state == alive}
+    return {node_id.hex() for node_id, info in nodes.items() if info.instance_id and info.state == alive}
 
 
-class _Request(ScalingConfig):
-    """Of a run with workers on `nodes`: room for these is asked for there.
+class _ResourceRequest(ScalingConfig):
+    """Asks for the resources of running workers on the nodes where they run.
 
-    Otherwise the autoscaler counts it against any node, and keeps one that is empty while it takes no other that a
-    worker is on. Autoscalers before Ray's second one do not look at it; that one grants nothing of a request which
-    names a node that it does not manage, or is about to take.
+    Otherwise the autoscaler could match them to an empty node, keep that one, and terminate a node with a worker.
+    Autoscaler v1 ignores the label. Autoscaler v2 rejects a whole request that names a node which it does not manage or
+    is about to terminate.
     """
 
     nodes: tuple[str, ...] = ()
+    """The node of each running worker."""
 
     def _label_selector_per_worker(self, num_workers: int) -> list[dict[str, str]] | None:
-        given = super()._label_selector_per_worker(num_workers)
+        configured = super()._label_selector_per_worker(num_workers)
         if not self.nodes:
-            return given
-        selectors = [dict(each) for each in given or [{}] * num_workers]
+            return configured
+        selectors = [dict(selector) for selector in configured or [{}] * num_workers]
         selectors += [{} for _ in range(num_workers - len(selectors))]  # Ray Train's list ends at `max_workers`
         for selector, node in zip(selectors, self.nodes, strict=False):
             selector[NODE_ID] = node
@@ -68,69 +69,73 @@ class _Request(ScalingConfig):
 
 
 class LimitedScalingPolicy(ElasticScalingPolicy):
-    """Asks for room for as many workers as the run may have now, which is not always `max_workers`, beside what there
-    is of it on nodes that the run has to avoid: Ray would hand out that as well, which is not counted.
+    """Requests resources for the workers that the run may have now, which can be fewer than `max_workers`.
 
-    Where a group is to be started, Ray looks at the cluster anew: what it says otherwise is up to 20 s old, and with a
-    node in it that is dead every try would wait for workers that cannot be."""
+    It also requests the resources of nodes that the run must avoid, and ignores them: Ray reserves them first. Before a
+    group starts, it makes Ray refresh its view of the cluster. That view can be 20 s old and contain a dead node, on
+    which a worker would never start.
+    """
 
     limit: int | None = None
     avoid: frozenset[str] = frozenset()
-    num_out_of_use = 0
-    """Workers for which there is room on nodes to avoid."""
+    num_avoided = 0
+    """Workers that fit on the nodes to avoid."""
 
     def __init__(self, scaling_config: ScalingConfig) -> None:
-        fields = {each.name: getattr(scaling_config, each.name) for each in dataclasses.fields(scaling_config)}
-        self._request = _Request(**fields)
+        values = {field.name: getattr(scaling_config, field.name) for field in dataclasses.fields(scaling_config)}
+        self._request = _ResourceRequest(**values)
         super().__init__(self._request)
 
-    def is_news(
-        self, limit: int, *, nodes: Collection[str], avoid: Collection[str], out_of_use: ReservedResources
+    def update(
+        self, limit: int, *, nodes: Collection[str], avoid: Collection[str], avoided_resources: ReservedResources
     ) -> bool:
-        """Whether Ray is to be asked for something else than before.
+        """Updates the request. Returns whether it has changed, so that it must be sent.
 
         Args:
-            limit: workers that the run may have.
-            nodes: those on which its workers are and stay, once for each; an autoscaler has started them.
-            avoid: nodes on which there is no room for the run.
-            out_of_use: what there is on these.
+            limit: number of workers that the run may have.
+            nodes: the node of each worker that stays, for nodes started by an autoscaler.
+            avoid: nodes that the run must not use.
+            avoided_resources: resources of these nodes.
         """
         before = (self._get_num_workers_for_resource_request(), self._request.nodes)
         self.limit, self.avoid = limit, frozenset(avoid)
         self._request.nodes = tuple(sorted(nodes))
-        self.num_out_of_use = self._count_workers(out_of_use.values())
+        self.num_avoided = self._count_workers(avoided_resources.values())
         return (self._get_num_workers_for_resource_request(), self._request.nodes) != before
 
-    def ask(self) -> None:
-        """Asks Ray now, and not at the next interval."""
+    def send(self) -> None:
+        """Sends the request now, not at the next interval."""
         self._send_resource_request()
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         self._maybe_send_resource_request()
         if time.monotonic() - self._latest_reserved_resources_query_time >= self.GET_RESERVED_RESOURCES_INTERVAL_S:
-            with suppress(Exception):  # whatever Ray's coordinator meets: the question below says it, and waits
-                look = self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
-                ray.get(look, timeout=ROOM_IS_TOLD_WITHIN_S)
+            with suppress(Exception):  # any error of Ray's coordinator; the query below reports it, and waits
+                refresh = self._autoscaling_coordinator.get_reserved_resources.remote(
+                    self._requester_id, recompute=True
+                )
+                ray.get(refresh, timeout=RESERVATION_TIMEOUT_S)
         return super().make_decision_for_non_running_worker_group()
 
     def _get_reserved_resources(self) -> ReservedResources | None:
         reserved: ReservedResources | None = super()._get_reserved_resources()
         if reserved is None and self._coordinator_client is not None:
-            # The actor that knows lives on the node that first asked for it, which may be lost. Ray makes another.
+            # The coordinator's node may have died. Without the cached handle, Ray creates another coordinator.
             vars(self._coordinator_client).pop("_autoscaling_coordinator", None)
         return reserved
 
     def _get_num_workers_for_resource_request(self) -> int:
-        return self._limited(super()._get_num_workers_for_resource_request()) + self.num_out_of_use
+        return self._limited(super()._get_num_workers_for_resource_request()) + self.num_avoided
 
     def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
-        usable = [each for node, each in reserved_resources.items() if node not in self.avoid]
+        usable = [resources for node, resources in reserved_resources.items() if node not in self.avoid]
         return self._limited(self._count_workers(usable))
 
     def _count_workers(self, nodes: Iterable[ResourceDict]) -> int:
-        """How many there is room for. Ray Train divides floating-point numbers: to it, 2 CPUs are not 5 times 0.4."""
-        needs = self.scaling_config._resources_per_worker_not_none
-        return min(sum(workers_that_fit(each, needs) for each in nodes), self.scaling_config.max_workers)
+        """Returns how many workers fit. Ray Train divides floats, so that 2 CPUs hold 4 workers of 0.4 CPUs."""
+        resources_per_worker = self.scaling_config._resources_per_worker_not_none
+        num_workers = sum(workers_that_fit(resources, resources_per_worker) for resources in nodes)
+        return min(num_workers, self.scaling_config.max_workers)
 
     def _limited(self, num_workers: int) -> int:
         return num_workers if self.limit is None else min(self.limit, num_workers)

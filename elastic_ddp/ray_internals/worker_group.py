@@ -1,7 +1,7 @@
-"""A Ray Train worker group whose workers come and go one by one, each in a placement group of its own.
+"""A Ray Train worker group whose workers are added and removed one by one, each in its own placement group.
 
-What a worker held is free when it goes, and the bundle of a dead node blocks nobody. Nothing here waits for a worker
-that is to be added: `request` asks for room, and every call of `advance` takes those on their way a step further.
+A removed worker's resources are free at once, and the bundle of a dead node blocks no other worker. Adding a worker
+does not block: `request` reserves resources, and each call of `advance` moves the starting workers forward.
 """
 
 from __future__ import annotations
@@ -36,64 +36,65 @@ from elastic_ddp.ray_internals.scaling import NODE_ID
 
 _log = logging.getLogger(__name__)
 
-START_WITHIN_S = 600.0
-"""What a worker's process may take to be there once it has room: its environment may have to be installed first."""
+START_TIMEOUT_S = 600.0
+"""How long a worker's process may take to start once it is placed. Ray may have to install its environment first."""
 
 
-class _Rooms(PlacementGroupHandle):
-    """The placement groups of the workers that a group starts with, as the one handle that Ray Train expects."""
+class _PlacementGroups(PlacementGroupHandle):
+    """The placement groups of a group's first workers, as the one handle that Ray Train expects."""
 
-    def __init__(self, rooms: list[PlacementGroup]) -> None:
-        self.rooms = rooms
+    def __init__(self, placement_groups: list[PlacementGroup]) -> None:
+        self.placement_groups = placement_groups
 
     @property
     def placement_group(self) -> Any:
         return self
 
     def ready(self) -> Any:
-        raise NotImplementedError("there is one for each worker")
+        raise NotImplementedError("each worker has its own placement group")
 
     def wait(self, timeout_seconds: float = 30) -> bool:
         end = time.monotonic() + timeout_seconds
-        return all(room.wait(max(0.0, end - time.monotonic())) for room in self.rooms)
+        return all(group.wait(max(0.0, end - time.monotonic())) for group in self.placement_groups)
 
     def shutdown(self) -> None:
-        for room in self.rooms:
-            remove_placement_group(room)
-        self.rooms = []
+        for group in self.placement_groups:
+            remove_placement_group(group)
+        self.placement_groups = []
 
 
 @dataclasses.dataclass
-class _Newcomer:
-    """A worker on its way: room, then a process, then its context, then its training function."""
+class _StartingWorker:
+    """A worker that is being started: its placement group, then its process, its context, its training function."""
 
-    room: PlacementGroup
-    asked_at: float
+    placement_group: PlacementGroup
+    requested_at: float
     placed_at: float | None = None
-    """When there was room for it."""
     actor: Any = None
     worker: Worker | None = None
     pending: Any = None
-    """The reference that it waits for."""
+    """Reference of the call that it waits for."""
     launched: bool = False
-    """Whether that is the start of its training function, the last of them."""
+    """Whether that call starts its training function, the last stage."""
 
 
-def release_placement_groups(rooms: str) -> None:
-    """Removes what is left of placement groups whose names begin so: those of a controller that was ended live on until
-    the driver's process ends."""
-    for each in placement_group_table().values():
-        if each["name"].startswith(rooms) and each["state"] != "REMOVED":
-            remove_placement_group(get_placement_group(each["name"]))
+def release_placement_groups(prefix: str) -> None:
+    """Removes the placement groups whose names start with `prefix`.
+
+    Ray keeps those of a killed controller until the driver's process ends.
+    """
+    for group in placement_group_table().values():
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+            remove_placement_group(get_placement_group(group["name"]))
 
 
 def actor_id(worker: Worker) -> str:
-    """The id by which the worker's own process knows its actor."""
+    """Returns the id of the worker's actor, as its own process knows it."""
     return str(worker.actor._actor_id.hex())
 
 
 class ElasticWorker(RayTrainWorker):
-    """Ray Train's worker process, which takes SIGTERM for a notice. Ray makes it in the process's main thread."""
+    """Ray Train's worker process, with SIGTERM as a notice to leave. Ray creates it in the main thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,133 +102,142 @@ class ElasticWorker(RayTrainWorker):
 
 
 class ElasticWorkerGroup(WorkerGroup):
-    """See the module. Ranks that Ray Train gives its workers are for its own books only."""
+    """Adds and removes workers while others train. The ranks of Ray Train are unrelated to ranks in a generation."""
 
     _worker_cls = ElasticWorker
     avoid: ClassVar[list[str]] = []
-    """Nodes that no worker is to be started on, by Ray's name. The process's own, as one group may follow another."""
-    rooms: ClassVar[str] = ""
-    """What the names of its placement groups begin with."""
+    """Ids of nodes on which no worker may start. Shared by all groups of the process, as one can replace another."""
+    placement_group_prefix: ClassVar[str] = ""
+    """Start of the names of placement groups."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._rooms: dict[str, PlacementGroup] = {}
-        self._newcomers: list[_Newcomer] = []
+        self._placement_groups: dict[str, PlacementGroup] = {}
+        """Of each running worker, by actor id."""
+        self._starting: list[_StartingWorker] = []
 
-    # At the start, all at once.
+    # The first workers start together.
 
     def _start_impl(self, *arguments: Any) -> None:
-        """Ray Train starts a group again that could not be started, but not one whose worker dies in the last moment,
-        when its function begins; and of a group that got so far it leaves the workers, and their room."""
+        """Starts the first workers. All failures of a start are retried, and leave no worker or resources behind.
+
+        Ray Train does not retry if a worker dies when its function starts, and leaves the other workers running.
+        """
         try:
             super()._start_impl(*arguments)
         except (RayActorError, WorkerGroupStartupFailedError) as error:
             if self._worker_group_state is not None:
                 self._worker_group_state.shutdown()
                 self._clear_state()
-            raise WorkerGroupStartupFailedError(f"a worker was lost while all of them started: {error}") from error
+            raise WorkerGroupStartupFailedError(f"a worker failed during the start of its group: {error}") from error
 
-    def _create_placement_group(self, scaling_config: Any, worker_group_context: WorkerGroupContext) -> _Rooms:
+    def _create_placement_group(
+        self, scaling_config: Any, worker_group_context: WorkerGroupContext
+    ) -> _PlacementGroups:
         selectors: list[Any] = worker_group_context.label_selector or [None] * worker_group_context.num_workers
-        return _Rooms([self._ask_for_room(selector) for selector in selectors])
+        return _PlacementGroups([self._reserve(selector) for selector in selectors])
 
-    def _ask_for_room(self, selector: dict[str, str] | None) -> PlacementGroup:
-        if self.avoid and (avoid := {each["NodeID"] for each in ray.nodes() if each["Alive"]}.intersection(self.avoid)):
+    def _reserve(self, selector: dict[str, str] | None) -> PlacementGroup:
+        """Requests the resources of one worker."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if self.avoid else set()
+        if avoid := alive.intersection(self.avoid):
             selector = {**(selector or {}), NODE_ID: f"!in({','.join(sorted(avoid))})"}
         return placement_group(
             [self._worker_group_context.resources_per_worker],
             strategy="PACK",
             bundle_label_selector=[selector] if selector else None,
-            name=self.rooms + uuid.uuid4().hex,
+            name=self.placement_group_prefix + uuid.uuid4().hex,
         )
 
     def _create_workers(self, num_workers: int, placement_group: Any, *args: Any, **kwargs: Any) -> list[Worker]:
-        rooms: list[PlacementGroup] = placement_group.rooms
-        actors = [self._create_actor(room) for room in rooms]
+        groups: list[PlacementGroup] = placement_group.placement_groups
+        actors = [self._create_actor(group) for group in groups]
         try:
             metadata = ray.get([actor.get_metadata.remote() for actor in actors])
         except RayActorError:
             for actor in actors:
                 ray.kill(actor)
             raise
-        workers = [Worker(actor, each, self._resources()) for actor, each in zip(actors, metadata, strict=True)]
-        self._rooms |= {actor_id(worker): room for worker, room in zip(workers, rooms, strict=True)}
+        workers = [Worker(actor, data, self._resources()) for actor, data in zip(actors, metadata, strict=True)]
+        self._placement_groups |= {actor_id(worker): group for worker, group in zip(workers, groups, strict=True)}
         return WorkerGroup._assign_worker_ranks(workers)
 
     def _init_train_context(self, workers: list[Worker], sync_actor: Any) -> None:
         super()._init_train_context(workers, sync_actor)
-        # The barrier of `ray.train.report`, which takes the number of workers for fixed: a process for nothing.
+        # The barrier of `ray.train.report`, which needs a fixed number of workers and is not used here.
         ray.kill(sync_actor)
 
-    def _create_actor(self, room: PlacementGroup) -> Any:
+    def _create_actor(self, placement_group: PlacementGroup) -> Any:
         runtime_env = self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env or {})
         actor = ray.remote(runtime_env=runtime_env, **bundle_to_remote_args(self._resources()))(self._worker_cls)
-        strategy = PlacementGroupSchedulingStrategy(placement_group=room, placement_group_bundle_index=0)
+        strategy = PlacementGroupSchedulingStrategy(placement_group=placement_group, placement_group_bundle_index=0)
         return actor.options(scheduling_strategy=strategy).remote()
 
     def _resources(self) -> dict[str, float]:
         resources: dict[str, float] = self._worker_group_context.resources_per_worker
         return resources
 
-    # Later, one by one.
+    # Later workers start one by one.
 
     @property
-    def num_newcomers(self) -> int:
-        """Workers on their way."""
-        return len(self._newcomers)
+    def num_starting(self) -> int:
+        """Number of workers that are being started."""
+        return len(self._starting)
 
     def request(self, num_workers: int) -> None:
-        """Asks for room for more workers."""
+        """Starts more workers: requests their resources."""
         selectors = self._worker_group_context.label_selector
         for _ in range(num_workers):
-            room = self._ask_for_room(selectors[0] if selectors else None)
-            self._newcomers.append(_Newcomer(room, time.monotonic()))
+            placement_group = self._reserve(selectors[0] if selectors else None)
+            self._starting.append(_StartingWorker(placement_group, time.monotonic()))
 
-    def keep_newcomers(self, number: int) -> None:
-        """Gives up the youngest of those on their way, if there are more."""
-        for each in self._newcomers[max(0, number) :]:
-            self._dismiss(each)
+    def limit_starting(self, num_workers: int) -> None:
+        """Cancels the newest starting workers if there are more than `num_workers`."""
+        for starting in self._starting[max(0, num_workers) :]:
+            self._cancel(starting)
 
-    def withdraw(self, waiting_s: float) -> None:
-        """Gives up newcomers that have waited for room for so long."""
+    def cancel_unplaced(self, timeout_s: float) -> None:
+        """Cancels starting workers that have waited `timeout_s` for their resources."""
         now = time.monotonic()
-        for each in [each for each in self._newcomers if each.actor is None and now - each.asked_at >= waiting_s]:
-            self._dismiss(each)
+        for starting in list(self._starting):
+            if starting.actor is None and now - starting.requested_at >= timeout_s:
+                self._cancel(starting)
 
     def advance(self) -> int:
-        """Takes newcomers as far as they get without waiting. Returns how many failed to start."""
-        arrived, num_failed, now = [], 0, time.monotonic()
-        for each in list(self._newcomers):
+        """Moves all starting workers forward without blocking. Returns how many failed to start."""
+        started, num_failed, now = [], 0, time.monotonic()
+        for starting in list(self._starting):
             try:
-                if self._advance(each):
-                    assert each.worker is not None
-                    self._newcomers.remove(each)
-                    self._rooms[actor_id(each.worker)] = each.room
-                    arrived.append(each.worker)
-                elif each.placed_at is not None and now - each.placed_at >= START_WITHIN_S:
-                    raise TimeoutError(f"its process was not there after {START_WITHIN_S:g} s")
+                if self._advance(starting):
+                    assert starting.worker is not None
+                    self._starting.remove(starting)
+                    self._placement_groups[actor_id(starting.worker)] = starting.placement_group
+                    started.append(starting.worker)
+                elif starting.placed_at is not None and now - starting.placed_at >= START_TIMEOUT_S:
+                    raise TimeoutError(f"its process did not start within {START_TIMEOUT_S:g} s")
             except (RayError, TimeoutError) as error:
-                _log.warning("a worker that was to be added failed to start: %s", error)
-                self._dismiss(each)
+                _log.warning("a new worker failed to start: %s", error)
+                self._cancel(starting)
                 num_failed += 1
-        if arrived:
-            self._set_workers([*self.get_workers(), *arrived])
+        if started:
+            self._set_workers([*self.get_workers(), *started])
         return num_failed
 
-    def _advance(self, newcomer: _Newcomer) -> bool:
-        if newcomer.actor is None:
-            if not newcomer.room.wait(0):
+    def _advance(self, starting: _StartingWorker) -> bool:
+        """Moves one starting worker forward. Returns whether it is running."""
+        if starting.actor is None:
+            if not starting.placement_group.wait(0):
                 return False
-            newcomer.actor, newcomer.placed_at = self._create_actor(newcomer.room), time.monotonic()
-            newcomer.pending = newcomer.actor.get_metadata.remote()
-        while ray.wait([newcomer.pending], timeout=0)[0]:
-            result = ray.get(newcomer.pending)
-            if newcomer.worker is None:
-                newcomer.worker = self._make_worker(newcomer.actor, result)
-                newcomer.pending = self._init_context(newcomer.worker)
-            elif not newcomer.launched:
-                newcomer.launched = True
-                newcomer.pending = newcomer.actor.run_train_fn.remote(self._worker_group_context.train_fn_ref)
+            starting.actor, starting.placed_at = self._create_actor(starting.placement_group), time.monotonic()
+            starting.pending = starting.actor.get_metadata.remote()
+        while ray.wait([starting.pending], timeout=0)[0]:
+            result = ray.get(starting.pending)
+            if starting.worker is None:
+                starting.worker = self._make_worker(starting.actor, result)
+                starting.pending = self._init_context(starting.worker)
+            elif not starting.launched:
+                starting.launched = True
+                starting.pending = starting.actor.run_train_fn.remote(self._worker_group_context.train_fn_ref)
             else:
                 return True
         return False
@@ -235,12 +245,12 @@ class ElasticWorkerGroup(WorkerGroup):
     def _make_worker(self, actor: Any, metadata: Any) -> Worker:
         worker = Worker(actor, metadata, self._resources())
         workers = self.get_workers()
-        neighbours = sum(each.metadata.node_ip == metadata.node_ip for each in workers)
+        num_on_node = sum(other.metadata.node_ip == metadata.node_ip for other in workers)
         worker.distributed_context = DistributedContext(
             world_rank=len(workers),
             world_size=len(workers) + 1,
-            local_rank=neighbours,
-            local_world_size=neighbours + 1,
+            local_rank=num_on_node,
+            local_world_size=num_on_node + 1,
             node_rank=0,
         )
         return worker
@@ -260,21 +270,21 @@ class ElasticWorkerGroup(WorkerGroup):
         )
 
     def remove(self, ranks: Collection[int]) -> None:
-        """Ends workers, dead or alive, and gives their room back at once."""
-        kept = []
+        """Kills workers, dead or alive, and frees their resources at once."""
+        remaining = []
         for rank, worker in enumerate(self.get_workers()):
             if rank in ranks:
                 ray.kill(worker.actor)
-                remove_placement_group(self._rooms.pop(actor_id(worker)))
+                remove_placement_group(self._placement_groups.pop(actor_id(worker)))
             else:
-                kept.append(worker)
-        self._set_workers(kept)
+                remaining.append(worker)
+        self._set_workers(remaining)
 
-    def _dismiss(self, newcomer: _Newcomer) -> None:
-        self._newcomers.remove(newcomer)
-        if newcomer.actor is not None:
-            ray.kill(newcomer.actor)
-        remove_placement_group(newcomer.room)
+    def _cancel(self, starting: _StartingWorker) -> None:
+        self._starting.remove(starting)
+        if starting.actor is not None:
+            ray.kill(starting.actor)
+        remove_placement_group(starting.placement_group)
 
     def _set_workers(self, workers: list[Worker]) -> None:
         for rank, worker in enumerate(workers):
@@ -285,13 +295,13 @@ class ElasticWorkerGroup(WorkerGroup):
         assert self._worker_group_state is not None
         self._worker_group_state = dataclasses.replace(self._worker_group_state, workers=workers)
         self._worker_rank_to_replica_group_rank = {rank: rank for rank in range(len(workers))}
-        self._world_rank_to_ongoing_poll.clear()  # they are known by rank
+        self._world_rank_to_ongoing_poll.clear()  # polls are keyed by rank, and ranks have changed
         self._latest_poll_status = None
 
     def _clear_state(self) -> None:
-        for newcomer in list(self._newcomers):
-            self._dismiss(newcomer)
-        for room in self._rooms.values():
-            remove_placement_group(room)
-        self._rooms = {}
+        for starting in list(self._starting):
+            self._cancel(starting)
+        for group in self._placement_groups.values():
+            remove_placement_group(group)
+        self._placement_groups = {}
         super()._clear_state()

@@ -1,4 +1,4 @@
-"""What a run holds of the cluster is free when it is over, however that came."""
+"""A run releases its resources when it is over, also if its controller was killed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from elastic_ddp.ray_internals.worker_group import release_placement_groups
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 
-def test_rooms_of_a_controller_that_was_ended_are_given_back_and_nobody_elses() -> None:
+def test_placement_groups_of_a_killed_controller_are_released_and_no_others() -> None:
     groups = {name: placement_group([{"CPU": 1}], name=name) for name in ("run-1-a", "run-1-b", "run-2-a")}
     assert all(group.wait(30) for group in groups.values())
-    placement_group([{"CPU": 1}], name="run-1-c")  # for which there is no room
+    placement_group([{"CPU": 1}], name="run-1-c")  # which does not fit
     release_placement_groups("run-1-")
-    states = {each["name"]: each["state"] for each in placement_group_table().values()}
+    states = {group["name"]: group["state"] for group in placement_group_table().values()}
     assert states == {**dict.fromkeys(("run-1-a", "run-1-b", "run-1-c"), "REMOVED"), "run-2-a": "CREATED"}
-    assert placement_group([{"CPU": 2}]).wait(30), "there is room again"
+    assert placement_group([{"CPU": 2}]).wait(30), "the resources are free again"

@@ -1,4 +1,4 @@
-"""What the controller decides without a cluster: who goes, how long it waits, and for how many workers it asks."""
+"""Decisions of the controller, without a cluster: which workers to remove, how many to start, and when."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ from ray.train.v2.api.exceptions import ControllerError
 from elastic_ddp.ray_internals import controller as controller_module
 from elastic_ddp.ray_internals import worker_group
 from elastic_ddp.ray_internals.controller import (
-    LEAVE_WITHIN_S,
-    PAUSES_S,
-    ROOM_WITHIN_S,
+    DISMISSED_EXIT_S,
+    MAX_START_BACKOFF_S,
+    PLACEMENT_TIMEOUT_S,
     ElasticController,
     counts_as_failure,
 )
 from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy
-from elastic_ddp.ray_internals.starting import CountingFailurePolicy
+from elastic_ddp.ray_internals.start_failures import CountingFailurePolicy
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup
 from elastic_ddp.rendezvous.messages import WorkerDirectives
+from elastic_ddp.telemetry.events import StartFailed
 
-NOBODY = WorkerDirectives(failed={}, newcomers=[], dismissed=[], leaving=[], avoid=[], limit=3, is_over=False)
+NONE = WorkerDirectives(failed={}, newcomers=[], dismissed=[], leaving=[], avoid=[], limit=3, is_over=False)
 START = RunningState()
+FIRST_BACKOFF_S = 2.0
 
 
 class Clock:
-    """Time goes on when it is told to."""
+    """A clock that is set by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -58,13 +60,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class FakeGroup:
-    """Workers by name, and how many are on their way."""
+    """A worker group without processes: workers by name, and the number of starting ones."""
 
     def __init__(self, workers: str) -> None:
         self.workers = [a_worker(name) for name in workers]
-        self.num_newcomers = 0
+        self.num_starting = 0
         self.fail = 0
-        self.withdrawn: list[float] = []
+        self.cancelled: list[float] = []
 
     def get_workers(self) -> list[Any]:
         return self.workers
@@ -76,17 +78,17 @@ class FakeGroup:
         self.workers = [each for rank, each in enumerate(self.workers) if rank not in ranks]
 
     def request(self, num_workers: int) -> None:
-        self.num_newcomers += num_workers
+        self.num_starting += num_workers
 
-    def keep_newcomers(self, number: int) -> None:
-        self.num_newcomers = min(self.num_newcomers, max(0, number))
+    def limit_starting(self, number: int) -> None:
+        self.num_starting = min(self.num_starting, max(0, number))
 
-    def withdraw(self, waiting_s: float) -> None:
-        self.withdrawn.append(waiting_s)
+    def cancel_unplaced(self, timeout_s: float) -> None:
+        self.cancelled.append(timeout_s)
 
     def advance(self) -> int:
         failed, self.fail = self.fail, 0
-        self.num_newcomers -= failed
+        self.num_starting -= failed
         return failed
 
     def __str__(self) -> str:
@@ -100,11 +102,11 @@ def a_worker(name: str, node_id: str = "healthy") -> Any:
 
 @pytest.fixture
 def controller(clock: Clock) -> Any:
-    """One of a run on exactly three workers, whose failure policy always has another try."""
+    """The controller of a run with exactly three workers, whose failure policy always retries."""
     controller: Any = object.__new__(ElasticController)
-    controller._num_failed, controller._have_trained, controller._not_before = 0, set(), 0.0
-    controller._failed_start = None
-    controller._wanted, controller._hurry, controller._limit, controller._dismissed_at = None, False, 0, {}
+    controller._num_failed_starts, controller._trained, controller._backoff_until = 0, set(), 0.0
+    controller._failed_start, controller.save_within_s = None, 0.0
+    controller._target, controller._query_capacity_now, controller._limit, controller._dismissed_at = None, False, 0, {}
     controller._scaling_policy = SimpleNamespace(scaling_config=ScalingConfig(num_workers=3))
     controller._failure_policy = mock.Mock(make_decision=mock.Mock(return_value=FailureDecision.RETRY))
     controller._execute_failure_decision = mock.Mock(return_value=mock.sentinel.failure)
@@ -113,112 +115,116 @@ def controller(clock: Clock) -> Any:
     return controller
 
 
-def look(controller: Any, group: FakeGroup, orders: WorkerDirectives, *, done: str = "", failed: str = "") -> Any:
-    """One look at the workers. The next state, or what the decision about a failure led to."""
+def poll(controller: Any, group: FakeGroup, directives: WorkerDirectives, *, done: str = "", failed: str = "") -> Any:
+    """Polls the workers once. Returns the next state, or the result of the decision about a failure."""
     names = str(group)
     errors = {rank: RuntimeError("died") for rank, name in enumerate(names) if name in failed}
     statuses = {rank: SimpleNamespace(running=name not in done + failed) for rank, name in enumerate(names)}
-    result = asyncio.run(controller._turn_over(group, SimpleNamespace(worker_statuses=statuses, errors=errors), orders))
+    result = asyncio.run(
+        controller._apply_directives(group, SimpleNamespace(worker_statuses=statuses, errors=errors), directives)
+    )
     return getattr(result, "next_state", result)
 
 
-def test_a_lost_worker_is_taken_out_and_another_asked_for(controller: Any) -> None:
+def test_a_failed_worker_is_removed_and_a_replacement_started(controller: Any) -> None:
     group = FakeGroup("abc")
-    assert isinstance(look(controller, group, NOBODY, failed="b"), RunningState)
-    assert str(group) == "ac" and group.num_newcomers == 1
+    assert isinstance(poll(controller, group, NONE, failed="b"), RunningState)
+    assert str(group) == "ac" and group.num_starting == 1
     controller._failure_policy.make_decision.assert_called_once()
-    look(controller, group, NOBODY)
-    assert group.num_newcomers == 1, "it is on its way"
+    poll(controller, group, NONE)
+    assert group.num_starting == 1, "the replacement is already starting"
 
 
-def test_what_happens_to_newcomers_and_on_drained_nodes_does_not_use_up_the_failures_of_a_run(controller: Any) -> None:
+def test_failures_of_newcomers_and_on_drained_nodes_do_not_count(controller: Any) -> None:
     group = FakeGroup("abc")
     group.workers[2] = a_worker("c", "drained")
-    look(controller, group, NOBODY._replace(newcomers=["b"], avoid=["drained"]), failed="bc")
+    poll(controller, group, NONE._replace(newcomers=["b"], avoid=["drained"]), failed="bc")
     assert str(group) == "a"
     controller._failure_policy.make_decision.assert_not_called()
 
 
-def test_the_group_restarts_when_the_last_who_trains_is_lost(controller: Any) -> None:
+def test_the_group_restarts_when_the_last_training_worker_fails(controller: Any) -> None:
     group = FakeGroup("ab")
-    orders = NOBODY._replace(dismissed=["a"])
-    assert look(controller, group, orders, failed="b") is mock.sentinel.failure
+    directives = NONE._replace(dismissed=["a"])
+    assert poll(controller, group, directives, failed="b") is mock.sentinel.failure
     (decision,), arguments = controller._execute_failure_decision.call_args
     assert decision is FailureDecision.RETRY
     assert arguments["training_failed_error"].worker_failures.keys() == {1}
 
 
-def test_a_failure_too_many_ends_the_run_though_others_train(controller: Any) -> None:
+def test_one_failure_too_many_ends_the_run_although_others_train(controller: Any) -> None:
     controller._failure_policy.make_decision.return_value = FailureDecision.RAISE
-    assert look(controller, FakeGroup("abc"), NOBODY, failed="b") is mock.sentinel.failure
+    assert poll(controller, FakeGroup("abc"), NONE, failed="b") is mock.sentinel.failure
     assert controller._execute_failure_decision.call_args.args == (FailureDecision.RAISE,)
 
 
-def test_one_that_was_let_go_is_taken_out_when_it_has_returned_or_its_time_is_up(controller: Any, clock: Clock) -> None:
+def test_a_dismissed_worker_is_removed_when_it_has_returned_or_is_overdue(controller: Any, clock: Clock) -> None:
     group = FakeGroup("abc")
-    orders = NOBODY._replace(dismissed=["a", "b"], limit=1)
-    look(controller, group, orders, done="a")
+    directives = NONE._replace(dismissed=["a", "b"], limit=1)
+    poll(controller, group, directives, done="a")
     assert str(group) == "bc"
     controller.save_within_s = 30.0
-    clock.now = LEAVE_WITHIN_S + 29.9
-    look(controller, group, orders)
+    clock.now = DISMISSED_EXIT_S + 29.9
+    poll(controller, group, directives)
     assert str(group) == "bc"
-    clock.now = LEAVE_WITHIN_S + 30.0
-    look(controller, group, orders)
-    assert str(group) == "c" and group.num_newcomers == 0
+    clock.now = DISMISSED_EXIT_S + 30.0
+    poll(controller, group, directives)
+    assert str(group) == "c" and group.num_starting == 0
     controller._failure_policy.make_decision.assert_not_called()
 
 
-def test_a_group_that_was_drained_as_a_whole_starts_again(controller: Any) -> None:
+def test_a_group_whose_workers_were_all_drained_starts_again(controller: Any) -> None:
     group = FakeGroup("ab")
-    orders = NOBODY._replace(dismissed=["a", "b"])
-    assert isinstance(look(controller, group, orders, done="a"), RunningState)
+    directives = NONE._replace(dismissed=["a", "b"])
+    assert isinstance(poll(controller, group, directives, done="a"), RunningState)
     assert str(group) == "b"
-    assert isinstance(look(controller, group, orders, done="b"), RestartingState)
+    assert isinstance(poll(controller, group, directives, done="b"), RestartingState)
 
 
-def test_nobody_is_asked_for_while_workers_return_at_the_end_of_a_run(controller: Any) -> None:
+def test_no_worker_is_started_while_workers_return_at_the_end_of_a_run(controller: Any) -> None:
     group = FakeGroup("abc")
-    over = NOBODY._replace(is_over=True)
-    look(controller, group, over, done="a", failed="b")
-    assert str(group) == "ac" and group.num_newcomers == 0
+    over = NONE._replace(is_over=True)
+    poll(controller, group, over, done="a", failed="b")
+    assert str(group) == "ac" and group.num_starting == 0
 
 
-def test_at_the_end_ray_train_takes_over_from_those_who_were_not_let_go(
+def test_at_the_end_of_a_run_ray_train_handles_the_workers_that_were_not_dismissed(
     controller: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = FakeGroup("abc")
     monkeypatch.setattr(ElasticController.__base__, "_step", mock.AsyncMock(return_value=mock.sentinel.over))
-    over = NOBODY._replace(is_over=True, dismissed=["b"])
-    assert look(controller, group, over, done="ac") is mock.sentinel.over
+    over = NONE._replace(is_over=True, dismissed=["b"])
+    assert poll(controller, group, over, done="ac") is mock.sentinel.over
     assert str(group) == "ac"
     assert controller._latest_poll_time == float("-inf")
 
 
-def test_as_many_are_asked_for_as_are_missing_beside_those_who_stay(controller: Any) -> None:
+def test_missing_workers_are_started_up_to_the_limit(controller: Any) -> None:
     group = FakeGroup("abc")
-    look(controller, group, NOBODY._replace(leaving=["c"]))
-    assert group.num_newcomers == 1, "whose place is to be taken counts as gone"
-    look(controller, group, NOBODY._replace(leaving=["c"], limit=2))
-    assert group.num_newcomers == 0, "the run may have no more than those who stay"
+    poll(controller, group, NONE._replace(leaving=["c"]))
+    assert group.num_starting == 1, "a leaving worker is replaced"
+    poll(controller, group, NONE._replace(leaving=["c"], limit=2))
+    assert group.num_starting == 0, "the limit allows no more than the workers that stay"
 
 
-def test_a_newcomer_that_fails_to_start_is_not_replaced_at_once(controller: Any, clock: Clock) -> None:
+def test_a_worker_that_fails_to_start_is_replaced_after_a_backoff(controller: Any, clock: Clock) -> None:
     group = FakeGroup("ab")
-    look(controller, group, NOBODY)
-    assert group.num_newcomers == 1
+    poll(controller, group, NONE)
+    assert group.num_starting == 1
     group.fail = 1
-    look(controller, group, NOBODY)
-    assert group.num_newcomers == 0
-    clock.now = PAUSES_S[0] - 0.1
-    look(controller, group, NOBODY)
-    assert group.num_newcomers == 0
-    clock.now = PAUSES_S[0]
-    look(controller, group, NOBODY)
-    assert group.num_newcomers == 1
+    poll(controller, group, NONE)
+    assert group.num_starting == 0
+    clock.now = FIRST_BACKOFF_S - 0.1
+    poll(controller, group, NONE)
+    assert group.num_starting == 0
+    clock.now = FIRST_BACKOFF_S
+    poll(controller, group, NONE)
+    assert group.num_starting == 1
 
 
-def test_an_elastic_run_asks_for_what_ray_train_sees_room_for(controller: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_elastic_run_starts_the_workers_that_ray_train_has_capacity_for(
+    controller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dataclasses.replace", lambda state, **changes: changes)
     decide = mock.Mock(return_value=NoopDecision())
     controller._scaling_policy = SimpleNamespace(
@@ -226,15 +232,15 @@ def test_an_elastic_run_asks_for_what_ray_train_sees_room_for(controller: Any, m
     )
     group = FakeGroup("ab")
     controller._limit = 4
-    look(controller, group, NOBODY._replace(limit=4))
-    assert group.num_newcomers == 0 and group.withdrawn == [ROOM_WITHIN_S]
-    assert decide.call_args.kwargs["worker_group_state"] is mock.sentinel.state, "at Ray Train's own pace"
+    poll(controller, group, NONE._replace(limit=4))
+    assert group.num_starting == 0 and group.cancelled == [PLACEMENT_TIMEOUT_S]
+    assert decide.call_args.kwargs["worker_group_state"] is mock.sentinel.state, "at Ray Train's own interval"
     decide.return_value = ResizeDecision(num_workers=9, resources_per_worker={})
-    look(controller, group, NOBODY._replace(limit=4))
-    assert group.num_newcomers == 2, "no more than the run may have"
+    poll(controller, group, NONE._replace(limit=4))
+    assert group.num_starting == 2, "no more than the limit"
 
 
-def test_an_elastic_run_looks_for_room_at_once_when_it_has_lost_one_or_may_have_more(
+def test_capacity_is_queried_at_once_after_a_failure_or_a_raised_limit(
     controller: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dataclasses.replace", lambda state, **changes: changes)
@@ -245,123 +251,129 @@ def test_an_elastic_run_looks_for_room_at_once_when_it_has_lost_one_or_may_have_
         _latest_monitor_time=0.0,
     )
     controller._scaling_policy, controller._limit = policy, 2
-    at_once = {"start_time": float("-inf")}
+    immediately = {"start_time": float("-inf")}
     group = FakeGroup("abc")
-    look(controller, group, NOBODY._replace(limit=2), failed="c")
-    assert decide.call_args.kwargs["worker_group_state"] == at_once
+    poll(controller, group, NONE._replace(limit=2), failed="c")
+    assert decide.call_args.kwargs["worker_group_state"] == immediately
     assert policy._latest_monitor_time == float("-inf")
     policy._latest_monitor_time = 0.0
-    look(controller, group, NOBODY._replace(limit=2))
+    poll(controller, group, NONE._replace(limit=2))
     assert decide.call_args.kwargs["worker_group_state"] is mock.sentinel.state
-    look(controller, group, NOBODY._replace(limit=3))
-    assert decide.call_args.kwargs["worker_group_state"] == at_once
+    poll(controller, group, NONE._replace(limit=3))
+    assert decide.call_args.kwargs["worker_group_state"] == immediately
 
 
-def test_the_more_newcomers_are_lost_the_longer_the_pause(controller: Any) -> None:
+def test_the_backoff_doubles_with_each_failed_start_up_to_its_maximum(controller: Any) -> None:
     pauses = []
     for _ in range(2000):
-        controller._wait_after(1)
-        pauses.append(controller._not_before)
-    assert tuple(pauses[: len(PAUSES_S)]) == PAUSES_S
-    assert set(pauses[len(PAUSES_S) :]) == {PAUSES_S[-1]}
+        controller._back_off(1)
+        pauses.append(controller._backoff_until)
+    assert pauses[:5] == [2.0, 4.0, 8.0, 16.0, 32.0]
+    assert set(pauses[5:]) == {MAX_START_BACKOFF_S}
 
 
-def test_one_that_gets_to_train_ends_that(controller: Any) -> None:
-    controller._see_who_has_trained({"a"})
-    controller._wait_after(4)
-    controller._see_who_has_trained({"a"})
-    controller._wait_after(1)
-    assert controller._not_before == PAUSES_S[4]
-    controller._see_who_has_trained({"a", "b"})
-    controller._wait_after(1)
-    assert controller._not_before == PAUSES_S[0]
-    controller._see_who_has_trained({"b"})
-    controller._wait_after(1)
-    assert controller._not_before == PAUSES_S[1], "a loss is none that trains"
+def test_a_worker_that_trains_for_the_first_time_resets_the_backoff(controller: Any) -> None:
+    controller._reset_backoff_if_new({"a"})
+    controller._back_off(4)
+    controller._reset_backoff_if_new({"a"})
+    controller._back_off(1)
+    assert controller._backoff_until == 32.0
+    controller._reset_backoff_if_new({"a", "b"})
+    controller._back_off(1)
+    assert controller._backoff_until == FIRST_BACKOFF_S
+    controller._reset_backoff_if_new({"b"})
+    controller._back_off(1)
+    assert controller._backoff_until == 4.0, "a worker that is gone does not reset it"
 
 
-@pytest.mark.parametrize("dies", ["when it is made", "when it is told its place", "when its function begins"])
-def test_a_worker_that_dies_while_all_start_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch, dies: str) -> None:
-    """Of two, neither of which is left behind, nor is its room."""
+@pytest.mark.parametrize("dies", ["when its actor starts", "when it gets its context", "when its function starts"])
+def test_a_worker_that_dies_during_the_start_of_its_group_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, dies: str
+) -> None:
+    """No worker and no placement group is left behind."""
     group: Any = object.__new__(ElasticWorkerGroup)
-    group._worker_group_state, group._newcomers, group._world_rank_to_ongoing_poll = None, [], {}
-    room, state = mock.Mock(), mock.Mock()
-    group._rooms = {"one": room}
+    group._worker_group_state, group._starting, group._world_rank_to_ongoing_poll = None, [], {}
+    placement_group, state = mock.Mock(), mock.Mock()
+    group._placement_groups = {"one": placement_group}
     removed: list[Any] = []
     monkeypatch.setattr(worker_group, "remove_placement_group", removed.append)
 
     def start(_: Any, builder: Any) -> None:
-        if dies == "when it is made":
+        if dies == "when its actor starts":
             raise ActorDiedError
         group._worker_group_state = state
-        if dies == "when it is told its place":
+        if dies == "when it gets its context":
             raise WorkerGroupStartupFailedError("one died") from ActorDiedError()
         raise ActorDiedError
 
     monkeypatch.setattr(WorkerGroup, "_start_impl", start)
-    with pytest.raises(WorkerGroupStartupFailedError, match="while all of them started") as caught:
+    with pytest.raises(WorkerGroupStartupFailedError, match="during the start of its group") as caught:
         group._start_impl(mock.sentinel.builder)
     policy, error = CountingFailurePolicy(FailureConfig(max_failures=2)), ControllerError(caught.value)
     decisions = [policy.make_decision(error) for _ in range(3)]
     assert decisions == [FailureDecision.RETRY, FailureDecision.RETRY, FailureDecision.RAISE]
-    has_state = dies != "when it is made"
+    has_state = dies != "when its actor starts"
     assert state.shutdown.called is has_state
-    assert removed == ([room] if has_state else [])  # Ray Train removes the others itself
+    assert removed == ([placement_group] if has_state else [])  # Ray Train removes the others itself
     assert not group.has_started()
 
 
-def test_a_group_that_could_not_be_started_is_recorded_once_and_the_next_one_waits(
-    controller: Any, clock: Clock
-) -> None:
-    async def take(messages: list[dict[str, Any]], _: Any) -> None:
-        said.extend(each["error"] for each in messages)
-        if len(said) == 2:
+def test_a_failed_start_is_recorded_once_and_delays_the_next_one(controller: Any, clock: Clock) -> None:
+    async def take(events: list[StartFailed], _: Any) -> None:
+        errors.extend(event.error for event in events)
+        if len(errors) == 2:
             raise ActorDiedError
 
-    def is_too_soon(state: Any) -> bool:
-        return asyncio.run(controller._is_too_soon(state))
+    def in_backoff(state: Any) -> bool:
+        return asyncio.run(controller._in_start_backoff(state))
 
-    said: list[str] = []
+    errors: list[str] = []
     controller.rendezvous = SimpleNamespace(take=SimpleNamespace(remote=take))
-    died = [ReschedulingState(ControllerError(WorkerGroupStartupFailedError(f"number {each}"))) for each in (1, 2)]
-    assert is_too_soon(died[0]) and is_too_soon(died[0])
-    clock.now += PAUSES_S[0]
-    assert not is_too_soon(died[0]) and is_too_soon(died[1])
-    clock.now += PAUSES_S[0]
-    assert is_too_soon(died[1]), "the longer, the more were in a row"
-    assert not is_too_soon(ReschedulingState(ControllerError(WorkerGroupStartupTimeoutError(2)))), "there was no room"
-    assert not is_too_soon(START)
-    assert said == ["number 1", "number 2"]
+    failed = [
+        ReschedulingState(ControllerError(WorkerGroupStartupFailedError(f"number {number}"))) for number in (1, 2)
+    ]
+    assert in_backoff(failed[0]) and in_backoff(failed[0])
+    clock.now += FIRST_BACKOFF_S
+    assert not in_backoff(failed[0]) and in_backoff(failed[1])
+    clock.now += FIRST_BACKOFF_S
+    assert in_backoff(failed[1]), "the backoff has doubled"
+    assert not in_backoff(ReschedulingState(ControllerError(WorkerGroupStartupTimeoutError(2)))), (
+        "no capacity is not a failed start"
+    )
+    assert not in_backoff(START)
+    assert errors == ["number 1", "number 2"]
 
 
-def test_newcomers_and_what_goes_with_a_drained_node_are_no_failures_of_the_run() -> None:
-    orders = NOBODY._replace(newcomers=["new"], avoid=["drained"])
+def test_only_failures_of_trained_workers_on_healthy_nodes_count() -> None:
+    directives = NONE._replace(newcomers=["new"], avoid=["drained"])
     counted = {
-        (name, node): counts_as_failure(a_worker(name, node), orders)
+        (name, node): counts_as_failure(a_worker(name, node), directives)
         for name in ("old", "new")
         for node in ("healthy", "drained")
     }
-    assert [place for place, counts in counted.items() if counts] == [("old", "healthy")]
+    assert [worker for worker, counts in counted.items() if counts] == [("old", "healthy")]
 
 
-def test_room_is_asked_for_where_those_are_who_stay(controller: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resources_of_staying_workers_are_requested_on_their_nodes(
+    controller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ("one", "two", "cut", "gone", "draining", "by hand")
     nodes = [{"NodeID": name, "Alive": name != "gone", "Resources": {"CPU": 2.0}} for name in names]
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    monkeypatch.setattr(controller_module, "managed_nodes", lambda: {"one", "two", "cut", "draining"})
+    monkeypatch.setattr(controller_module, "autoscaled_nodes", lambda: {"one", "two", "cut", "draining"})
     policy = controller._scaling_policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4)))
-    ask = mock.Mock()
-    monkeypatch.setattr(policy, "ask", ask)
+    send = mock.Mock()
+    monkeypatch.setattr(policy, "send", send)
     group = FakeGroup("")
     group.workers = [a_worker("a", "one"), a_worker("b", "two"), a_worker("c", "two"), a_worker("d", "cut")]
     group.workers += [a_worker("starts", "draining"), a_worker("e", "by hand"), a_worker("f", "gone")]
-    orders = NOBODY._replace(failed={"b": "SIGKILL"}, leaving=["d"], avoid=["cut", "gone", "draining"])
-    controller._ask_for_room(group, orders, {"draining": 30.0})
-    assert ask.call_count == 1
-    assert policy._request.nodes == ("one", "two") and policy.num_out_of_use == 2
-    controller._ask_for_room(group, orders, {"draining": 20.0})
-    assert ask.call_count == 1, "nothing is new"
-    controller._ask_for_room(group, orders._replace(dismissed=["c"], limit=2), {})
-    assert ask.call_count == 2 and policy._request.nodes == ("one",)
-    controller._ask_for_room(None, orders, {})
-    assert ask.call_count == 3 and policy._request.nodes == ()
+    directives = NONE._replace(failed={"b": "SIGKILL"}, leaving=["d"], avoid=["cut", "gone", "draining"])
+    controller._request_resources(group, directives, {"draining": 30.0})
+    assert send.call_count == 1
+    assert policy._request.nodes == ("one", "two") and policy.num_avoided == 2
+    controller._request_resources(group, directives, {"draining": 20.0})
+    assert send.call_count == 1, "nothing has changed"
+    controller._request_resources(group, directives._replace(dismissed=["c"], limit=2), {})
+    assert send.call_count == 2 and policy._request.nodes == ("one",)
+    controller._request_resources(None, directives, {})
+    assert send.call_count == 3 and policy._request.nodes == ()

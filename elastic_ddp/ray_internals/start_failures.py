@@ -1,4 +1,4 @@
-"""Groups of workers that could not be started, because one of them died meanwhile."""
+"""Failures of worker groups that could not be started because a worker died during the start."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from ray.train.v2._internal.execution.failure_handling.default import DefaultFai
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 
-def why_not_started(error: TrainingFailedError) -> str | None:
-    """What became of a group that a worker's death kept from starting; None of any other error."""
+def start_failure(error: TrainingFailedError) -> str | None:
+    """Returns why a group did not start, or None if this is another error."""
     if isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupFailedError):
         return str(error.controller_failure)
     return None
 
 
-def why_not_started_before(state: TrainControllerState) -> str | None:
-    """The same of the group before the one that is about to be started in this state."""
-    return why_not_started(state.training_failed_error) if isinstance(state, ReschedulingState) else None
+def previous_start_failure(state: TrainControllerState) -> str | None:
+    """Returns why the previous group did not start, if `state` is about to start another one for that reason."""
+    return start_failure(state.training_failed_error) if isinstance(state, ReschedulingState) else None
 
 
 class CountingFailurePolicy(DefaultFailurePolicy):
-    """Counts a group that could not be started as one whose workers were lost. Ray Train would try again for ever, also
-    where the training function's modules crash every worker that imports them."""
+    """Counts a failed start against the limit of failures. Ray Train would retry it forever.
+
+    A training function whose modules crash every worker on import would never end otherwise.
+    """
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         error = training_failed_error
-        if (why := why_not_started(error)) is not None:
-            error = WorkerGroupError(error_message=why, worker_failures={})
+        if (reason := start_failure(error)) is not None:
+            error = WorkerGroupError(error_message=reason, worker_failures={})
         return super().make_decision(training_failed_error=error)

@@ -1,0 +1,73 @@
+"""Classifies the workers of a group: which of them train, have failed, or are leaving. No Ray, plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_ddp.rendezvous.messages import WorkerDirectives
+
+
+@dataclass(frozen=True)
+class WorkerStates:
+    """The workers of a group by state. Workers are given by their ranks in the group."""
+
+    all: frozenset[int]
+    finished: frozenset[int]
+    """Their function returned because the run is over."""
+    dismissed: frozenset[int]
+    """They were released by the rendezvous, or their function returned before the end of the run."""
+    exited: frozenset[int]
+    """Dismissed workers that have exited or are overdue."""
+    failed: dict[int, Exception]
+
+    @property
+    def run_is_over(self) -> bool:
+        """Whether all workers that were not dismissed have finished."""
+        return bool(self.finished) and self.finished == self.all - self.dismissed
+
+    @property
+    def none_trains(self) -> bool:
+        """Whether no worker is left to train."""
+        return self.all <= self.finished | self.dismissed | self.failed.keys()
+
+    @property
+    def all_exited(self) -> bool:
+        """Whether every worker was dismissed and has exited."""
+        return self.exited == self.all
+
+
+def classify_workers(
+    workers: Sequence[str],
+    directives: WorkerDirectives,
+    *,
+    ended: Set[int],
+    errors: Mapping[int, Exception],
+    is_overdue: Callable[[str], bool],
+) -> WorkerStates:
+    """Returns the state of each worker.
+
+    Args:
+        workers: ids by rank.
+        directives: from the rendezvous. They must be newer than `ended`: a worker that has returned without an error
+            was dismissed by then, or the run is over.
+        ended: ranks whose function has returned or raised.
+        errors: by rank, for functions that raised and processes that died.
+        is_overdue: whether a dismissed worker has had enough time to exit.
+    """
+    dismissed = {rank for rank, worker in enumerate(workers) if worker in directives.dismissed}
+    if not directives.is_over:  # these were dismissed before the controller knew them
+        dismissed |= ended - errors.keys()
+    failed: dict[int, Exception] = {rank: error for rank, error in errors.items() if rank not in dismissed}
+    for rank, worker in enumerate(workers):
+        if worker in directives.failed:
+            failed[rank] = RuntimeError(directives.failed[worker])
+    return WorkerStates(
+        all=frozenset(range(len(workers))),
+        finished=frozenset(ended - dismissed - failed.keys()),
+        dismissed=frozenset(dismissed),
+        exited=frozenset(rank for rank in dismissed if rank in ended or is_overdue(workers[rank])),
+        failed=failed,
+    )
