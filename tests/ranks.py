@@ -5,17 +5,14 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import wait
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed.cross_memory import Mark
 from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
 from elastic_ddp.distributed.store import StoreConnection
 
@@ -78,13 +75,6 @@ def alone() -> ProcessGroup:
     """That of a rank which has no others: nothing has to be formed."""
     place = Assignment(generation=1, rank=0, world_size=1, store_host="127.0.0.1", store_port=0, reason="start")
     return ProcessGroup(place, torch.device("cpu"), StoreConnection())
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Each rank is on a machine of its own, as far as those can tell that call it: they see nobody's memory."""
-    with mock.patch.object(Mark, "is_found", lambda mark: False):
-        yield
 
 
 def empty_store() -> dist.TCPStore:

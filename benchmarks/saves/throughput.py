@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from elastic_ddp.checkpoint import CommitCatalog
 from elastic_ddp.checkpoint.manifest import Commit
-from elastic_ddp.distributed.piece_transfer import IN_FLIGHT
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.host_memory import empty_bytes
 from elastic_ddp.worker.restore import restore
+from elastic_ddp.worker.shared_read import PIECES_IN_FLIGHT
 from saves.state import MIB, in_shards, make_state, num_bytes, shard_of_any, tensors_of
 from saves.stores import (
     PIECE_BYTES,
@@ -171,7 +171,7 @@ def sent(bare: Bare, pieces: Sequence[tuple[str, int, int]], group: ProcessGroup
         with warnings.catch_warnings(action="ignore"):  # what was got from S3 is sent, and not written to
             tensors.append(torch.frombuffer(data, dtype=torch.uint8))
         going.append(dist.broadcast(tensors[-1], reader, async_op=True))
-        if len(going) >= IN_FLIGHT:
+        if len(going) >= PIECES_IN_FLIGHT:
             going.popleft().wait()
     for work in going:
         work.wait()

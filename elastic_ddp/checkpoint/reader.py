@@ -36,8 +36,7 @@ from elastic_ddp.tensors.state_tree import Layout, unflatten
 
 PIECE_BYTES = MAX_BLOCK_BYTES + (1 << 20)
 """Neighbouring blocks are read together up to so many bytes: large ones that make up a block's most, and what is small
-between them, such as an optimizer's counts of steps. Half of that where ranks of a machine wait for each other's pieces
-from its disk, as what comes last is copied when all is read."""
+between them, such as an optimizer's counts of steps."""
 POSITION = "position"
 """The component of a run's state that has the steps behind it."""
 LARGE_BYTES = 8 << 20
@@ -45,8 +44,6 @@ LARGE_BYTES = 8 << 20
 others than in the object, so that it would have to be copied with them. Alone it goes into its tensor."""
 PARALLEL_PIECES = 8
 """Pieces that are on their way, or have come and are not used yet."""
-LEAST_PARALLEL_PIECES = 2
-"""So many may always be on their way: one comes while the other is checked."""
 MEMORY_BYTES = host_memory.total_bytes()
 
 # Else padding would reach into the next tensor, and what lies together in an object not do so in memory.
@@ -93,14 +90,8 @@ def pieces_of(
     commit: Commit,
     names: Iterable[str],
     kind: Callable[[str, StoredBlock], object] = lambda name, block: None,
-    are_short: bool = False,
 ) -> list[Piece]:
-    """The blocks of some of a commit's tensors, where they are stored. Those of two kinds are in two pieces.
-
-    Args:
-        are_short: half as long as others, see `PIECE_BYTES`.
-    """
-    most_bytes = PIECE_BYTES // 2 if are_short else PIECE_BYTES
+    """The blocks of some of a commit's tensors, where they are stored. Those of two kinds are in two pieces."""
     wanted: list[list[_Place]] = [[] for _ in commit.objects]
     for name in names:
         tensor = commit.tensors[name]
@@ -114,7 +105,7 @@ def pieces_of(
     for item, places in zip(commit.objects, wanted, strict=True):
         together: list[_Place] = []
         for place in sorted(places, key=lambda each: each[:2]):
-            if together and not _go_together(together[0], together[-1], place, most_bytes):
+            if together and not _go_together(together[0], together[-1], place):
                 pieces.append(_piece(item.key, together))
                 together = []
             together.append(place)
@@ -123,10 +114,10 @@ def pieces_of(
     return pieces
 
 
-def _go_together(first: _Place, last: _Place, place: _Place, most_bytes: int) -> bool:
+def _go_together(first: _Place, last: _Place, place: _Place) -> bool:
     """Whether a block can be read with those from the first to the last."""
     follows = place.start == last.end and place.kind == last.kind
-    return follows and not (place.is_alone or last.is_alone) and place.end - first.start <= most_bytes
+    return follows and not (place.is_alone or last.is_alone) and place.end - first.start <= PIECE_BYTES
 
 
 def _piece(key: str, places: list[_Place]) -> Piece:
@@ -140,17 +131,12 @@ class Reading(Iterator[tuple[AnyPiece, memoryview]]):
     """Pieces and their bytes, in their order. Several are read at a time, from now on, so that none waits for what its
     user does before it asks for the first: up to `PARALLEL_PIECES` are being read, or have come and are not used yet.
     Close it unless it has come to its end; an error of `read` ends it, too.
-
-    Args:
-        parallel: how many at a time.
     """
 
-    def __init__(
-        self, pieces: Iterable[AnyPiece], read: Callable[[AnyPiece], memoryview], parallel: int = PARALLEL_PIECES
-    ) -> None:
+    def __init__(self, pieces: Iterable[AnyPiece], read: Callable[[AnyPiece], memoryview]) -> None:
         self._pieces = iter(pieces)
         self._read = read
-        self._pool = ThreadPoolExecutor(parallel, thread_name_prefix="block-reader")
+        self._pool = ThreadPoolExecutor(PARALLEL_PIECES, thread_name_prefix="block-reader")
         self._coming: deque[tuple[AnyPiece, Future[memoryview]]] = deque()
         self._go_on()
 
@@ -337,36 +323,10 @@ def state_to_fill(
     return {name: memory.tensors[name] for name in whole}, targets
 
 
-class Spread:
-    """What `state_to_fill` gave by a layout, as DTensors where that has one. Each is made once all of it has come, as a
-    mesh of GPUs copies it then, and not at the end, as each takes its time.
-
-    Args:
-        pieces: all that come to this rank.
-
-    Attributes:
-        tensors: those of which all has come, by name.
-    """
-
-    def __init__(
-        self, commit: Commit, held: Mapping[str, torch.Tensor], layout: Layout, pieces: Iterable[Piece]
-    ) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._held = held
-        self._likes = _likes(commit, held, layout)
-        self._awaited = Counter(name for piece in pieces for name, _ in piece.blocks)
-        for name in held.keys() - self._awaited.keys():
-            self._lay_out(name)
-
-    def come(self, piece: Piece) -> None:
-        """A piece has."""
-        for name, _ in piece.blocks:
-            self._awaited[name] -= 1
-            if not self._awaited[name]:
-                self._lay_out(name)
-
-    def _lay_out(self, name: str) -> None:
-        self.tensors[name] = laid_out(self._held[name], self._likes.get(name, self._held[name]))
+def sharded(commit: Commit, tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
+    """Returns the tensors of `state_to_fill`, once they are filled: as DTensors where the layout has one."""
+    likes = _likes(commit, tensors, layout)
+    return {name: laid_out(tensor, likes.get(name, tensor)) for name, tensor in tensors.items()}
 
 
 def _likes(commit: Commit, names: Iterable[str], layout: Layout) -> dict[str, torch.Tensor]:

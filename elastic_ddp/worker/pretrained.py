@@ -16,11 +16,12 @@ from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.events import CommitRejected, Event, WeightsLoaded
 from elastic_ddp.tensors.state_tree import dtype_name
+from elastic_ddp.worker.agreed_errors import agree_on_error, without_traceback
 from elastic_ddp.worker.job import COMMITS
-from elastic_ddp.worker.restore import BadCommit, agree_on_error, first_usable, read_together
+from elastic_ddp.worker.restore import first_usable
+from elastic_ddp.worker.shared_read import read_shared
 
 if TYPE_CHECKING:
-    from elastic_ddp.distributed.piece_transfer import Carrier
     from elastic_ddp.distributed.process_group import ProcessGroup
     from elastic_ddp.rendezvous.hang import Activity
 
@@ -62,16 +63,15 @@ class Weights:
         store = CommitCatalog(storage)
         fits: dict[int, Fit] = {}
 
-        def read(commit: Commit, skeleton: bytes, carrier: Carrier) -> tuple[dict[str, Any] | None, BadCommit | None]:
-            unfit: CheckpointError | ConfigError | None = None
+        def read(commit: Commit, skeleton: bytes) -> dict[str, Any]:
+            error: Exception | None = None
             try:
                 fits[commit.step] = Fit.of(module, commit, skeleton)
                 fits[commit.step].check(f"step {commit.step} in {self.uri}", strict=self.strict)
-            except (CheckpointError, ConfigError) as error:
-                unfit = error
-            if wrong := agree_on_error(unfit, group):
-                return None, wrong
-            return read_together(commit, skeleton, storage, group, carrier, {MODEL}, tick=activity.tick)
+            except (CheckpointError, ConfigError) as raised:
+                error = without_traceback(raised)
+            agree_on_error(error, group)
+            return read_shared(commit, skeleton, storage, group, components={MODEL}, tick=activity.tick)
 
         with activity.within("hand-over", storage.worked_s):
             found = first_usable(store, self._candidates(store), group, read)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import restore
-from tests.ranks import apart, run_ranks
+from tests.ranks import run_ranks
 from tests.single_rank_store import SingleRankStore
 from tests.unit.faulty import ranks_of_many_blocks
 from tests.unit.test_checkpoint import corrupt, step_of
@@ -58,24 +57,20 @@ def damaged(folder: Path, commits: list[Commit]) -> dict[str, Path]:
     return copies
 
 
-def restore_all(group: ProcessGroup, runs: list[str], is_apart: bool) -> list[tuple[int | None, list[tuple[str, str]]]]:
+def restore_all(group: ProcessGroup, runs: list[str]) -> list[tuple[int | None, list[tuple[str, str]]]]:
     """The step that this rank restores of each run, and what was rejected."""
     found = []
     for run in runs:
         storage = Storage(run).at(COMMITS)
         store = SingleRankStore(storage, keep=2)
-        with apart() if is_apart else nullcontext():
-            restored = restore(store, storage, group)
+        restored = restore(store, storage, group)
         found.append((None if restored is None else step_of(restored[1]), store.rejected))
     return found
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_any_damage_is_named_and_all_ranks_use_the_commit_before(
-    tmp_path: Path, commits: list[Commit], is_apart: bool
-) -> None:
+def test_any_damage_is_named_and_all_ranks_use_the_commit_before(tmp_path: Path, commits: list[Commit]) -> None:
     copies = damaged(tmp_path, commits)
-    first, second = run_ranks(2, restore_all, [str(copy) for copy in copies.values()], is_apart)
+    first, second = run_ranks(2, restore_all, [str(copy) for copy in copies.values()])
     for name, (step, rejected), (other_step, _) in zip(copies, first, second, strict=True):
         key, _ = name.split()
         assert (step, other_step) == (1, 1), name

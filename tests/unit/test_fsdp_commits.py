@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,15 +24,16 @@ from elastic_ddp.checkpoint.planning import BlockPlanner
 from elastic_ddp.checkpoint.reader import PIECE_BYTES
 from elastic_ddp.checkpoint.writer import Part, StateWriter
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.distributed import piece_transfer
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import flatten, gather_full
+from elastic_ddp.worker import shared_read
 from elastic_ddp.worker.generation import strategy_of
-from elastic_ddp.worker.restore import _Piece, restore
+from elastic_ddp.worker.restore import restore
+from elastic_ddp.worker.shared_read import SharedPiece, plan_pieces
 from elastic_ddp.worker.train_state import Position, TrainState
-from tests.ranks import apart, run_ranks
+from tests.ranks import run_ranks
 from tests.unit.test_fsdp import OPTIMIZERS, prepared, trained, whole_state
 
 STRATEGIES = ("ddp", "fsdp")
@@ -121,7 +121,7 @@ def _save_all(group: ProcessGroup, folder: Path) -> dict[tuple[str, str], Everyt
 def _restore_all(group: ProcessGroup, folders: list[Path]) -> dict[tuple[Path, str, str], Everything]:
     """By folder, and by the strategy that it was saved with and is restored into; the optimizer is that of its name."""
     found = {}
-    for number, folder in enumerate(folders):
+    for folder in folders:
         for strategy in STRATEGIES:
             _, _, optimizer = folder.name.partition("-")
             config, state = _prepared(strategy, optimizer)
@@ -137,8 +137,7 @@ def _restore_all(group: ProcessGroup, folders: list[Path]) -> dict[tuple[Path, s
                 return spread.layout(state.optimizers)  # noqa: B023
 
             storage = Storage(folder)
-            with apart() if number % 2 else nullcontext():  # from memory to memory, or not
-                restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
+            restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
             assert restored is not None
             in_shards = [each for each in _tensors(restored[1]) if isinstance(each, DTensor)]
             assert bool(in_shards) == (strategy == "fsdp")
@@ -209,12 +208,11 @@ def _counted(group: ProcessGroup, folder: Path) -> tuple[int, int]:
     return sum(writer._planner.num_blocks.values()), len(written)
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path, is_apart: bool) -> None:
+def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path) -> None:
     """And every byte leaves the storage once."""
     saved = run_ranks(2, save_large, tmp_path)[0]
     gather_full = sum(each.nbytes for each in saved.values())
-    every = run_ranks(3, _restore_large, tmp_path, "SGD", 3000, is_apart)
+    every = run_ranks(3, _restore_large, tmp_path, "SGD", 3000)
     for got, _, found in every:
         assert found.keys() == saved.keys() and all(found[name].tobytes() == saved[name].tobytes() for name in saved)
         assert got < 0.3 * gather_full, "no more than its shard"
@@ -222,11 +220,10 @@ def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path, is_a
     assert gather_full <= sum(read for _, read, _ in every) < 1.1 * gather_full
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_what_all_ranks_hold_draws_no_shards_along(tmp_path: Path, is_apart: bool) -> None:
+def test_what_all_ranks_hold_draws_no_shards_along(tmp_path: Path) -> None:
     """Counts of steps lie beside shards, of which each rank is to have its own alone."""
     saved = run_ranks(2, save_large, tmp_path, "Adagrad")[0]
-    every = run_ranks(2, _restore_large, tmp_path, "Adagrad", PIECE_BYTES, is_apart)
+    every = run_ranks(2, _restore_large, tmp_path, "Adagrad", PIECE_BYTES)
     assert all(found[name].tobytes() == saved[name].tobytes() for _, _, found in every for name in saved)
     assert 0 < sum(got for got, _, _ in every) <= NUM_LARGE * ALIGNMENT
 
@@ -243,9 +240,13 @@ def test_what_several_ranks_need_comes_first_and_in_one_order(tmp_path: Path) ->
 
 def _pieces_in_order(group: ProcessGroup, folder: Path) -> list[tuple[int, list[int]]]:
     """Of a restore: numbers, and the ranks that need them."""
-    found: list[_Piece] = []
-    plain = _Piece.all_of
-    with mock.patch.object(_Piece, "all_of", lambda *arguments: found.extend(each := plain(*arguments)) or each):
+    found: list[SharedPiece] = []
+
+    def noted(*arguments: Any) -> list[SharedPiece]:
+        found.extend(pieces := plan_pieces(*arguments))
+        return pieces
+
+    with mock.patch.object(shared_read, "plan_pieces", noted):
         _restore_large(group, folder, "Adagrad", PIECE_BYTES)
     return [(each.number, each.ranks) for each in found]
 
@@ -268,26 +269,16 @@ def save_large(group: ProcessGroup, folder: Path, optimizer: str = "SGD") -> Ten
 
 
 def _restore_large(
-    group: ProcessGroup, folder: Path, optimizer: str = "SGD", piece_bytes: int = 3000, is_apart: bool = False
+    group: ProcessGroup, folder: Path, optimizer: str = "SGD", piece_bytes: int = 3000
 ) -> tuple[int, int, Tensors]:
     """Bytes of pieces that came from other ranks, and from the storage, and the state."""
     got = read = 0
-    broadcast, irecv, read_memory = dist.broadcast, dist.irecv, piece_transfer.read
-
-    def counted_broadcast(tensor: torch.Tensor, source: int, **options: Any) -> Any:
-        nonlocal got
-        got += tensor.numel() if source != group.rank and options else 0  # but for what is read before
-        return broadcast(tensor, source, **options)
+    irecv = dist.irecv
 
     def counted_irecv(tensor: torch.Tensor, *place: Any, **options: Any) -> Any:
         nonlocal got
         got += tensor.numel()
         return irecv(tensor, *place, **options)
-
-    def counted_memory(pid: int, address: int, into: memoryview) -> None:
-        nonlocal got
-        got += len(into)
-        read_memory(pid, address, into)
 
     class Counting(Storage):
         def read_into(self, key: str, start: int, buffer: memoryview) -> int:
@@ -305,11 +296,8 @@ def _restore_large(
 
     storage = Counting(folder)
     with (
-        apart() if is_apart else nullcontext(),
         mock.patch("elastic_ddp.checkpoint.reader.PIECE_BYTES", piece_bytes),
-        mock.patch("torch.distributed.broadcast", counted_broadcast),
         mock.patch("torch.distributed.irecv", counted_irecv),
-        mock.patch.object(piece_transfer, "read", counted_memory),
     ):
         restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
     assert restored is not None
@@ -339,23 +327,6 @@ def shards_restored_to(group: ProcessGroup, folder: Path, device: str) -> list[b
     assert found is not None and found[1]["model"].keys() == {name.partition(".")[2] for name in likes}
     shards = {f"model.{name}": each.to_local() for name, each in found[1]["model"].items()}
     return [torch.equal(shards[name], like.to_local()) for name, like in likes.items()]
-
-
-def _copied_by_their_mesh(group: ProcessGroup, folder: Path) -> list[bool]:
-    """The same where the mesh has other devices, as it seems here."""
-    from_local = DTensor.from_local
-
-    def from_a_copy(local: torch.Tensor, *where: Any, **more: Any) -> DTensor:
-        return from_local(local.clone(), *where, **more)
-
-    with mock.patch.object(DTensor, "from_local", from_a_copy):
-        return shards_restored_to(group, folder, "cpu")
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_shard_is_copied_to_its_device_once_it_has_come(tmp_path: Path, world_size: int) -> None:
-    run_ranks(2, save_large, tmp_path)
-    assert run_ranks(world_size, _copied_by_their_mesh, tmp_path) == [[True] * NUM_LARGE] * world_size
 
 
 def _replicated(group: ProcessGroup, folder: Path) -> tuple[int, list[list[float]], bool]:

@@ -6,10 +6,9 @@ import math
 import random
 import uuid
 import weakref
-from contextlib import closing
 from pathlib import Path
 from queue import Queue
-from threading import Event, Semaphore, Thread
+from threading import Event, Thread
 from unittest.mock import patch
 
 import pytest
@@ -254,26 +253,6 @@ def test_pieces_are_read_before_anybody_asks_for_the_first_and_never_too_many() 
         ahead = {begun.get(timeout=60) for _ in range(number > 0 and number + PARALLEL_PIECES <= len(pieces))}
         assert begun.empty() and ahead <= {pieces[(number + PARALLEL_PIECES - 1) % len(pieces)]}
     assert number + 1 == len(pieces) and [*reader] == []
-
-
-def test_so_many_pieces_are_read_at_a_time_as_are_asked_for_and_others_wait_to_be_used() -> None:
-    pieces = [Piece("object", number, number + 1, ()) for number in range(2 * PARALLEL_PIECES)]
-    begun: Queue[Piece] = Queue()
-    going_on = Semaphore(0)
-
-    def read(piece: Piece) -> memoryview:
-        begun.put(piece)
-        assert going_on.acquire(timeout=60)
-        return memoryview(b"")
-
-    with closing(Reading(pieces, read, parallel=2)):
-        assert {begun.get(timeout=60) for _ in range(2)} == {*pieces[:2]}
-        for number in range(2, PARALLEL_PIECES):
-            assert begun.empty()
-            going_on.release()
-            assert begun.get(timeout=60) == pieces[number]
-        going_on.release(2)
-    assert begun.empty()
 
 
 def test_nothing_more_is_read_after_an_error_or_once_it_is_closed() -> None:

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from zlib_ng import zlib_ng
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reader import Targets, state_to_fill
 from elastic_ddp.distributed.process_group import FORM_S, ProcessGroup
-from elastic_ddp.errors import PeerFailedError, StorageError, UnreadableError
+from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError, UnreadableError
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.worker import restore as restoring
-from elastic_ddp.worker.restore import ERROR_BYTES, agree_on_error, restore
-from tests.ranks import alone, apart, run_ranks
+from elastic_ddp.worker import shared_read
+from elastic_ddp.worker.agreed_errors import agree_on_error
+from elastic_ddp.worker.restore import restore
+from tests.ranks import alone, run_ranks
 from tests.single_rank_store import SingleRankStore
 from tests.unit.test_checkpoint import corrupt, make_state, restored_step, save, step_of
 
@@ -40,7 +40,7 @@ class Counting(Storage):
         return count
 
 
-def restore_on(group: ProcessGroup, uri: str, piece_bytes: int, is_apart: bool = False) -> dict[str, Any]:
+def restore_on(group: ProcessGroup, uri: str, piece_bytes: int) -> dict[str, Any]:
     """What a rank restores, and how many bytes it read for that."""
     import elastic_ddp.checkpoint.reader
 
@@ -48,19 +48,15 @@ def restore_on(group: ProcessGroup, uri: str, piece_bytes: int, is_apart: bool =
     storage = Counting(uri)
     store = SingleRankStore(storage, keep=2)
     counted: list[int] = []
-    with apart() if is_apart else nullcontext():
-        found = restore(store, storage, group, tick=lambda: counted.append(1))
+    found = restore(store, storage, group, tick=lambda: counted.append(1))
     step = None if found is None else step_of(found[1])
     return {"step": step, "rejected": store.rejected, "num_bytes": storage.num_bytes, "pieces": len(counted)}
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_gets_the_state_and_every_byte_leaves_the_storage_once(
-    tmp_path: Path, world_size: int, is_apart: bool
-) -> None:
+def test_every_rank_gets_the_state_and_every_byte_leaves_the_storage_once(tmp_path: Path, world_size: int) -> None:
     [_, newest] = save(Storage(tmp_path), 1, 2)
-    results = run_ranks(world_size, restore_on, str(tmp_path), 128, is_apart)
+    results = run_ranks(world_size, restore_on, str(tmp_path), 128)
     assert [each["step"] for each in results] == [2] * world_size
     assert sum(each["num_bytes"] for each in results) == sum(item.size for item in newest.objects)
     assert all(each["num_bytes"] for each in results), "they share the work"
@@ -70,16 +66,13 @@ def test_every_rank_gets_the_state_and_every_byte_leaves_the_storage_once(
 
 @pytest.mark.parametrize("which", ["blocks", "skeleton", "manifest"])
 @pytest.mark.parametrize("how", ["flip", "missing", "short"])
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_what_one_rank_finds_bad_no_rank_uses_and_it_is_set_aside(
-    tmp_path: Path, which: str, how: str, is_apart: bool
-) -> None:
+def test_what_one_rank_finds_bad_no_rank_uses_and_it_is_set_aside(tmp_path: Path, which: str, how: str) -> None:
     storage = Storage(tmp_path)
     [before, newest] = save(storage, 1, 2)
     key = {"blocks": newest.objects[0].key, "skeleton": newest.state.key, "manifest": newest.key}[which]
     corrupt(storage, key, how)
     kept = storage.list("step=2")
-    results = run_ranks(2, restore_on, str(tmp_path), 128, is_apart)
+    results = run_ranks(2, restore_on, str(tmp_path), 128)
     assert [each["step"] for each in results] == [1, 1]
     if (which, how) == ("manifest", "missing"):
         assert not results[0]["rejected"]
@@ -93,26 +86,34 @@ def test_what_one_rank_finds_bad_no_rank_uses_and_it_is_set_aside(
     assert restored_step(storage) == 3 and set(kept) <= set(storage.list("step=2")), "it is there to be looked at"
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_where_all_ranks_find_bad_pieces_the_commit_before_is_used(tmp_path: Path, is_apart: bool) -> None:
+def test_where_all_ranks_find_bad_pieces_the_commit_before_is_used(tmp_path: Path) -> None:
     """And none takes what came from another as what had been good there."""
     storage = Storage(tmp_path)
     [_, newest] = save(storage, 1, 2)
     for item in newest.objects:
         storage.write(item.key, bytes(byte ^ 1 for byte in storage.read(item.key)))
-    results = run_ranks(2, restore_on, str(tmp_path), 128, is_apart)
+    results = run_ranks(2, restore_on, str(tmp_path), 128)
     assert [each["step"] for each in results] == [1, 1]
 
 
-def tell_much(group: ProcessGroup) -> str:
-    with pytest.raises(StorageError) as error:
-        agree_on_error(StorageError("much " * ERROR_BYTES) if group.rank == 1 else None, group)
-    return str(error.value)
+def agree_on_errors(group: ProcessGroup, errors: list[Exception | None]) -> str | list[bytes]:
+    try:
+        return agree_on_error(errors[group.rank], group, f"data of {group.rank}".encode())
+    except Exception as error:
+        return repr(error)
 
 
-def test_of_a_long_error_all_ranks_hear_the_beginning() -> None:
-    first, second = run_ranks(2, tell_much)
-    assert first == second and first.startswith("much much ") and ERROR_BYTES - 100 < len(first) <= ERROR_BYTES
+@pytest.mark.parametrize(
+    ("errors", "expected"),
+    [
+        ([None, None, None], [b"data of 0", b"data of 1", b"data of 2"]),
+        ([None, CheckpointError("bad\nin two lines"), None], r"CheckpointError('bad\nin two lines')"),
+        ([CheckpointError("bad"), StorageError("down"), ConfigError("full")], "ConfigError('full')"),
+        ([PeerFailedError("changed"), CheckpointError("bad"), CheckpointError("worse")], "CheckpointError('bad')"),
+    ],
+)
+def test_all_ranks_raise_the_same_error_or_get_all_data(errors: list[Exception | None], expected: Any) -> None:
+    assert run_ranks(3, agree_on_errors, errors) == [expected] * 3
 
 
 @pytest.mark.parametrize("which", ["blocks", "skeleton"])
@@ -137,7 +138,7 @@ def test_what_a_bad_commit_held_is_let_go_before_another_one_is_read(
         filled.append(weakref.ref(found[1]))
         return found
 
-    monkeypatch.setattr(restoring, "state_to_fill", counted)
+    monkeypatch.setattr(shared_read, "state_to_fill", counted)
     gc.disable()
     try:
         found = restore(SingleRankStore(storage, keep=2), storage, alone())
@@ -329,7 +330,7 @@ def test_who_loses_a_peer_reads_nothing_any_more_when_that_is_said(
 ) -> None:
     """A restore that comes after it is not held up, and memory is not read into behind its back."""
     monkeypatch.setattr("elastic_ddp.checkpoint.reader.PIECE_BYTES", 64)
-    monkeypatch.setattr(restoring, "IN_FLIGHT", 1)  # the first piece is waited for before others are
+    monkeypatch.setattr(shared_read, "PIECES_IN_FLIGHT", 1)  # the first piece is waited for before others are
     [commit] = save(Storage(tmp_path), 1)
     assert len(commit.objects) == 1
     storage = Held(str(tmp_path))
@@ -367,17 +368,15 @@ class Slow(Storage):
         return super().read_into(key, start, buffer)
 
 
-def restore_slowly(group: ProcessGroup, uri: str, is_apart: bool) -> int | None:
+def restore_slowly(group: ProcessGroup, uri: str) -> int | None:
     storage = Slow(uri) if group.rank == 0 else Storage(uri)
-    with apart() if is_apart else nullcontext():
-        found = restore(SingleRankStore(storage, keep=2), storage, group)
+    found = restore(SingleRankStore(storage, keep=2), storage, group)
     return None if found is None else step_of(found[1])
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_ranks_wait_for_one_whose_storage_is_slow(tmp_path: Path, is_apart: bool) -> None:
+def test_ranks_wait_for_one_whose_storage_is_slow(tmp_path: Path) -> None:
     save(Storage(tmp_path), 1)
-    assert run_ranks(2, restore_slowly, str(tmp_path), is_apart) == [1, 1]
+    assert run_ranks(2, restore_slowly, str(tmp_path)) == [1, 1]
 
 
 class Busy(Storage):

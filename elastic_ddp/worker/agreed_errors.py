@@ -1,0 +1,44 @@
+"""Errors that one rank meets and every rank raises, so that all ranks take the same decision."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError, UnreadableError
+
+KINDS: tuple[type[Exception], ...] = (ConfigError, StorageError, CheckpointError, UnreadableError, PeerFailedError)
+"""The errors that ranks agree on. If ranks met several, the first of these is raised: what says nothing about the
+commit comes before what its reader found in it, and garbled messages come last because a failed read causes them."""
+
+E = TypeVar("E", bound=Exception)
+
+
+def agree_on_error(error: Exception | None, group: ProcessGroup, data: bytes = b"") -> list[bytes]:
+    """Returns the data of every rank, in rank order, or raises the same error on every rank. Collective.
+
+    Args:
+        error: what this rank met, of one of `KINDS`; None if it met no error.
+        data: what this rank sends to the others if no rank met an error.
+
+    Raises:
+        Exception: an error of the first of `KINDS` that some rank met, with the text of the first such rank.
+    """
+    message = b"\n" + data if error is None else f"{_kind(error)}\n{error}".encode(errors="backslashreplace")
+    answers = [answer.partition(b"\n")[::2] for answer in group.all_gather_bytes(message)]
+    for kind in KINDS:
+        for name, text in answers:
+            if name.decode() == kind.__name__:
+                raise kind(text.decode())
+    return [text for _, text in answers]
+
+
+def without_traceback(error: E) -> E:
+    """Returns `error` without the frames that raised it: they would keep the tensors of a commit in memory."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _kind(error: Exception) -> str:
+    """The name of the most derived kind that `error` is an instance of."""
+    return next(kind.__name__ for kind in reversed(KINDS) if isinstance(error, kind))
