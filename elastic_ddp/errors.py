@@ -27,10 +27,6 @@ class CheckpointError(StorageError):
     """A checkpoint cannot be written or restored; `elastic-ddp checkpoints verify` shows which commits are intact."""
 
 
-class UnreadableError(StorageError):
-    """One object of a commit cannot be read while others can; the commit may be intact, so try again later."""
-
-
 class TrainFunctionError(ElasticDDPError):
     """The training function raised, or all workers hung in it; fix it, or raise `hang_timeout_s` if a step is slow."""
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ddp.checkpoint.confirmed_read import confirmed, confirmed_pieces
+from elastic_ddp.checkpoint.confirmed_read import confirmed_pieces, read_twice
 from elastic_ddp.checkpoint.manifest import Commit, committed_steps, manifest_key, set_aside_key
 from elastic_ddp.checkpoint.reader import empty_tensors, pieces_of, read_manifest, state_of, state_to_fill
-from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
+from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class Bad:
 
     attempt: str | None
     """None if the manifest does not say which one it is of."""
-    error: CheckpointError | UnreadableError
+    error: CheckpointError
 
 
 class CommitCatalog:
@@ -67,7 +67,6 @@ class CommitCatalog:
 
         Raises:
             CheckpointError: names the object that is missing or is not what was committed, or says what makes it none.
-            UnreadableError: names the object that cannot be read, while others can.
             FileNotFoundError: the commit was removed meanwhile.
         """
         with self._unless_removed(commit):
@@ -89,26 +88,25 @@ class CommitCatalog:
         """What of a commit's state is no tensor, verified.
 
         Raises:
-            CheckpointError: it is missing, or is not what was committed.
-            UnreadableError: it cannot be read, and others can.
+            CheckpointError: it is missing, is not what was committed, or cannot be read.
         """
 
-        def read(storage: Storage) -> bytes:
+        def read() -> bytes:
             try:
-                data = storage.read(commit.state.key, commit.state.size)
+                data = self._storage.read(commit.state.key, commit.state.size)
             except FileNotFoundError as error:
                 raise CheckpointError(f"{commit.state.key} is missing") from error
             commit.state.check(data)
             return data
 
-        return confirmed(self._storage, commit.state.key, read)
+        return read_twice(self._storage, commit.state.key, read)
 
     def whole(self, commit: Commit) -> bytes:
         """The skeleton of a commit that is complete. Its objects are listed while that is read, as a storage that is
         far away takes its time for each.
 
         Raises:
-            CheckpointError, UnreadableError: it is not complete, or as `skeleton`.
+            CheckpointError: it is not complete, or as `skeleton`.
             FileNotFoundError: the commit was removed meanwhile.
         """
         with self._unless_removed(commit), ThreadPoolExecutor(1) as beside:
@@ -170,10 +168,10 @@ class CommitCatalog:
     def _manifest_at(self, step: int) -> Commit | Bad | None:
         key = manifest_key(step)
         try:
-            return confirmed(self._storage, key, lambda storage: read_manifest(storage, key))
+            return read_twice(self._storage, key, lambda: read_manifest(self._storage, key))
         except FileNotFoundError:
             return None
-        except (CheckpointError, UnreadableError) as error:
+        except CheckpointError as error:
             return Bad(None, error)
 
     def _if_complete(self, commit: Commit) -> Commit | Bad | None:
@@ -182,13 +180,13 @@ class CommitCatalog:
                 self._check_present(commit)
         except FileNotFoundError:
             return None
-        except (CheckpointError, UnreadableError) as error:
+        except CheckpointError as error:
             return Bad(commit.attempt, error)
         return commit
 
     def _check_present(self, commit: Commit) -> None:
         prefix = commit.prefix
-        confirmed(self._storage, prefix, lambda storage: commit.check_present(storage.sizes(prefix)))
+        read_twice(self._storage, prefix, lambda: commit.check_present(self._storage.sizes(prefix)))
 
     def set_aside(self, key: str, attempt: str | None, fence: Callable[[], None] = lambda: None) -> None:
         """Has a commit that does not verify out of the way, so that its step can be committed again. It is kept, with
@@ -216,22 +214,19 @@ class CommitCatalog:
         self._storage.delete_if(key, data)
 
     def set_aside_rejected(self, fence: Callable[[], None]) -> None:
-        """The same for all that were passed over, but for what cannot be read and may be good. What the storage fails
-        at stays, and that is added to the reason: the next restore finds it again."""
+        """The same for all that were passed over. What the storage fails at stays, and that is added to the reason: the
+        next restore finds it again."""
         for place, (key, reason) in enumerate(self.rejected):
-            if key not in self._attempts:
-                continue
             try:
                 self.set_aside(key, self._attempts[key], fence)
             except StorageError as error:
                 _log.warning("%s stays where it is: %s", key, error)
                 self.rejected[place] = (key, f"{reason}; it stays where it is: {error}")
 
-    def reject(self, key: str, attempt: str | None, error: CheckpointError | UnreadableError) -> None:
+    def reject(self, key: str, attempt: str | None, error: CheckpointError) -> None:
         """A commit is passed over; of which attempt, if its manifest says so."""
         reason = str(error)
-        if isinstance(error, CheckpointError):
-            self._attempts[key] = attempt
+        self._attempts[key] = attempt
         if (key, reason) not in self.rejected:
             _log.warning("the commit %s is passed over: %s", key, reason)
             self.rejected.append((key, reason))

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from elastic_ddp.checkpoint.confirmed_read import confirmed
+from elastic_ddp.checkpoint.confirmed_read import check_answers
 from elastic_ddp.checkpoint.manifest import (
     Commit,
     attempt_of,
@@ -20,7 +20,7 @@ from elastic_ddp.checkpoint.metrics import Measurement, measurements
 from elastic_ddp.checkpoint.reader import read_manifest
 from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
-from elastic_ddp.errors import CheckpointError, StorageError, UnreadableError
+from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.storage.folder import Upload
 from elastic_ddp.storage.local import is_temporary
 from elastic_ddp.storage.storage import CLOCK_PREFIX, Storage
@@ -134,8 +134,10 @@ class Housekeeping:
                 return commit
             _log.warning("step %d stays, with all that was written at it: its commit is another run's", step)
             self._left[step] = self._clock()
-        except (CheckpointError, UnreadableError) as error:
-            if self._retention.looks_back or isinstance(error, UnreadableError):
+        except StorageError as error:
+            if not isinstance(error, CheckpointError):
+                check_answers(storage, manifest_key(step))
+            if self._retention.looks_back or not isinstance(error, CheckpointError):
                 _log.warning("step %d stays, with all that was written at it: %s", step, error)
                 self._left[step] = self._clock()
         except FileNotFoundError:
@@ -156,15 +158,17 @@ def complete_commit(storage: Storage, step: int, sizes: Mapping[str, int]) -> Co
     Raises:
         CheckpointError: it is not complete.
         FileNotFoundError: there is none.
-        UnreadableError: its manifest cannot be read, and others can.
-        StorageError: the storage is away.
+        StorageError: the manifest cannot be read.
     """
     key = manifest_key(step)
-    commit = confirmed(storage, key, lambda storage: read_manifest(storage, key))
+    try:
+        commit = read_manifest(storage, key)
+    except CheckpointError:
+        commit = read_manifest(storage, key)  # bits flip in transit, and mounts can be stale
     try:
         commit.check_present(sizes)
     except CheckpointError:
-        confirmed(storage, commit.prefix, lambda storage: commit.check_present(storage.sizes(commit.prefix)))
+        commit.check_present(storage.sizes(commit.prefix))
     return commit
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ddp.checkpoint.catalog import CommitCatalog
+from elastic_ddp.checkpoint.confirmed_read import check_answers
 from elastic_ddp.checkpoint.housekeeping import (
     ORPHAN_AGE_S,
     abort_uploads,
@@ -30,7 +31,7 @@ from elastic_ddp.checkpoint.manifest import (
 from elastic_ddp.checkpoint.metrics import measurements
 from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
-from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, UnreadableError, shorten
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, shorten
 from elastic_ddp.storage.storage import Storage
 
 Kind = Literal["commit", "set aside", "orphan"]
@@ -120,10 +121,11 @@ def _complete(
     for step in steps:
         try:
             complete[step] = complete_commit(storage, step, sizes)
-        except UnreadableError as error:
-            unreadable[step] = error
         except CheckpointError as error:
             bad[step] = error
+        except StorageError as error:
+            check_answers(storage, manifest_key(step))
+            unreadable[step] = error
         except FileNotFoundError:
             continue
     return complete, unreadable, bad
@@ -136,7 +138,7 @@ def _verified(storage: Storage, complete: dict[int, Commit]) -> dict[int, Storag
         try:
             CommitCatalog(storage).verify(commit)
             break
-        except (CheckpointError, UnreadableError) as error:
+        except CheckpointError as error:
             doubtful[step] = error
         except FileNotFoundError:
             pass

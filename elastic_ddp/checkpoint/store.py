@@ -17,7 +17,6 @@ from elastic_ddp.errors import (
     CheckpointError,
     ElasticDDPError,
     StorageError,
-    UnreadableError,
     format_exception,
     shorten,
 )
@@ -150,9 +149,6 @@ class CheckpointStore(CommitCatalog):
     def _existing(self, step: int, record: Mapping[str, Any], fence: Callable[[], None]) -> Commit | None:
         """The commit of this step if its contents verify; a bad one is set aside, so that it can be made again, and so
         is one of another run than that with this record.
-
-        Raises:
-            UnreadableError: it may be good, and stays.
         """
         found = self.complete_at(step)
         if isinstance(found, Commit):
@@ -165,8 +161,6 @@ class CheckpointStore(CommitCatalog):
             except CheckpointError as error:
                 found = Bad(found.attempt, error)
         if isinstance(found, Bad):
-            if isinstance(found.error, UnreadableError):
-                raise found.error
             key = manifest_key(step)
             self.reject(key, found.attempt, found.error)
             self.set_aside(key, found.attempt, fence)

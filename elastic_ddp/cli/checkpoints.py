@@ -23,7 +23,6 @@ from elastic_ddp.errors import (
     CheckpointError,
     ConfigError,
     StorageError,
-    UnreadableError,
     format_exception,
     printable,
     shorten,
@@ -87,7 +86,7 @@ def verify(
             store.verify(commit)
         except FileNotFoundError:
             found = "it was removed meanwhile, as a live run does with what it does not keep"
-        except (CheckpointError, UnreadableError) as error:
+        except CheckpointError as error:
             found, bad = f"bad: {error}", True
         _console.print(printable(f"step {number}: {found}"))
     _tell_of_set_aside(store)

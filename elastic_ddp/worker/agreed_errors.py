@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError, UnreadableError
+from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError
 
-KINDS: tuple[type[Exception], ...] = (ConfigError, StorageError, CheckpointError, UnreadableError, PeerFailedError)
+KINDS: tuple[type[Exception], ...] = (ConfigError, StorageError, CheckpointError, PeerFailedError)
 """The errors that ranks agree on. If ranks met several, the first of these is raised: what says nothing about the
 commit comes before what its reader found in it, and garbled messages come last because a failed read causes them."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError, UnreadableError
+from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import Layout
 from elastic_ddp.worker.agreed_errors import agree_on_error, without_traceback
@@ -79,7 +79,7 @@ def first_usable(
         commit, skeleton = candidate
         try:
             return commit, read(commit, skeleton)
-        except (CheckpointError, UnreadableError) as error:
+        except CheckpointError as error:
             if group.rank == 0:
                 store.reject(commit.key, commit.attempt, error)
     return None
@@ -123,6 +123,6 @@ def _next_complete(
             return commit, store.whole(commit)
         except FileNotFoundError:
             continue  # removed since it was listed
-        except (CheckpointError, UnreadableError) as error:
+        except CheckpointError as error:
             store.reject(commit.key, commit.attempt, error)
     return None

@@ -274,13 +274,14 @@ class _Outage(Storage):
         return super().read_into(key, start, buffer)
 
 
-def test_an_outage_is_raised_and_never_taken_for_a_bad_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.checkpoint.confirmed_read.AGAIN_S", 0.0)
+def test_where_no_object_can_be_read_no_commit_is_set_aside(tmp_path: Path) -> None:
     save(Storage(tmp_path), 1, 2)
+    before = Storage(tmp_path).list()
     store = SingleRankStore(_Outage(tmp_path), keep=2)
-    with pytest.raises(StorageError, match="connection reset"):
-        store.load_latest()
-    assert store.rejected == []
+    assert store.load_latest() is None
+    assert [key for key, _ in store.rejected] == ["commits/2.json", "commits/1.json"]
+    assert all("connection reset" in reason for _, reason in store.rejected)
+    assert Storage(tmp_path).list() == before
 
 
 class _BusySaver(Storage):

@@ -79,7 +79,7 @@ def test_nothing_is_sent_of_an_empty_piece_or_to_no_other_rank(data: bytes, rank
 
 def wait_for_a_failed_peer(group: ProcessGroup, how: str, source: int) -> bool | None:
     """Whether rank 1 meets a peer failure while it waits for a piece from rank 0, or for rank 0 to receive one."""
-    store = group.store.at(group.assignment.store_host, group.assignment.store_port)
+    store = group.store.connect(group.assignment.store_host, group.assignment.store_port)
     if group.rank == 0:
         store.get("rank 1 waits")
         if how == "killed":
