@@ -107,7 +107,8 @@ def command_line() -> str:
     for words, command in _commands("elastic-ddp", typer.main.get_command(app)):
         arguments = [parameter for parameter in command.params if isinstance(parameter, TyperArgument)]
         options = [parameter for parameter in command.params if isinstance(parameter, TyperOption)]
-        usage = " ".join([words, *(argument.metavar for argument in arguments), *(["[OPTIONS]"] if options else [])])
+        places = [argument.metavar if argument.required else f"[{argument.metavar}]" for argument in arguments]
+        usage = " ".join([words, *places, *(["[OPTIONS]"] if options else [])])
         lines += [f"## `{words}`", "", "```text", usage, "```", "", _text(command.help), ""]
         for argument in arguments:
             lines += [f"`{argument.metavar}`", f":   {_text(argument.help)}", ""]

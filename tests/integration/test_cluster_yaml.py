@@ -1,4 +1,4 @@
-"""Ray itself accepts the configurations under cluster/, and they say what the README promises of them."""
+"""Ray itself accepts the configurations under cluster/, and they are as docs/guides/cluster.md describes them."""
 
 from __future__ import annotations
 
