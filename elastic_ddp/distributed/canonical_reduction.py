@@ -1,11 +1,22 @@
-"""The canonical gradient reduction: a DDP communication hook whose bits do not depend on the world size.
+"""The canonical gradient reduction: a DDP communication hook whose result has the same bits at every world size.
 
-The gradient of a step is the sum of its micro-batch gradients along the tree of `reduction_tree`, divided once.
-A rank takes each micro-batch's gradient but the last off the parameters and folds it into the sums of subtrees. In
-the backward of its last micro-batch, for each of DDP's buckets as it becomes ready, ranks exchange their subtree sums
-chunk by chunk (`all_to_all_single`), fold the rest of the tree on their own chunk and gather the result. A bucket
-costs the traffic of a reduce-scatter and an all-gather, like an all-reduce, times the subtrees a rank is left with
-(one, when M and W are powers of two).
+Let g_m be the gradient of micro-batch m, weighted by its rows. The mean gradient of a step is T(g_0, ..., g_{L-1}) / d:
+T is the sum along the binary tree of `reduction_tree`, L the number of micro-batches with rows, and d the divisor of
+the step. None of these depends on the world size W. Each rank owns a contiguous range of the M micro-batches.
+
+1. Accumulate. After each backward but its last, a rank takes the gradients off the parameters. It adds them into the
+   sums of its subtrees, as a binary counter carries: at most ceil(log2(M/W)) + 1 copies of the gradients exist.
+2. Exchange. The last backward goes through DDP, which calls the hook for each bucket as it becomes ready. The hook cuts
+   each of the rank's S subtree sums into W chunks and sends chunk r to rank r (`all_to_all_single`).
+3. Reduce. Rank r adds chunk r of all subtree sums up to the root of the tree, and divides by d.
+4. Gather. `all_gather` returns the mean gradient to all ranks.
+
+Steps 2 to 4 are an all-reduce made of a reduce-scatter and an all-gather, with a fixed order of additions. For a bucket
+of n elements, each rank sends (S + 1) n (W-1)/W elements. S is 1 if M and W are powers of two.
+
+Sources. Pairwise summation: N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput. 14 (1993).
+All-reduce as reduce-scatter and all-gather: R. Rabenseifner, "Optimization of collective reduction operations", ICCS
+2004. Hooks: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 """
 
 # No `from __future__ import annotations`: DDP checks the hook's annotations as objects.
@@ -18,36 +29,23 @@ from elastic_ddp import torch_internals
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees
 
-
-def _add_lists(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
-    torch_internals.add_pairwise(left, right)
-    return left
-
-
-_TAKEN = torch.empty(0)
-Sum = torch.Tensor | Callable[[], torch.Tensor]
-"""A subtree's sum of a bucket, flat, or what makes it so: once, when it is needed, and without a copy that stays."""
-
-
-def _now(value: Sum) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else value()
-
-
-def _add(left: Sum, right: Sum) -> Sum:
-    return _now(left).add_(_now(right))
+_MOVED = torch.empty(0)
+"""Stands in a subtree's sum for a gradient that was moved into its bucket."""
+BucketSum = torch.Tensor | Callable[[], torch.Tensor]
+"""A subtree's sum of a bucket, flat, or a function that builds it. It is called once, when the sum is needed."""
 
 
 class CanonicalReduction:
-    """Holds a rank's partial sums during a step and reduces DDP's buckets along the tree.
+    """Holds a rank's subtree sums during a step and reduces DDP's buckets along the tree.
 
-    Call `begin` before a step's first backward, `fold` for every backward without synchronization, and `expect`
-    before the one with it. The hook then leaves the weighted mean in DDP's gradients.
+    Call `begin` before a step's first backward, `fold` for every backward but the last, and `expect` before the last.
+    The hook then leaves the weighted mean in DDP's gradients.
 
     Args:
-        parameters: those that DDP reduces, in any order.
+        parameters: the parameters that DDP reduces, in any order.
         ranges: the micro-batches of every rank.
         group: the generation's process group.
-        may_be_unused: not every micro-batch uses every parameter; `drop_unused_gradients` is called.
+        may_be_unused: a micro-batch may not use every parameter; `drop_unused_gradients` is called after each step.
     """
 
     def __init__(
@@ -59,188 +57,214 @@ class CanonicalReduction:
         may_be_unused: bool = False,
     ) -> None:
         self._parameters = list(parameters)
-        self._position = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._position = {id(parameter): position for position, parameter in enumerate(self._parameters)}
         self._ranges = list(ranges)
         self._group = group
         self._sums: dict[Node, list[torch.Tensor]] = {}
-        """By parameter; `_TAKEN` where a bucket has it."""
-        self._unfinished: list[Callable[[], None]] = []
-        self._last: int | None = None
+        """For each subtree, one tensor for each parameter, or `_MOVED`."""
+        self._pending_gathers: list[Callable[[], None]] = []
+        self._last_micro_batch: int | None = None
         self._used: set[int] = set()
+        """Positions of the parameters that a folded micro-batch used."""
         self._may_be_unused = may_be_unused
-        self._reduced: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-        """With parameters that may be unused: every bucket's parameters and mean."""
+        self._means: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        """Each bucket's parameters and mean gradient, if parameters may be unused."""
 
     def begin(self, *, num_leaves: int, divisor: float) -> None:
-        """A new step, whose micro-batches 0..num_leaves-1 have rows and whose sum is to be divided by `divisor`."""
+        """Begins a step.
+
+        Args:
+            num_leaves: L; micro-batches 0 to L-1 have rows.
+            divisor: the sum over micro-batches is divided by it.
+        """
         self._num_leaves, self._divisor = num_leaves, divisor
         self._subtrees = [maximal_subtrees(range(r.start, min(r.stop, num_leaves))) for r in self._ranges]
         self._sums.clear()
-        self._unfinished.clear()
+        self._pending_gathers.clear()
         self._used.clear()
-        self._reduced.clear()
+        self._means.clear()
 
     def fold(self, micro_batch: int, loss: torch.Tensor, *, past_hooks: bool = False) -> None:
-        """The backward of a micro-batch that does not synchronize; folds its gradients into the sums.
+        """Runs the backward of a micro-batch without synchronization and adds its gradients to the sums.
 
         Args:
-            micro_batch: its number.
-            loss: weighted by its rows.
-            past_hooks: compute the gradients past DDP's hooks, which would take the parameters it uses for used by the
-                synchronizing micro-batch too. Reentrant activation checkpointing does not work that way.
+            micro_batch: the micro-batch's number.
+            loss: its mean loss, weighted by its rows.
+            past_hooks: compute the gradients without DDP's hooks. They would count the parameters that this backward
+                uses as used by the synchronizing one. Reentrant activation checkpointing does not support this.
         """
         if past_hooks:
-            found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-            # Parameters that are added to each other are given one and the same tensor, which is added into below.
-            gradients: list[torch.Tensor | None] = [None if each is None else each.clone() for each in found]
+            returned = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            # Autograd returns one tensor for parameters that are added to each other. The sums are changed in place.
+            gradients: list[torch.Tensor | None] = [None if one is None else one.clone() for one in returned]
         else:
             loss.backward()
             gradients = [parameter.grad for parameter in self._parameters]
             for parameter in self._parameters:
                 parameter.grad = None
-        self._used.update(place for place, gradient in enumerate(gradients) if gradient is not None)
-        # An unused parameter counts as zeros at every world size: left out, it would keep a -0.0 at some of them.
+        self._used.update(position for position, gradient in enumerate(gradients) if gradient is not None)
+        # The gradient of an unused parameter is zeros. Left out, it would keep a -0.0 at some world sizes only.
         filled = [
             torch.zeros_like(parameter) if gradient is None else gradient
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
         ]
-        fold_in(self._sums, Node(0, micro_batch), filled, _add_lists)
+        fold_in(self._sums, Node(0, micro_batch), filled, _add_gradients)
 
     def expect(self, micro_batch: int | None) -> None:
-        """Says whose gradient the next backward brings to the hook; None for one that is to be ignored."""
-        self._last = micro_batch
+        """Sets the micro-batch whose gradient the hook gets from the next backward. None: the hook ignores it."""
+        self._last_micro_batch = micro_batch
 
     def drop_unused_gradients(self) -> None:
-        """After the last backward of a model that does not use all its parameters in every micro-batch. Collective.
+        """Sets the gradient of parameters that no micro-batch of the step used to None. Collective.
 
-        DDP knows only whether the last micro-batches used a parameter, and drops its gradient if none of them did.
-        Here a parameter has a gradient if any micro-batch of the step used it, and none at all otherwise.
+        DDP knows only which parameters the last micro-batches used, and drops the gradients of all others. This sets
+        them again for parameters that an earlier micro-batch of any rank used.
         """
-        used = torch.tensor([p.grad is not None or k in self._used for k, p in enumerate(self._parameters)])
-        used = used.to(torch.uint8)
+        used = torch.tensor(
+            [
+                parameter.grad is not None or position in self._used
+                for position, parameter in enumerate(self._parameters)
+            ]
+        ).to(torch.uint8)
         if self._group.world_size > 1:
             dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        reduced, self._reduced = self._reduced, []
-        for parameters, mean in reduced:
+        means, self._means = self._means, []
+        for parameters, mean in means:
             sizes = [parameter.numel() for parameter in parameters]
-            for parameter, piece in zip(parameters, mean[: sum(sizes)].split(sizes), strict=True):
+            for parameter, gradient in zip(parameters, mean[: sum(sizes)].split(sizes), strict=True):
                 if not used[self._position[id(parameter)]]:
                     parameter.grad = None
                 elif parameter.grad is None:
-                    parameter.grad = torch.as_strided(piece, parameter.size(), torch.empty_like(parameter).stride())
+                    parameter.grad = torch.as_strided(gradient, parameter.size(), torch.empty_like(parameter).stride())
 
     def hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The communication hook, for `DistributedDataParallel.register_comm_hook(None, reduction.hook)`."""
         buffer, is_last = bucket.buffer(), bucket.is_last()
-        sums = self._subtree_sums(bucket)
+        sums = self._bucket_sums(bucket)
         if is_last:
             self._sums.clear()
         done = _future(buffer.device)
         if self._group.world_size == 1:
-            # gloo's all_to_all_single hangs here at world size 1, and there is nobody to exchange with.
-            mean = _now(fold_to_root(sums, self._num_leaves, _add)).div_(self._divisor)
+            # There is no peer, and gloo's all_to_all_single hangs at world size 1.
+            mean = _evaluate(fold_to_root(sums, self._num_leaves, _add)).div_(self._divisor)
             done.set_result(mean)
-            self._keep(bucket.parameters(), mean)
+            self._keep_mean(bucket.parameters(), mean)
             return done
-        # Collectives have to be issued in the same order on every rank. One that is launched from a future's callback
-        # is not, so each bucket first issues the gather of the one before it, and the last bucket its own as well.
-        if self._unfinished:
-            self._unfinished.pop()()
-        finish = self._exchange(bucket, sums, done)
+        # All ranks must issue collectives in the same order, which callbacks of futures do not guarantee. So the hook
+        # issues the gather of the bucket before this one, and for the last bucket its own as well.
+        if self._pending_gathers:
+            self._pending_gathers.pop()()
+        reduce_and_gather = self._exchange(bucket, sums, done)
         if is_last:
-            finish()
+            reduce_and_gather()
         else:
-            self._unfinished.append(finish)
+            self._pending_gathers.append(reduce_and_gather)
         return done
 
-    def _keep(self, parameters: list[torch.Tensor], mean: torch.Tensor) -> None:
+    def _keep_mean(self, parameters: list[torch.Tensor], mean: torch.Tensor) -> None:
         if self._may_be_unused:
-            self._reduced.append((parameters, mean))
+            self._means.append((parameters, mean))
 
-    def _subtree_sums(self, bucket: dist.GradBucket) -> dict[Node, Sum]:
-        """This rank's subtree sums of a bucket, flat like the bucket's buffer."""
+    def _bucket_sums(self, bucket: dist.GradBucket) -> dict[Node, BucketSum]:
+        """Returns this rank's subtree sums of a bucket, laid out like the bucket's buffer."""
         buffer = bucket.buffer()
         parameters = bucket.parameters()
-        places = [self._position[id(parameter)] for parameter in parameters]
+        positions = [self._position[id(parameter)] for parameter in parameters]
 
-        def taker(held: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
-            def take() -> torch.Tensor:
-                gradients = [held[place] for place in places]
-                for place in places:
-                    held[place] = _TAKEN
+        def mover(subtree_sum: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
+            def move() -> torch.Tensor:
+                gradients = [subtree_sum[position] for position in positions]
+                for position in positions:
+                    subtree_sum[position] = _MOVED
                 return _flatten(gradients, parameters)
 
-            return take
+            return move
 
-        sums: dict[Node, Sum] = {node: taker(held) for node, held in self._sums.items()}
-        if self._last is not None:
-            fold_in(sums, Node(0, self._last), buffer, _add_into(buffer))
+        sums: dict[Node, BucketSum] = {node: mover(subtree_sum) for node, subtree_sum in self._sums.items()}
+        if self._last_micro_batch is not None:
+            fold_in(sums, Node(0, self._last_micro_batch), buffer, _add_into(buffer))
         return sums
 
     def _exchange(
-        self, bucket: dist.GradBucket, sums: dict[Node, Sum], done: torch.futures.Future[torch.Tensor]
+        self, bucket: dist.GradBucket, sums: dict[Node, BucketSum], done: torch.futures.Future[torch.Tensor]
     ) -> Callable[[], None]:
-        """Starts the exchange of a bucket; the returned function folds what came and starts the gather."""
+        """Starts the exchange of a bucket. Returns a function that reduces this rank's chunk and starts the gather."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         world_size, size = self._group.world_size, buffer.numel()
         chunk = -(-size // world_size)
-        mine = self._subtrees[self._group.rank]
-        if len(mine) == 1 and size == chunk * world_size:
-            send = _now(sums[mine[0]])
-        else:
-            send = buffer.new_zeros(world_size, len(mine), chunk)
-            for place, node in enumerate(mine):
-                full, rest = divmod(size, chunk)
-                flat = _now(sums[node])
-                send[:full, place] = flat[: full * chunk].view(full, chunk)
-                if rest:
-                    send[full, place, :rest] = flat[full * chunk :]
-            send = send.view(-1)
-        carrier = self._group.transfer_device
-        send = send.to(carrier)
+        transfer_device = self._group.transfer_device
+        num_own = len(self._subtrees[self._group.rank])
+        send = self._chunks_to_send(buffer, sums, chunk).to(transfer_device)
         output_sizes = [len(subtrees) * chunk for subtrees in self._subtrees]
         received = send.new_empty(sum(output_sizes))
-        exchange = dist.all_to_all_single(received, send, output_sizes, [len(mine) * chunk] * world_size, async_op=True)
+        exchange = dist.all_to_all_single(received, send, output_sizes, [num_own * chunk] * world_size, async_op=True)
         nodes = [node for subtrees in self._subtrees for node in subtrees]
 
-        def finish() -> None:
+        def reduce_and_gather() -> None:
             exchange.wait()
-            pieces = dict(zip(nodes, received.to(buffer.device).split(chunk), strict=True))
-            mean = fold_to_root(pieces, self._num_leaves, _add).div_(self._divisor)
-            whole = buffer if size == chunk * world_size else buffer.new_empty(world_size * chunk)
-            self._keep(parameters, whole)
-            carried = torch.empty_like(whole, device=carrier) if self._group.shares_device else whole
-            gather = all_gather_single(carried, mean.to(carrier), async_op=True)
+            chunks = dict(zip(nodes, received.to(buffer.device).split(chunk), strict=True))
+            own_mean = fold_to_root(chunks, self._num_leaves, _add).div_(self._divisor)
+            mean = buffer if size == chunk * world_size else buffer.new_empty(world_size * chunk)
+            self._keep_mean(parameters, mean)
+            gathered = torch.empty_like(mean, device=transfer_device) if self._group.shares_device else mean
+            gather = all_gather_single(gathered, own_mean.to(transfer_device), async_op=True)
 
-            def settle(gathered: torch.futures.Future[object]) -> None:
+            def finish(work: torch.futures.Future[object]) -> None:
                 try:
-                    gathered.value()
-                    if carried is not whole:
-                        whole.copy_(carried)
-                    done.set_result(whole[:size])
-                except Exception as error:  # handed on: DDP would wait for `done` forever
+                    work.value()
+                    if gathered is not mean:
+                        mean.copy_(gathered)
+                    done.set_result(mean[:size])
+                except Exception as error:  # without it, DDP would wait for `done` forever
                     done.set_exception(error)  # type: ignore[arg-type]
 
-            gather.get_future().then(settle)
+            gather.get_future().then(finish)
 
-        return finish
+        return reduce_and_gather
+
+    def _chunks_to_send(self, buffer: torch.Tensor, sums: dict[Node, BucketSum], chunk: int) -> torch.Tensor:
+        """Returns this rank's subtree sums of a bucket, flat, ordered by the rank that receives the chunk."""
+        world_size, size, own = self._group.world_size, buffer.numel(), self._subtrees[self._group.rank]
+        if len(own) == 1 and size == chunk * world_size:
+            return _evaluate(sums[own[0]])
+        send = buffer.new_zeros(world_size, len(own), chunk)
+        full, rest = divmod(size, chunk)
+        for row, node in enumerate(own):
+            flat = _evaluate(sums[node])
+            send[:full, row] = flat[: full * chunk].view(full, chunk)
+            if rest:
+                send[full, row, :rest] = flat[full * chunk :]
+        return send.view(-1)
+
+
+def _add_gradients(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch_internals.add_pairwise(left, right)
+    return left
+
+
+def _evaluate(value: BucketSum) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else value()
+
+
+def _add(left: BucketSum, right: BucketSum) -> BucketSum:
+    return _evaluate(left).add_(_evaluate(right))
+
+
+def _add_into(buffer: torch.Tensor) -> Callable[[BucketSum, BucketSum], BucketSum]:
+    """Returns an addition that writes its result into `buffer`, one of its operands. The sum needs no own memory."""
+
+    def add(left: BucketSum, right: BucketSum) -> BucketSum:
+        return torch.add(_evaluate(left), _evaluate(right), out=buffer)
+
+    return add
 
 
 def _future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
     return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
-def _add_into(buffer: torch.Tensor) -> Callable[[Sum, Sum], Sum]:
-    """An addition whose result replaces `buffer`, one of its two operands: the sum needs no memory of its own."""
-
-    def add(left: Sum, right: Sum) -> Sum:
-        return torch.add(_now(left), _now(right), out=buffer)
-
-    return add
-
-
 def _flatten(gradients: list[torch.Tensor], parameters: list[torch.Tensor]) -> torch.Tensor:
-    """Gradients laid out like a bucket's buffer, in which each follows the strides of its parameter."""
+    """Returns gradients laid out like a bucket's buffer, in which each has the strides of its parameter."""
     pieces = []
     for gradient, parameter in zip(gradients, parameters, strict=True):
         if not parameter.is_contiguous():

@@ -1,4 +1,4 @@
-"""The DDP strategy: one model, replicated on every rank, its gradients reduced bucket by bucket during backward."""
+"""The DDP strategy: every rank holds the full model, and DDP reduces the gradients bucket by bucket in the backward."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.canonical_reduction import CanonicalReduction
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.strategy import Strategy, unused
+from elastic_ddp.distributed.strategy import Strategy, unused_parameters_error
 from elastic_ddp.errors import ConfigError
 
 
-def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """Changes whenever something is added to the gradient."""
+def _snapshot(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """Returns a value that differs after the gradient was accumulated into."""
     return None if gradient is None else (id(gradient), torch_internals.version(gradient))
 
 
 class DDPStrategy(Strategy):
-    """DDP comes into being with the first micro-batch whose backward reduces, and again in every generation."""
+    """Builds a DDP replica in each generation, for the first micro-batch whose backward reduces."""
 
     def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
         super().__init__(model, config, group)
@@ -37,11 +37,11 @@ class DDPStrategy(Strategy):
             )
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Every rank has all of the model: nothing to do."""
+        """Does nothing: every rank holds the full model."""
 
     def _build_replica(self) -> DistributedDataParallel:
         with warnings.catch_warnings():
-            # torch 2.13 renamed broadcast_buffers; 2.11 knows only the old name.
+            # Torch 2.13 renamed broadcast_buffers; 2.11 has only the old name.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             replica = DistributedDataParallel(
                 self._model.module,
@@ -63,10 +63,10 @@ class DDPStrategy(Strategy):
             self._reduction.begin(num_leaves=self.num_leaves, divisor=self.divisor)
 
     def prepare_forward(self, micro_batch: int) -> None:
-        """Only the last micro-batch goes through DDP and synchronizes.
+        """Routes the forward of the last micro-batch through DDP, and all others through the user's model.
 
-        DDP comes into being with the first that does, and the others do not pass its forward as `no_sync` would have
-        them do: with a static graph it would count their backward as part of the one it is to reduce.
+        DDP's own way, `no_sync`, would route them all through DDP. With a static graph, DDP then counts their
+        backwards as part of the one that reduces.
         """
         if micro_batch != self.to_compute[-1]:
             self._model.use_replica(None)
@@ -78,16 +78,16 @@ class DDPStrategy(Strategy):
         last = micro_batch == self.to_compute[-1]
         if last and not self._model.called_replica:
             raise ConfigError(
-                "the loss that step.backward got does not come from a call of the model that run.prepare returned, so "
-                "its gradients would not be reduced; call that model itself, not one of its methods and not the model "
-                "that went into run.prepare"
+                "step.backward got a loss that does not come from calling the model which run.prepare returned, so its "
+                "gradients cannot be reduced. Call that model as model(x): not model.method(x), and not the model "
+                "passed to run.prepare."
             )
         weight = self.weight(micro_batch)
-        before = {name: _state_of(each.grad) for name, each in self._trained.items()} if last else {}
+        before = {name: _snapshot(parameter.grad) for name, parameter in self._trained.items()} if last else {}
         if self._reduction is None:
             if not weight and not self._options.find_unused_parameters:
-                # Zeros for all, whatever the model makes of padding: 0 times infinity would be NaN on every rank.
-                loss = sum((each.reshape(-1)[:1].sum() for each in self._trained.values()), loss.detach())
+                # Zero gradients, whatever the model computes from padding: 0 * inf would be NaN on every rank.
+                loss = sum((parameter.reshape(-1)[:1].sum() for parameter in self._trained.values()), loss.detach())
             # DDP divides by the world size.
             (loss * (weight * self._group.world_size / self.divisor)).backward()
             self._check_used(before)
@@ -103,15 +103,15 @@ class DDPStrategy(Strategy):
             self._reduction.drop_unused_gradients()
 
     def _check_used(self, before: dict[str, tuple[int, int] | None]) -> None:
-        """Refuses a step in which DDP waits in vain for a parameter's gradient, and so has reduced only some of them.
-        It would say so itself, but in the step after."""
+        """Raises a ConfigError if a parameter got no gradient: DDP waits for it and so did not reduce every bucket. DDP
+        itself would raise in the next step."""
         if self._options.find_unused_parameters or self._options.static_graph:
             return
-        if left := [name for name, state in before.items() if _state_of(self._trained[name].grad) == state]:
-            raise unused(left, "set ddp.find_unused_parameters = true")
+        if unused := [name for name, state in before.items() if _snapshot(self._trained[name].grad) == state]:
+            raise unused_parameters_error(unused, "set ddp.find_unused_parameters = true")
 
     def reshard(self) -> None:
-        """DDP gathers nothing: nothing to do."""
+        """Does nothing: DDP gathers no parameters."""
 
     def close(self) -> None:
         self._model.use_replica(None)

@@ -1,9 +1,8 @@
-"""The FSDP strategy: every rank holds a shard of each parameter, and of what the optimizer keeps for it (FSDP2,
-`torch.distributed.fsdp.fully_shard`).
+"""The FSDP strategy: each rank holds a shard of every parameter and of its optimizer state.
 
-Parameters of a part of the model are gathered for its forward and backward, so all ranks go through as many of those. A
-rank's shards are of no use to a group of another size: a generation begins with the whole model, and what was trained
-comes from the newest commit.
+It uses FSDP2, `torch.distributed.fsdp.fully_shard`. The forward and backward of a unit gather its parameters from all
+ranks, so all ranks must run the same number of them. A group of another size cannot use the shards: each generation
+starts from the full model, and the trained values come from the newest commit.
 """
 
 from __future__ import annotations
@@ -25,98 +24,101 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.fsdp_units import ParameterLocation, check_shardable, locate_parameters
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.strategy import Strategy, unused
+from elastic_ddp.distributed.strategy import Strategy, unused_parameters_error
 from elastic_ddp.tensors.state_tree import Layout, gather_full
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-BF16_AS_A_WHOLE = replace(BF16, output_dtype=torch.float32)
-"""Of the model: its loss is computed in full precision."""
+BF16_MODEL = replace(BF16, output_dtype=torch.float32)
+"""The policy of the model as a whole: the loss is computed in float32."""
 
-_TAKE_PART = (
-    "with FSDP every rank reduces the gradients of the same parameters, so each has to take part in every micro-batch: "
-    "add 0 * parameter.sum() of those that a branch leaves out to what the model returns"
+_USE_IN_ALL = (
+    "add 0 * parameter.sum() of each to the model's output, since with FSDP every micro-batch must use all of them"
 )
 
 
 class FSDPStrategy(Strategy):
-    """Gradients are reduced and scattered in the backward of a step's last micro-batch; until then they add up, whole,
-    on each rank."""
+    """Accumulates full gradients on each rank. The backward of a step's last micro-batch reduces and scatters them."""
 
     replicates_state = False
 
     def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
         super().__init__(model, config, group)
         self._gathered: dict[str, torch.nn.Parameter] = {}
-        """What is trained, as it is while it is gathered: what a graph has in it, and gradients add up in."""
+        """The trained parameters as the autograd graph contains them: gathered."""
         self._mesh: DeviceMesh | None = None
         self._options = config.fsdp
         self._is_bf16 = config.precision == "bf16"
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         module = self._model.module
-        names = {id(each): name for name, each in module.named_parameters()}
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
         assert dist.group.WORLD is not None, "the generation's group is formed"
-        # Meshes of the same ranks are equal in all else, whichever of them this process is, and torch keeps what came
-        # of one for its equals: a rank that has moved would take the place in a tensor that it had at this size before.
-        names_of_dimensions = (f"generation_{self._group.assignment.generation}",)
-        mesh = DeviceMesh.from_group(dist.group.WORLD, self._group.device.type, mesh_dim_names=names_of_dimensions)
-        self._mesh = mesh  # to let go of its group
-        inside, outside = (BF16, BF16_AS_A_WHOLE) if self._is_bf16 else (FP32, FP32)
-        parts = [each for each in module.modules() if each is not module]
-        # As FSDP1 did it: statistics are in fp32, and a normalization takes parameters of their dtype.
-        norms = [each for each in parts if isinstance(each, BATCH_NORMS)] if self._is_bf16 else []
-        units = [each for each in parts if self._model.is_unit(each) and each not in norms]
-        policies = [*((each, FP32) for each in norms), *((each, inside) for each in reversed(units)), (module, outside)]
-        places = locate_parameters(module, {each for each, _ in policies})
-        check_shardable(places)
-        for each, policy in policies:  # the innermost first: each takes what no other has
-            # What is in no unit stays gathered, as torch has it by default: the backward begins with it.
-            reshard = self._options.reshard_after_forward and each is not module
-            fully_shard(each, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-            each.register_forward_pre_hook(self._gatherer(each, places))
+        # Meshes of the same ranks compare equal, and torch caches results by mesh. Without a name for each generation,
+        # a process whose rank changed would get the coordinates of its old rank.
+        dimension_names = (f"generation_{self._group.assignment.generation}",)
+        mesh = DeviceMesh.from_group(dist.group.WORLD, self._group.device.type, mesh_dim_names=dimension_names)
+        self._mesh = mesh
+        inner_policy, outer_policy = (BF16, BF16_MODEL) if self._is_bf16 else (FP32, FP32)
+        submodules = [submodule for submodule in module.modules() if submodule is not module]
+        # Batch normalization keeps float32 statistics and needs parameters of the same dtype. FSDP1 did the same.
+        norms = [submodule for submodule in submodules if isinstance(submodule, BATCH_NORMS)] if self._is_bf16 else []
+        units = [submodule for submodule in submodules if self._model.is_unit(submodule) and submodule not in norms]
+        # Innermost units first: each unit takes the parameters that no unit inside it has.
+        policies = [
+            *((norm, FP32) for norm in norms),
+            *((unit, inner_policy) for unit in reversed(units)),
+            (module, outer_policy),
+        ]
+        locations = locate_parameters(module, {unit for unit, _ in policies})
+        check_shardable(locations)
+        for unit, policy in policies:
+            # As torch does by default, parameters outside of all units stay gathered: the backward begins with them.
+            reshard = self._options.reshard_after_forward and unit is not module
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            unit.register_forward_pre_hook(self._record_gathered(unit, locations))
         self._trained = self._find_trained()
-        # The parameters are others now, and the user built the optimizers from those before.
+        # The user created the optimizers with the parameters that the shards replaced.
         sharded = dict(module.named_parameters())
         for optimizer in optimizers:
-            _use_instead(optimizer, lambda each: sharded[names[id(each)]])
+            _replace_parameters(optimizer, lambda parameter: sharded[names[id(parameter)]])
 
-    def _gatherer(
-        self, part: torch.nn.Module, places: Sequence[ParameterLocation]
+    def _record_gathered(
+        self, unit: torch.nn.Module, locations: Sequence[ParameterLocation]
     ) -> Callable[[torch.nn.Module, Any], None]:
-        """Sees a part's parameters before its forward, after torch has gathered them."""
-        trained = [each for each in places if each.part is part and each.name in self._trained]
+        """Returns a forward hook that records a unit's parameters after torch gathered them."""
+        trained = [location for location in locations if location.unit is unit and location.name in self._trained]
 
-        def see(part: torch.nn.Module, given: Any) -> None:
-            self._gathered |= {each.name: each.parameter for each in trained}
+        def record(unit: torch.nn.Module, inputs: Any) -> None:
+            self._gathered |= {location.name: location.parameter for location in trained}
 
-        return see
+        return record
 
     def layout(self, optimizers: Sequence[torch.optim.Optimizer]) -> Layout | None:
-        like = {f"model.{name}": each for name, each in self._model.module.state_dict(keep_vars=True).items()}
-        for place, optimizer in enumerate(optimizers):
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            like |= {f"optimizer.{place}.state.{number}": each for number, each in enumerate(parameters)}
-        spread = {name: each for name, each in like.items() if isinstance(each, DTensor)}
+        tensors = {f"model.{name}": value for name, value in self._model.module.state_dict(keep_vars=True).items()}
+        for number, optimizer in enumerate(optimizers):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            tensors |= {f"optimizer.{number}.state.{index}": value for index, value in enumerate(parameters)}
+        sharded = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
 
-        def like_of(name: str) -> torch.Tensor | None:
-            # What an optimizer keeps for a parameter may be anywhere in a tree: optimizer.0.state.3.history.1
-            return spread.get(name if name.startswith("model.") else ".".join(name.split(".", 4)[:4]))
+        def sharded_like(name: str) -> torch.Tensor | None:
+            # The state of a parameter may be nested, as in optimizer.0.state.3.history.1.
+            return sharded.get(name if name.startswith("model.") else ".".join(name.split(".", 4)[:4]))
 
-        return like_of
+        return sharded_like
 
     def begin_step(self, rows: np.ndarray) -> None:
         self.reshard()
         super().begin_step(rows)
 
     def reshard(self) -> None:
-        for part in self._model.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        for submodule in self._model.module.modules():
+            if isinstance(submodule, FSDPModule):
+                submodule.reshard()
 
     def min_forwards(self, rows: np.ndarray) -> int:
-        return max(int(np.count_nonzero(rows[list(each)])) for each in self.ranges)
+        return max(int(np.count_nonzero(rows[list(owned)])) for owned in self.ranges)
 
     def prepare_forward(self, micro_batch: int) -> None:
         self._model.use_replica(None)
@@ -124,17 +126,18 @@ class FSDPStrategy(Strategy):
     def backward(self, loss: torch.Tensor, micro_batch: int) -> None:
         is_last = micro_batch == self.to_compute[-1]
         if not (weight := self.weight(micro_batch)):
-            self._backward_for_nothing(loss, is_last=is_last)
+            self._backward_of_zeros(loss, is_last=is_last)
             return
         # FSDP divides by the world size.
         self._backward(loss * (weight * self._group.world_size / self.divisor), is_last=is_last)
 
     def dummy_backward(self, loss: torch.Tensor) -> None:
-        self._backward_for_nothing(loss, is_last=False)
+        self._backward_of_zeros(loss, is_last=False)
 
-    def _backward_for_nothing(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Zeros for all, whatever the model makes of padding: 0 times infinity would be NaN on every rank."""
-        hooks = [each.register_hook(torch.zeros_like) for each in self._gathered.values()]
+    def _backward_of_zeros(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Runs a backward that adds zeros, whatever the model computes from padding. Scaling the loss by 0 would not
+        do: 0 * inf is NaN, on every rank."""
+        hooks = [parameter.register_hook(torch.zeros_like) for parameter in self._gathered.values()]
         try:
             self._backward(loss, is_last=is_last)
         finally:
@@ -143,70 +146,72 @@ class FSDPStrategy(Strategy):
 
     def _backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         self._check_used(loss)
-        root = self._model.module
-        assert isinstance(root, FSDPModule)
-        root.set_requires_gradient_sync(is_last)
-        root.set_is_last_backward(is_last)
-        root.set_reshard_after_backward(is_last)
+        module = self._model.module
+        assert isinstance(module, FSDPModule)
+        module.set_requires_gradient_sync(is_last)
+        module.set_is_last_backward(is_last)
+        module.set_reshard_after_backward(is_last)
         loss.backward()
-        if is_last and (left := [name for name, each in self._trained.items() if each.grad is None]):
-            raise unused(left, _TAKE_PART)  # what `_check_used` could not see
+        # `_check_used` cannot see into reentrant checkpoints.
+        if is_last and (unused := [name for name, parameter in self._trained.items() if parameter.grad is None]):
+            raise unused_parameters_error(unused, _USE_IN_ALL)
 
     def _check_used(self, loss: torch.Tensor) -> None:
-        """Refuses a loss that leaves out some of what is trained, before ranks reduce gradients of others than their
-        peers do: torch would add them up as if they were the same ones. In every pass, so that it does not depend on
-        the number of ranks what is refused."""
-        reached = _leaves(loss)
-        if reached is not None and (
-            left := [each for each in self._trained if self._gathered.get(each) not in reached]
-        ):
-            raise unused(left, _TAKE_PART)
+        """Raises a ConfigError if the loss does not depend on all trained parameters.
 
-    def clip_grad_norm(self, most: float) -> torch.Tensor:
-        return gather_full(super().clip_grad_norm(most))
+        Otherwise ranks could reduce the gradients of different parameters, which torch would add up. Checked in every
+        backward, so that the outcome does not depend on the world size.
+        """
+        leaves = _graph_leaves(loss)
+        if leaves is not None and (
+            unused := [name for name in self._trained if self._gathered.get(name) not in leaves]
+        ):
+            raise unused_parameters_error(unused, _USE_IN_ALL)
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        return gather_full(super().clip_grad_norm(max_norm))
 
     def close(self) -> None:
-        """The shards stay, and nothing can be made of them any more.
-
-        Nor does anything hold on to the process group: torch's caches keep every mesh there was for good, and a mesh
-        its group, with all its threads and connections.
-        """
+        """Releases the process group. The shards remain but cannot be gathered any more."""
         if self._mesh is not None:
             torch_internals.release_groups(self._mesh)
 
 
-def _leaves(loss: torch.Tensor) -> set[torch.Tensor | None] | None:
-    """What the backward of a loss adds gradients to; None if there is no telling."""
+def _graph_leaves(loss: torch.Tensor) -> set[torch.Tensor | None] | None:
+    """Returns the tensors whose gradients the backward of a loss accumulates, or None if that is unknown."""
     leaves: set[torch.Tensor | None] = set()
-    ahead = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = set(ahead)
-    while ahead:
-        node = ahead.pop()
+    pending = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
         if node.name() == "CheckpointFunctionBackward":
-            return None  # re-entrant: it makes a graph of its own in the backward
+            return None  # a reentrant checkpoint builds its graph during the backward
         if (leaf := getattr(node, "variable", None)) is not None:
             leaves.add(leaf)
-        for each, _ in node.next_functions:
-            if each is not None and each not in seen:
-                seen.add(each)
-                ahead.append(each)
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in seen:
+                seen.add(next_node)
+                pending.append(next_node)
     return leaves
 
 
-def _use_instead(
-    optimizer: torch.optim.Optimizer, instead_of: Callable[[torch.nn.Parameter], torch.nn.Parameter]
+def _replace_parameters(
+    optimizer: torch.optim.Optimizer, replacement: Callable[[torch.nn.Parameter], torch.nn.Parameter]
 ) -> None:
-    """Has an optimizer work on other parameters, with what it keeps for each laid out like it."""
-    replaced = {each: instead_of(each) for group in optimizer.param_groups for each in group["params"]}
+    """Replaces an optimizer's parameters, and shards the state of each like its replacement."""
+    replaced = {parameter: replacement(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:
-        group["params"] = [replaced[each] for each in group["params"]]
-    kept = {each: optimizer.state.pop(each) for each in replaced if each in optimizer.state}
-    for each, state in kept.items():
-        optimizer.state[replaced[each]] = torch_internals.map_tree(partial(_like, parameter=replaced[each]), state)
+        group["params"] = [replaced[parameter] for parameter in group["params"]]
+    states = {parameter: optimizer.state.pop(parameter) for parameter in replaced if parameter in optimizer.state}
+    for parameter, state in states.items():
+        optimizer.state[replaced[parameter]] = torch_internals.map_tree(
+            partial(_shard_like, parameter=replaced[parameter]), state
+        )
 
 
-def _like(value: Any, parameter: torch.nn.Parameter) -> Any:
+def _shard_like(value: Any, parameter: torch.nn.Parameter) -> Any:
+    """Returns a tensor of a parameter's shape sharded like the parameter; any other value unchanged."""
     if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value
-    # The same on every rank: nothing has to be sent.
+    # src_data_rank=None: all ranks hold the same value, so torch sends nothing.
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

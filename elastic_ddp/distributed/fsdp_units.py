@@ -1,5 +1,7 @@
-"""Which parameters of a model lie in which of the parts that are gathered and sharded as one, and whether FSDP can
-shard them."""
+"""Which parameters belong to which FSDP unit, and whether FSDP can shard them.
+
+A unit is a submodule whose parameters are gathered and sharded together. The rest of the model is a unit of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,80 +16,84 @@ from elastic_ddp.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParameterLocation:
-    """Of a parameter in a model. One that is tied has several."""
+    """A place in a model where a parameter is registered. A tied parameter has several."""
 
     name: str
-    """From the model on."""
+    """The parameter's full name in the model."""
     owner: torch.nn.Module
-    """Whose parameter it is."""
+    """The module that registers it."""
     key: str
-    """Its name there."""
-    part: torch.nn.Module
-    """The innermost that it lies in."""
+    """Its name in that module."""
+    unit: torch.nn.Module
+    """The innermost unit that contains it."""
 
     @property
     def parameter(self) -> torch.nn.Parameter:
-        """What is there now: while its part is gathered another object than before."""
+        """The parameter that is registered now. FSDP registers another one while the unit is gathered."""
         return getattr(self.owner, self.key)
 
 
-def locate_parameters(module: torch.nn.Module, parts: Set[torch.nn.Module]) -> list[ParameterLocation]:
-    """Of all parameters, in the order of `named_parameters`; those of modules that are in the model twice, twice."""
+def locate_parameters(module: torch.nn.Module, units: Set[torch.nn.Module]) -> list[ParameterLocation]:
+    """Returns the locations of all parameters, in the order of `named_parameters`, with duplicates."""
 
-    def within(owner: torch.nn.Module, prefix: str, part: torch.nn.Module) -> Iterator[ParameterLocation]:
-        part = owner if owner in parts else part
+    def walk(owner: torch.nn.Module, prefix: str, unit: torch.nn.Module) -> Iterator[ParameterLocation]:
+        unit = owner if owner in units else unit
         for key, _ in owner.named_parameters(recurse=False, remove_duplicate=False):
-            yield ParameterLocation(f"{prefix}{key}", owner, key, part)
+            yield ParameterLocation(f"{prefix}{key}", owner, key, unit)
         for name, child in owner.named_children():
-            yield from within(child, f"{prefix}{name}.", part)
+            yield from walk(child, f"{prefix}{name}.", unit)
 
-    return list(within(module, "", module))
+    return list(walk(module, "", module))
 
 
-def check_shardable(places: list[ParameterLocation]) -> None:
-    """Raises a ConfigError for what FSDP cannot shard, with what to change."""
+def check_shardable(locations: list[ParameterLocation]) -> None:
+    """Raises a ConfigError with a fix for the first parameter that FSDP cannot shard."""
     first: dict[torch.nn.Parameter, ParameterLocation] = {}
-    of_part: dict[torch.nn.Module, ParameterLocation] = {}
-    for place in places:
-        name, parameter = place.name, place.parameter
-        if isinstance(place.part, torch.nn.ModuleList | torch.nn.ModuleDict):
+    first_trained: dict[torch.nn.Module, ParameterLocation] = {}
+    for location in locations:
+        _check_parameter(location)
+        tied = first.setdefault(location.parameter, location)
+        if tied.unit is not location.unit:
             raise ConfigError(
-                f"{name} lies in a {_kind(place.part)} that is to be sharded as one, and that has no forward "
-                "before which it could be gathered; name the class of what is in it, in run.prepare(model, shard=...) "
-                "or fsdp.shard_classes"
+                f"{tied.name} and {location.name} are one tied parameter in two FSDP units, {_kind(tied.unit)} and "
+                f"{_kind(location.unit)}. Name a class that contains both, or leave these classes out of "
+                "run.prepare(model, shard=...) and fsdp.shard_classes."
             )
-        if not parameter.dim():
-            raise ConfigError(
-                f"parameter {name} has shape (), and FSDP shards the first dimension; give it shape (1,), such as "
-                "torch.nn.Parameter(torch.ones(1))"
-            )
-        if not parameter.is_contiguous():
-            raise ConfigError(
-                f"parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and FSDP shards "
-                "contiguous ones; build it as torch.nn.Parameter(tensor.contiguous()), and leave memory_format out"
-            )
-        if torch_internals.has_gradient_hooks(parameter):
-            raise ConfigError(
-                f"parameter {name} has hooks on its gradient, and FSDP replaces parameters by shards, which have none; "
-                "change gradients in the loop, between step.backward and the clipping, or hook a module instead"
-            )
-        tied = first.setdefault(parameter, place)
-        if tied.part is not place.part:
-            raise ConfigError(
-                f"{tied.name} and {name} are one parameter, and lie in parts that are sharded apart, "
-                f"{_kind(tied.part)} and {_kind(place.part)}; have one part hold both: leave these out of "
-                "run.prepare(model, shard=...) and fsdp.shard_classes, or name a class that holds them"
-            )
-        if not parameter.requires_grad:
+        if not location.parameter.requires_grad:
             continue
-        other = of_part.setdefault(place.part, place)
-        if other.parameter.dtype != parameter.dtype:
+        other = first_trained.setdefault(location.unit, location)
+        if other.parameter.dtype != location.parameter.dtype:
             raise ConfigError(
-                f"{other.name} is in {other.parameter.dtype} and {name} in {parameter.dtype}, and both are trained in "
-                f"one part, {_kind(place.part)}, whose gradients are reduced together; have them in one dtype, "
-                "such as model.float(), or name a class that holds the others in run.prepare(model, shard=...)"
+                f"{other.name} has {other.parameter.dtype} and {location.name} has {location.parameter.dtype}. Trained "
+                f"parameters of one FSDP unit, here {_kind(location.unit)}, are reduced together and need one dtype. "
+                "Convert the model, for example with model.float(), or name a class that contains only some of them in "
+                "run.prepare(model, shard=...)."
             )
 
 
-def _kind(part: torch.nn.Module) -> str:
-    return type(part).__name__
+def _check_parameter(location: ParameterLocation) -> None:
+    name, parameter = location.name, location.parameter
+    if isinstance(location.unit, torch.nn.ModuleList | torch.nn.ModuleDict):
+        raise ConfigError(
+            f"{name} is in the FSDP unit {_kind(location.unit)}, which has no forward before which its parameters "
+            "could be gathered. Name the class of its items in run.prepare(model, shard=...) or fsdp.shard_classes."
+        )
+    if not parameter.dim():
+        raise ConfigError(
+            f"parameter {name} has shape (), but FSDP shards along the first dimension. Give it shape (1,), for "
+            "example torch.nn.Parameter(torch.ones(1))."
+        )
+    if not parameter.is_contiguous():
+        raise ConfigError(
+            f"parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, but FSDP shards "
+            "contiguous parameters only. Create it as torch.nn.Parameter(tensor.contiguous()), without memory_format."
+        )
+    if torch_internals.has_gradient_hooks(parameter):
+        raise ConfigError(
+            f"parameter {name} has hooks on its gradient, but FSDP replaces parameters with shards that have none. "
+            "Change gradients in the loop, between step.backward and step.optimize, or register a module hook."
+        )
+
+
+def _kind(module: torch.nn.Module) -> str:
+    return type(module).__name__

@@ -1,4 +1,4 @@
-"""The user's model as the run hands it back, whichever way it is spread over the ranks."""
+"""The user's model as `run.prepare` returns it, for every strategy."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_ddp.errors import ConfigError
 
 ShardBy = type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] | Callable[[torch.nn.Module], bool]
-"""Parts of a model: of a class, of one of several, or those of which a callable says so."""
+"""Selects submodules: by a class, by several classes, or by a predicate."""
 
 
 class PreparedModel(torch.nn.Module):
-    """The user's model as `run.prepare` returns it: called like the model, and the same object in every generation.
+    """A wrapper around the user's model that stays the same object in every generation.
 
-    The replica that it calls is replaced whenever membership changes. Attributes, `state_dict` and `load_state_dict`
+    Its forward calls the generation's DDP replica or the user's model. Attributes, `state_dict` and `load_state_dict`
     are those of the user's model.
 
     Args:
         module: the user's model.
-        device: where it is.
-        bf16: whether its forward runs under autocast.
-        is_unit: tells the parts of it that are sharded as one.
+        device: the device of the model.
+        bf16: whether the forward runs under autocast to bfloat16.
+        is_unit: returns whether FSDP shards a submodule as one unit.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PreparedModel(torch.nn.Module):
         *,
         device: torch.device,
         bf16: bool,
-        is_unit: Callable[[torch.nn.Module], bool] = lambda part: False,
+        is_unit: Callable[[torch.nn.Module], bool] = lambda submodule: False,
     ) -> None:
         super().__init__()
         self._device_type = device.type
@@ -42,11 +42,11 @@ class PreparedModel(torch.nn.Module):
         self.is_unit = is_unit
         self.module = module
         self.use_replica(None)
-        self.is_built = True
+        self._is_built = True
 
     def use_replica(self, replica: DistributedDataParallel | None) -> None:
-        """Sets what forward goes through; None for the user's model itself, without synchronization."""
-        # Past nn.Module's own attribute handling, which would register the replica as a submodule.
+        """Sets the replica that forward calls. None: forward calls the user's model, without synchronization."""
+        # Bypasses nn.Module.__setattr__, which would register the replica as a submodule.
         object.__setattr__(self, "_replica", replica)
         object.__setattr__(self, "called_replica", False)
 
@@ -65,7 +65,7 @@ class PreparedModel(torch.nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "is_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
+        if "_is_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
@@ -84,45 +84,44 @@ class PreparedModel(torch.nn.Module):
 
 
 def unit_predicate(
-    module: torch.nn.Module,
-    names: Collection[str],
-    also: ShardBy | None,
+    module: torch.nn.Module, class_names: Collection[str], shard: ShardBy | None
 ) -> Callable[[torch.nn.Module], bool]:
-    """Tells the parts of a model that are sharded as one.
+    """Returns a predicate for the submodules that FSDP shards as one unit each.
 
     Args:
         module: the model.
-        names: of their classes.
-        also: classes, or a callable.
+        class_names: names of submodule classes, from `fsdp.shard_classes`.
+        shard: further submodules, from `run.prepare(model, shard=...)`.
 
     Raises:
-        ConfigError: one of the names is no class in the model, or there is no such part.
+        ConfigError: no submodule has one of the class names, or `shard` selects none.
     """
-    parts = [part for part in module.modules() if part is not module]
-    there = {type(part).__name__ for part in parts}
-    if unknown := [name for name in names if name not in there]:
+    submodules = [submodule for submodule in module.modules() if submodule is not module]
+    available = sorted({type(submodule).__name__ for submodule in submodules})
+    if unknown := [name for name in class_names if name not in available]:
         raise ConfigError(
-            f"fsdp.shard_classes names {', '.join(unknown)}, and the model has no such part; it has "
-            f"{', '.join(sorted(there))}"
+            f"fsdp.shard_classes names {', '.join(unknown)}, but the model has no such submodule. Choose from "
+            f"{', '.join(available)}."
         )
 
-    def is_unit(part: torch.nn.Module) -> bool:
-        if also is None:
-            return type(part).__name__ in names
-        is_also = isinstance(part, also) if isinstance(also, type | tuple) else bool(also(part))
-        return is_also or type(part).__name__ in names
+    def is_selected(submodule: torch.nn.Module) -> bool:
+        if shard is None:
+            return False
+        return isinstance(submodule, shard) if isinstance(shard, type | tuple) else bool(shard(submodule))
 
-    if also is not None and not any(map(is_unit, parts)):
-        raise ConfigError(f"run.prepare got shard={also!r}, and no part of the model is one; it has {sorted(there)}")
-    return is_unit
+    if shard is not None and not class_names and not any(map(is_selected, submodules)):
+        raise ConfigError(
+            f"run.prepare got shard={shard!r}, but no submodule matches. Choose from {', '.join(available)}."
+        )
+    return lambda submodule: type(submodule).__name__ in class_names or is_selected(submodule)
 
 
 def _to_fp32(output: Any) -> Any:
-    """A model's output with bf16 tensors as fp32, so that the loss is computed in full precision."""
+    """Returns a model's output with bfloat16 tensors as float32, so that the loss has full precision."""
     if isinstance(output, torch.Tensor):
         return output.float() if output.dtype == torch.bfloat16 else output
     if isinstance(output, dict):
-        converted = copy.copy(output)  # a subclass may not be built from its items
+        converted = copy.copy(output)  # the constructor of a subclass may take other arguments
         for key, value in output.items():
             converted[key] = _to_fp32(value)
         return converted

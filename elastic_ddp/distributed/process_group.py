@@ -1,4 +1,4 @@
-"""torch.distributed's default process group, for the length of one generation."""
+"""The default process group of torch.distributed, formed for one generation and replaced for the next."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.errors import PeerFailedError
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch 2.13 renamed it; 2.11 knows only the old name."""
+"""Torch 2.13 renamed `all_gather_into_tensor`; 2.11 has only the old name."""
 
-FORM_S = 1.0
-"""How long the ranks of a group, all of which have come, may take to connect to each other, the first time they try."""
-SHORT_BYTES = 128 << 10
-"""What has no more travels with its length: each round costs processes that share cores a few milliseconds."""
+FORM_TIMEOUT_S = 1.0
+"""Timeout of the first attempt to connect the ranks of a group, after all of them have arrived."""
+INLINE_BYTES = 128 << 10
+"""Up to this size, `broadcast_bytes` sends data and length in one collective. A second one costs a few milliseconds
+where ranks share cores."""
 _LENGTH = struct.Struct("<Q")
-_OURS, _TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
+_PACKAGE_FOLDER, _TORCH_FOLDER = Path(__file__).parents[1], Path(torch.__file__).parent
 
 _NO_GROUP = "default process group has not been initialized"
-_GLOO = re.compile(r"\[\S*gloo/transport/\S+:\d+\] ")
-"""How gloo's own errors begin. Who waits for a collective's `Work` meets them in no file of torch's."""
-_LOST_PEER_SIGNS = (
-    "gloo/transport",  # torch has words of its own around it where a group forms
+_GLOO_ERROR = re.compile(r"\[\S*gloo/transport/\S+:\d+\] ")
+"""The beginning of gloo's own errors. Waiting for a `Work` raises them from no Python file of torch."""
+_PEER_FAILURE_SIGNS = (
+    "gloo/transport",  # while a group forms, torch puts its own text before gloo's
     "connection closed by peer",
     "connection reset by peer",
     "broken pipe",
@@ -45,13 +46,13 @@ _LOST_PEER_SIGNS = (
     "nccl",
     "connection was likely closed",
     "failed to recv",
-    _NO_GROUP,  # it was aborted
+    _NO_GROUP,  # the group was aborted
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """A member's place in a generation, as handed out by the rendezvous."""
+    """A member's place in a generation, assigned by the rendezvous."""
 
     generation: int
     rank: int
@@ -59,49 +60,48 @@ class Assignment:
     store_host: str
     store_port: int
     source: int | None = None
-    """The rank whose state all begin with; None if nobody holds any, and the newest commit counts."""
+    """The rank that sends its state to the receivers. None if no rank has a state: the newest commit is restored."""
     receivers: tuple[int, ...] = ()
-    """The ranks that are to get it."""
+    """The ranks that receive that state."""
     first_step: int | None = None
-    """Steps done in that state."""
+    """The number of steps done in that state."""
     handover_only: bool = False
-    """The generation makes no step: its members hand the state over, or commit it, and come back for another."""
+    """The generation makes no step. Its members hand over or commit the state, and rejoin."""
     same_members: bool = False
-    """It has the members of the one before it."""
+    """The generation has the members of the one before it."""
     in_collective_task: bool = False
-    """Some of them do something together outside of steps, and others may have done it already."""
+    """Some members are in a collective task outside of a step, which others may have finished."""
     reason: str
-    """Why this generation was formed, for the record."""
+    """Why the generation was formed, for the ledger."""
 
 
 class Message:
-    """A tensor on its way from one rank to another."""
+    """A point-to-point transfer in flight."""
 
     def __init__(self, work: dist.Work | None, timeout: datetime.timedelta) -> None:
         assert work is not None, "this rank is in the group"
         self._work, self._timeout = work, timeout
 
     def wait(self) -> None:
-        """Until it has come, or may be changed where it came from. Once: gloo would wait for another one."""
+        """Waits until the tensor is received, or its sender may change it. Call it once: gloo blocks a second time."""
         self._work.wait(self._timeout)
 
 
 @dataclass
 class ProcessGroup:
-    """The open process group of a generation. Form it with `form`; every rank has to call it."""
+    """The process group of a generation. Created by `form`, which every rank calls."""
 
     assignment: Assignment
     device: torch.device
     store: StoreConnection = field(repr=False)
-    """Outlives the group."""
+    """The connection to the store, which outlives the group."""
     shares_device: bool = False
-    """Other ranks may be on the same GPU, which NCCL refuses: gloo carries CUDA tensors, through the host."""
+    """Whether other ranks may use the same GPU. NCCL does not support that, so gloo copies CUDA tensors to the host."""
     _timeout: datetime.timedelta = field(default=datetime.timedelta(), repr=False)
-    """For every collective and message, once it is formed."""
     _sockets: frozenset[Socket] = field(default=frozenset(), repr=False)
-    _is_cut: bool = False
+    _aborted: bool = False
     _nccl: Any = field(default=None, repr=False)
-    """The backend for CUDA tensors, once the group is formed, until it is aborted."""
+    """The backend of CUDA tensors, from the end of `form` until the group is aborted."""
 
     @property
     def rank(self) -> int:
@@ -113,18 +113,18 @@ class ProcessGroup:
 
     @property
     def transfer_device(self) -> torch.device:
-        """Where tensors have to be to travel without a copy."""
+        """The device of tensors that the group sends without a copy."""
         return torch.device("cpu") if self.shares_device else self.device
 
     @property
     def timeout_s(self) -> float:
-        """For every collective and message."""
+        """The timeout of every collective and message, in seconds."""
         return self._timeout.total_seconds()
 
     @property
     def aborted(self) -> bool:
-        """Whether it was broken here, as a peer is lost."""
-        return self._is_cut
+        """Whether this rank aborted the group, because a peer failed."""
+        return self._aborted
 
     @classmethod
     def form(
@@ -138,26 +138,30 @@ class ProcessGroup:
         attempt: int = 0,
         on_forming: Callable[[ProcessGroup], None] = lambda group: None,
     ) -> ProcessGroup:
-        """Joins the generation's group: gloo for CPU tensors and, with a GPU to itself, NCCL for CUDA tensors.
+        """Forms the group of a generation: gloo for CPU tensors and, if each rank has a GPU, NCCL for CUDA tensors.
 
-        The store is a long-lived one in the rendezvous; a prefix for each generation makes forming a group take
-        milliseconds, and keeps a stale member of an older generation out of it.
+        All generations use one store, hosted by the rendezvous, with a key prefix for each. Forming a group then takes
+        milliseconds, and a stale member of an older generation stays out of it.
 
-        A rank that dies after it has published its address, and before it has connected, leaves gloo waiting where
-        nothing frees it, for five times the group's timeout. So ranks meet in the store first, where a wait can be cut,
-        and then connect within a short timeout, which is `timeout_s` from there on.
+        Ranks first wait for each other in the store, where `abort` ends the wait. Then they connect to each other with
+        a short timeout. A rank that fails in between, with its address published, blocks gloo for five times that.
 
         Args:
-            store: this process's connection. A peer that is lost while the group forms costs it, because a wait in the
-                store ends in no other way.
-            timeout_s: for every collective and message.
-            shares_device: other ranks may be on the same GPU.
-            attempt: how often in a row that has failed; each time it may take twice as long.
-            on_forming: told of the group before it waits for its peers, so that it can be cut from there on.
+            assignment: this rank's place.
+            store: this worker's connection. A failed attempt drops it, since nothing else ends a wait in the store.
+            device: the device of the model.
+            timeout_s: the timeout of every collective and message, in seconds.
+            shares_device: whether other ranks may use the same GPU.
+            attempt: the number of failed attempts in a row. Each doubles the timeout for connecting.
+            on_forming: receives the group before it waits for its peers, so that another thread can abort it.
+
+        Raises:
+            PeerFailedError: the group was aborted.
+            RuntimeError, ValueError: raised by torch when a peer failed; see `is_peer_failure`.
         """
         group = cls(assignment, device, store, shares_device)
         try:
-            group._form(timeout_s, min(timeout_s, FORM_S * 2**attempt), on_forming)
+            group._form(timeout_s, min(timeout_s, FORM_TIMEOUT_S * 2**attempt), on_forming)
             return group
         except BaseException:
             store.drop()
@@ -165,62 +169,62 @@ class ProcessGroup:
 
     def _form(self, timeout_s: float, forming_s: float, on_forming: Callable[[ProcessGroup], None]) -> None:
         assignment, has_nccl = self.assignment, self.device.type == "cuda" and not self.shares_device
-        everyones = self.store.connect(assignment.store_host, assignment.store_port)
-        everyones.set_timeout(datetime.timedelta(seconds=timeout_s))
+        store = self.store.connect(assignment.store_host, assignment.store_port)
+        store.set_timeout(datetime.timedelta(seconds=timeout_s))
         before = tcp_sockets().keys()
         self._sockets = self.store.sockets
         on_forming(self)
-        own = dist.PrefixStore(f"generation{assignment.generation}", everyones)
-        if own.add("here", 1) == assignment.world_size:
-            own.set("all", "")
-        own.wait(["all"])
-        # Peers look for each other in the store under the group's number in its process, and torch counts one that
-        # could not be formed too: who failed once would never meet who did not.
+        prefixed = dist.PrefixStore(f"generation{assignment.generation}", store)
+        if prefixed.add("arrived", 1) == assignment.world_size:
+            prefixed.set("complete", "")
+        prefixed.wait(["complete"])
         torch_internals.restart_group_numbers()
         if has_nccl:
-            # A collective that breaks is cut by us. By default torch ends the process.
+            # By default torch ends the process when a collective fails. `abort` handles it instead.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
-            store=own,
+            store=prefixed,
             rank=assignment.rank,
             world_size=assignment.world_size,
             timeout=datetime.timedelta(seconds=forming_s),
         )
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        torch_internals.set_collective_timeout(self._timeout)  # of collectives, and not of messages
-        everyones.set_timeout(datetime.timedelta(seconds=forming_s))  # a peer that fails here may not be missed yet
-        self._sockets = self._find_sockets(own, before)
+        torch_internals.set_collective_timeout(self._timeout)
+        # The heartbeat may not have noticed yet that a peer failed here.
+        store.set_timeout(datetime.timedelta(seconds=forming_s))
+        self._sockets = self._find_sockets(prefixed, before)
         if has_nccl:
             self._nccl = torch_internals.default_backend(self.device)
-        if self._is_cut:
-            raise PeerFailedError("a peer was lost while the group was formed")
+        if self._aborted:
+            raise PeerFailedError("a peer failed while the process group formed")
         dist.barrier()
 
-    def _find_sockets(self, own: dist.Store, before: Collection[Socket]) -> frozenset[Socket]:
-        """The group's connections, among those that some thread of this process has opened since it began to form. The
-        others are not its to cut: a save's to the storage, for example. Every rank calls it.
+    def _find_sockets(self, store: dist.Store, before: Collection[Socket]) -> frozenset[Socket]:
+        """Returns the group's connections, among those that this process opened since the group began to form.
 
-        Gloo tells nobody which they are. Each rank has begun to listen meanwhile, and one end of all of them is where
-        some rank does. Not listeners themselves: gloo ends the process when its own is shut.
+        Collective. Other threads open connections meanwhile, to the storage for example, and `abort` must spare them.
+        Gloo does not report its connections. One end of each is an address on which some rank began to listen, so
+        ranks exchange these addresses. The listening sockets are left out: shutting them down ends the process.
         """
         if self.world_size == 1:
             return frozenset()
-        new = {each: ends for each, ends in tcp_sockets().items() if each not in before}
-        own.set(f"listens{self.rank}", json.dumps([ends.local for ends in new.values() if ends.remote is None]))
-        everyones = own.multi_get([f"listens{rank}" for rank in range(self.world_size)])
-        addresses = {tuple(address) for each in everyones for address in json.loads(each)}
-        opened = {each: ends for each, ends in new.items() if ends.remote is not None}
-        found = frozenset(each for each, ends in opened.items() if addresses & set(ends))
-        # Fewer than peers: something on the way translates addresses, and who waits for a peer has to be freed.
-        return found if len(found) >= self.world_size - 1 else frozenset(opened)
+        opened = {key: ends for key, ends in tcp_sockets().items() if key not in before}
+        listening = [ends.local for ends in opened.values() if ends.remote is None]
+        store.set(f"listening{self.rank}", json.dumps(listening))
+        replies = store.multi_get([f"listening{rank}" for rank in range(self.world_size)])
+        addresses = {tuple(address) for reply in replies for address in json.loads(reply)}
+        connected = {key: ends for key, ends in opened.items() if ends.remote is not None}
+        own = frozenset(key for key, ends in connected.items() if addresses & set(ends))
+        # Fewer connections than peers: a NAT translates addresses. Abort all, or a rank could wait for a failed peer.
+        return own if len(own) >= self.world_size - 1 else frozenset(connected)
 
     def close(self, *, intact: bool) -> None:
-        """Leaves the group. Callers drop what holds on to it (DDP, tracebacks) first.
+        """Leaves the group. First drop everything that refers to it, such as DDP and tracebacks.
 
         Args:
-            intact: all ranks have met, and close too. Otherwise the connections are cut, so that a peer that is
-                blocked in a collective with this rank fails at once instead of at its timeout.
+            intact: all ranks passed a barrier and close the group too. Otherwise the connections are shut down: a peer
+                that is blocked in a collective with this rank then fails at once instead of after the timeout.
         """
         if not dist.is_initialized():
             return
@@ -231,71 +235,75 @@ class ProcessGroup:
         gc.collect()
 
     def barrier(self) -> None:
-        """Waits until every rank is here, as they have to before `close`: a gloo group that is torn down right after
-        its last collective now and then aborts a peer."""
+        """Waits for every rank. Required before `close`: gloo sometimes aborts a peer when a group is destroyed right
+        after its last collective."""
         dist.barrier()
 
     def abort(self) -> None:
-        """Breaks every collective in flight, on this rank and on its peers. From any thread."""
-        self._is_cut = True
+        """Makes every collective in flight fail, on this rank and on its peers. Callable from any thread."""
+        self._aborted = True
         shut_down(self._sockets)
-        nccl, self._nccl = self._nccl, None  # of this group, whatever torch's default one is by now, and once
+        nccl, self._nccl = self._nccl, None  # abort once, and this group's backend, which may not be the default now
         if nccl is not None:
             nccl.abort()
 
     def synchronize(self) -> None:
-        """Waits until the device has done what it was given: collectives of NCCL are over for the host before they are
-        for the device, and one that was cut leaves anything behind.
+        """Waits until the device has finished its work. NCCL collectives return to the host before they are done, and
+        an aborted one leaves arbitrary values.
 
         Raises:
-            PeerFailedError: the group was cut meanwhile.
+            PeerFailedError: the group was aborted meanwhile.
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-            if self._is_cut:
-                raise PeerFailedError("the generation broke before the device had reduced the gradients")
+            if self._aborted:
+                raise PeerFailedError("a peer failed before the device had reduced the gradients")
 
     def begin_send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
-        """Begins to send a tensor to a rank, which receives it by the same tag."""
+        """Starts to send a tensor to a rank, which receives it with the same tag."""
         return Message(dist.isend(tensor, rank, tag=tag), self._timeout)
 
     def begin_receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
-        """Begins to receive a tensor from a rank, which sends it by the same tag."""
+        """Starts to receive a tensor from a rank, which sends it with the same tag."""
         return Message(dist.irecv(tensor, rank, tag=tag), self._timeout)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """The bytes of rank `source`, on every rank."""
+        """Returns the bytes of rank `source` on every rank. Collective; other ranks pass None."""
         if self.world_size == 1:
             assert data is not None
             return data
-        begin = bytearray(_LENGTH.size + SHORT_BYTES)
+        inline = bytearray(_LENGTH.size + INLINE_BYTES)
         if data is not None:
-            begin[: _LENGTH.size] = _LENGTH.pack(len(data))
-            begin[_LENGTH.size : _LENGTH.size + len(data)] = data[:SHORT_BYTES]
-        dist.broadcast(torch.frombuffer(begin, dtype=torch.uint8), source)
-        [length] = _LENGTH.unpack_from(begin)
-        if length <= SHORT_BYTES:
-            return bytes(begin[_LENGTH.size : _LENGTH.size + length])
-        rest = bytearray(length - SHORT_BYTES if data is None else data[SHORT_BYTES:])
+            inline[: _LENGTH.size] = _LENGTH.pack(len(data))
+            inline[_LENGTH.size : _LENGTH.size + len(data)] = data[:INLINE_BYTES]
+        dist.broadcast(torch.frombuffer(inline, dtype=torch.uint8), source)
+        [length] = _LENGTH.unpack_from(inline)
+        if length <= INLINE_BYTES:
+            return bytes(inline[_LENGTH.size : _LENGTH.size + length])
+        rest = bytearray(length - INLINE_BYTES if data is None else data[INLINE_BYTES:])
         dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source)
-        return bytes(begin[_LENGTH.size :] + rest)
+        return bytes(inline[_LENGTH.size :] + rest)
 
     def begin_all_gather(self, data: bytes) -> Callable[[], list[bytes]]:
-        """What waits for the bytes of every rank, in rank order: as many of each. They travel meanwhile."""
+        """Starts to gather bytes, of equal length on all ranks. Collective.
+
+        Returns:
+            A function that waits and returns the bytes of every rank, in rank order.
+        """
         if self.world_size == 1:
             return lambda: [data]
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        everyone = torch.empty(self.world_size * len(data), dtype=torch.uint8)
-        work = all_gather_single(everyone, mine, async_op=True)
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        gathered = torch.empty(self.world_size * len(data), dtype=torch.uint8)
+        work = all_gather_single(gathered, own, async_op=True)
 
-        def gathered() -> list[bytes]:
+        def wait() -> list[bytes]:
             work.wait()
-            return [each.numpy().tobytes() for each in everyone.view(self.world_size, -1)]
+            return [row.numpy().tobytes() for row in gathered.view(self.world_size, -1)]
 
-        return gathered
+        return wait
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, in rank order, on every rank."""
+        """Returns the bytes of every rank, in rank order. Collective; lengths may differ."""
         if self.world_size == 1:
             return [data]
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
@@ -304,31 +312,31 @@ class ProcessGroup:
         longest = int(sizes.max())
         if longest == 0:
             return [b""] * self.world_size
-        everyones = self.begin_all_gather(data.ljust(longest, b"\0"))()
-        return [each[: int(size)] for each, size in zip(everyones, sizes, strict=True)]
+        padded = self.begin_all_gather(data.ljust(longest, b"\0"))()
+        return [row[: int(size)] for row, size in zip(padded, sizes, strict=True)]
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an error says that a collective broke because a peer is gone, rather than that user code is wrong."""
+    """Returns whether a collective failed because a peer is gone, and not because of the user's code."""
     if isinstance(error, PeerFailedError | dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
         return True
     text = str(error)
-    if isinstance(error, RuntimeError) and _GLOO.match(text):
+    if isinstance(error, RuntimeError) and _GLOO_ERROR.match(text):
         return True
     return (
         isinstance(error, RuntimeError | ValueError)
-        and any(sign in text.lower() for sign in _LOST_PEER_SIGNS)
-        and _is_torchs(error)
+        and any(sign in text.lower() for sign in _PEER_FAILURE_SIGNS)
+        and _is_raised_by_torch(error)
     )
 
 
 def is_missing_group(error: BaseException) -> bool:
-    """Whether an error says that a collective, or a question for the rank, came where there is no process group."""
-    return isinstance(error, ValueError) and _NO_GROUP in str(error).lower() and _is_torchs(error)
+    """Returns whether the error is torch's for a collective, or a query of the rank, without a process group."""
+    return isinstance(error, ValueError) and _NO_GROUP in str(error).lower() and _is_raised_by_torch(error)
 
 
-def _is_torchs(error: BaseException) -> bool:
-    """Whether an error was raised in torch or here, and not by a user's function in words like theirs."""
+def _is_raised_by_torch(error: BaseException) -> bool:
+    """Whether torch or this package raised the error. A user's function may raise one with the same text."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     raised_in = Path(frames[-1].f_code.co_filename) if frames else Path()
-    return raised_in.is_relative_to(_OURS) or raised_in.is_relative_to(_TORCHS)
+    return raised_in.is_relative_to(_PACKAGE_FOLDER) or raised_in.is_relative_to(_TORCH_FOLDER)

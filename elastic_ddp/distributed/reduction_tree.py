@@ -1,13 +1,15 @@
-"""Who computes which micro-batches, and the tree in which their results are added. Pure functions of plain values.
+"""Which rank computes which micro-batches, and the tree along which their results are added. Pure functions.
 
-Floating-point addition does not associate, so a sum has the same bits at every world size only if the order of its
-additions does not depend on the world size. Here it is a balanced binary tree over the micro-batches of a step:
-leaf m is micro-batch m, and node (level, number) covers micro-batches number * 2^level up to (number + 1) * 2^level. A
-node without a right sibling is handed up as it is. A rank folds its own range into the largest subtrees that lie
-inside it; whoever brings the subtrees of all ranks together folds the rest.
+Floating-point addition does not associate. A sum has the same bits at every world size only if the order of its
+additions does not depend on the world size. Here the order is a balanced binary tree over the micro-batches of a step.
+Leaf m is micro-batch m. Node (level, number) covers the micro-batches from number * 2^level to
+(number + 1) * 2^level - 1. A node without a right sibling moves up a level unchanged.
 
-In the short last step of an epoch the last micro-batches may have no rows. They are no leaves then: adding zeros for
-them would turn -0.0 into 0.0, at some world sizes only.
+Each rank adds the micro-batches of its own range into the largest subtrees that lie inside the range. The sums of these
+subtrees, brought together from all ranks, are then added up to the root.
+
+In the short last step of an epoch, the last micro-batches may have no rows. They are not leaves: adding zeros for them
+would turn -0.0 into 0.0, and only at some world sizes.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from typing import NamedTuple, TypeVar
 
 Value = TypeVar("Value")
 Add = Callable[[Value, Value], Value]
-"""Adds the right value to the left one. May work in place on the left one, which is not used again."""
+"""Adds the right value to the left one. It may work in place on the left one, which is not used afterwards."""
 
 
 class Node(NamedTuple):
-    """A subtree: group `number`, from 0, of 2^level neighbouring micro-batches."""
+    """A subtree: the group `number`, counted from 0, of 2^level neighbouring micro-batches."""
 
     level: int
     number: int
@@ -33,13 +35,16 @@ class Node(NamedTuple):
 
 
 def micro_batch_ranges(num_micro_batches: int, world_size: int) -> list[range]:
-    """The micro-batches of every rank: contiguous, all of them, and as even as can be (sizes differ by one at most).
+    """Returns each rank's micro-batches: contiguous ranges whose lengths differ by at most one.
 
-    Where evenness leaves a boundary a choice, it goes where the tree has its largest subtrees: ranges are then made
-    of fewer subtrees, and a rank holds fewer partial sums.
+    Where that leaves a boundary some choice, it goes where the tree has its largest subtrees. A range then consists of
+    fewer subtrees, and a rank holds fewer partial sums.
+
+    Raises:
+        ValueError: there are fewer micro-batches than ranks.
     """
     if not 1 <= world_size <= num_micro_batches:
-        raise ValueError(f"world_size={world_size} has to be from 1 to the {num_micro_batches} micro-batches of a step")
+        raise ValueError(f"world_size={world_size} is not from 1 to the {num_micro_batches} micro-batches of a step")
     smallest, largest = num_micro_batches // world_size, -(-num_micro_batches // world_size)
     bounds = [0]
     for ranks_left in range(world_size - 1, 0, -1):
@@ -52,7 +57,7 @@ def micro_batch_ranges(num_micro_batches: int, world_size: int) -> list[range]:
 
 
 def maximal_subtrees(owned: range) -> list[Node]:
-    """The largest subtrees that tile `owned`, contiguous micro-batches, from left to right."""
+    """Returns the largest subtrees that tile a contiguous range of micro-batches, from left to right."""
     subtrees, low = [], owned.start
     while low < owned.stop:
         level = 0
@@ -64,18 +69,17 @@ def maximal_subtrees(owned: range) -> list[Node]:
 
 
 def processing_order(owned: range) -> list[int]:
-    """`owned` in the order in which a rank computes it: the largest subtree first.
+    """Returns a rank's micro-batches in the order in which it computes them: the largest subtree first.
 
-    While a subtree of 2^k micro-batches is computed, up to k partial sums are held beside the finished subtrees.
-    Largest first, both together stay at ceil(log2(M/W)) + 1 at most; in ascending order some ranges need nearly
-    twice that.
+    A subtree of 2^k micro-batches needs up to k partial sums besides those of the finished subtrees. Largest first,
+    both together are at most ceil(log2(M/W)) + 1. In ascending order, some ranges need nearly twice that.
     """
     largest_first = sorted(maximal_subtrees(owned), key=lambda node: -node.level)
     return [m for node in largest_first for m in node.micro_batches]
 
 
 def fold_in(sums: dict[Node, Value], node: Node, value: Value, add: Add[Value]) -> None:
-    """Puts the sum of a subtree among `sums`, in place, and folds it with its sibling for as long as that is there."""
+    """Adds a subtree's sum to `sums`, in place. Merges it with its sibling's sum for as long as `sums` has one."""
     while (sibling := Node(node.level, node.number ^ 1)) in sums:
         other = sums.pop(sibling)
         value = add(value, other) if node.number < sibling.number else add(other, value)
@@ -84,10 +88,10 @@ def fold_in(sums: dict[Node, Value], node: Node, value: Value, add: Add[Value]) 
 
 
 def fold_to_root(sums: Mapping[Node, Value], num_leaves: int, add: Add[Value]) -> Value:
-    """The sum over all leaves, from the sums of subtrees that tile them.
+    """Returns the sum over all leaves, from the sums of subtrees that tile them.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the subtrees do not tile the leaves.
     """
     covered = sum(len(range(node.micro_batches.start, min(node.micro_batches.stop, num_leaves))) for node in sums)
     if covered != num_leaves:

@@ -1,4 +1,4 @@
-"""The store in which the ranks of a run's generations find each other, and a worker's connection to it."""
+"""A worker's connection to the TCP store in which the ranks of every generation rendezvous."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from elastic_ddp.distributed.sockets import Socket, connections, keep_alive
 
 Result = TypeVar("Result")
 
-FIND_S, FIND_ONCE_S = 60.0, 15.0
-"""How long the store may take to be found before others wait for this worker, and how long each time it is tried."""
-CONNECT_S = 7.0
-"""The same while others wait: longer than one answer of a name server that is lost, and no longer, since the rendezvous
-that hosts it may have died meanwhile, and its next one has another address."""
-_LOOK_AGAIN_S = 0.1
-_IDLE_S, _SILENT_S = 60, 5
+WARMUP_CONNECT_S = 60.0
+"""Timeout for connecting while no other worker waits for this one."""
+CONNECT_ATTEMPT_S = 15.0
+"""Timeout of one attempt within that."""
+FORMING_CONNECT_S = 7.0
+"""Timeout for connecting while a generation forms. It outlasts one lost answer of a name server (5 s). It is short
+because the rendezvous process, which hosts the store, may restart at another address."""
+_RETRY_DELAY_S = 0.1
+_IDLE_S, _UNACKNOWLEDGED_S = 60, 5
 
 
 class StoreConnection:
-    """A worker's connection to the store, made in its warm-up and kept from one generation to the next.
+    """A connection to the store, made while the worker warms up and kept from one generation to the next.
 
-    Torch asks a name server for the name of the store's host, for its log, and the store for that of who connects: with
-    every connection, and that takes five seconds where one answer is lost, and ten where none comes.
+    For each new connection, torch resolves the store's host name and the store resolves the client's address. That
+    takes 5 s when one answer of the name server is lost, and 10 s when none arrives.
 
     Attributes:
-        sockets: of it. Whoever shuts them ends a wait in the store, and has to `drop` the connection.
+        sockets: the sockets of the connection. Shutting them down ends a wait in the store; then call `drop`.
     """
 
     def __init__(self) -> None:
@@ -39,64 +41,62 @@ class StoreConnection:
         self._store: dist.TCPStore | None = None
 
     def connect_with_retry(self, address: Callable[[], tuple[str, int]]) -> None:
-        """Connects before others wait for this worker.
+        """Connects within `WARMUP_CONNECT_S`, before other workers wait for this one.
 
         Args:
-            address: tells where it is, as far as that is known: it moves if the rendezvous is restarted.
+            address: returns the current address of the store, which changes when the rendezvous restarts.
 
         Raises:
-            torch.distributed.DistError: it is not there, or cannot be reached.
+            torch.distributed.DistError: the store cannot be reached.
         """
-        end = time.monotonic() + FIND_S
+        deadline = time.monotonic() + WARMUP_CONNECT_S
         while True:
             try:
-                self.connect(*address(), within_s=FIND_ONCE_S)
+                self.connect(*address(), timeout_s=CONNECT_ATTEMPT_S)
                 return
             except dist.DistError:
-                if time.monotonic() >= end:
+                if time.monotonic() >= deadline:
                     raise
-                time.sleep(_LOOK_AGAIN_S)
+                time.sleep(_RETRY_DELAY_S)
 
-    def connect(self, host: str, port: int, *, within_s: float = CONNECT_S) -> dist.TCPStore:
-        """The store, connected to once more if it has moved or the connection was dropped.
+    def connect(self, host: str, port: int, *, timeout_s: float = FORMING_CONNECT_S) -> dist.TCPStore:
+        """Returns the store. Connects only if the address changed or the connection was dropped.
 
         Raises:
-            torch.distributed.DistError: it cannot be reached.
+            torch.distributed.DistError: the store cannot be reached.
         """
         if self._store is None or self._address != (host, port):
             self.drop()
-            _knock(host, port, within_s)
+            _check_listening(host, port, timeout_s)
             before = connections(port)
-            timeout = datetime.timedelta(seconds=within_s)
+            timeout = datetime.timedelta(seconds=timeout_s)
             self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
             self._address = host, port
             self.sockets = connections(port) - before
-            keep_alive(self.sockets, idle_s=_IDLE_S, unacknowledged_s=_SILENT_S)
+            keep_alive(self.sockets, idle_s=_IDLE_S, unacknowledged_s=_UNACKNOWLEDGED_S)
         return self._store
 
     def drop(self) -> None:
-        """Whatever has become of the connection, it is not used again."""
+        """Drops the connection. The next `connect` makes a new one."""
         self.sockets, self._address, self._store = frozenset(), None, None
 
 
-def _knock(host: str, port: int, within_s: float) -> None:
-    """Torch tries for all of its time to connect to a store that has died with its process: a DistNetworkError at once.
-    Nobody is told of a store that does not listen yet. One that lives looks up who knocks as it does who comes."""
+def _check_listening(host: str, port: int, timeout_s: float) -> None:
+    """Raises a DistNetworkError at once if no process listens. Torch would retry until its timeout."""
     try:
-        socket.create_connection((host, port), timeout=within_s).close()
+        socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:
-        raise dist.DistNetworkError(f"the store at {host}:{port} is not there: {error}") from error
+        raise dist.DistNetworkError(f"cannot connect to the store at {host}:{port}: {error}") from error
 
 
 class StoreMailbox:
-    """Word that ranks leave for each other in the store. For one thread.
+    """Messages that ranks leave for each other in the store. Use it from one thread.
 
     Args:
-        connection: to the store, and not the training thread's, whose waits would hold it up.
-        address: of the store, as far as that is known.
-        find: tells where it is if it is not there any more: it moves if the rendezvous is restarted, and what was in it
-            is lost.
-        name: under which keys begin.
+        connection: a connection that the training thread does not use, because a wait of that thread would block it.
+        address: the last known address of the store.
+        find: returns the current address when the last known one fails. A restarted rendezvous has an empty store.
+        name: the prefix of all keys.
     """
 
     def __init__(
@@ -105,21 +105,21 @@ class StoreMailbox:
         self._connection, self._address, self._find, self._name = connection, address, find, name
 
     def put(self, key: str, text: str) -> None:
-        self._do(lambda store: store.set(f"{self._name}/{key}", text))
+        self._run(lambda store: store.set(f"{self._name}/{key}", text))
 
     def get(self, key: str) -> str | None:
-        """What is there, if anything is. It waits for nothing."""
+        """Returns the text under a key, or None. Does not wait for it."""
         key = f"{self._name}/{key}"
-        return self._do(lambda store: store.get(key).decode() if store.check([key]) else None)
+        return self._run(lambda store: store.get(key).decode() if store.check([key]) else None)
 
     def remove(self, key: str) -> None:
-        self._do(lambda store: store.delete_key(f"{self._name}/{key}"))
+        self._run(lambda store: store.delete_key(f"{self._name}/{key}"))
 
-    def _do(self, operation: Callable[[dist.TCPStore], Result]) -> Result:
-        """Tried once more where the store has moved."""
+    def _run(self, operation: Callable[[dist.TCPStore], Result]) -> Result:
+        """Runs an operation on the store. Reconnects and retries once, in case the store moved."""
         try:
-            return operation(self._connection.connect(*self._address, within_s=FIND_ONCE_S))
+            return operation(self._connection.connect(*self._address, timeout_s=CONNECT_ATTEMPT_S))
         except dist.DistError:
             self._connection.drop()
             self._address = self._find()
-            return operation(self._connection.connect(*self._address, within_s=FIND_ONCE_S))
+            return operation(self._connection.connect(*self._address, timeout_s=CONNECT_ATTEMPT_S))

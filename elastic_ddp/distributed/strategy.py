@@ -1,4 +1,4 @@
-"""What a step asks of the way in which a model is spread over the ranks: replicated (DDP) or sharded (FSDP)."""
+"""The interface between a step and the way the model is distributed: replicated (DDP) or sharded (FSDP)."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from elastic_ddp.distributed.prepared_model import PreparedModel
 
 
-def unused(names: Sequence[str], advice: str) -> ConfigError:
-    """What a loss is refused with that does not depend on parameters which are trained."""
+def unused_parameters_error(names: Sequence[str], fix: str) -> ConfigError:
+    """Returns the error for a loss that does not depend on some trained parameters."""
     return ConfigError(
-        f"the loss does not depend on {len(names)} parameters: {shorten(names, 5)}; {advice}, or freeze them with "
-        "requires_grad_(False)"
+        f"the loss does not depend on {len(names)} of the trained parameters: {shorten(names, 5)}. Either {fix}, or "
+        "freeze them with requires_grad_(False)."
     )
 
 
 class Strategy(ABC):
-    """Gradients of a generation: which micro-batches are this rank's, and how their sum reaches every rank.
+    """Computes and reduces the gradients of a generation.
 
-    A step goes `begin_step`, then for each micro-batch `prepare_forward` and `backward`, and then holds the mean
-    gradient in the parameters, or in this rank's shards of them. Every rank builds it, with a model that
-    `check_same_model` has seen, and calls `spread` once all of them hold the same.
+    Every rank creates it, after `check_same_model`, and calls `shard` when all ranks hold the same state. A step then
+    calls `begin_step`, and for each micro-batch `prepare_forward` and `backward`. After the last one, parameters (or
+    this rank's shards of them) hold the mean gradient of the global batch.
     """
 
     replicates_state = True
-    """Whether every rank holds the whole state, so that it outlives the generation."""
+    """Whether every rank holds the full state, which then outlives the generation."""
 
     def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
         self.ranges = micro_batch_ranges(config.num_micro_batches, group.world_size)
@@ -49,72 +49,80 @@ class Strategy(ABC):
 
     @abstractmethod
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Brings the model and its optimizers, whole until now, into the form in which they train."""
+        """Turns the full model and its optimizers into the form in which they train."""
 
     def layout(self, optimizers: Sequence[torch.optim.Optimizer]) -> Layout | None:
-        """How tensors of the state are spread after that; None if every rank has the whole of each."""
+        """Returns how the state's tensors are sharded after `shard`, or None if every rank holds all of them."""
         return None
 
     def _find_trained(self) -> dict[str, torch.nn.Parameter]:
-        return {name: each for name, each in self._model.module.named_parameters() if each.requires_grad}
+        return {name: parameter for name, parameter in self._model.module.named_parameters() if parameter.requires_grad}
 
     def begin_step(self, rows: np.ndarray) -> None:
-        """A new step; `rows` holds the row count of each of its M micro-batches.
+        """Begins a step.
+
+        Args:
+            rows: the number of rows of each of the M micro-batches, shape (M,).
 
         Raises:
-            ConfigError: other parameters are to be trained than when the generation began, which no rank reduces.
+            ConfigError: the set of trained parameters changed since the generation began.
         """
         trained = self._find_trained()
         if changed := sorted(
             name for name in trained.keys() | self._trained.keys() if trained.get(name) is not self._trained.get(name)
         ):
             raise ConfigError(
-                f"parameters {shorten(changed, 5)} were added, replaced, frozen or unfrozen inside run.steps(), and "
-                "a run trains the same ones from its first step to its last; to freeze some for a while, give them a "
-                "param_group of their own with lr=0 (a scheduler can raise it)"
+                f"parameters {shorten(changed, 5)} were added, replaced, frozen or unfrozen inside run.steps(). A run "
+                "trains the same parameters in every step. To freeze some for a while, give them a param_group of "
+                "their own with lr=0, which a scheduler can raise."
             )
         self._rows = rows
         self.num_leaves = int(np.count_nonzero(rows))
         self.divisor = int(rows.sum()) / self.micro_batch_size
-        """The step's rows in units of full micro-batches: M, but for the short last step of an epoch."""
+        """The step's rows in units of full micro-batches. It is M except in the short last step of an epoch."""
         with_rows = [m for m in self.micro_batches if rows[m]]
         self.to_compute = with_rows or self.micro_batches[-1:]
-        """This rank's micro-batches with rows, in order. A rank without any computes one on padding and adds nothing:
-        its part in the collectives has to be played."""
+        """This rank's micro-batches with rows, in order. A rank that has none computes one on padding with weight 0, to
+        take part in the collectives."""
 
     def weight(self, micro_batch: int) -> float:
-        """A micro-batch's part in a step's sum: its rows in units of full micro-batches."""
+        """Returns a micro-batch's weight in the step's sum: its rows in units of full micro-batches."""
         return int(self._rows[micro_batch]) / self.micro_batch_size
 
     def min_forwards(self, rows: np.ndarray) -> int:
-        """Through how many forwards every rank has to go where micro-batches have so many rows, because others need it
-        for theirs. What goes beyond a rank's own counts for nothing."""
+        """Returns the number of forwards that every rank must run, because collectives in them involve all ranks.
+
+        A rank with fewer micro-batches runs dummy forwards, whose results are discarded.
+
+        Args:
+            rows: the number of rows of each micro-batch, shape (M,).
+        """
         return 0
 
     @abstractmethod
     def prepare_forward(self, micro_batch: int) -> None:
-        """Called before the forward of each micro-batch."""
+        """Prepares the model. Called before the forward of each micro-batch."""
 
     @abstractmethod
     def backward(self, loss: torch.Tensor, micro_batch: int) -> None:
-        """The backward of a micro-batch's mean loss. After the last one, parameters hold the step's mean gradient.
+        """Runs the backward of a micro-batch's mean loss. The backward of the last one reduces the gradients.
 
         Raises:
-            ConfigError: gradients would be missing.
+            ConfigError: some trained parameter would get no gradient.
         """
 
     def dummy_backward(self, loss: torch.Tensor) -> None:
-        """The backward after a forward that counts for nothing, before those that do."""
-        raise NotImplementedError(f"{type(self).__name__} asks for no forward beyond a rank's own")
+        """Runs the backward of a dummy forward. Dummy forwards come before those of micro-batches."""
+        raise NotImplementedError(f"{type(self).__name__} needs no dummy forwards")
 
     @abstractmethod
     def reshard(self) -> None:
-        """Lets go of what a forward without a backward has gathered. Before parameters are looked at outside of it."""
+        """Frees parameters that a forward without a backward gathered. Call it before using parameters elsewhere."""
 
-    def clip_grad_norm(self, most: float) -> torch.Tensor:
-        """Clips the gradients to a total 2-norm. Returns what it was, the same on every rank; all of them call it."""
-        return torch.nn.utils.clip_grad_norm_(self._model.module.parameters(), most)
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """Clips the gradients to a total 2-norm. Collective. Returns the norm before clipping, equal on all ranks."""
+        return torch.nn.utils.clip_grad_norm_(self._model.module.parameters(), max_norm)
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the process group."""
+        """Releases the process group."""

@@ -330,8 +330,8 @@ def test_bf16_has_the_numbers_of_a_loop_with_its_casts_written_out(world_size: i
 @pytest.mark.parametrize(
     ("settings", "shard", "message"),
     [
-        ({"fsdp": {"shard_classes": ("Layer",)}}, None, "shard_classes names Layer.*it has .*Block"),
-        ({}, torch.nn.Conv2d, "no part of the model is one"),
+        ({"fsdp": {"shard_classes": ("Layer",)}}, None, "shard_classes names Layer.*Block"),
+        ({}, torch.nn.Conv2d, "got shard=.*Conv2d"),
     ],
 )
 def test_a_part_that_is_not_there_is_refused(settings: dict[str, Any], shard: Any, message: str) -> None:

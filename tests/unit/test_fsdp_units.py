@@ -1,4 +1,4 @@
-"""What FSDP cannot shard is said before anything is sharded, with what to change."""
+"""Models that FSDP cannot shard raise an error with a fix before anything is sharded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.unit.test_fsdp import Block, Model, prepared
 
 def model_with(**parameters: torch.Tensor) -> Model:
     model = Model()
-    for name, each in parameters.items():
-        model.blocks[1].register_parameter(name, torch.nn.Parameter(each))  # type: ignore[union-attr]
+    for name, tensor in parameters.items():
+        model.blocks[1].register_parameter(name, torch.nn.Parameter(tensor))  # type: ignore[union-attr]
     return model
 
 
@@ -35,7 +35,7 @@ def shared_across() -> Model:
 
 def hooked(name: str, *, removed: bool = False) -> Model:
     model = model_with(gain=torch.ones(3))
-    handle = getattr(model.blocks[1].gain, name)(lambda each: None)
+    handle = getattr(model.blocks[1].gain, name)(lambda tensor: None)
     if removed:
         handle.remove()
     return model
@@ -51,47 +51,51 @@ def hooked(name: str, *, removed: bool = False) -> Model:
         (
             model_with(gain=torch.ones(3, dtype=torch.bfloat16)),
             Block,
-            r"blocks\.1\.scale is in torch\.float32 and blocks\.1\.gain in torch\.bfloat16.* in one part, Block",
+            r"blocks\.1\.scale has torch\.float32 and blocks\.1\.gain has torch\.bfloat16.* Block",
         ),
-        (tied_across(), Block, r"blocks\.0\.up\.weight and blocks\.1\.up\.weight are one parameter.* Block and Block"),
-        (shared_across(), Block, r"blocks\.0\.up\.weight and blocks\.1\.up\.weight are one parameter"),
-        (Model(), torch.nn.Linear, r"embed\.weight and head\.weight are one parameter, .*Linear and Linear"),
-        (Model(), torch.nn.ModuleList, r"blocks\.0\.scale lies in a ModuleList .* the class of what is in it"),
+        (
+            tied_across(),
+            Block,
+            r"blocks\.0\.up\.weight and blocks\.1\.up\.weight are one tied parameter.* Block and Block",
+        ),
+        (shared_across(), Block, r"blocks\.0\.up\.weight and blocks\.1\.up\.weight are one tied parameter"),
+        (Model(), torch.nn.Linear, r"embed\.weight and head\.weight are one tied parameter .*Linear and Linear"),
+        (Model(), torch.nn.ModuleList, r"blocks\.0\.scale is in the FSDP unit ModuleList.* fsdp\.shard_classes"),
     ],
     ids=["hook", "hook after", "0-d", "not contiguous", "two dtypes", "tied", "shared", "tied units", "a container"],
 )
-def test_what_cannot_be_sharded_is_refused(model: Model, kind: type[torch.nn.Module], message: str) -> None:
-    parts = {model, *(part for part in model.modules() if isinstance(part, kind))}
+def test_a_model_that_fsdp_cannot_shard_is_rejected(model: Model, kind: type[torch.nn.Module], message: str) -> None:
+    units = {model, *(module for module in model.modules() if isinstance(module, kind))}
     with pytest.raises(ConfigError, match=message):
-        check_shardable(locate_parameters(model, parts))
+        check_shardable(locate_parameters(model, units))
 
 
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_that_was_removed_is_none(name: str) -> None:
+def test_a_removed_hook_does_not_count(name: str) -> None:
     model = hooked(name, removed=True)
     check_shardable(locate_parameters(model, {model}))
 
 
-def test_what_lies_in_one_part_may_be_tied_or_frozen_in_another_dtype() -> None:
+def test_a_unit_may_contain_tied_parameters_and_frozen_ones_of_another_dtype() -> None:
     model = model_with(frozen=torch.ones(3, dtype=torch.bfloat16))
     model.blocks[1].frozen.requires_grad_(False)  # type: ignore[union-attr]
     model.blocks.append(model.blocks[0])
-    parts = {model, *(part for part in model.modules() if isinstance(part, Block))}
-    places = locate_parameters(model, parts)
-    check_shardable(places)
-    first = {place.parameter: place.name for place in reversed(places)}
-    assert {name: each for each, name in first.items()} == dict(model.named_parameters())
-    assert {type(place.part) for place in places if place.name.startswith("blocks")} == {Block}
+    units = {model, *(module for module in model.modules() if isinstance(module, Block))}
+    locations = locate_parameters(model, units)
+    check_shardable(locations)
+    first = {location.parameter: location.name for location in reversed(locations)}
+    assert {name: parameter for parameter, name in first.items()} == dict(model.named_parameters())
+    assert {type(location.unit) for location in locations if location.name.startswith("blocks")} == {Block}
 
 
-def _spread(group: ProcessGroup) -> str:
+def _shard(group: ProcessGroup) -> str:
     config, state = prepared("fsdp", model=model_with(gain=torch.tensor(1.0)))
     assert state.model is not None
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         strategy_of(config)(state.model, config, group).shard(state.optimizers)
-    assert not any(isinstance(each, DTensor) for each in state.module.parameters())
-    return str(refused.value)
+    assert not any(isinstance(parameter, DTensor) for parameter in state.module.parameters())
+    return str(caught.value)
 
 
-def test_it_is_refused_when_a_model_is_to_be_sharded() -> None:
-    assert run_ranks(1, _spread)[0].startswith("parameter blocks.1.gain has shape ()")
+def test_shard_raises_before_it_changes_the_model() -> None:
+    assert run_ranks(1, _shard)[0].startswith("parameter blocks.1.gain has shape ()")

@@ -1,4 +1,4 @@
-"""Every rank reduces the gradients of the same parameters, or the step is refused."""
+"""With FSDP, a loss that does not depend on all trained parameters raises an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.test_fsdp import Block, data, prepared
 
 
 class Branches(torch.nn.Module):
-    """Two blocks, each gathered by itself, of which a micro-batch goes through those that it is told to."""
+    """Two blocks, each an FSDP unit. The output depends on the wanted ones."""
 
     def __init__(self, *, is_reentrant: bool = False) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Branches(torch.nn.Module):
 
 
 class Partly(torch.autograd.Function):
-    """Says that it depends on a weight, and has no gradient for it."""
+    """Has a weight in its graph, and returns no gradient for it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -54,8 +54,8 @@ class Hidden(torch.nn.Module):
         return Partly.apply(self.first(x), self.last.weight)  # type: ignore[no-any-return]
 
 
-def _said(group: ProcessGroup, model: torch.nn.Module, wanted: list[str]) -> str:
-    """In a step whose micro-batches go through these blocks."""
+def _error_of(group: ProcessGroup, model: torch.nn.Module, wanted: list[str]) -> str:
+    """Returns the error of a step whose micro-batches use these blocks, or an empty text."""
     config, state = prepared("fsdp", "SGD", model=model)
     assert state.model is not None
     strategy = strategy_of(config)(state.model, config, group)
@@ -67,45 +67,45 @@ def _said(group: ProcessGroup, model: torch.nn.Module, wanted: list[str]) -> str
             strategy.backward(state.model(data(0, m), wanted[m]).square().mean(), m)
     except ConfigError as error:
         return str(error)
-    return "not refused"
+    return ""
 
 
-def _on_all_ranks(group: ProcessGroup) -> list[str]:
+def _errors_on_all_ranks(group: ProcessGroup) -> list[str]:
     return [
-        _said(group, Branches(), ["ab", "ab", "ab", "ab"]),
-        _said(group, Branches(), ["a", "a", "b", "b"]),
-        _said(group, Branches(), ["a", "a", "a", "a"]),
-        _said(group, Branches(), ["ab", "a", "ab", "a"]),
-        _said(group, Branches(is_reentrant=True), ["ab", "ab", "ab", "ab"]),
-        _said(group, Branches(is_reentrant=True), ["a", "a", "a", "a"]),
-        _said(group, Hidden(), [""] * 4),
+        _error_of(group, Branches(), ["ab", "ab", "ab", "ab"]),
+        _error_of(group, Branches(), ["a", "a", "b", "b"]),
+        _error_of(group, Branches(), ["a", "a", "a", "a"]),
+        _error_of(group, Branches(), ["ab", "a", "ab", "a"]),
+        _error_of(group, Branches(is_reentrant=True), ["ab", "ab", "ab", "ab"]),
+        _error_of(group, Branches(is_reentrant=True), ["a", "a", "a", "a"]),
+        _error_of(group, Hidden(), [""] * 4),
     ]
 
 
-def test_a_loss_that_leaves_out_what_is_trained_is_refused() -> None:
-    nothing = "not refused"
-    left = [f"b.{name}" for name in ("scale", "up.weight", "up.bias", "down.weight", "down.bias")]
+def test_a_loss_that_does_not_depend_on_all_trained_parameters_raises() -> None:
+    names_in_b = [f"b.{name}" for name in ("scale", "up.weight", "up.bias", "down.weight", "down.bias")]
     a, b = (
-        f"the loss does not depend on 5 parameters: {', '.join(names)}; with FSDP every rank"
-        for names in ([each.replace("b.", "a.", 1) for each in left], left)
+        f"the loss does not depend on 5 of the trained parameters: {', '.join(names)}."
+        for names in ([name.replace("b.", "a.", 1) for name in names_in_b], names_in_b)
     )
-    last = "the loss does not depend on 1 parameters: last.weight; with FSDP"
-    first_rank, second_rank = run_ranks(2, _on_all_ranks)
-    for found, by_rank in ((first_rank, b), (second_rank, a)):
-        for said, expected in zip(found, [nothing, by_rank, b, b, nothing, b, last], strict=True):
-            assert said.startswith(expected), (said, expected)
+    last = "the loss does not depend on 1 of the trained parameters: last.weight."
+    first_rank, second_rank = run_ranks(2, _errors_on_all_ranks)
+    for errors, differs in ((first_rank, b), (second_rank, a)):
+        for error, expected in zip(errors, ["", differs, b, b, "", b, last], strict=True):
+            assert error.startswith(expected) if expected else not error, (error, expected)
 
 
-def _on_one_rank(group: ProcessGroup) -> str:
+def _error_on_one_rank(group: ProcessGroup) -> str:
     try:
-        said = _said(group, Branches(), ["ab", "ab", "ab", "b"])
+        outcome = _error_of(group, Branches(), ["ab", "ab", "ab", "b"])
     except Exception as error:
         assert is_peer_failure(error), error
-        said = "the others left"
+        outcome = "peer failure"
     group.close(intact=False)
-    return said
+    return outcome
 
 
-def test_it_is_refused_before_others_get_its_gradients() -> None:
-    found = run_ranks(2, _on_one_rank)
-    assert found[0] == "the others left" and found[1].startswith("the loss does not depend on 5 parameters: a.scale")
+def test_the_rank_raises_before_its_peers_reduce_its_gradients() -> None:
+    outcomes = run_ranks(2, _error_on_one_rank)
+    assert outcomes[0] == "peer failure"
+    assert outcomes[1].startswith("the loss does not depend on 5 of the trained parameters: a.scale")

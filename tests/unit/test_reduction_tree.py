@@ -88,7 +88,7 @@ def test_a_boundary_that_evenness_leaves_open_goes_where_the_largest_subtrees_ar
 
 @pytest.mark.parametrize(("num_micro_batches", "world_size"), [(4, 0), (4, -1), (4, 5), (0, 1)])
 def test_a_world_size_without_a_micro_batch_for_everyone_is_refused(num_micro_batches: int, world_size: int) -> None:
-    expected = f"world_size={world_size} has to be from 1 to the {num_micro_batches} micro-batches of a step"
+    expected = f"world_size={world_size} is not from 1 to the {num_micro_batches} micro-batches"
     with pytest.raises(ValueError, match=expected):
         micro_batch_ranges(num_micro_batches, world_size)
 

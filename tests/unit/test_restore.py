@@ -16,7 +16,7 @@ from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reader import Targets, state_to_fill
-from elastic_ddp.distributed.process_group import FORM_S, ProcessGroup
+from elastic_ddp.distributed.process_group import FORM_TIMEOUT_S, ProcessGroup
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker import shared_read
@@ -364,7 +364,7 @@ class Slow(Storage):
     """Takes longer for anything in the commit than a group may take to form."""
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        time.sleep(1.5 * FORM_S)
+        time.sleep(1.5 * FORM_TIMEOUT_S)
         return super().read_into(key, start, buffer)
 
 

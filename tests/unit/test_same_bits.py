@@ -302,7 +302,7 @@ def test_a_parameter_that_is_not_used_is_refused_in_its_first_step(reduction: st
     """DDP itself would raise in the second step, when the first has been applied with some gradients unreduced."""
     config = config_of(reduction=reduction, global_batch_size=global_batch_size)
     for text in run_ranks(global_batch_size // 6 or 1, refusal, config):
-        assert "does not depend on 2 parameters: never.weight, never.bias; set ddp.find_unused_parameters" in text
+        assert "2 of the trained parameters: never.weight, never.bias. Either set ddp.find_unused_parameters" in text
 
 
 def test_the_native_reduction_agrees_but_for_rounding() -> None:

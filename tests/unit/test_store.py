@@ -1,4 +1,4 @@
-"""A worker's connection to the store of a run's generations, and the sockets that torch opened for it."""
+"""A worker's connection to the store, its sockets, and the mailbox on top."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def port() -> int:
 
 @pytest.fixture
 def refused() -> Iterator[int]:
-    """A port at which nobody listens."""
+    """A port on which no process listens."""
     with socket.socket() as bound:
         bound.bind((HOST, 0))
         yield bound.getsockname()[1]
 
 
-def test_it_is_made_once(port: int) -> None:
+def test_connect_reuses_the_connection(port: int) -> None:
     connection = StoreConnection()
     connection.connect_with_retry(lambda: (HOST, port))
     assert len(connection.sockets) == 1
-    found = connection.connect(HOST, port)
-    assert connection.connect(HOST, port) is found
+    store = connection.connect(HOST, port)
+    assert connection.connect(HOST, port) is store
 
 
-def test_it_is_made_again_where_the_store_is_by_now_and_after_it_was_dropped(port: int) -> None:
+def test_connect_reconnects_after_the_store_moved_and_after_drop(port: int) -> None:
     moved = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     connection = StoreConnection()
     first = connection.connect(HOST, port)
@@ -56,18 +56,18 @@ def test_it_is_made_again_where_the_store_is_by_now_and_after_it_was_dropped(por
     assert connection.connect(HOST, moved.port) is not second
 
 
-def test_a_store_that_has_moved_is_looked_for_again(monkeypatch: pytest.MonkeyPatch, port: int, refused: int) -> None:
-    monkeypatch.setattr(store_module, "FIND_ONCE_S", 1.0)
-    asked = iter([refused, port])
-    StoreConnection().connect_with_retry(lambda: (HOST, next(asked)))
-    assert next(asked, None) is None, "both were tried"
-    monkeypatch.setattr(store_module, "FIND_S", 0.0)
+def test_a_retry_asks_for_the_current_address(monkeypatch: pytest.MonkeyPatch, port: int, refused: int) -> None:
+    monkeypatch.setattr(store_module, "CONNECT_ATTEMPT_S", 1.0)
+    addresses = iter([refused, port])
+    StoreConnection().connect_with_retry(lambda: (HOST, next(addresses)))
+    assert next(addresses, None) is None, "both addresses were tried"
+    monkeypatch.setattr(store_module, "WARMUP_CONNECT_S", 0.0)
     with pytest.raises(dist.DistError):
         StoreConnection().connect_with_retry(lambda: (HOST, refused))
 
 
-def test_a_store_that_has_died_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, port: int, refused: int) -> None:
-    """Torch would for 15 s, on every rank and in every save of a generation whose rendezvous has died."""
+def test_a_dead_store_fails_at_once(monkeypatch: pytest.MonkeyPatch, port: int, refused: int) -> None:
+    """Torch alone would retry for 15 s, on every rank and in every save after the rendezvous failed."""
     tried: list[int] = []
     make = dist.TCPStore
 
@@ -79,33 +79,33 @@ def test_a_store_that_has_died_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     connection = StoreConnection()
     for number in range(2):
         mailbox = StoreMailbox(connection, (HOST, refused), lambda: (HOST, port), f"saves{number}")
-        mailbox.put("word", "there")
-        assert mailbox.get("word") == "there"
+        mailbox.put("key", "text")
+        assert mailbox.get("key") == "text"
     assert tried == [port, port]
 
 
-def test_a_wait_in_the_store_ends_when_its_sockets_are_shut(port: int) -> None:
+def test_shutting_down_its_sockets_ends_a_wait_in_the_store(port: int) -> None:
     connection = StoreConnection()
-    own = connection.connect(HOST, port)
+    store = connection.connect(HOST, port)
     threading.Timer(0.1, shut_down, [connection.sockets]).start()
     with pytest.raises(dist.DistError) as caught:
-        own.wait(["never"])
+        store.wait(["never"])
     assert is_peer_failure(caught.value)
 
 
-def test_the_system_looks_after_a_connection_that_is_idle(port: int) -> None:
+def test_the_connection_has_tcp_keepalive(port: int) -> None:
     connection = StoreConnection()
     connection.connect(HOST, port)
-    (each,) = connection.sockets
-    with socket.socket(fileno=os.dup(each.descriptor)) as own:
+    (key,) = connection.sockets
+    with socket.socket(fileno=os.dup(key.descriptor)) as own:
         assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
         assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
 
 
 def go_through_generations(group: ProcessGroup) -> list[bool]:
-    """Whether the same connection is used: after a change, after peers were cut off, after a group that could not
-    form, and after that."""
+    """Returns whether the connection stayed the same: after a planned change, an aborted group, a group that failed to
+    form, and the group after that."""
     kept = []
     for number in range(2, 6):
         sockets = group.store.sockets
@@ -126,12 +126,12 @@ def go_through_generations(group: ProcessGroup) -> list[bool]:
     return kept
 
 
-def test_a_worker_goes_from_generation_to_generation_with_one_connection() -> None:
+def test_a_worker_keeps_its_connection_until_a_group_fails_to_form() -> None:
     assert run_ranks(2, go_through_generations) == [[True, True, False, False]] * 2
 
 
-def test_gloo_listens_where_the_nodes_address_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # to be as it was in the end
+def test_gloo_listens_on_the_interface_of_the_node_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # monkeypatch restores it
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     use_interface_of("203.0.113.7")
     assert "GLOO_SOCKET_IFNAME" not in os.environ, "no interface has it"
