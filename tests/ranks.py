@@ -71,7 +71,7 @@ def _results(answers: dict[Any, int]) -> list[Any]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def alone() -> ProcessGroup:
+def single_rank_group() -> ProcessGroup:
     """That of a rank which has no others: nothing has to be formed."""
     place = Assignment(generation=1, rank=0, world_size=1, store_host="127.0.0.1", store_port=0, reason="start")
     return ProcessGroup(place, torch.device("cpu"), StoreConnection())

@@ -34,13 +34,13 @@ def has_saves(step: int) -> bool:
 
 def train_in_turns(folder: str) -> Any:
     def train(run: ed.Run) -> None:
-        from elastic_ddp.worker.checkpointing import Checkpointer
+        from elastic_ddp.worker.commit_schedule import CommitSchedule
 
-        def should_commit(self: Checkpointer, steps_done: int) -> bool:
+        def should_commit(self: CommitSchedule, steps_done: int) -> bool:
             # The step that begins a stretch is the one after this many.
             return has_saves(steps_done) and steps_done % EVERY_STEPS == 0
 
-        Checkpointer.should_commit = should_commit  # type: ignore[method-assign]
+        CommitSchedule.should_commit = should_commit  # type: ignore[method-assign]
         model = run.prepare(GPT(context=CONTEXT, width=128, layers=4, heads=4))
         run.prepare(torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05))
         ends = []

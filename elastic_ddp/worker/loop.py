@@ -80,7 +80,8 @@ class Loop:
         has ended: nobody restores an older commit meanwhile, as all wait for this worker."""
         self.client.activity.enter("start")
         self.membership.shut_down(save_within_s=math.inf)
-        loop = Loop(self.job, self.client, self.device, Checkpointer(self.job, self.client, self.checkpointer))
+        self.checkpointer.restart()
+        loop = Loop(self.job, self.client, self.device, self.checkpointer)
         loop.membership.carry_over_from(self.membership)
         loop._failures = self._failures
         return loop
@@ -130,12 +131,12 @@ class Loop:
         """What this rank wants to happen after the step at hand. Rank 0's clock counts, and its ear; membership
         changes when all are ready for that."""
         reconfigure = self.membership.is_ready_to_change(steps_done)
-        if self.state.is_sharded and self.checkpointer.in_backoff:
+        if self.state.is_sharded and self.checkpointer.schedule.in_backoff:
             reconfigure = False  # it begins with a commit, and the last one has just failed
         if self.rank != 0:
             return {"reconfigure": reconfigure, "saving": self.checkpointer.is_saving}
         return {
-            "commit": self.checkpointer.should_commit(steps_done),
+            "commit": self.checkpointer.schedule.should_commit(steps_done),
             "saving": self.checkpointer.is_saving,
             "stop": self.client.stop_requested,
             "reconfigure": reconfigure,
@@ -186,7 +187,7 @@ class Loop:
                 self.client.record(
                     StepsCompleted(generation=generation.number, **newest, metrics=metrics, account=account)
                 )
-        self.checkpointer.measured(self.position.step, metrics | {"loss": step.loss})
+        self.checkpointer.record_metrics(self.position.step, metrics | {"loss": step.loss})
         if self.rank == 0:
             self.checkpointer.check()
         if step.agreed.votes["stop"]:
@@ -224,7 +225,7 @@ class Loop:
                 value = part.run_collective(name, figure, failure=failure)
             except NotTogetherError:
                 return math.nan
-        self.checkpointer.measured(self.position.step, {name: value})
+        self.checkpointer.record_metrics(self.position.step, {name: value})
         if self.rank == 0:
             self.client.record(
                 EvaluationFinished(generation=part.generation.number, step=self.position.step, name=name, loss=value)
@@ -256,7 +257,7 @@ class Loop:
         elif step is not None and step.agreed is not None and step.generation is part.generation:
             failure = self._end_step(step, goes_on=False)
         part.tasks.end_steps()
-        everyone = part.run_collective("weights", self._compare, failure=failure)
+        everyone = part.run_collective("weights", self._gather_weights_sha256, failure=failure)
         if failure is not None and part.generation is not None:
             self._failures.forget_unless_again(part.generation)
         if len(set(everyone)) > 1:
@@ -270,7 +271,7 @@ class Loop:
             raise RestartTraining
         return {"weights_sha256": everyone[0], **self.progress()}
 
-    def _compare(self, generation: Generation) -> list[str]:
+    def _gather_weights_sha256(self, generation: Generation) -> list[str]:
         generation.strategy.reshard()
         weights = self.state.weights_sha256()
         with generation.activity.within("collective"):

@@ -301,7 +301,7 @@ class WorkerMembership:
                 if not may_fail:
                     raise
                 _log.warning("the state is not durable yet: %s", format_exception(error))
-                self._checkpointer.rest(self.generation.group)
+                self._checkpointer.wait_for_backoff(self.generation.group)
 
     def shut_down(self, *, save_within_s: float) -> None:
         """Nothing is read or saved any more, once the save at hand has ended, or so many seconds are over."""

@@ -189,7 +189,7 @@ def hold_until_asked(marker: str, *, step: int) -> Callable[..., None]:
     def fault(run: ed.Run, at: int) -> None:
         client = run._loop.client
         while run.rank == 0 and at >= step and not Path(marker).exists():
-            if client.reconfigure_requested or client.stop_requested or run._loop.checkpointer.is_asked_for:
+            if client.reconfigure_requested or client.stop_requested or run._loop.checkpointer.schedule.is_requested:
                 return
             time.sleep(0.01)
 

@@ -15,7 +15,7 @@ from elastic_ddp.checkpoint import CheckpointStore, Commit, CommitCatalog, house
 from elastic_ddp.checkpoint.prune import prune
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.restore import restore
-from tests.ranks import alone
+from tests.ranks import single_rank_group
 from tests.s3.ceph import USER
 from tests.s3.conftest import Bucket
 from tests.s3.proxy import Fault, Proxy, Refusal
@@ -53,7 +53,7 @@ def test_a_restore_asks_no_more_than_it_has_to_before_the_first_piece(bucket: Bu
     asked: list[str] = []
     proxy.plan = lambda request: asked.append(f"{request.method} {request.target}")
     storage = bucket.storage(endpoint=proxy.endpoint)
-    found = restore(CommitCatalog(storage), storage, alone())
+    found = restore(CommitCatalog(storage), storage, single_rank_group())
     assert found is not None and step_of(found[1]) == 1
     listed, manifest, *both = asked[:4]
     assert "GET" in listed and "prefix=" in listed and f"/{commit.key}" in manifest and manifest.startswith("GET ")
@@ -68,7 +68,7 @@ def test_the_only_commit_is_read_although_the_first_answer_breaks_off(bucket: Bu
     name = (commit.key if which == "manifest" else commit.state.key).rpartition("/")[2]
     proxy.plan = lambda request: Fault.HALF_ANSWERED if f"/{name}" in request.target and not proxy.met else None
     storage = bucket.storage(endpoint=proxy.endpoint, is_patient=True)
-    found = restore(CommitCatalog(storage), storage, alone())
+    found = restore(CommitCatalog(storage), storage, single_rank_group())
     assert found is not None and step_of(found[1]) == 1 and len(proxy.met) == 1
 
 

@@ -38,16 +38,16 @@ class FakeClient:
         self.prospect: PlannedAssignment | None = None
         self.disconnected = False
         self.commit_requested = 0
-        self.others_train: PlannedAssignment | None = None
+        self.planned: PlannedAssignment | None = None
         self.presumed_dead = False
-        self.is_again = True
+        self.same_members = True
         """Whether a generation after the first has the members of the one before."""
         self.activity = Activity()
-        self.said: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         self.joins: list[tuple[int | None, bool]] = []
         """With what step it came, and whether between steps."""
         self.are_resumable: list[bool] = []
-        self.losses: list[str | None] = []
+        self.failures: list[str | None] = []
         self._store_port = store_port
 
     def join(
@@ -63,7 +63,7 @@ class FakeClient:
     ) -> Assignment:
         self.joins.append((step, between_steps))
         self.are_resumable.append(resumable)
-        self.losses.append(failure)
+        self.failures.append(failure)
         reason = "worker lost" if failure is not None else "workers joined" if self.reconfigure_requested else "start"
         self.reconfigure_requested = False
         return Assignment(
@@ -74,7 +74,7 @@ class FakeClient:
             store_port=self._store_port,
             source=None if step is None else 0,
             first_step=step,
-            same_members=self.is_again and len(self.joins) > 1,
+            same_members=self.same_members and len(self.joins) > 1,
             in_collective_task=not between_steps,
             reason=reason,
         )
@@ -83,20 +83,23 @@ class FakeClient:
         return "127.0.0.1", self._store_port
 
     def ask_for_prospect(self) -> PlannedAssignment | None:
-        return self.others_train
+        return self.planned
 
     def why_not_commit(self, generation: int) -> str | None:
         return "this worker was presumed dead" if self.presumed_dead else None
 
     def record(self, event: Event) -> None:
-        self.said.append(event.to_json())
+        self.events.append(event.to_json())
 
     def progress(self, **newest: Any) -> None: ...
 
     def abort_when_broken(self, cut: Callable[[], None] | None) -> None: ...
 
-    def steps_of(self, event: str) -> list[int]:
-        return [said["step"] for said in self.said if said["event"] == event]
+    def events_of(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == name]
+
+    def steps_of(self, name: str) -> list[int]:
+        return [event["step"] for event in self.events_of(name)]
 
 
 @dataclass
@@ -106,7 +109,7 @@ class FakeIndex:
     group_rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-class Counted:
+class StepCounter:
     """State of a user's own."""
 
     def __init__(self) -> None:
@@ -181,7 +184,7 @@ class Model(torch.nn.Sequential):
 NewRun = Callable[..., Run]
 
 
-def link_of(run: Run) -> FakeClient:
+def client_of(run: Run) -> FakeClient:
     client: Any = run._loop.client
     return client
 
@@ -233,7 +236,7 @@ def train_and_count(
         torch.manual_seed(seed)
         model: Any = run.prepare(Model())
         run.prepare(StepLR(run.prepare(Communicating(model.parameters(), lr=0.1)), 2, 0.5))
-        counted = Counted()
+        counted = StepCounter()
         run.register("counted", counted)
         try:
             for step in run.steps():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.telemetry.account import Account
 from elastic_ddp.telemetry.stopwatch import Stopwatch
-from tests.unit.single_worker import PEER_FAILURE, NewRun, link_of, prepared
+from tests.unit.single_worker import PEER_FAILURE, NewRun, client_of, prepared
 
 
 class Worker:
@@ -109,9 +109,9 @@ def test_a_worker_whose_first_step_waits_for_a_silent_peer_says_so(new_run: NewR
             for batch in step.micro_batches():
                 now += 1.0
                 step.backward(model(batch["x"]).square().mean())
-            if len(link_of(run).joins) == 1:
+            if len(client_of(run).joins) == 1:
                 now += 30.0
                 raise dist.DistNetworkError(PEER_FAILURE)
             step.optimize()
-    told = next(said["account"] for said in link_of(run).said if said["event"] == "generation_ended")
+    told = next(said["account"] for said in client_of(run).events if said["event"] == "generation_ended")
     assert (told["useful"], told["redone"], told["detection"]) == (0.0, 4.0, 30.0)

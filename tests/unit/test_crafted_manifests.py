@@ -33,7 +33,7 @@ from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import restore
-from tests.ranks import alone, run_ranks
+from tests.ranks import run_ranks, single_rank_group
 from tests.single_rank_store import SingleRankStore
 from tests.unit.blocks import PREFIX, commit_of, write
 from tests.unit.crafted_commits import in_little_memory, signed
@@ -227,7 +227,7 @@ def test_what_is_longer_than_it_may_be_is_not_read(tmp_path: Path, monkeypatch: 
     for module in (manifest, reader):
         monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 1 << 20)
     store = SingleRankStore(storage, keep=2)
-    found = restore(store, storage, alone())
+    found = restore(store, storage, single_rank_group())
     assert found is not None and found[0].step == 1
     assert [each for each, _ in store.rejected] == [newest.key]
     assert storage.most[key] == most + 1

@@ -24,7 +24,7 @@ from elastic_ddp.tensors import host_memory
 from elastic_ddp.tensors.state_tree import unflatten
 from elastic_ddp.worker.pretrained import Fit
 from elastic_ddp.worker.restore import restore
-from tests.ranks import alone, run_ranks
+from tests.ranks import run_ranks, single_rank_group
 from tests.single_rank_store import SingleRankStore
 from tests.unit.crafted_commits import NAMES_NOTHING, in_little_memory, limit_memory, plant, plant_sparse
 from tests.unit.test_checkpoint import make_state, restored_step, save, step_of
@@ -111,7 +111,7 @@ def test_a_skeleton_in_another_encoding_has_the_commit_before_used(tmp_path: Pat
     storage.write(newest.state.key, text)
     state = newest.state.model_copy(update={"size": len(text), "crc32": zlib_ng.crc32(text)})
     storage.write(newest.key, newest.model_copy(update={"state": state}).to_bytes())
-    assert restored_with(str(tmp_path), alone()) == (1, [newest.key])
+    assert restored_with(str(tmp_path), single_rank_group()) == (1, [newest.key])
 
 
 def steps_used() -> dict[str, int | None]:
@@ -161,7 +161,7 @@ def test_a_commit_that_no_memory_has_room_for_is_refused_and_left_as_it_is(tmp_p
         folder = tmp_path / name.replace(" ", "-")
         save(Storage(folder), 1)
         plant_sparse(folder, 2, tensors)
-        assert "commits/2.json needs" in why_not(alone(), str(folder))
+        assert "commits/2.json needs" in why_not(single_rank_group(), str(folder))
 
 
 def used_and_verified(uri: str) -> tuple[int, list[str]]:

@@ -24,7 +24,7 @@ from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import restore
 from tests.ranks import run_ranks
-from tests.unit.single_worker import Counted, NewRun, prepared
+from tests.unit.single_worker import NewRun, StepCounter, prepared
 from tests.unit.test_fsdp import prepared as prepared_shards
 from tests.unit.test_fsdp import train_on
 
@@ -91,7 +91,7 @@ def test_old_commits_are_listed_with_their_metrics_and_verify(old: Path, run: st
 
 def _train(new_run: NewRun, steps: int) -> dict[str, Any]:
     run = new_run(folder="old/ddp", steps=steps, checkpoint={"interval": "auto"})
-    model, counted = prepared(run), Counted()
+    model, counted = prepared(run), StepCounter()
     run.register("counted", counted)
     for step in run.steps():
         with step:

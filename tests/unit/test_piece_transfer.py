@@ -12,7 +12,7 @@ import pytest
 
 from elastic_ddp.distributed.piece_transfer import TransferWindow, begin_transfer
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
-from tests.ranks import alone, run_ranks
+from tests.ranks import run_ranks, single_rank_group
 
 NUM_PIECES = 40
 
@@ -74,7 +74,7 @@ def test_a_window_is_full_at_its_number_of_items_or_bytes() -> None:
 
 @pytest.mark.parametrize(("data", "ranks"), [(b"", [0, 1]), (b"x", [0])])
 def test_nothing_is_sent_of_an_empty_piece_or_to_no_other_rank(data: bytes, ranks: list[int]) -> None:
-    assert begin_transfer(memoryview(bytearray(data)), alone(), tag=0, source=0, ranks=ranks) == []
+    assert begin_transfer(memoryview(bytearray(data)), single_rank_group(), tag=0, source=0, ranks=ranks) == []
 
 
 def wait_for_a_failed_peer(group: ProcessGroup, how: str, source: int) -> bool | None:

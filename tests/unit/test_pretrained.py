@@ -21,7 +21,7 @@ from elastic_ddp.worker.run import Run
 from tests.ranks import run_ranks
 from tests.single_rank_store import SingleRankStore
 from tests.unit.crafted_commits import plant
-from tests.unit.single_worker import Model, NewRun, link_of, prepared, train
+from tests.unit.single_worker import Model, NewRun, client_of, prepared, train
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_what_is_left_out_or_converted_is_told_by_name(
     next(iter(run.steps()))
     missing, unexpected = ["2.bias", "2.weight"], ["3.bias", "3.weight"]
     converted = [f"0.{name} from float32 to float64" for name in ("bias", "weight")]
-    [said] = [each for each in link_of(run).said if each["event"] == "weights_loaded"]
+    [said] = [each for each in client_of(run).events if each["event"] == "weights_loaded"]
     expected = {"missing": missing, "unexpected": unexpected, "converted": converted}
     assert said == {"event": "weights_loaded", "uri": trained, "step": 6, **expected}
     assert "2 missing: 2.bias, 2.weight; 2 unexpected: 3.bias, 3.weight; 2 converted: 0.bias from" in caplog.text

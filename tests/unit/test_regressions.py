@@ -25,7 +25,7 @@ from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
-from tests.unit.single_worker import CPU, PEER_FAILURE, Model, NewRun, link_of, prepared
+from tests.unit.single_worker import CPU, PEER_FAILURE, Model, NewRun, client_of, prepared
 from tests.unit.test_run_api import Scripted, load_error, state_of
 
 
@@ -67,8 +67,8 @@ def test_the_last_step_is_committed_when_the_connection_breaks_right_after_it(
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
     assert r._loop.finish()["steps"] == 6
-    assert link_of(r).joins == [(None, True), (6, True)]
-    assert link_of(r).steps_of("commit") == [6]
+    assert client_of(r).joins == [(None, True), (6, True)]
+    assert client_of(r).steps_of("commit") == [6]
     assert CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest() is not None
 
 
@@ -201,7 +201,7 @@ def test_a_lost_peer_that_the_user_catches_is_lost_all_the_same(new_run: NewRun)
                     step.backward(model(batch["x"]).mean())
                 step.optimize()
     assert run.position.step == 2
-    assert link_of(run).joins == [(None, True), (0, True)]
+    assert client_of(run).joins == [(None, True), (0, True)]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.seeding import seed_all
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
-from tests.unit.single_worker import PEER_FAILURE, FakeClient, Model, NewRun, link_of, prepared, train
+from tests.unit.single_worker import PEER_FAILURE, FakeClient, Model, NewRun, client_of, prepared, train
 
 
 def test_a_loop_that_ends_with_a_half_made_step_begins_again(new_run: NewRun) -> None:
@@ -40,7 +40,7 @@ def test_a_loop_that_ends_with_a_half_made_step_begins_again(new_run: NewRun) ->
 
 def test_a_sharded_run_refuses_a_model_that_it_has_sharded_before(new_run: NewRun) -> None:
     run, module = new_run(strategy="fsdp", checkpoint={"every_steps": 1}), Model()
-    link_of(run).is_again = False
+    client_of(run).same_members = False
     model = run.prepare(module)
     run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(RestartTraining):
@@ -52,9 +52,7 @@ def test_a_sharded_run_refuses_a_model_that_it_has_sharded_before(new_run: NewRu
                     raise dist.DistNetworkError(PEER_FAILURE)
                 step.optimize()
     again = Run(run._loop.restart())
-    with pytest.raises(
-        ConfigError, match=r"is in shards already, .*; give it a new one, which the training function builds"
-    ):
+    with pytest.raises(ConfigError, match=r"already sharded: 0\.weight"):
         again.prepare(module)
     again._loop.close(intact=False)
 
@@ -95,7 +93,7 @@ def test_a_loop_that_ends_with_a_step_that_was_lost_makes_it_after_all(new_run: 
             raise dist.DistNetworkError(PEER_FAILURE)
 
     run = new_run()
-    client = link_of(run)
+    client = client_of(run)
     ended = train_until(run, 3, lose_once)
     assert ended == train_until(new_run(folder="calm"), 3, lambda _: None) and ended["steps"] == 4
     assert failure == [3] and client.steps_of("resumed") == [3], "it went on from a commit of what it had"
@@ -132,12 +130,12 @@ def test_a_loop_that_ends_with_a_step_that_others_are_at_is_begun_again(new_run:
     def lose_once(index: int) -> None:
         if index == 3 and not failure and whom == "one that begins again":
             failure.append(index)
-            client.others_train = others
+            client.planned = others
             raise dist.DistNetworkError(PEER_FAILURE)
 
     run, others = new_run(), PlannedAssignment(rank=0, world_size=1, step=3)
-    client = link_of(run)
-    client.others_train = others if whom == "a newcomer" else None
+    client = client_of(run)
+    client.planned = others if whom == "a newcomer" else None
     assert train_until(run, 3, lose_once) == train_until(new_run(folder="calm"), 3, lambda _: None)
 
 
@@ -147,7 +145,7 @@ def test_deaths_one_after_the_other_in_the_step_with_which_a_loop_ends_do_not_en
     failure: list[int] = []
 
     def join_others(client: FakeClient, **options: Any) -> Assignment:
-        return replace(joins(client, **options), same_members=bool(client.losses[:-1]) and options["failure"] is None)
+        return replace(joins(client, **options), same_members=bool(client.failures[:-1]) and options["failure"] is None)
 
     def lose(index: int) -> None:
         if index == 3 and len(failure) < 5:
@@ -211,7 +209,7 @@ def test_deaths_one_after_the_other_in_a_step_do_not_end_a_run_that_evaluates_af
 ) -> None:
     monkeypatch.setattr("elastic_ddp.worker.run.evaluate", lambda *_: 0.1)
     run, failure = new_run(), []
-    link_of(run).is_again = False  # it is another worker that dies each time
+    client_of(run).same_members = False  # it is another worker that dies each time
     model = prepared(run)
     for step in run.steps():
         with step:
@@ -237,7 +235,7 @@ def test_a_generation_that_breaks_whenever_it_forms_ends_the_run(
 
     monkeypatch.setattr(Generation, "open", breaks)
     run = new_run()
-    client = link_of(run)
+    client = client_of(run)
     with pytest.raises(WorkersFailedError, match="broke 10 times while it formed"):
         while True:
             try:
@@ -261,7 +259,7 @@ def test_a_save_that_fails_where_the_state_is_handed_on_is_no_end(
         return replace(joins(client, **options), handover_only=is_brief(client))
 
     def fail(storage: Storage, key: str, data: Any) -> None:
-        if key.startswith("step=") and is_brief(link_of(run)):
+        if key.startswith("step=") and is_brief(client_of(run)):
             raise StorageError("no space left") from OSError(errno.ENOSPC, "no space left")
         write(storage, key, data)
 
@@ -271,10 +269,10 @@ def test_a_save_that_fails_where_the_state_is_handed_on_is_no_end(
             raise dist.DistNetworkError(PEER_FAILURE)
 
     joins, write = FakeClient.join, Storage.write
-    monkeypatch.setattr("elastic_ddp.worker.checkpointing.REST_S", 0.001)
-    monkeypatch.setattr("elastic_ddp.worker.checkpointing.LONGEST_REST_S", 0.01)
+    monkeypatch.setattr("elastic_ddp.worker.commit_schedule.SAVE_BACKOFF_S", 0.001)
+    monkeypatch.setattr("elastic_ddp.worker.commit_schedule.MAX_SAVE_BACKOFF_S", 0.01)
     monkeypatch.setattr(FakeClient, "join", join_briefly)
     monkeypatch.setattr(Storage, "write", fail)
     run = new_run(checkpoint={"every_steps": 100})
     assert train(run, lose_once)["steps"] == 6
-    assert link_of(run).steps_of("commit_failed") == [3] * times and len(link_of(run).joins) == 2 + times
+    assert client_of(run).steps_of("commit_failed") == [3] * times and len(client_of(run).joins) == 2 + times

@@ -22,7 +22,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker import shared_read
 from elastic_ddp.worker.agreed_errors import agree_on_error
 from elastic_ddp.worker.restore import restore
-from tests.ranks import alone, run_ranks
+from tests.ranks import run_ranks, single_rank_group
 from tests.single_rank_store import SingleRankStore
 from tests.unit.test_checkpoint import corrupt, make_state, restored_step, save, step_of
 
@@ -141,7 +141,7 @@ def test_what_a_bad_commit_held_is_let_go_before_another_one_is_read(
     monkeypatch.setattr(shared_read, "state_to_fill", counted)
     gc.disable()
     try:
-        found = restore(SingleRankStore(storage, keep=2), storage, alone())
+        found = restore(SingleRankStore(storage, keep=2), storage, single_rank_group())
     finally:
         gc.enable()
     assert found is not None and found[0].step == 1 and len(filled) == 2
@@ -160,7 +160,7 @@ def test_a_commit_whose_skeleton_is_bad_is_let_go(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(CommitCatalog, "whole", noted)
     gc.disable()
     try:
-        found = restore(SingleRankStore(storage, keep=2), storage, alone())
+        found = restore(SingleRankStore(storage, keep=2), storage, single_rank_group())
         assert found is not None and [each() for each in looked_at] == [None, found[0]]
     finally:
         gc.enable()
@@ -206,7 +206,7 @@ def test_what_is_damaged_on_the_way_alone_is_read_again(tmp_path: Path) -> None:
     objects = [newest.objects[0].key, newest.state.key, newest.key]
     for storage in [*(Flaky(str(tmp_path), key, times=1) for key in objects), LateToList(str(tmp_path))]:
         store = SingleRankStore(storage, keep=2)
-        found = restore(store, storage, alone())
+        found = restore(store, storage, single_rank_group())
         assert found is not None and step_of(found[1]) == 2 and not store.rejected
         store.verify(newest)
     assert Storage(tmp_path).list("set-aside") == []
@@ -236,7 +236,7 @@ class AskedAtOnce(Storage):
 
 def test_before_the_first_piece_a_storage_is_waited_for_three_times(tmp_path: Path) -> None:
     save(Storage(tmp_path), 1, 2)
-    found = restore(SingleRankStore(storage := AskedAtOnce(str(tmp_path)), keep=2), storage, alone())
+    found = restore(SingleRankStore(storage := AskedAtOnce(str(tmp_path)), keep=2), storage, single_rank_group())
     assert found is not None and step_of(found[1]) == 2
 
 
@@ -253,7 +253,7 @@ class Removed(Storage):
 def test_a_commit_that_was_removed_since_it_was_listed_is_no_bad_one(tmp_path: Path) -> None:
     save(Storage(tmp_path), 1, 2)
     store = SingleRankStore(storage := Removed(str(tmp_path)), keep=2)
-    found = restore(store, storage, alone())
+    found = restore(store, storage, single_rank_group())
     assert found is not None and step_of(found[1]) == 1 and not store.rejected
     assert storage.list("set-aside") == []
 
@@ -300,9 +300,9 @@ def test_a_commit_that_one_restore_passed_over_stays_if_the_next_one_uses_it(tmp
     storage = Broken(str(tmp_path), newest.objects[0].key, times=2)
     store = SingleRankStore(storage, keep=2)
     with pytest.raises(PeerFailedError):
-        restore(store, storage, alone())
+        restore(store, storage, single_rank_group())
     assert [key for key, _ in store.rejected] == [newest.key]
-    found = restore(store, storage, alone())
+    found = restore(store, storage, single_rank_group())
     assert found is not None and found[0] == newest and store.rejected == []
     assert storage.list("commits") == ["commits/1.json", newest.key] and not storage.list("set-aside")
 
@@ -342,7 +342,7 @@ def test_who_loses_a_peer_reads_nothing_any_more_when_that_is_said(
         raise PeerFailedError("a peer was lost")
 
     with pytest.raises(PeerFailedError, match="a peer was lost"):
-        restore(SingleRankStore(storage, keep=2), storage, alone(), tick=lose)
+        restore(SingleRankStore(storage, keep=2), storage, single_rank_group(), tick=lose)
     assert storage.go.is_set() and not storage.under_way
 
 
@@ -356,7 +356,7 @@ def test_who_may_not_do_that_any_more_removes_no_manifest(tmp_path: Path) -> Non
         raise PeerFailedError("this worker was presumed dead")
 
     with pytest.raises(PeerFailedError, match="presumed dead"):
-        restore(SingleRankStore(storage, keep=2), storage, alone(), fence=fence)
+        restore(SingleRankStore(storage, keep=2), storage, single_rank_group(), fence=fence)
     assert storage.list("commits") == before
 
 
@@ -389,7 +389,7 @@ def test_a_bad_commit_that_cannot_be_set_aside_holds_nobody_up_and_is_found_agai
     corrupt(Storage(tmp_path), newest.objects[0].key, "flip")
     for storage in (Busy(str(tmp_path)), Storage(tmp_path)):
         store = SingleRankStore(storage, keep=2)
-        found = restore(store, storage, alone())
+        found = restore(store, storage, single_rank_group())
         assert found is not None and found[0].step == 1
         [(key, reason)] = store.rejected
         assert key == newest.key and ("it stays where it is: 503 SlowDown" in reason) == (type(storage) is Busy)
@@ -514,9 +514,9 @@ def test_an_outage_of_the_storage_rejects_no_commit(
     store = SingleRankStore(storage, keep=2)
     if step is None:
         with pytest.raises(StorageError, match=r"^connection reset$"):
-            restore(store, storage, alone())
+            restore(store, storage, single_rank_group())
     else:
-        found = restore(store, storage, alone())
+        found = restore(store, storage, single_rank_group())
         assert found is not None and found[0].step == step
     assert store.rejected == []
 

@@ -22,7 +22,7 @@ from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
-from tests.unit.single_worker import CPU, Model, NewRun, expect_config_error, link_of, prepared, train
+from tests.unit.single_worker import CPU, Model, NewRun, client_of, expect_config_error, prepared, train
 
 # Preparing.
 
@@ -113,7 +113,7 @@ def test_state_that_cannot_be_saved_is_refused_before_the_first_step(new_run: Ne
     run.register("seen", UnsavableState())
     with pytest.raises(CheckpointError, match=r"user.*seen.*ids.*set"):
         next(iter(run.steps()))
-    assert link_of(run).joins == []
+    assert client_of(run).joins == []
 
 
 def test_a_loop_without_a_model_and_an_optimizer_is_refused(new_run: NewRun) -> None:
@@ -246,7 +246,7 @@ def test_a_run_makes_all_its_steps_and_commits_the_last(new_run: NewRun, tmp_pat
     assert indices == [0, 1, 2, 3, 4, 5]
     assert (result["steps"], result["samples"], result["epochs"]) == (6, 84, 2.0)
     assert run.position.samples_sha256 == result["samples_sha256"]
-    assert link_of(run).steps_of("commit") == [6]
+    assert client_of(run).steps_of("commit") == [6]
     commit = CheckpointStore(Storage(tmp_path / "run").at(COMMITS), keep=1).latest()
     assert commit is not None
     assert commit.step == 6
@@ -287,24 +287,24 @@ def test_a_run_is_the_same_when_it_is_interrupted_and_resumed(new_run: NewRun) -
 
     with pytest.raises(KeyboardInterrupt):
         train(interrupted, power_cut)
-    assert link_of(interrupted).steps_of("commit") == [2, 4]
+    assert client_of(interrupted).steps_of("commit") == [2, 4]
     resumed = new_run()
     indices: list[int] = []
     assert train(resumed, lambda step: indices.append(step.index)) == calm
     assert indices == [4, 5]
-    assert link_of(resumed).steps_of("resumed") == [4]
+    assert client_of(resumed).steps_of("resumed") == [4]
 
 
 def test_a_stop_commits_the_step_at_hand_and_ends_the_function(new_run: NewRun) -> None:
     run = new_run()
 
     def ask(step: Step) -> None:
-        link_of(run).stop_requested = step.index == 1
+        client_of(run).stop_requested = step.index == 1
 
     with pytest.raises(RunStopped):
         train(run, ask)
     assert run._loop.progress()["steps"] == 2
-    assert link_of(run).steps_of("commit") == [2]
+    assert client_of(run).steps_of("commit") == [2]
 
 
 def test_optimizers_and_schedulers_step_once_a_step_and_gradients_are_cleared(new_run: NewRun) -> None:
@@ -327,14 +327,6 @@ def test_optimizers_and_schedulers_step_once_a_step_and_gradients_are_cleared(ne
         assert all(parameter.grad is None for parameter in model.parameters())
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (step.index + 1))
     assert moved == [True, True, True]
-
-
-def test_commits_come_every_so_many_steps(new_run: NewRun) -> None:
-    run = new_run(steps=7, checkpoint={"every_steps": 3})
-    train(
-        run, lambda step: run._loop.checkpointer.close(60)
-    )  # none is left out for another that takes longer than a step
-    assert link_of(run).steps_of("commit") == [3, 6, 7]
 
 
 def test_parameters_that_change_inside_the_loop_are_refused_by_name(new_run: NewRun) -> None:
@@ -404,8 +396,8 @@ def test_a_loop_that_ends_early_has_its_last_step_in_the_record(new_run: NewRun)
             break
     outcome = run._loop.finish()
     assert outcome["steps"] == 4
-    assert link_of(run).steps_of("steps") == [1, 2, 3, 4]
-    assert link_of(run).steps_of("commit")[-1] == 4
+    assert client_of(run).steps_of("steps") == [1, 2, 3, 4]
+    assert client_of(run).steps_of("commit")[-1] == 4
 
 
 def test_losses_and_logged_values_are_means_over_the_rows_of_the_global_batch(new_run: NewRun) -> None:
@@ -425,7 +417,7 @@ def test_losses_and_logged_values_are_means_over_the_rows_of_the_global_batch(ne
             step.log(learning_rate=0.5)
         losses.append(step.loss)
         assert step.loss == pytest.approx(expected / weight, rel=1e-6)
-    said = [each for each in link_of(run).said if each["event"] == "steps"]
+    said = [each for each in client_of(run).events if each["event"] == "steps"]
     assert [each["loss"] for each in said] == losses
     assert [each["metrics"]["loss_again"] for each in said] == pytest.approx(losses, rel=1e-6)
     assert [each["metrics"]["learning_rate"] for each in said] == [0.5, 0.5]

@@ -11,7 +11,7 @@ from elastic_ddp.checkpoint import Commit
 from elastic_ddp.errors import PeerFailedError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.restore import restore
-from tests.ranks import alone
+from tests.ranks import single_rank_group
 from tests.single_rank_store import SingleRankStore
 from tests.unit.faulty import FaultyStorage, new_folder, ranks_of_many_blocks
 from tests.unit.test_checkpoint import keys_of, make_state, save, step_of
@@ -266,7 +266,7 @@ def test_one_that_stood_still_leaves_what_was_made_in_place_of_a_bad_commit(does
         with pytest.raises(PeerFailedError):
             zombie.save(make_state(STEP + OTHER), step=STEP, record={}, fence=zombie.fence)
     else:
-        found = restore(zombie, Storage(uri), alone(), fence=zombie.fence)
+        found = restore(zombie, Storage(uri), single_rank_group(), fence=zombie.fence)
         assert found is not None and found[0].step == 1
     [made] = zombie.made
     assert restored(Storage(uri)) == (made, STEP)
@@ -289,5 +289,5 @@ def test_one_that_is_over_sets_nothing_aside(does: str) -> None:
         if does == "saves":
             store.save(make_state(STEP), step=STEP, record={}, fence=fence)
         else:
-            restore(store, Storage(uri), alone(), fence=fence)
+            restore(store, Storage(uri), single_rank_group(), fence=fence)
     assert Storage(uri).list("commits") == ["commits/1.json", bad.key]

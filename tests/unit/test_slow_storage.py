@@ -17,7 +17,7 @@ from elastic_ddp.rendezvous.hang import Activity, HangWatch
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.run import Run
 from tests.saving import LocalMailbox
-from tests.unit.single_worker import NewRun, link_of, prepared, train
+from tests.unit.single_worker import NewRun, client_of, prepared, train
 from tests.unit.test_checkpoint import make_state
 
 TIMEOUT_S = 0.05
@@ -84,22 +84,22 @@ def waiting() -> Activity:
 
 def test_a_last_commit_may_take_as_long_as_it_takes(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run()
-    activity = link_of(run).activity
+    activity = client_of(run).activity
     with while_held(monkeypatch, "write", lambda: train(run), activity, "commit") as result:
         assert hung(it=activity) is None and not result.done()
-    assert link_of(run).steps_of("commit") == [6]
+    assert client_of(run).steps_of("commit") == [6]
 
 
 def test_a_manifest_may_take_as_long_as_it_takes(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run()
-    activity = link_of(run).activity
+    activity = client_of(run).activity
     with while_held(monkeypatch, "create", lambda: train(run), activity, "commit"):
         assert hung(it=activity) is None
 
 
 def test_a_write_that_never_ends_is_a_hang(new_run: NewRun, monkeypatch: pytest.MonkeyPatch, stuck: None) -> None:
     run = new_run()
-    activity = link_of(run).activity
+    activity = client_of(run).activity
     with while_held(monkeypatch, "write", lambda: train(run), activity, "commit"):
         assert hung(it=activity) is not None
 
@@ -108,7 +108,7 @@ def test_a_rank_0_that_others_wait_for_while_it_saves_is_not_given_up(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(checkpoint={"every_steps": 6})  # the last save is under way when the last commit is asked for
-    activity = link_of(run).activity
+    activity = client_of(run).activity
     with while_held(monkeypatch, "write", lambda: train(run), activity, "commit"):
         assert hung(rank0=activity, rank1=waiting()) is None
 
@@ -117,7 +117,7 @@ def test_one_whose_write_never_ends_is_given_up_for_those_who_wait(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch, stuck: None
 ) -> None:
     run = new_run(checkpoint={"every_steps": 6})
-    activity = link_of(run).activity
+    activity = client_of(run).activity
     with while_held(monkeypatch, "write", lambda: train(run), activity, "commit"):
         watch = hung(rank0=activity, rank1=waiting())
     assert watch is not None and watch.culprits(is_broken=False) == ["rank0"]
@@ -142,7 +142,7 @@ def test_a_rank_that_still_writes_while_rank_0_waits_for_it_gets_somewhere(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run()
-    activity = link_of(run).activity
+    activity = client_of(run).activity
     told = threading.Event()
 
     def broadcast(word: bytes | None) -> bytes:
@@ -164,7 +164,7 @@ def test_a_rank_that_still_writes_while_rank_0_waits_for_it_gets_somewhere(
 
 def test_a_rank_0_that_waits_for_a_share_is_not_to_blame(new_run: NewRun) -> None:
     run = new_run()
-    activity, mailbox, other = link_of(run).activity, LocalMailbox(), Activity()
+    activity, mailbox, other = client_of(run).activity, LocalMailbox(), Activity()
     other.enter("commit")
     group: Any = SimpleNamespace(aborted=False)
 
@@ -184,17 +184,17 @@ def test_a_rank_0_that_waits_for_a_share_is_not_to_blame(new_run: NewRun) -> Non
 def test_a_restore_may_take_as_long_as_it_takes(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     train(new_run(steps=3))
     run = new_run()
-    activity = link_of(run).activity
+    activity = client_of(run).activity
     with while_held(monkeypatch, "read_into", lambda: train(run), activity, "hand-over"):
         assert hung(it=activity) is None
-    assert link_of(run).steps_of("resumed") == [3]
+    assert client_of(run).steps_of("resumed") == [3]
 
 
 def test_weights_of_another_run_may_take_as_long_as_they_take(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     other = new_run(folder="other")
     train(other)
     run = new_run()
-    activity = link_of(run).activity
+    activity = client_of(run).activity
 
     def begins() -> None:
         prepared(run)
@@ -207,7 +207,7 @@ def test_weights_of_another_run_may_take_as_long_as_they_take(new_run: NewRun, m
 
 def test_every_piece_that_is_handed_over_counts(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run()
-    activity = link_of(run).activity
+    activity = client_of(run).activity
     seen = []
 
     def hand_over(*_: Any, tick: Callable[[], None], **__: Any) -> None:

@@ -41,7 +41,7 @@ from tests.unit.single_worker import (
     FakeFeed,
     NewRun,
     Place,
-    link_of,
+    client_of,
     prepared,
     train,
     train_and_count,
@@ -61,9 +61,9 @@ def test_a_step_that_loses_a_peer_comes_again_and_ends_the_same(new_run: NewRun)
     run = new_run()
     disturbed = train(run, lose_a_peer_once)
     assert failure == [3]
-    assert link_of(run).losses == [None, f"DistNetworkError: {PEER_FAILURE}"]
-    assert link_of(run).joins == [(None, True), (3, True)]
-    generations = [said for said in link_of(run).said if said["event"] == "generation"]
+    assert client_of(run).failures == [None, f"DistNetworkError: {PEER_FAILURE}"]
+    assert client_of(run).joins == [(None, True), (3, True)]
+    generations = [said for said in client_of(run).events if said["event"] == "generation"]
     assert [(said["generation"], said["first_step"], said["reason"]) for said in generations] == [
         (1, 0, "start"),
         (2, 3, "worker lost"),
@@ -86,7 +86,7 @@ def test_a_step_that_is_lost_again_and_again_ends_the_run(new_run: NewRun) -> No
 
 def test_a_step_in_which_one_worker_after_the_other_dies_is_made_by_those_who_are_left(new_run: NewRun) -> None:
     run, failure = new_run(), []
-    link_of(run).is_again = False
+    client_of(run).same_members = False
 
     def lose_a_peer(step: Step) -> None:
         if step.index == 3 and len(failure) < 5:
@@ -114,10 +114,10 @@ def test_a_peer_that_is_lost_amid_the_changes_of_a_step_leaves_nothing_half_made
     assert failure == [3]
     assert disturbed == train_and_count(new_run(folder="calm"), lambda *_: None)
     assert disturbed[1] == list(range(6))
-    assert link_of(run).joins == [(None, True), (None, True)], "it holds nothing that others could use"
-    assert link_of(run).losses == [None, f"DistNetworkError: {PEER_FAILURE}"]
-    assert link_of(run).steps_of("resumed") == ([2] if checkpoint["every_steps"] == 2 else [])
-    ended = [said["last_step"] for said in link_of(run).said if said["event"] == "generation_ended"]
+    assert client_of(run).joins == [(None, True), (None, True)], "it holds nothing that others could use"
+    assert client_of(run).failures == [None, f"DistNetworkError: {PEER_FAILURE}"]
+    assert client_of(run).steps_of("resumed") == ([2] if checkpoint["every_steps"] == 2 else [])
+    ended = [said["last_step"] for said in client_of(run).events if said["event"] == "generation_ended"]
     assert ended[0] == 3, "that step was not made"
 
 
@@ -126,7 +126,7 @@ def test_the_time_to_begin_again_is_none_of_the_generation_before(new_run: NewRu
     """The longest account counts: one that went on would make it useful time."""
     run, now, accounts = new_run(), 1000.0, []
     run._loop.membership.account = Account(Stopwatch(lambda: now))
-    client = link_of(run)
+    client = client_of(run)
     join = client.join
 
     def remembering(**arguments: Any) -> Assignment:
@@ -173,7 +173,7 @@ def test_a_save_under_way_ends_before_the_training_function_begins_again(
 ) -> None:
     """Else an older commit would be restored, and two saves be under way, each with a copy of the state."""
     run = new_run(checkpoint={"every_steps": 2}, drain_deadline_s=0.01)
-    client, savers, failure = link_of(run), [run._loop.checkpointer._saver], []
+    client, savers, failure = client_of(run), [run._loop.checkpointer._saver], []
     again, write, has_begun_again = Loop.restart, Storage.write, threading.Event()
 
     def lose_once(place: Place, step: int) -> None:
@@ -234,8 +234,8 @@ def test_an_evaluation_in_the_midst_of_a_steps_block_goes_on_in_the_next_generat
     calm = train_and_count(new_run(folder="calm"), lambda *_: None)
     run = new_run()
     assert train_and_count(run, lambda *_: None, evaluate=True) == calm
-    assert link_of(run).joins == [(None, True), (3, False)]
-    assert link_of(run).are_resumable == [True, False], "the rest of the block is to be done here"
+    assert client_of(run).joins == [(None, True), (3, False)]
+    assert client_of(run).are_resumable == [True, False], "the rest of the block is to be done here"
 
 
 @pytest.mark.parametrize("text", ["timed out waiting for the tokenizer", PEER_FAILURE, "NCCL_SOCKET_IFNAME is not set"])
@@ -250,7 +250,7 @@ def test_an_error_of_the_user_that_reads_like_a_lost_peer_comes_out_at_once(new_
     with pytest.raises(RuntimeError, match=re.escape(text)):
         train(run, impatient)
     assert tries == [0]
-    assert link_of(run).losses == [None]
+    assert client_of(run).failures == [None]
 
 
 def test_a_request_to_reconfigure_ends_the_generation_at_the_step_boundary_and_changes_nothing_else(
@@ -260,18 +260,18 @@ def test_a_request_to_reconfigure_ends_the_generation_at_the_step_boundary_and_c
     generations: list[int] = []
 
     def ask(step: Step) -> None:
-        link_of(run).reconfigure_requested = step.index == 2 or link_of(run).reconfigure_requested
-        generations.append(len(link_of(run).joins))
+        client_of(run).reconfigure_requested = step.index == 2 or client_of(run).reconfigure_requested
+        generations.append(len(client_of(run).joins))
 
     reconfigured = train(run, ask)
     assert generations == [1, 1, 1, 2, 2, 2]
-    assert link_of(run).joins == [(None, True), (3, True)]
-    assert link_of(run).losses == [None, None]
-    ended = [said for said in link_of(run).said if said["event"] == "generation_ended"]
+    assert client_of(run).joins == [(None, True), (3, True)]
+    assert client_of(run).failures == [None, None]
+    ended = [said for said in client_of(run).events if said["event"] == "generation_ended"]
     assert [(said["generation"], said["last_step"], said["reason"]) for said in ended] == [
         (1, 3, "workers were to join or leave")
     ]
-    begun = [said for said in link_of(run).said if said["event"] == "generation"]
+    begun = [said for said in client_of(run).events if said["event"] == "generation"]
     assert [(said["generation"], said["first_step"], said["reason"]) for said in begun] == [
         (1, 0, "start"),
         (2, 3, "workers joined"),
@@ -296,9 +296,9 @@ def test_training_goes_on_until_the_first_rows_of_the_next_generation_are_there(
     generations = []
 
     def ask(step: Step) -> None:
-        generations.append(len(link_of(run).joins))
+        generations.append(len(client_of(run).joins))
         if step.index == 2:
-            link_of(run).reconfigure_requested, link_of(run).prospect = True, PlannedAssignment(0, 1, step=0)
+            client_of(run).reconfigure_requested, client_of(run).prospect = True, PlannedAssignment(0, 1, step=0)
         if step.index == 5:
             opened[-1][1].is_ready = True
 
@@ -319,25 +319,25 @@ def test_training_does_not_wait_forever_for_the_rows_of_the_next_generation(
     def ask(step: Step) -> None:
         if step.index == 2:
             monkeypatch.setattr(FakeFeed, "is_ready", never_ready, raising=False)
-            link_of(run).reconfigure_requested, link_of(run).prospect = True, PlannedAssignment(0, 1, step=0)
+            client_of(run).reconfigure_requested, client_of(run).prospect = True, PlannedAssignment(0, 1, step=0)
 
     assert train(run, ask)["steps"] == 6
-    assert link_of(run).joins == [(None, True), (3, True)]
+    assert client_of(run).joins == [(None, True), (3, True)]
 
 
 def test_nobody_is_let_in_after_the_last_step(new_run: NewRun) -> None:
     run = new_run()
 
     def ask(step: Step) -> None:
-        link_of(run).reconfigure_requested = step.index == 5
+        client_of(run).reconfigure_requested = step.index == 5
 
     assert train(run, ask)["steps"] == 6
-    assert link_of(run).joins == [(None, True)]
+    assert client_of(run).joins == [(None, True)]
 
 
 def test_a_worker_that_is_presumed_dead_commits_nothing_and_asks_for_its_place(new_run: NewRun) -> None:
     run = new_run(steps=7, checkpoint={"every_steps": 3})
-    client = link_of(run)
+    client = client_of(run)
     client.presumed_dead = True
     taken = []
 
@@ -349,7 +349,7 @@ def test_a_worker_that_is_presumed_dead_commits_nothing_and_asks_for_its_place(n
     train(run, in_step)
     assert client.steps_of("commit") == [6, 7], "of step 3, the others made one"
     assert taken == list(range(7)), "what is done is not done again"
-    assert len(client.joins) == 2 and "was presumed dead" in str(client.losses[1])
+    assert len(client.joins) == 2 and "was presumed dead" in str(client.failures[1])
 
 
 def test_what_is_drawn_between_batches_and_steps_does_not_depend_on_what_was_drawn_before(
@@ -423,12 +423,12 @@ def test_a_peer_that_is_lost_while_all_leave_for_a_change_costs_nobody_his_state
     lost_in_meetings(monkeypatch, 1)
 
     def ask(step: Step) -> None:
-        link_of(run).reconfigure_requested = step.index == 2 and len(link_of(run).joins) == 1
+        client_of(run).reconfigure_requested = step.index == 2 and len(client_of(run).joins) == 1
 
     changed = train(run, ask)
-    assert link_of(run).joins == [(None, True), (3, True)]
-    assert link_of(run).losses == [None, f"DistNetworkError: {PEER_FAILURE}"]
-    ended = [said["reason"] for said in link_of(run).said if said["event"] == "generation_ended"]
+    assert client_of(run).joins == [(None, True), (3, True)]
+    assert client_of(run).failures == [None, f"DistNetworkError: {PEER_FAILURE}"]
+    ended = [said["reason"] for said in client_of(run).events if said["event"] == "generation_ended"]
     assert ended == ["a worker was lost"]
     assert train(new_run(folder="calm")) == changed
 
@@ -439,7 +439,7 @@ def test_a_peer_that_is_lost_in_the_last_commit_leaves_it_to_the_others(
     run = new_run()
     lost_in_meetings(monkeypatch, 1, 2)
     assert train(run) == train(new_run(folder="calm"))
-    assert link_of(run).joins == [(None, True), (6, False), (6, False)]
+    assert client_of(run).joins == [(None, True), (6, False), (6, False)]
     newest = commits_of(tmp_path).latest()
     assert newest is not None and newest.step == 6
 
@@ -451,12 +451,12 @@ def test_a_peer_that_is_lost_in_the_commit_of_a_stop_leaves_it_to_the_others(
     lost_in_meetings(monkeypatch, 1)
 
     def stop(step: Step) -> None:
-        link_of(run).stop_requested = step.index >= 2
+        client_of(run).stop_requested = step.index >= 2
 
     with pytest.raises(RunStopped):
         train(run, stop)
     assert run.world_size == 1, "it is in a generation, and so may say how the run ended"
-    assert link_of(run).joins == [(None, True), (3, True)], "they make one more step, and stop after that"
+    assert client_of(run).joins == [(None, True), (3, True)], "they make one more step, and stop after that"
     newest = commits_of(tmp_path).latest()
     assert newest is not None and newest.step == 4
 
@@ -468,12 +468,12 @@ def test_a_loop_that_ends_early_ends_also_where_membership_was_about_to_change(n
         with step:
             for batch in step.micro_batches():
                 step.backward(model(batch["x"]).square().mean())
-            link_of(run).reconfigure_requested = step.index == 2
+            client_of(run).reconfigure_requested = step.index == 2
             step.optimize()
         if step.index == 2:
             break
     assert run._loop.finish()["steps"] == 3
-    assert link_of(run).joins == [(None, True)]
+    assert client_of(run).joins == [(None, True)]
 
 
 @pytest.mark.parametrize("where", ["before the block", "before the data", "before optimize", "and is caught"])
@@ -515,7 +515,7 @@ def test_an_evaluation_before_a_step_is_made_is_lost_with_it_and_both_come_again
     assert ended == calm
     again = [3, 3] if where == "before the block" else [3]  # in the generation that it led to, and for the step
     assert evaluated == [0, 1, 2, 3, *again, 4, 5]
-    assert link_of(run).joins == [(None, True), (3, where != "before the block")]
+    assert client_of(run).joins == [(None, True), (3, where != "before the block")]
 
 
 def test_a_lost_step_is_told_once_however_much_is_done_together_after_it(
@@ -531,14 +531,14 @@ def test_a_lost_step_is_told_once_however_much_is_done_together_after_it(
         with step:
             for batch in step.micro_batches():
                 loss = model(batch["x"]).square().mean()
-                if step.index == 3 and len(link_of(run).joins) == 1:
+                if step.index == 3 and len(client_of(run).joins) == 1:
                     raise dist.DistNetworkError(PEER_FAILURE)
                 step.backward(loss)
             step.optimize()
         if step.index == 3:
             assert [run.evaluate(lambda *_: torch.zeros(()), "held-out") for _ in range(3)] == [1.5] * 3
     assert run._loop.finish()["steps"] == 6
-    assert link_of(run).joins == [(None, True), (3, False)]
+    assert client_of(run).joins == [(None, True), (3, False)]
     assert evaluated == [2] * 6, "after the step that was lost, and after the same step when it was made"
 
 
@@ -549,7 +549,7 @@ def test_who_has_lost_the_end_of_an_evaluation_gets_its_result_from_who_has_not(
     evaluated: list[int] = []
 
     def evaluate(*_: Any) -> float:
-        evaluated.append(len(link_of(run).joins))
+        evaluated.append(len(client_of(run).joins))
         if len(evaluated) == 1:
             raise dist.DistNetworkError(PEER_FAILURE)
         return 0.1
@@ -563,7 +563,7 @@ def test_who_has_lost_the_end_of_an_evaluation_gets_its_result_from_who_has_not(
     run = new_run()
     assert train_and_evaluate(run, 2) == [0.7, 0.1]
     assert evaluated == [1, 2], "the second of them is still to be done"
-    assert link_of(run).joins == [(None, True), (3, False)]
+    assert client_of(run).joins == [(None, True), (3, False)]
 
 
 def test_an_evaluation_that_not_all_ask_for_after_a_loss_is_none(
@@ -642,7 +642,7 @@ def test_a_worker_says_whether_others_can_go_on_from_its_state(
             evaluate("in block")
         evaluate("after block")
     assert run._loop.finish()["steps"] == 6
-    assert link_of(run).are_resumable == [True, is_resumable]
+    assert client_of(run).are_resumable == [True, is_resumable]
 
 
 def test_the_weights_that_are_compared_are_those_of_the_state_that_all_have(
@@ -672,12 +672,12 @@ def test_the_weights_that_are_compared_are_those_of_the_state_that_all_have(
 def test_a_newcomer_makes_its_first_step_alone_before_others_wait_for_it(new_run: NewRun) -> None:
     """What is slow in it, such as a compiler, is done by then."""
     run = new_run()
-    link_of(run).others_train = PlannedAssignment(rank=2, world_size=3, step=4)
+    client_of(run).planned = PlannedAssignment(rank=2, world_size=3, step=4)
     model = prepared(run)
     seen: list[tuple[int, int, int, int]] = []
     made = []
     model.module.register_forward_pre_hook(
-        lambda *_: seen.append((len(link_of(run).joins), run.position.step, run.rank, run.world_size))
+        lambda *_: seen.append((len(client_of(run).joins), run.position.step, run.rank, run.world_size))
     )
     for step in run.steps():
         if not seen:
@@ -701,7 +701,7 @@ def test_a_rehearsal_leaves_no_trace(new_run: NewRun) -> None:
     alone, newcomer = new_run(folder="alone"), None
     calm = train(alone)
     newcomer = new_run(folder="newcomer")
-    link_of(newcomer).others_train = PlannedAssignment(rank=1, world_size=2, step=3)
+    client_of(newcomer).planned = PlannedAssignment(rank=1, world_size=2, step=3)
     rehearsed = train(newcomer)
     assert rehearsed["weights_sha256"] == calm["weights_sha256"]
     assert rehearsed["samples_sha256"] == calm["samples_sha256"]
@@ -709,19 +709,19 @@ def test_a_rehearsal_leaves_no_trace(new_run: NewRun) -> None:
 
 def test_what_goes_wrong_in_a_rehearsal_is_the_users_to_hear(new_run: NewRun) -> None:
     run = new_run()
-    link_of(run).others_train = PlannedAssignment(rank=1, world_size=2, step=3)
+    client_of(run).planned = PlannedAssignment(rank=1, world_size=2, step=3)
 
     def fail(step: Step) -> None:
         raise ZeroDivisionError("the user's own")
 
     with pytest.raises(ZeroDivisionError):
         body_of_a_step(run, fail)
-    assert not link_of(run).joins, "nobody waited for it"
+    assert not client_of(run).joins, "nobody waited for it"
 
 
 def test_a_collective_of_the_users_own_ends_a_rehearsal_and_nothing_else(new_run: NewRun) -> None:
     run = new_run()
-    link_of(run).others_train = PlannedAssignment(rank=1, world_size=2, step=3)
+    client_of(run).planned = PlannedAssignment(rank=1, world_size=2, step=3)
     sizes = []
 
     def ask(step: Step) -> None:

@@ -1,0 +1,182 @@
+"""`CommitSchedule`: when a run commits. It knows the interval, requests, and the backoff after failed saves."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from elastic_ddp.checkpoint import Retention
+from elastic_ddp.checkpoint.interval import MeasuredInterval
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from elastic_ddp.config.run_config import CheckpointConfig
+
+SAVE_BACKOFF_S, MAX_SAVE_BACKOFF_S = 5.0, 60.0
+"""The backoff after a failed save. It doubles with every failure in a row."""
+
+
+class CommitSchedule:
+    """Decides on rank 0 when to commit. Every rank keeps one up to date, because it may become rank 0.
+
+    Args:
+        settings: when to commit, and which commits to keep.
+        total_steps: the number of steps of the run.
+        requested: returns the number of the newest request for a commit, or 0.
+        clock: seconds that only increase.
+
+    Attributes:
+        step: steps done when the current interval began; None before the first commit.
+        committed_step: steps done in the newest commit that this worker knows of.
+    """
+
+    def __init__(
+        self,
+        settings: CheckpointConfig,
+        total_steps: int,
+        requested: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings, self._total_steps, self._requested, self._clock = settings, total_steps, requested, clock
+        self._interval = MeasuredInterval(settings.interval, settings.max_overhead) if settings.is_measured else None
+        self.step: int | None = None
+        self.committed_step: int | None = None
+        self._interval_began_at = clock()
+        self._fulfilled = 0  # the newest request that a commit has fulfilled
+        self._in_flight = 0  # the newest request that the running save will fulfill
+        self._num_failures = 0  # failed saves in a row
+        self._backoff_ends_at = -math.inf
+        self._has_seen_failure = False  # whether a worker failed while this process was in the run
+
+    def should_commit(self, steps_done: int) -> bool:
+        """Returns whether to commit after the current step.
+
+        With `best_metric`, a commit after the last step waits until the training function has returned. It then has
+        the metrics of the last evaluation.
+        """
+        settings = self._settings
+        if steps_done == self._total_steps and settings.best_metric is not None:
+            return self.is_requested
+        interval_s = settings.every_seconds if self._interval is None else self._interval.seconds
+        steps_passed = settings.every_steps is not None and steps_done - (self.step or 0) >= settings.every_steps
+        time_passed = interval_s is not None and self._clock() - self._interval_began_at >= interval_s
+        return steps_passed or time_passed or self.is_requested
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a request waits that the running save does not fulfill. False during the backoff."""
+        return self._requested() > max(self._fulfilled, self._in_flight) and not self.in_backoff
+
+    @property
+    def in_backoff(self) -> bool:
+        """Whether a save has failed a short time ago. Only the interval starts another one."""
+        return self._clock() < self._backoff_ends_at
+
+    @property
+    def interval_s(self) -> float | None:
+        """The measured interval; None if the configuration sets a fixed one."""
+        return None if self._interval is None else round(self._interval.seconds, 3)
+
+    def reset_timer(self, step: int) -> None:
+        """Starts a new interval after `step` steps."""
+        self.step, self._interval_began_at = step, self._clock()
+
+    def skip(self, step: int) -> bool:
+        """Skips a commit that is due while a save is running. Returns false for a commit that must not be skipped.
+
+        That is one that was requested, or one that replaces a commit which did not succeed.
+        """
+        if self.is_requested or self._interval_began_at == -math.inf:
+            return False
+        self.reset_timer(step)
+        return True
+
+    def save_started(self, request: int) -> None:
+        """A save has started on rank 0; it will fulfill requests up to `request`."""
+        self._in_flight = request
+
+    def save_succeeded(self, step: int, request: int, seconds: float) -> None:
+        """A save of this worker is committed, `seconds` after it was begun."""
+        self.committed_step = step
+        self._num_failures, self._backoff_ends_at = 0, -math.inf
+        self._fulfilled = max(self._fulfilled, request)
+        if self._interval is not None:
+            self._interval.saved(seconds)
+
+    def save_failed(self, *, counts: bool, retry_at_once: bool) -> None:
+        """A save of this worker has failed.
+
+        Args:
+            counts: whether the backoff begins.
+            retry_at_once: whether a commit is due after the next step.
+        """
+        self._in_flight = 0
+        if retry_at_once:
+            self.step, self._interval_began_at = self.committed_step, -math.inf
+        if counts:
+            backoff_s = SAVE_BACKOFF_S * 2 ** min(self._num_failures, 30)
+            self._num_failures += 1
+            self._backoff_ends_at = self._clock() + min(backoff_s, MAX_SAVE_BACKOFF_S)
+
+    def stalled(self, seconds: float) -> None:
+        """Training waited this long for the start of a save."""
+        if self._interval is not None:
+            self._interval.stalled(seconds)
+
+    def worker_failed(self) -> None:
+        """A worker of this worker's generation has failed."""
+        self._has_seen_failure = True
+        if self._interval is not None:
+            self._interval.record_failure()
+
+    def resume(self, step: int, record: Mapping[str, Any], *, after_failure: bool) -> None:
+        """The run resumes from the commit of `step`.
+
+        Args:
+            step: steps done in the commit.
+            record: the commit's record.
+            after_failure: whether all workers with a state failed. Only new processes count that failure here.
+        """
+        self.reset_timer(step)
+        self.committed_step = step
+        if self._interval is not None:
+            self._interval.go_on_from(record)
+            if after_failure and not self._has_seen_failure:
+                self._interval.record_failure()
+
+    def start_over(self) -> None:
+        """The run starts from step 0, because there is no commit."""
+        self.step, self.committed_step, self._interval_began_at = None, None, self._clock()
+
+    def merge_record(self, record: Mapping[str, Any]) -> None:
+        """Adds what earlier workers measured, from a commit's record."""
+        if self._interval is not None:
+            self._interval.go_on_from(record)
+
+    def set_newest(self, step: int | None) -> None:
+        """Sets the newest commit in the storage; None if there is none.
+
+        If the commit that this worker expected did not succeed, another one is due after the next step.
+        """
+        self.committed_step = step
+        if self.step != step:
+            self._interval_began_at = -math.inf if self.step is not None else self._interval_began_at
+            self.step = step
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the measurements for a commit's record."""
+        return {} if self._interval is None else self._interval.record()
+
+
+def retention_of(settings: CheckpointConfig) -> Retention:
+    """Returns which commits to keep."""
+    return Retention(
+        last=settings.keep,
+        every_steps=settings.keep_every_steps,
+        best=settings.keep_best or 0,
+        metric=settings.best_metric,
+        mode=settings.best_mode,
+    )

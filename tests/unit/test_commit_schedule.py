@@ -1,0 +1,286 @@
+"""When a run commits."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from elastic_ddp.checkpoint.interval import FIRST_INTERVAL_S
+from elastic_ddp.config.run_config import CheckpointConfig
+from elastic_ddp.worker.commit_schedule import MAX_SAVE_BACKOFF_S, SAVE_BACKOFF_S, CommitSchedule
+from elastic_ddp.worker.step import Step
+from tests.unit.commit_helpers import break_storage, checkpointer_of, delay_writes, newest_record, wait_for_saves
+from tests.unit.single_worker import PEER_FAILURE, NewRun, Place, client_of, train, train_and_count
+
+
+@dataclasses.dataclass
+class Scheduled:
+    """A schedule whose clock and requests a test sets."""
+
+    settings: dict[str, Any]
+    now: float = 1000.0
+    requested: int = 0
+
+    def __post_init__(self) -> None:
+        self.schedule = CommitSchedule(
+            CheckpointConfig(**self.settings), 100, lambda: self.requested, clock=lambda: self.now
+        )
+
+
+def test_a_commit_is_due_after_every_steps_or_every_seconds() -> None:
+    case = Scheduled({"every_steps": 10, "every_seconds": 30})
+    assert not case.schedule.should_commit(9) and case.schedule.should_commit(10)
+    case.schedule.reset_timer(10)
+    assert not case.schedule.should_commit(19)
+    case.now += 30.0
+    assert case.schedule.should_commit(11)
+
+
+def test_a_measured_interval_follows_from_the_time_that_saves_stall_training() -> None:
+    case = Scheduled({"max_overhead": 0.02})
+    case.schedule.reset_timer(3)
+    case.now += FIRST_INTERVAL_S - 1
+    assert not case.schedule.should_commit(4)
+    case.now += 2.0
+    assert case.schedule.should_commit(4)
+    case.schedule.stalled(0.2)
+    case.schedule.reset_timer(4)
+    case.now += 9.9
+    assert not case.schedule.should_commit(5)
+    case.now += 0.2
+    assert case.schedule.should_commit(5) and case.schedule.interval_s == 10.0
+
+
+def test_the_backoff_doubles_with_each_failure_in_a_row_up_to_a_limit() -> None:
+    case, backoffs = Scheduled({"every_steps": 1}), []
+    for _ in range(6):
+        case.schedule.save_failed(counts=True, retry_at_once=False)
+        began_at = case.now
+        while case.schedule.in_backoff:
+            case.now += 0.5
+        backoffs.append(case.now - began_at)
+    assert backoffs == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0] and backoffs[0] == SAVE_BACKOFF_S
+    assert backoffs[-1] == MAX_SAVE_BACKOFF_S
+    case.schedule.save_succeeded(1, 0, 1.0)
+    case.schedule.save_failed(counts=True, retry_at_once=False)
+    case.now += SAVE_BACKOFF_S
+    assert not case.schedule.in_backoff
+
+
+def test_a_request_is_not_retried_during_the_backoff() -> None:
+    case = Scheduled({"every_seconds": 1000}, requested=1)
+    assert case.schedule.should_commit(1)
+    case.schedule.save_started(1)
+    assert not case.schedule.should_commit(2), "the running save fulfills it"
+    case.schedule.save_failed(counts=True, retry_at_once=False)
+    assert not case.schedule.should_commit(3)
+    case.now += SAVE_BACKOFF_S
+    assert case.schedule.should_commit(4)
+    case.schedule.save_succeeded(4, 1, 1.0)
+    assert not case.schedule.should_commit(5)
+
+
+def test_a_save_that_a_failed_rank_interrupts_is_retried_at_once() -> None:
+    case = Scheduled({"every_steps": 10})
+    case.schedule.reset_timer(10)
+    case.schedule.save_failed(counts=False, retry_at_once=True)
+    assert not case.schedule.in_backoff and case.schedule.step is None and case.schedule.should_commit(11)
+    assert not case.schedule.skip(11), "it replaces a commit"
+
+
+def test_the_newest_commit_in_the_storage_decides_when_the_next_is_due() -> None:
+    case = Scheduled({"every_steps": 10, "every_seconds": 1000})
+    case.schedule.reset_timer(20)
+    case.schedule.set_newest(20)
+    assert not case.schedule.should_commit(21) and case.schedule.should_commit(30)
+    case.schedule.set_newest(10)
+    assert (case.schedule.step, case.schedule.committed_step) == (10, 10) and case.schedule.should_commit(21)
+
+
+def test_a_run_that_starts_over_keeps_its_timer_from_now() -> None:
+    case = Scheduled({"every_seconds": 30})
+    case.schedule.reset_timer(20)
+    case.now += 29
+    case.schedule.start_over()
+    case.now += 29
+    assert case.schedule.step is None and not case.schedule.should_commit(5)
+
+
+def test_all_failed_workers_of_an_earlier_process_count_once_when_a_run_resumes() -> None:
+    for after_failure, seen, expected in [(True, False, 3), (False, False, 2), (True, True, 2)]:
+        case = Scheduled({"interval": "auto"})
+        if seen:
+            case.schedule.worker_failed()
+        case.schedule.resume(7, {"losses": 2, "watched_s": 5.0}, after_failure=after_failure)
+        assert case.schedule.to_record()["losses"] == expected and case.schedule.committed_step == 7
+
+
+# In a run.
+
+
+def test_commits_come_every_so_many_steps(new_run: NewRun) -> None:
+    run = new_run(steps=7, checkpoint={"every_steps": 3})
+    train(run, wait_for_saves(run))
+    assert client_of(run).steps_of("commit") == [3, 6, 7]
+
+
+def test_a_measured_interval_is_in_the_ledger_and_in_the_commit(new_run: NewRun, tmp_path: Path) -> None:
+    run = new_run(checkpoint={"interval": "auto"})
+
+    def request(step: Step) -> None:
+        if step.index in (1, 3):
+            client_of(run).commit_requested += 1
+
+    train(run, wait_for_saves(run, request))
+    commits = client_of(run).events_of("commit")
+    assert [event["step"] for event in commits] == [2, 4, 6]
+    assert commits[-1]["interval_s"] == pytest.approx(checkpointer_of(run).schedule.interval_s, rel=0.05)
+    assert commits[-1]["interval_s"] != FIRST_INTERVAL_S
+    record = newest_record(tmp_path)
+    assert record["losses"] == 0 and record["watched_s"] > 0
+
+
+def test_a_fixed_interval_is_neither_in_the_ledger_nor_in_the_commit(new_run: NewRun, tmp_path: Path) -> None:
+    run = new_run(checkpoint={"every_steps": 3})
+    train(run, wait_for_saves(run))
+    assert {event["interval_s"] for event in client_of(run).events_of("commit")} == {None}
+    assert not {"losses", "watched_s"} & newest_record(tmp_path).keys()
+
+
+def test_a_resumed_run_keeps_the_failures_that_it_has_counted(new_run: NewRun) -> None:
+    settings = {"interval": "auto"}
+    run, failed = new_run(checkpoint=settings), set[int]()
+
+    def fail(step: Step) -> None:
+        if step.index in (1, 2) and step.index not in failed:
+            failed.add(step.index)
+            raise dist.DistNetworkError(PEER_FAILURE)
+
+    train(run, fail)
+    before = checkpointer_of(run).schedule.to_record()
+    resumed = new_run(checkpoint=settings, steps=8)
+    train(resumed)
+    after = checkpointer_of(resumed).schedule.to_record()
+    assert before["losses"] == after["losses"] == 2 and after["watched_s"] > before["watched_s"] / 2
+
+
+def test_measurements_survive_restarts_of_the_training_function(new_run: NewRun) -> None:
+    """Each failure between two commits counts, although the commit that the run returns to has none of them."""
+    run, failed = new_run(checkpoint={"interval": "auto"}), set[int]()
+    checkpointer_of(run).schedule.stalled(0.5)
+    checkpointer_of(run).schedule.save_succeeded(0, 0, 1.5)
+
+    def fail(place: Place, step: int) -> None:
+        if place == "optimizer" and step in (1, 2) and step not in failed:
+            failed.add(step)
+            raise dist.DistNetworkError(PEER_FAILURE)
+
+    train_and_count(run, fail)
+    assert failed == {1, 2} and checkpointer_of(run).schedule.to_record()["losses"] == 2
+    assert client_of(run).events_of("commit")[-1]["interval_s"] != FIRST_INTERVAL_S
+
+
+def test_the_failure_of_all_workers_counts_for_those_that_resume(new_run: NewRun) -> None:
+    settings = {"interval": "auto"}
+    train(new_run(checkpoint=settings))
+    resumed = new_run(checkpoint=settings, steps=8)
+    join = client_of(resumed).join
+    client_of(resumed).join = lambda **request: replace(join(**request), reason="worker lost")  # type: ignore[method-assign]
+    train(resumed)
+    assert checkpointer_of(resumed).schedule.to_record()["losses"] == 1
+
+
+def test_storage_gets_longer_to_recover_after_each_failure_in_a_row(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, backoffs, step_index = new_run(checkpoint={"every_steps": 1}), list[float](), [0]
+    break_storage(monkeypatch, lambda: step_index[0] in (0, 1, 3))
+
+    def note(step: Step) -> None:
+        step_index[0] = step.index
+        ends_at = checkpointer_of(run).schedule._backoff_ends_at
+        backoffs.append(max(0.0, ends_at - time.monotonic()))
+
+    train(run, wait_for_saves(run, note))
+    assert [round(backoff / SAVE_BACKOFF_S) for backoff in backoffs] == [0, 1, 2, 0, 1, 0]
+
+
+def test_a_commit_that_is_due_while_another_is_written_is_skipped(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(steps=12, checkpoint={"every_steps": 2})
+    may_write = delay_writes(monkeypatch)
+
+    def in_step(step: Step) -> None:
+        if step.index >= 7:
+            may_write.set()
+            checkpointer_of(run).close(60)
+
+    train(run, in_step)
+    assert client_of(run).steps_of("commit_left_out") == [4, 6]
+    assert client_of(run).steps_of("commit") == [2, 8, 10, 12]
+
+
+def test_a_commit_that_replaces_one_of_a_failed_rank_0_is_not_skipped(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(steps=12, checkpoint={"every_steps": 4})
+    checkpointer, may_write = checkpointer_of(run), delay_writes(monkeypatch, "step=4/")
+
+    def in_step(step: Step) -> None:
+        if step.index == 4:  # as after rank 0 failed in its save of step 4, while this rank is still writing
+            checkpointer.refresh_newest(4)
+            checkpointer._join_refresh()
+        if step.index >= 6:
+            may_write.set()
+            checkpointer.close(60)
+
+    train(run, in_step)
+    assert client_of(run).steps_of("commit_left_out") == []
+    assert client_of(run).steps_of("commit") == [4, 7, 11, 12]
+
+
+Requests = list[tuple[int, int | None]]
+
+
+@pytest.fixture
+def commits_with_requests(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[dict[str, Any], set[int]], tuple[Requests, list[int], dict[int, bool]]]:
+    """Requests commits in some steps while writes wait for step 4. Returns commits, skipped steps, and when one was
+    due."""
+
+    def run_with(settings: dict[str, Any], steps: set[int]) -> tuple[Requests, list[int], dict[int, bool]]:
+        run, due = new_run(checkpoint=settings), dict[int, bool]()
+        may_write = delay_writes(monkeypatch)
+
+        def in_step(step: Step) -> None:
+            due[step.index] = checkpointer_of(run).schedule.should_commit(step.index)
+            client_of(run).commit_requested += step.index in steps
+            if step.index == 4:
+                may_write.set()
+                checkpointer_of(run).close(60)
+
+        train(run, in_step)
+        commits = [(event["step"], event["request"]) for event in client_of(run).events_of("commit")]
+        return commits, client_of(run).steps_of("commit_left_out"), due
+
+    return run_with
+
+
+def test_a_request_that_the_running_save_fulfills_is_not_due_again(commits_with_requests: Callable[..., Any]) -> None:
+    commits, skipped, due = commits_with_requests({}, {1, 3})
+    assert due == {0: False, 1: False, 2: False, 3: False, 4: True, 5: False}
+    assert commits[:2] == [(2, 1), (5, 2)] and skipped == []
+
+
+def test_a_requested_commit_is_not_skipped(commits_with_requests: Callable[..., Any]) -> None:
+    commits, skipped, _ = commits_with_requests({"every_steps": 2}, {3})
+    assert commits[:2] == [(2, None), (5, 1)] and skipped == []
