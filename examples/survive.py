@@ -26,8 +26,9 @@ import torch
 from rich.console import Console
 
 import elastic_ddp as ed
+from elastic_ddp.cli.run_summary import render
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.telemetry import read_ledger, render
+from elastic_ddp.telemetry import read_ledger
 
 ROWS, FEATURES = 20_003, 32
 

@@ -1,1 +1,1 @@
-"""The `elastic-ddp` command line."""
+"""The `elastic-ddp` command line. Open `main.py` first."""

@@ -22,11 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_ddp.cli import checkpoints
+from elastic_ddp.cli.run_summary import render
 from elastic_ddp.config.run_config import RunConfig, read_toml
 from elastic_ddp.errors import ConfigError, ElasticDDPError, format_exception, printable
 from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.telemetry import read_ledger, render, summarize
+from elastic_ddp.telemetry import read_ledger, summarize
 
 _JOB = 'train = "file.py:function", data = "s3://bucket/train/"'
 

@@ -2,6 +2,6 @@
 
 from elastic_ddp.telemetry.ledger import Ledger, new_session, read_ledger
 from elastic_ddp.telemetry.progress import Progress
-from elastic_ddp.telemetry.summary import render, summarize
+from elastic_ddp.telemetry.summary import summarize
 
-__all__ = ["Ledger", "Progress", "new_session", "read_ledger", "render", "summarize"]
+__all__ = ["Ledger", "Progress", "new_session", "read_ledger", "summarize"]

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from elastic_ddp.errors import WorkersFailedError
 from elastic_ddp.telemetry.account import PEER_FAILED
 from elastic_ddp.telemetry.events import (
@@ -26,20 +22,12 @@ from elastic_ddp.telemetry.events import (
     WorkerFailed,
     WorkerLeft,
 )
-from elastic_ddp.telemetry.goodput import PARTS, STALLS, goodput, stalls
+from elastic_ddp.telemetry.goodput import STALLS, goodput, stalls
 
 E = TypeVar("E", bound=Event)
 
 WORKER_FAILED = "worker lost"
 """What a generation is formed for that replaces one which broke."""
-
-_STYLES = {
-    "running": "bold green",
-    "finished": "bold green",
-    "stopped": "bold yellow",
-    "failed": "bold red",
-    "unfinished": "bold yellow",
-}
 
 
 def summarize(
@@ -130,79 +118,6 @@ def _measurements(events: list[Event]) -> dict[str, Any]:
     ]
     (_, first), (step, last) = (losses[0], losses[-1]) if losses else ((None, None), (None, None))
     return {"loss": {"first": first, "last": last, "step": step}, "metrics": metrics, "evaluated_at": evaluated_at}
-
-
-def _metrics(summary: Mapping[str, Any]) -> Iterable[str]:
-    for name, value in summary["metrics"].items():
-        step = summary["evaluated_at"].get(name, summary["steps"])
-        yield f"{name} {_number(value)}" + _at(step, summary)
-
-
-def _loss(summary: Mapping[str, Any]) -> str | None:
-    loss = summary["loss"]
-    if loss["first"] is None:
-        return None
-    return f"{_number(loss['first'])} → {_number(loss['last'])}" + _at(loss["step"], summary)
-
-
-def _at(step: int | None, summary: Mapping[str, Any]) -> str:
-    """Says of a value when it was measured, if the run has gone on since."""
-    return "" if step in (None, summary["steps"]) else f" (step {step:,})"
-
-
-def render(summary: Mapping[str, Any]) -> RenderableType:
-    """The summary as rich shows it: the facts, then one line for each generation. Who knows that an unfinished run is
-    live makes its status "running"."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(overflow="fold")
-    status = str(summary["status"])
-    facts.add_row("status", Text(status, style=_STYLES.get(status, "bold")))
-    rows = {
-        "error": summary["error"],
-        "steps": _steps(summary),
-        "epochs": None if summary["epochs"] is None else _number(summary["epochs"]),
-        "samples": _samples(summary),
-        "time": _duration(summary["wall_seconds"]),
-        "goodput": _goodput(summary["goodput"]),
-        "loss": _loss(summary),
-        "metrics": "  ".join(_metrics(summary)),
-        "workers lost": summary["workers_lost"] or None,
-        "workers drained": summary["workers_drained"] or None,
-        "sessions": summary["sessions"],
-        "commits": _commits(summary),
-        "weights": summary["weights_sha256"],
-        "samples hash": summary["samples_sha256"],
-        "storage": summary["storage"],
-        "versions": "  ".join(f"{key} {value}" for key, value in summary["versions"].items()),
-    }
-    for label, value in rows.items():
-        if value not in (None, ""):
-            facts.add_row(label, Text(str(value)))
-    title = Text(str(summary["name"] or "run"), style="bold")
-    if not summary["generations"]:
-        return Group(title, facts)
-    table = Table(title="generations", title_justify="left", title_style="dim", box=None, padding=(0, 2))
-    # Each session counts its generations from 1.
-    session = ("session",) if summary["sessions"] > 1 else ()
-    for column in (*session, "generation", "workers", "first step", "last step", "stall"):
-        table.add_column(column, justify="right", style="cyan" if column == "generation" else None)
-    table.add_column("formed for", overflow="fold")
-    table.add_column("ended by", overflow="fold")
-    for row in summary["generations"]:
-        is_newest = row is summary["generations"][-1] and row["session_number"] == summary["sessions"]
-        is_live = status == "running" and is_newest
-        table.add_row(
-            *[_count(row["session_number"]) for _ in session],
-            str(row["generation"]),
-            str(row["world_size"]),
-            _count(row["first_step"]),
-            _count(row["last_step"]),
-            _stall(row),
-            Text(str(row["reason"])),
-            Text(str(row["ended_by"] or ("" if is_live else "nothing that was logged"))),
-        )
-    return Group(title, facts, Text(), table)
 
 
 def _end(events: list[Event]) -> tuple[RunFailed | None, RunFinished | None]:
@@ -305,49 +220,3 @@ def _close(row: dict[str, Any], following: Mapping[str, Any]) -> None:
     if row["ended_by"] is None:
         row["last_step"] = max(row["last_step"], following["first_step"])
         row["ended_by"] = "the driver was lost" if row["session"] != following["session"] else PEER_FAILED
-
-
-def _steps(summary: Mapping[str, Any]) -> str | None:
-    """How many, and of how many, where the run has not come to its end."""
-    steps, total = summary["steps"], summary["total_steps"]
-    return _count(steps) + (f" of {total:,}" if steps is not None and total not in (None, steps) else "")
-
-
-def _samples(summary: Mapping[str, Any]) -> str | None:
-    if summary["samples"] is None:
-        return None
-    rate = summary["samples_per_second"]
-    return _count(summary["samples"]) + (f"  ({rate:,.0f} samples/s)" if rate else "")
-
-
-def _goodput(seconds: Mapping[str, Any]) -> str | None:
-    """The share, and the parts that are something to a tenth of a second."""
-    if seconds["goodput"] is None:
-        return None
-    parts = [f"{part.replace('_', '-')} {seconds[part]:,.1f} s" for part in PARTS if round(seconds[part], 1)]
-    return f"{100 * seconds['goodput']:.1f} %  {' · '.join(parts)}"
-
-
-def _commits(summary: Mapping[str, Any]) -> str:
-    every_s = summary["commit_interval_s"]
-    return f"{summary['commits']:,}" + (f", one every {every_s:,.1f} s" if every_s is not None else "")
-
-
-def _stall(row: Mapping[str, Any]) -> str:
-    if row["rendezvous_s"] is None:
-        return ""
-    return f"{(row['detection_s'] or 0.0) + row['rendezvous_s'] + row['hand_over_s']:.2f} s"
-
-
-def _count(value: Any) -> str:
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,43 @@
+"""What all commands print with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime
+
+from rich.console import Console
+from rich.table import Table
+
+PIPE_WIDTH = 200
+"""Columns if standard output is not a terminal: long lines can be searched."""
+
+
+def console() -> Console:
+    """Returns the console for standard output. It prints names as they are, without markup or emoji."""
+    is_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_terminal else PIPE_WIDTH, markup=False, emoji=False, highlight=False)
+
+
+def table(*columns: str, text: tuple[str, ...] = ()) -> Table:
+    """Returns an empty table with these headings.
+
+    Columns in `text` are left-aligned and wrap. All others are right-aligned and are never cut or wrapped.
+    """
+    result = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in columns:
+        if column in text:
+            result.add_column(column, overflow="fold")
+        else:
+            result.add_column(column, justify="right", no_wrap=True)
+    return result
+
+
+def format_time(seconds: float, pattern: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Returns a Unix time in the local time zone."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime(pattern)
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns "1 worker" or "2 workers"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
