@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from elastic_ddp.config.run_config import (
     read_toml,
 )
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.storage.storage import Storage
 from tests.unit.memory_checks import is_let_go_after
 
 MINIMAL: dict[str, Any] = {
@@ -253,38 +251,6 @@ def test_a_measured_interval_leaves_the_fixed_ones_unset() -> None:
         assert checkpoint.is_measured and (checkpoint.every_seconds, checkpoint.every_steps) == (None, None)
         assert CheckpointConfig(**checkpoint.model_dump()) == checkpoint
     assert not config().checkpoint.is_measured
-
-
-@pytest.mark.parametrize(
-    ("storage", "fix"),
-    [
-        ("s3:/bucket/runs", "did you mean s3://bucket/runs?"),
-        ("s3://", "such as s3://bucket/runs"),
-        (" ", "such as s3://bucket/runs"),
-        ("http://localhost:9000/bucket", "AWS_ENDPOINT_URL"),
-        ("s4://b/runs", "such as s3://bucket/runs"),
-        ("~no-such-user/runs", "give the absolute path"),
-    ],
-)
-def test_an_unusable_storage_address_is_refused_with_the_fix(storage: str, fix: str) -> None:
-    message = refusal(storage=storage)
-    assert message.startswith(f"storage={storage!r}") and fix in message
-
-
-def test_an_unknown_home_folder_is_refused_by_storage_too() -> None:
-    with pytest.raises(ConfigError, match=r"storage='~no-such-user/runs'.*give the absolute path"):
-        Storage("~no-such-user/runs")
-
-
-def test_an_unwritable_folder_is_refused_and_not_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    for storage in (str(tmp_path / "file" / "runs"), f"file://{tmp_path}/file/runs"):
-        with pytest.raises(ConfigError, match=r"storage='.*' cannot be written: .*/file is not a folder"):
-            config(storage=storage)
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path))  # root may write anywhere
-    with pytest.raises(ConfigError, match=rf"storage='.*' cannot be written: .*{tmp_path}.* read-only"):
-        config(storage=str(tmp_path / "runs"))
-    assert not (tmp_path / "runs").exists()
 
 
 TOML = """

@@ -1,4 +1,4 @@
-"""Files that are read and written past the kernel's memory of them."""
+"""Reads and writes with O_DIRECT, and the fallbacks to the page cache."""
 
 from __future__ import annotations
 
@@ -31,106 +31,107 @@ preadv, pwrite, is_on_disk = os.preadv, os.pwrite, direct_io._is_on_disk
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file on what counts as a disk here, whatever it is."""
+    """A file that counts as one on a disk."""
     monkeypatch.setattr(direct_io, "_is_on_disk", lambda file: True)
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
-    forget(path)
+    evict(path)
     with path.open("rb") as file:
         if direct_io._is_cached(file, 0, len(CONTENT)):
-            pytest.skip("it stays in the kernel's memory here, as in tmpfs")
+            pytest.skip("the file system keeps it in memory, like tmpfs")
     return path
 
 
-def forget(path: Path) -> None:
-    """Has the kernel let go of a file's content."""
+def evict(path: Path) -> None:
+    """Evicts a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
 
 
-class Ranges(NamedTuple):
-    """Of a file and of memory."""
+class ReadRange(NamedTuple):
+    """A range of a file and where its bytes go."""
 
     start: int
     size: int
     offset: int
-    """Of its place in memory from where direct reads can come to."""
+    """Distance of the target from aligned memory, in bytes."""
 
 
-def ranges() -> Iterator[Ranges]:
-    """Such as begin and end at blocks' ends or not, in the file or beyond, and come to such places or others."""
+def ranges() -> Iterator[ReadRange]:
+    """Yields random ranges: aligned to blocks or not, within the file or beyond its end, into aligned memory or not."""
     chance = random.Random(1)
     for _ in range(150):
         start = chance.choice([0, chance.randrange(900) * DISK_BLOCK_BYTES, chance.randrange(len(CONTENT) + 100)])
         size = MIN_DIRECT_BYTES + chance.choice(
             [0, chance.randrange(300) * DISK_BLOCK_BYTES, chance.randrange(2 * BOUNCE_BYTES)]
         )
-        yield Ranges(start, size, chance.choice([0, 0, chance.randrange(1, MEMORY_ALIGNMENT)]))
+        yield ReadRange(start, size, chance.choice([0, 0, chance.randrange(1, MEMORY_ALIGNMENT)]))
 
 
-def read_back(path: Path, each: Ranges) -> None:
-    """Reads a range, and looks whether that is what it should be, and nothing else was written to."""
-    memory = bytearray(each.size + 2 * DISK_BLOCK_BYTES)
+def check_read(path: Path, wanted: ReadRange) -> None:
+    """Reads a range and checks its bytes, and that the memory around it is unchanged."""
+    memory = bytearray(wanted.size + 2 * DISK_BLOCK_BYTES)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    first = (each.start - address) % DISK_BLOCK_BYTES + each.offset
-    count = read_into(path, each.start, memoryview(memory)[first : first + each.size])
-    there = CONTENT[each.start : each.start + each.size]
-    assert count == len(there) and memory[first : first + count] == there
-    assert not any(memory[:first]) and not any(memory[first + each.size :])
+    first = (wanted.start - address) % DISK_BLOCK_BYTES + wanted.offset
+    count = read_into(path, wanted.start, memoryview(memory)[first : first + wanted.size])
+    expected = CONTENT[wanted.start : wanted.start + wanted.size]
+    assert count == len(expected) and memory[first : first + count] == expected
+    assert not any(memory[:first]) and not any(memory[first + wanted.size :])
 
 
 @pytest.fixture
-def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which are taken, one for each range that is not read as usual."""
-    taken: list[str] = []
+def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The functions that read directly, one entry for each call."""
+    calls: list[str] = []
 
-    def noting(name: str, way: Any) -> Any:
-        def noted(descriptor: int, *args: Any) -> int:
-            taken.append(name)
+    def recording(name: str, function: Any) -> Any:
+        def record(descriptor: int, *args: Any) -> int:
+            calls.append(name)
             assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
-            return int(way(descriptor, *args))
+            return int(function(descriptor, *args))
 
-        return noted
+        return record
 
     for name in ("_read_in_place", "_read_bounced"):
-        monkeypatch.setattr(direct_io, name, noting(name, getattr(direct_io, name)))
-    return taken
+        monkeypatch.setattr(direct_io, name, recording(name, getattr(direct_io, name)))
+    return calls
 
 
-def test_any_range_comes_to_any_place(path: Path, ways: list[str]) -> None:
-    for each in ranges():
-        forget(path)
-        read_back(path, each)
-    within = [each for each in ranges() if each.start + each.size <= len(CONTENT)]
-    to_place = sum(each.offset == 0 for each in within)
-    assert ways.count("_read_in_place") == to_place > 10 and ways.count("_read_bounced") == len(within) - to_place > 10
+def test_any_range_is_read_into_any_memory(path: Path, direct_reads: list[str]) -> None:
+    for wanted in ranges():
+        evict(path)
+        check_read(path, wanted)
+    complete = [wanted for wanted in ranges() if wanted.start + wanted.size <= len(CONTENT)]
+    aligned = sum(wanted.offset == 0 for wanted in complete)
+    assert direct_reads.count("_read_in_place") == aligned > 10
+    assert direct_reads.count("_read_bounced") == len(complete) - aligned > 10
 
 
 @pytest.mark.parametrize("size", [1, DISK_BLOCK_BYTES, 100_000])
-def test_what_comes_in_several_parts_is_all_there(path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """The kernel may return fewer bytes than it was asked for."""
+def test_short_reads_are_completed(path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """The kernel may read fewer bytes than requested."""
 
-    def less(descriptor: int, places: list[Any], start: int) -> int:
-        return min(size, preadv(descriptor, places, start))
+    def read_less(descriptor: int, targets: list[Any], start: int) -> int:
+        return min(size, preadv(descriptor, targets, start))
 
-    monkeypatch.setattr(os, "preadv", less)
-    for each in ranges():
-        forget(path)
-        read_back(path, each)
+    monkeypatch.setattr(os, "preadv", read_less)
+    for wanted in ranges():
+        evict(path)
+        check_read(path, wanted)
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch, code: int) -> list[int]:
-    """As a file system does that cannot. Notes how often."""
+    """Refuses O_DIRECT, like a file system without it. Returns a list that grows with each refusal."""
     refused: list[int] = []
-    plain = fcntl.fcntl
+    original = fcntl.fcntl
 
     def refuse(descriptor: int, command: int, flags: int = 0) -> int:
         if command == fcntl.F_SETFL and flags & os.O_DIRECT:
             refused.append(flags)
             raise OSError(code, os.strerror(code))
-        return plain(descriptor, command, flags)
+        return original(descriptor, command, flags)
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     return refused
@@ -138,7 +139,7 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch, code: int) -> list[int]:
 
 @pytest.mark.parametrize("call", ["fcntl", "preadv"])
 @pytest.mark.parametrize("code", [errno.EFAULT, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
-def test_a_file_system_that_refuses_is_read_as_usual(
+def test_without_o_direct_files_are_read_through_the_page_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     refused: list[int] = []
@@ -151,12 +152,12 @@ def test_a_file_system_that_refuses_is_read_as_usual(
         refused = refuse_direct(monkeypatch, code)
     else:
         monkeypatch.setattr(os, "preadv", refuse)
-    for each in ranges():
-        read_back(path, each)
+    for wanted in ranges():
+        check_read(path, wanted)
     assert refused
 
 
-def test_a_disk_that_fails_is_not_read_as_usual(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_of_the_disk_is_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -165,60 +166,60 @@ def test_a_disk_that_fails_is_not_read_as_usual(path: Path, monkeypatch: pytest.
         read_into(path, 0, memoryview(bytearray(MIN_DIRECT_BYTES)))
 
 
-def test_what_the_kernel_has_in_memory_is_read_from_there(path: Path, ways: list[str]) -> None:
+def test_cached_bytes_are_read_from_the_page_cache(path: Path, direct_reads: list[str]) -> None:
     path.read_bytes()
-    read_back(path, Ranges(0, MIN_DIRECT_BYTES, 0))
-    assert not ways
-    forget(path)
-    read_back(path, Ranges(0, MIN_DIRECT_BYTES, 0))
-    assert ways
+    check_read(path, ReadRange(0, MIN_DIRECT_BYTES, 0))
+    assert not direct_reads
+    evict(path)
+    check_read(path, ReadRange(0, MIN_DIRECT_BYTES, 0))
+    assert direct_reads
 
 
-@pytest.mark.parametrize(("mebibytes", "is_there"), [(0, False), (1, False), (3, True), (4, True)])
-def test_of_what_the_kernel_has_in_part_most_counts(
-    path: Path, monkeypatch: pytest.MonkeyPatch, mebibytes: int, is_there: bool
+@pytest.mark.parametrize(("cached_mib", "is_cached"), [(0, False), (1, False), (3, True), (4, True)])
+def test_a_range_counts_as_cached_if_most_of_it_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch, cached_mib: int, is_cached: bool
 ) -> None:
     def mincore(address: Any, length: Any, vector: Any) -> int:
-        pages = mebibytes << 20
-        vector[: pages // mmap.PAGESIZE] = b"\x01" * (pages // mmap.PAGESIZE)
+        pages = (cached_mib << 20) // mmap.PAGESIZE
+        vector[:pages] = b"\x01" * pages
         return 0
 
     monkeypatch.setattr(direct_io, "_libc", SimpleNamespace(mincore=mincore))
     with path.open("rb") as file:
-        assert direct_io._is_cached(file, 0, 4 << 20) == is_there
+        assert direct_io._is_cached(file, 0, 4 << 20) == is_cached
 
 
-def test_where_the_kernel_does_not_tell_what_it_has_files_are_read_as_usual(
-    path: Path, ways: list[str], monkeypatch: pytest.MonkeyPatch
+def test_without_mincore_files_are_read_through_the_page_cache(
+    path: Path, direct_reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct_io, "_libc", SimpleNamespace(mincore=lambda *args: -1))
-    read_back(path, Ranges(0, MIN_DIRECT_BYTES, 0))
-    assert not ways
+    check_read(path, ReadRange(0, MIN_DIRECT_BYTES, 0))
+    assert not direct_reads
 
 
-def test_little_is_read_as_usual(path: Path, ways: list[str]) -> None:
-    read_back(path, Ranges(0, MIN_DIRECT_BYTES - 1, 0))
-    assert not ways
+def test_small_ranges_are_read_through_the_page_cache(path: Path, direct_reads: list[str]) -> None:
+    check_read(path, ReadRange(0, MIN_DIRECT_BYTES - 1, 0))
+    assert not direct_reads
 
 
 @pytest.mark.parametrize(("major", "is_direct"), [(259, True), (0, False)])
-def test_what_lies_elsewhere_than_on_a_disk_is_read_as_usual(
-    path: Path, ways: list[str], monkeypatch: pytest.MonkeyPatch, major: int, is_direct: bool
+def test_files_not_on_a_disk_are_read_through_the_page_cache(
+    path: Path, direct_reads: list[str], monkeypatch: pytest.MonkeyPatch, major: int, is_direct: bool
 ) -> None:
-    """NFS, FUSE, tmpfs and overlays have anonymous devices, of which the major number is 0."""
+    """NFS, FUSE, tmpfs and overlays have anonymous devices, with major number 0."""
     monkeypatch.setattr(direct_io, "_is_on_disk", is_on_disk)
     monkeypatch.setattr(os, "major", lambda device: major)
-    read_back(path, Ranges(0, MIN_DIRECT_BYTES, 0))
-    assert bool(ways) == is_direct
+    check_read(path, ReadRange(0, MIN_DIRECT_BYTES, 0))
+    assert bool(direct_reads) == is_direct
 
 
-def test_a_file_that_is_missing_is_missing(tmp_path: Path) -> None:
+def test_a_missing_file_raises_file_not_found(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_into(tmp_path / "none", 0, memoryview(bytearray(MIN_DIRECT_BYTES)))
 
 
 def memory_at(offset: int, data: bytes) -> memoryview:
-    """With some content, so far from where a direct write may begin."""
+    """Returns memory that holds `data`, `offset` bytes after an aligned address."""
     memory = bytearray(len(data) + DISK_BLOCK_BYTES)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % MEMORY_ALIGNMENT + offset
     memory[first : first + len(data)] = data
@@ -226,50 +227,49 @@ def memory_at(offset: int, data: bytes) -> memoryview:
 
 
 def contents() -> Iterator[bytes | memoryview]:
-    """Such as end at a block's end or not, from places that can be written directly or not, or that cannot be known."""
+    """Yields data of whole blocks or not, in aligned, unaligned and read-only memory."""
     chance = random.Random(2)
-    for place in range(30):
-        rest = [0, 1, DISK_BLOCK_BYTES - 1, DISK_BLOCK_BYTES, BOUNCE_BYTES, chance.randrange(2 * BOUNCE_BYTES)][
-            place % 6
-        ]
+    for number in range(30):
+        block = DISK_BLOCK_BYTES
+        rest = [0, 1, block - 1, block, BOUNCE_BYTES, chance.randrange(2 * BOUNCE_BYTES)][number % 6]
         data = CONTENT[: MIN_DIRECT_BYTES + rest]
         yield chance.choice([data, memory_at(0, data), memory_at(chance.randrange(1, MEMORY_ALIGNMENT), data)])
 
 
 def written(path: Path, data: bytes | memoryview) -> bytes:
-    """What a new file has then, on the disk."""
+    """Writes `data` to a new file and returns what is on the disk then."""
     path.unlink()
     with path.open("xb") as file:
         write(file, data)
-    forget(path)
+    evict(path)
     return path.read_bytes()
 
 
 @pytest.mark.parametrize("size", [None, 1, DISK_BLOCK_BYTES, 100_000])
-def test_what_is_written_is_all_there(path: Path, monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
-    """The kernel may take fewer bytes than it is given."""
-    taken: list[int] = []
+def test_short_writes_are_completed(path: Path, monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+    """The kernel may write fewer bytes than given."""
+    counts: list[int] = []
 
-    def less(descriptor: int, data: memoryview, start: int) -> int:
-        with path.open("r+b") as file:  # which takes parts of blocks
-            taken.append(pwrite(file.fileno(), data[:size], start))
-        return taken[-1]
+    def write_less(descriptor: int, data: memoryview, start: int) -> int:
+        with path.open("r+b") as file:  # without O_DIRECT, which refuses partial blocks
+            counts.append(pwrite(file.fileno(), data[:size], start))
+        return counts[-1]
 
-    monkeypatch.setattr(os, "pwrite", less)
+    monkeypatch.setattr(os, "pwrite", write_less)
     for data in contents():
-        taken.clear()
+        counts.clear()
         assert written(path, data) == data
-        assert sum(taken) >= (size or MIN_DIRECT_BYTES)
+        assert sum(counts) >= (size or MIN_DIRECT_BYTES)
 
 
-def test_a_disk_that_takes_nothing_is_written_to_as_usual(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_direct_write_without_progress_falls_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda *args: 0)
     assert written(path, CONTENT) == CONTENT
 
 
 @pytest.mark.parametrize("call", ["fcntl", "pwrite", "the second pwrite"])
 @pytest.mark.parametrize("code", [errno.EFAULT, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
-def test_a_file_system_that_refuses_is_written_to_as_usual(
+def test_without_o_direct_files_are_written_through_the_page_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     refused: list[int] = []
@@ -290,7 +290,7 @@ def test_a_file_system_that_refuses_is_written_to_as_usual(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_is_full_or_fails_is_heard(path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_full_or_failing_disk_raises_its_error(path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def fail(*args: Any) -> int:
         raise OSError(code, os.strerror(code))
 
@@ -299,23 +299,21 @@ def test_a_disk_that_is_full_or_fails_is_heard(path: Path, monkeypatch: pytest.M
         written(path, CONTENT)
 
 
-def test_what_is_large_and_on_a_disk_is_written_directly_and_at_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_large_files_on_a_disk_are_written_directly(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
-    def noted(descriptor: int, data: memoryview, start: int) -> int:
+    def record(descriptor: int, data: memoryview, start: int) -> int:
         calls.append(len(data))
         assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
         return pwrite(descriptor, data, start)
 
-    monkeypatch.setattr(os, "pwrite", noted)
+    monkeypatch.setattr(os, "pwrite", record)
     path.unlink()
     with path.open("xb") as file:
         write(file, memory_at(0, CONTENT))
-        assert calls == [len(CONTENT) // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES], "at once"
+        assert calls == [len(CONTENT) // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES], "one call"
         assert not fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_DIRECT
     calls.clear()
-    assert written(path, CONTENT[: MIN_DIRECT_BYTES - 1]) == CONTENT[: MIN_DIRECT_BYTES - 1] and not calls, "little"
+    assert written(path, CONTENT[: MIN_DIRECT_BYTES - 1]) == CONTENT[: MIN_DIRECT_BYTES - 1] and not calls, "too small"
     monkeypatch.setattr(direct_io, "_is_on_disk", lambda file: False)
-    assert written(path, CONTENT) == CONTENT and not calls, "elsewhere than on a disk"
+    assert written(path, CONTENT) == CONTENT and not calls, "not on a disk"

@@ -1,3 +1,5 @@
+"""The lease on a run: acquired by one driver, renewed, taken over and released."""
+
 from __future__ import annotations
 
 import json
@@ -19,29 +21,29 @@ from elastic_ddp.storage.lease import EXPIRES_AFTER_S, DriverLease
 from elastic_ddp.storage.lease_holder import Driver, started
 from elastic_ddp.storage.storage import Storage
 
-FAR = replace(
-    Driver.this_process("far"), host="far", pid=7, user="ada", boot_id="another boot", ray_address="10.0.0.9:6379"
+REMOTE = replace(
+    Driver.this_process("remote"), host="far", pid=7, user="ada", boot_id="another boot", ray_address="10.0.0.9:6379"
 )
-"""On another machine."""
+"""A driver on another machine."""
 
 
-class Time:
-    """Goes on when somebody sleeps; `meanwhile` is what happens then."""
+class FakeClock:
+    """Advances when a driver sleeps, and then calls `on_sleep`."""
 
-    def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_sleep: Callable[[], None] = lambda: None) -> None:
         self.now = 0.0
-        self.meanwhile = meanwhile
+        self.on_sleep = on_sleep
 
-    def clock(self) -> float:
+    def read(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-        self.meanwhile()
+        self.on_sleep()
 
 
-class Faulty(Storage):
-    """Refuses writes while `failing`, and lets something happen before the next create."""
+class FaultyStorage(Storage):
+    """Refuses writes while `failing`, and calls `before_create` before the next create."""
 
     failing = False
     before_create: Callable[[], None] | None = None
@@ -52,19 +54,19 @@ class Faulty(Storage):
         super().write(key, data)
 
     def create(self, key: str, data: bytes, **options: Any) -> None:
-        if (happens := self.before_create) is not None:
+        if (callback := self.before_create) is not None:
             self.before_create = None
-            happens()
+            callback()
         super().create(key, data, **options)
 
 
 class Drivers:
-    """Makes leases of drivers, and ends their threads."""
+    """Creates leases of several drivers."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self.time = Time()
-        self.notes: list[str] = []
+        self.clock = FakeClock()
+        self.messages: list[str] = []
         self.made: list[DriverLease] = []
 
     def __call__(self, session: str, driver: Driver | None = None, storage: Storage | None = None) -> DriverLease:
@@ -72,18 +74,18 @@ class Drivers:
             storage or self.storage,
             "moon",
             session,
-            self.notes.append,
+            self.messages.append,
             driver=driver and replace(driver, session=session),
-            clock=self.time.clock,
-            sleep=self.time.sleep,
+            clock=self.clock.read,
+            sleep=self.clock.sleep,
         )
         self.made.append(made)
         return made
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> Faulty:
-    return Faulty(tmp_path / "runs" / "moon")
+def storage(tmp_path: Path) -> FaultyStorage:
+    return FaultyStorage(tmp_path / "runs" / "moon")
 
 
 @pytest.fixture
@@ -103,18 +105,18 @@ def neighbour() -> Iterator[Driver]:
 
 
 def neighbour_in(process: subprocess.Popen[bytes]) -> Driver:
-    here = Driver.this_process("neighbour")
-    return replace(here, pid=process.pid, started=started(process.pid), user="bob")
+    this = Driver.this_process("neighbour")
+    return replace(this, pid=process.pid, started=started(process.pid), user="bob")
 
 
 def put(storage: Storage, driver: Driver, *, term: int = 1, count: int = 0, released: bool = False) -> None:
-    """The lease of a driver that is not in this process."""
+    """Writes the lease of a driver that does not run in this process."""
     content = {**asdict(driver), "count": count, "released": released}
     storage.write(f"driver/{term:06d}.json", json.dumps(content).encode())
 
 
-def held(storage: Storage) -> dict[str, Any]:
-    """The lease that counts."""
+def stored_lease(storage: Storage) -> dict[str, Any]:
+    """Returns the content of the newest lease."""
     return json.loads(storage.read(storage.list("driver")[-1]))
 
 
@@ -123,27 +125,27 @@ def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         threading.Event().wait(0.01)
-    raise AssertionError("it did not happen in time")
+    raise AssertionError("the condition did not become true within 30 s")
 
 
-def test_a_driver_says_where_it_is_for_as_long_as_it_holds_the_lease(storage: Storage, drivers: Drivers) -> None:
+def test_a_lease_records_where_its_driver_is_until_it_is_released(storage: Storage, drivers: Drivers) -> None:
     with drivers("one") as lease:
         lease.acquire()
         lease.acquire()
         lease.renew(ray_address="10.0.0.1:6379")
         assert storage.list() == ["driver/000001.json"]
-        lease_of_one = held(storage)
+        lease_of_one = stored_lease(storage)
         assert lease_of_one["session"] == "one" and lease_of_one["released"] is False
         assert lease_of_one["pid"] == os.getpid() and lease_of_one["ray_address"] == "10.0.0.1:6379"
-    assert held(storage)["released"] is True
+    assert stored_lease(storage)["released"] is True
     with drivers("two") as lease:
         lease.acquire()
-        assert storage.list() == ["driver/000002.json"], "what is older is removed"
-        assert held(storage)["session"] == "two"
-    assert drivers.time.now == 0 and drivers.notes == []
+        assert storage.list() == ["driver/000002.json"], "older terms are deleted"
+        assert stored_lease(storage)["session"] == "two"
+    assert drivers.clock.now == 0 and drivers.messages == []
 
 
-def test_a_lease_that_was_never_taken_leaves_nothing_behind(storage: Storage, drivers: Drivers) -> None:
+def test_a_lease_that_was_never_acquired_writes_nothing(storage: Storage, drivers: Drivers) -> None:
     with drivers("one"):
         pass
     assert storage.list() == []
@@ -153,11 +155,11 @@ def test_a_lease_is_released_after_an_error(storage: Storage, drivers: Drivers) 
     with pytest.raises(KeyError), drivers("one") as lease:
         lease.acquire()
         raise KeyError
-    assert held(storage)["released"] is True
+    assert stored_lease(storage)["released"] is True
 
 
 @pytest.mark.parametrize("how", ["reaped", "zombie"])
-def test_a_dead_driver_of_this_machine_is_succeeded_at_once(storage: Storage, drivers: Drivers, how: str) -> None:
+def test_a_dead_driver_on_this_machine_is_replaced_at_once(storage: Storage, drivers: Drivers, how: str) -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
         driver = neighbour_in(process)
         put(storage, driver, term=3)
@@ -167,21 +169,21 @@ def test_a_dead_driver_of_this_machine_is_succeeded_at_once(storage: Storage, dr
         else:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         drivers("two").acquire()
-    assert storage.list() == ["driver/000004.json"] and held(storage)["session"] == "two"
-    assert drivers.time.now == 0
-    assert drivers.notes == [f"run 'moon': taking over from a dead driver: {driver}"]
+    assert storage.list() == ["driver/000004.json"] and stored_lease(storage)["session"] == "two"
+    assert drivers.clock.now == 0
+    assert drivers.messages == [f"run 'moon': taking over from a dead driver: {driver}"]
 
 
-def test_a_process_with_the_pid_of_a_dead_driver_is_not_taken_for_it(
+def test_a_later_process_with_a_dead_drivers_pid_is_not_the_driver(
     storage: Storage, drivers: Drivers, neighbour: Driver
 ) -> None:
     assert neighbour.started is not None
     put(storage, replace(neighbour, started=neighbour.started - 1))
     drivers("two").acquire()
-    assert held(storage)["session"] == "two" and drivers.time.now == 0
+    assert stored_lease(storage)["session"] == "two" and drivers.clock.now == 0
 
 
-def test_a_live_driver_of_this_machine_is_not_succeeded(storage: Storage, drivers: Drivers, neighbour: Driver) -> None:
+def test_a_live_driver_on_this_machine_keeps_the_lease(storage: Storage, drivers: Drivers, neighbour: Driver) -> None:
     put(storage, replace(neighbour, ray_address="10.0.0.1:6379"))
     with pytest.raises(ConfigError) as caught, drivers("two") as lease:
         lease.acquire()
@@ -189,93 +191,93 @@ def test_a_live_driver_of_this_machine_is_not_succeeded(storage: Storage, driver
     assert f"run 'moon' in {storage.uri} has a live driver: pid {neighbour.pid} of bob on {neighbour.host}" in text
     assert f"since {neighbour.since}, Ray at 10.0.0.1:6379" in text
     assert "Stop it with Ctrl-C there or with `elastic-ddp stop moon`, or use another name" in text
-    assert held(storage)["session"] == "neighbour" and drivers.time.now == 0
+    assert stored_lease(storage)["session"] == "neighbour" and drivers.clock.now == 0
 
 
-def test_a_driver_elsewhere_that_renews_is_not_succeeded(storage: Storage, drivers: Drivers) -> None:
-    put(storage, FAR)
+def test_a_remote_driver_that_renews_keeps_the_lease(storage: Storage, drivers: Drivers) -> None:
+    put(storage, REMOTE)
 
     def renew() -> None:
-        if drivers.time.now >= 3:
-            put(storage, FAR, count=1)
+        if drivers.clock.now >= 3:
+            put(storage, REMOTE, count=1)
 
-    drivers.time.meanwhile = renew
+    drivers.clock.on_sleep = renew
     with pytest.raises(ConfigError, match=r"live driver: pid 7 of ada on far, .*Ray at 10\.0\.0\.9:6379"):
         drivers("two").acquire()
-    assert drivers.time.now == 3, "it is refused as soon as it is known"
-    (note,) = drivers.notes
-    assert "may be alive: pid 7 of ada on far" in note and "Waiting up to 20 s" in note
-    assert held(storage)["session"] == "far"
+    assert drivers.clock.now == 3, "refused at the first renewal"
+    (message,) = drivers.messages
+    assert "may be alive: pid 7 of ada on far" in message and "Waiting up to 20 s" in message
+    assert stored_lease(storage)["session"] == "remote"
 
 
-def test_a_driver_elsewhere_that_does_not_renew_is_succeeded(storage: Storage, drivers: Drivers) -> None:
-    put(storage, FAR)
+def test_a_remote_driver_that_does_not_renew_is_replaced(storage: Storage, drivers: Drivers) -> None:
+    put(storage, REMOTE)
     drivers("two").acquire()
-    assert drivers.time.now == EXPIRES_AFTER_S
-    assert held(storage)["session"] == "two"
-    assert "taking over from a dead driver: pid 7 of ada on far" in drivers.notes[-1]
+    assert drivers.clock.now == EXPIRES_AFTER_S
+    assert stored_lease(storage)["session"] == "two"
+    assert "taking over from a dead driver: pid 7 of ada on far" in drivers.messages[-1]
 
 
-def test_a_driver_elsewhere_that_goes_is_not_waited_for(storage: Storage, drivers: Drivers) -> None:
-    put(storage, FAR)
-    drivers.time.meanwhile = lambda: put(storage, FAR, released=True)
+def test_a_remote_driver_that_releases_is_replaced_at_once(storage: Storage, drivers: Drivers) -> None:
+    put(storage, REMOTE)
+    drivers.clock.on_sleep = lambda: put(storage, REMOTE, released=True)
     drivers("two").acquire()
-    assert drivers.time.now == 1 and held(storage)["session"] == "two"
+    assert drivers.clock.now == 1 and stored_lease(storage)["session"] == "two"
 
 
-def test_a_driver_elsewhere_that_is_succeeded_by_another_is_not_waited_for(
+def test_a_wait_ends_when_a_third_driver_acquires_the_lease(
     storage: Storage, drivers: Drivers, neighbour: Driver
 ) -> None:
-    put(storage, FAR)
-    drivers.time.meanwhile = lambda: put(storage, neighbour, term=2)
+    put(storage, REMOTE)
+    drivers.clock.on_sleep = lambda: put(storage, neighbour, term=2)
     with pytest.raises(ConfigError, match=f"live driver: pid {neighbour.pid} of bob"):
         drivers("two").acquire()
-    assert drivers.time.now == 1
+    assert drivers.clock.now == 1
 
 
-def test_who_watches_and_was_frozen_looks_again_before_it_takes_over(storage: Storage, drivers: Drivers) -> None:
-    put(storage, FAR)
+def test_a_suspended_waiter_reads_the_lease_again_before_it_takes_over(storage: Storage, drivers: Drivers) -> None:
+    put(storage, REMOTE)
 
-    def freeze() -> None:
-        drivers.time.now += 3600
-        put(storage, FAR, count=700)
+    def suspend() -> None:
+        drivers.clock.now += 3600
+        put(storage, REMOTE, count=700)
 
-    drivers.time.meanwhile = freeze
+    drivers.clock.on_sleep = suspend
     with pytest.raises(ConfigError, match="live driver"):
         drivers("two").acquire()
 
 
 @pytest.mark.parametrize("data", [b"", b'{"session": "fa', b"[1]", b"7"])
-def test_a_torn_lease_is_watched_like_one_elsewhere(storage: Storage, drivers: Drivers, data: bytes) -> None:
+def test_a_torn_lease_is_polled_like_a_remote_one(storage: Storage, drivers: Drivers, data: bytes) -> None:
     storage.write("driver/000001.json", data)
     drivers("two").acquire()
-    assert drivers.time.now == EXPIRES_AFTER_S and held(storage)["session"] == "two"
+    assert drivers.clock.now == EXPIRES_AFTER_S and stored_lease(storage)["session"] == "two"
 
 
-def test_a_lease_of_a_later_version_is_understood(storage: Storage, drivers: Drivers, neighbour: Driver) -> None:
+def test_a_lease_with_unknown_fields_is_read(storage: Storage, drivers: Drivers, neighbour: Driver) -> None:
     content = {**asdict(neighbour), "count": 1, "colour": "blue"}
     storage.write("driver/000001.json", json.dumps(content).encode())
     with pytest.raises(ConfigError, match=f"live driver: pid {neighbour.pid} of bob"):
         drivers("two").acquire()
 
 
-def test_a_process_that_is_hidden_from_this_user_is_watched(
+def test_a_lease_of_a_hidden_process_is_polled(
     storage: Storage, drivers: Drivers, neighbour: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(storage, neighbour)
     lease = drivers("two")
 
-    def hidden(*_: object) -> None:
+    def refuse(*_: object) -> None:
         raise PermissionError
 
     monkeypatch.setattr(driver_module, "started", lambda pid: None)
-    monkeypatch.setattr(os, "kill", hidden)
+    monkeypatch.setattr(os, "kill", refuse)
     lease.acquire()
-    assert drivers.time.now == EXPIRES_AFTER_S and held(storage)["session"] == "two"
+    assert drivers.clock.now == EXPIRES_AFTER_S and stored_lease(storage)["session"] == "two"
 
 
-def test_a_lease_of_this_process_that_could_not_be_released_is_no_obstacle_for_long(
-    storage: Faulty, drivers: Drivers, caplog: pytest.LogCaptureFixture
+def test_an_unreleased_lease_of_this_process_expires(
+    storage: FaultyStorage, drivers: Drivers, caplog: pytest.LogCaptureFixture
 ) -> None:
     with drivers("one") as lease:
         lease.acquire()
@@ -283,22 +285,20 @@ def test_a_lease_of_this_process_that_could_not_be_released_is_no_obstacle_for_l
     assert [record.getMessage() for record in caplog.records] == ["the lease on run 'moon' cannot be renewed: no space"]
     storage.failing = False
     drivers("two").acquire()
-    assert drivers.time.now == EXPIRES_AFTER_S and held(storage)["session"] == "two"
+    assert drivers.clock.now == EXPIRES_AFTER_S and stored_lease(storage)["session"] == "two"
 
 
-def test_a_second_driver_in_this_process_is_refused_while_the_first_one_lives(
-    storage: Storage, drivers: Drivers
-) -> None:
+def test_a_second_driver_in_this_process_is_refused(storage: Storage, drivers: Drivers) -> None:
     first = drivers("one")
     first.acquire()
-    drivers.time.meanwhile = first.renew
+    drivers.clock.on_sleep = first.renew
     with pytest.raises(ConfigError, match=f"live driver: pid {os.getpid()} of"):
         drivers("two").acquire()
 
 
-@pytest.mark.parametrize("before", [None, FAR])
-def test_of_two_that_see_a_lease_to_take_one_takes_it(
-    storage: Faulty, drivers: Drivers, neighbour: Driver, before: Driver | None
+@pytest.mark.parametrize("before", [None, REMOTE])
+def test_of_two_drivers_that_see_a_free_lease_one_acquires_it(
+    storage: FaultyStorage, drivers: Drivers, neighbour: Driver, before: Driver | None
 ) -> None:
     if before is not None:
         put(storage, before)
@@ -307,15 +307,15 @@ def test_of_two_that_see_a_lease_to_take_one_takes_it(
     with pytest.raises(ConfigError, match=f"live driver: pid {neighbour.pid} of bob"):
         drivers("two").acquire()
     other.renew()
-    assert held(storage)["session"] == "other"
+    assert stored_lease(storage)["session"] == "other"
 
 
 @pytest.mark.parametrize("where", ["local", "s3"])
-def test_of_many_that_take_a_lease_at_once_one_has_it(
+def test_of_many_concurrent_drivers_one_acquires_the_lease(
     request: pytest.FixtureRequest, tmp_path: Path, drivers: Drivers, neighbour: Driver, where: str
 ) -> None:
     storage = Storage(f"{request.getfixturevalue('s3')}/moon" if where == "s3" else tmp_path)
-    put(storage, FAR, released=True)
+    put(storage, REMOTE, released=True)
     barrier = threading.Barrier(6)
     winners, refused = [], []
 
@@ -334,91 +334,87 @@ def test_of_many_that_take_a_lease_at_once_one_has_it(
         thread.start()
     for thread in threads:
         thread.join()
-    assert [held(storage)["session"]] == [str(number) for number in winners]
+    assert [stored_lease(storage)["session"]] == [str(number) for number in winners]
     assert len(refused) == 5
 
 
-def test_a_term_that_was_over_long_ago_is_not_taken_again(storage: Faulty, drivers: Drivers, neighbour: Driver) -> None:
-    put(storage, FAR, released=True)
+def test_a_deleted_term_is_not_acquired_again(storage: FaultyStorage, drivers: Drivers, neighbour: Driver) -> None:
+    put(storage, REMOTE, released=True)
 
-    def others_come_and_go() -> None:
+    def acquire_two_terms() -> None:
         with drivers("second") as lease:
             lease.acquire()
         drivers("third", neighbour).acquire()
         assert storage.list() == ["driver/000003.json"]
 
-    storage.before_create = others_come_and_go
+    storage.before_create = acquire_two_terms
     with pytest.raises(ConfigError, match=f"live driver: pid {neighbour.pid} of bob"):
         drivers("slow").acquire()
     assert storage.list() == ["driver/000003.json"]
     drivers.made[-2].renew()
 
 
-def test_a_frozen_driver_that_was_replaced_hears_it_and_leaves_the_lease_alone(
-    storage: Storage, drivers: Drivers
-) -> None:
-    frozen = drivers("one")
-    frozen.acquire()
-    frozen.check()
-    put(storage, FAR, term=2)
+def test_a_suspended_driver_finds_out_that_it_was_replaced(storage: Storage, drivers: Drivers) -> None:
+    suspended = drivers("one")
+    suspended.acquire()
+    suspended.check()
+    put(storage, REMOTE, term=2)
     storage.delete("driver/000001.json")
-    frozen.check()
-    for call in (frozen.renew, frozen.renew, frozen.check, frozen.acquire):
+    suspended.check()
+    for call in (suspended.renew, suspended.renew, suspended.check, suspended.acquire):
         with pytest.raises(DriverReplacedError, match=r"run 'moon' was taken over.*pid 7 of ada on far.*10\.0\.0\.9"):
             call()
-    assert frozen.replaced.is_set()
-    frozen.release()
+    assert suspended.replaced.is_set()
+    suspended.release()
     assert storage.list() == ["driver/000002.json"]
-    assert held(storage)["session"] == "far" and held(storage)["released"] is False
+    assert stored_lease(storage)["session"] == "remote" and stored_lease(storage)["released"] is False
 
 
-def test_a_driver_hears_that_it_was_replaced_even_if_its_successor_is_done(storage: Storage, drivers: Drivers) -> None:
-    frozen = drivers("one")
-    frozen.acquire()
-    put(storage, FAR, term=2, released=True)
+def test_a_driver_finds_out_after_its_successor_has_released(storage: Storage, drivers: Drivers) -> None:
+    suspended = drivers("one")
+    suspended.acquire()
+    put(storage, REMOTE, term=2, released=True)
     with pytest.raises(DriverReplacedError, match="on far"):
-        frozen.renew()
+        suspended.renew()
 
 
-def test_a_driver_whose_run_was_removed_and_begun_anew_hears_it(storage: Storage, drivers: Drivers) -> None:
+def test_a_driver_finds_out_that_its_run_was_deleted_and_restarted(storage: Storage, drivers: Drivers) -> None:
     first = drivers("one")
     first.acquire()
     storage.delete_tree("driver")
     first.renew()
-    assert held(storage)["session"] == "one", "it was only removed"
-    put(storage, FAR)
+    assert stored_lease(storage)["session"] == "one", "deleted, not replaced"
+    put(storage, REMOTE)
     with pytest.raises(DriverReplacedError, match="on far"):
         first.renew()
-    assert held(storage)["session"] == "far"
+    assert stored_lease(storage)["session"] == "remote"
 
 
-def test_the_thread_renews_and_hears_of_a_successor(
+def test_the_thread_renews_and_detects_a_successor(
     storage: Storage, drivers: Drivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "RENEW_EVERY_S", 0.01)
     lease = drivers("one")
     lease.acquire()
-    until(lambda: held(storage)["count"] >= 3)
-    put(storage, FAR, term=2)
+    until(lambda: stored_lease(storage)["count"] >= 3)
+    put(storage, REMOTE, term=2)
     assert lease.replaced.wait(30)
     with pytest.raises(DriverReplacedError, match="on far"):
         lease.check()
 
 
-def test_a_released_lease_is_renewed_no_more(
-    storage: Storage, drivers: Drivers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_released_lease_is_not_renewed(storage: Storage, drivers: Drivers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "RENEW_EVERY_S", 0.01)
     with drivers("one") as lease:
         lease.acquire()
-        until(lambda: held(storage)["count"] >= 1)
+        until(lambda: stored_lease(storage)["count"] >= 1)
     assert not any(thread.name == "driver-lease" for thread in threading.enumerate())
     lease.renew()
-    assert held(storage)["released"] is True
+    assert stored_lease(storage)["released"] is True
 
 
-def test_an_outage_of_the_storage_is_logged_once_and_outlived(
-    storage: Faulty, drivers: Drivers, caplog: pytest.LogCaptureFixture
+def test_a_lease_survives_an_outage_that_is_logged_once(
+    storage: FaultyStorage, drivers: Drivers, caplog: pytest.LogCaptureFixture
 ) -> None:
     lease = drivers("one")
     lease.acquire()
@@ -431,25 +427,25 @@ def test_an_outage_of_the_storage_is_logged_once_and_outlived(
         assert "the lease on run 'moon' cannot be renewed: no space" in caplog.text
         storage.failing = False
         lease.renew()
-        assert held(storage)["ray_address"] == f"10.0.0.{outage}:6379"
+        assert stored_lease(storage)["ray_address"] == f"10.0.0.{outage}:6379"
 
 
-def test_a_lease_that_is_taken_while_the_storage_fails_is_not_held(
-    storage: Faulty, drivers: Drivers, monkeypatch: pytest.MonkeyPatch
+def test_a_lease_acquired_during_an_outage_is_given_back(
+    storage: FaultyStorage, drivers: Drivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(prefix: str = "") -> list[str]:
+    def fail(prefix: str = "") -> list[str]:
         raise StorageError("no answer")
 
     with monkeypatch.context() as patch, pytest.raises(StorageError, match="no answer"):
-        patch.setattr(storage, "list", broken)
+        patch.setattr(storage, "list", fail)
         drivers("one").acquire()
 
-    def breaks() -> None:
-        monkeypatch.setattr(storage, "list", broken)
+    def start_outage() -> None:
+        monkeypatch.setattr(storage, "list", fail)
 
-    storage.before_create = breaks
+    storage.before_create = start_outage
     with drivers("two") as lease:
         with pytest.raises(StorageError, match="no answer"):
             lease.acquire()
         monkeypatch.undo()
-    assert held(storage)["released"] is True, "what was created is given back"
+    assert stored_lease(storage)["released"] is True

@@ -1,0 +1,178 @@
+"""Storage on S3: conditional creation, lost answers and errors, against moto."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+
+from elastic_ddp.errors import ConfigError, PeerFailedError, StorageError
+from elastic_ddp.storage.storage import Storage
+
+
+def patch_conditions(monkeypatch: pytest.MonkeyPatch, condition: Callable[[], None]) -> None:
+    """Makes moto handle `If-None-Match` with `condition` and then write, like a server without conditional writes."""
+    import s3fs
+
+    real = s3fs.S3FileSystem._call_s3
+
+    async def call(fs: Any, method: str, *arguments: Any, **options: Any) -> Any:
+        if options.pop("IfNoneMatch", None):
+            condition()
+        return await real(fs, method, *arguments, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def refuse_condition() -> None:
+    answer = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
+    raise OSError(errno.ENOSYS, "NotImplemented") from ClientError(answer, "PutObject")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("condition", [lambda: None, refuse_condition], ids=["ignored", "refused"])
+def test_a_server_without_conditional_writes_is_refused(
+    s3: str, monkeypatch: pytest.MonkeyPatch, condition: Callable[[], None]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch_conditions(patch, condition)
+        storage = Storage(f"{s3}/runs")
+        with pytest.raises(ConfigError, match=r"cannot be trusted with commits: .*If-None-Match"):
+            storage.check_writable()
+        assert storage.list() == []
+    Storage(f"{s3}/runs").check_writable()
+
+
+class FakeAnswers:
+    """Replaces the answers to creates, which reach S3 or not."""
+
+    def __init__(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fs = storage.filesystem_and_path()[0].handler.fs
+        self.real = self.fs.pipe_file
+        self.answers: list[tuple[bool, Exception]] = []
+        self.calls = 0
+        monkeypatch.setattr(self.fs, "pipe_file", self)
+        monkeypatch.setattr("elastic_ddp.storage.s3.time.sleep", lambda seconds: None)
+
+    def __call__(self, path: str, data: bytes, **options: object) -> None:
+        self.calls += 1
+        if not self.answers:
+            self.real(path, data, **options)
+            return
+        arrives, answer = self.answers.pop(0)
+        if arrives:
+            self.real(path, data, **options)
+        raise answer
+
+
+def test_before_retry_is_called_between_attempts_and_can_end_them(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, calls = Storage(s3), itertools.count(1)
+    answers = FakeAnswers(storage, monkeypatch)
+    answers.answers = [(False, OSError(errno.EIO, "InternalError"))] * 10
+
+    def fence() -> None:
+        if next(calls) == 2:
+            raise PeerFailedError("generation 1 is over")
+
+    with pytest.raises(PeerFailedError, match="generation 1 is over"):
+        storage.create("a", b"mine", before_retry=fence)
+    assert answers.calls == 2 and storage.list() == []
+
+
+def test_a_missing_bucket_is_an_error_not_an_empty_folder(s3: str) -> None:
+    missing = Storage(f"{s3}-missing/runs")
+    with pytest.raises(ConfigError, match=r"-missing/runs.* cannot be written: .*create the bucket"):
+        missing.check_writable()
+    with pytest.raises(StorageError):
+        missing.list()
+    with pytest.raises(StorageError):
+        missing.create("a", b"")
+
+
+def test_missing_credentials_are_a_config_error(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        with pytest.raises(ConfigError, match="AWS_ACCESS_KEY_ID"):
+            Storage(s3).check_writable()
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_listing_shows_changes_of_other_clients_at_once(s3: str) -> None:
+    import boto3
+
+    storage = Storage(f"{s3}/runs")
+    storage.write("a", b"1")
+    assert storage.list() == ["a"]
+    client = boto3.client("s3")
+    bucket = s3.removeprefix("s3://")
+    client.put_object(Bucket=bucket, Key="runs/b", Body=b"2")
+    client.delete_object(Bucket=bucket, Key="runs/a")
+    assert storage.list() == ["b"]
+    with pytest.raises(FileNotFoundError):
+        storage.read("a")
+
+
+def test_a_create_whose_answer_was_lost_succeeds(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(s3)
+    answers = FakeAnswers(storage, monkeypatch)
+    answers.answers = [(True, ConnectionError("reset"))]
+    storage.create("a", b"mine")
+    # As if the client repeated the request and the repetition was refused.
+    answers.answers = [(True, FileExistsError("PreconditionFailed"))]
+    storage.create("b", b"mine")
+    assert answers.calls == 2 and storage.list() == ["a", "b"]
+
+
+def test_cephs_invalid_argument_means_that_the_object_exists(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(s3)
+    storage.create("a", b"theirs")
+    FakeAnswers(storage, monkeypatch).answers = [(False, OSError(errno.EINVAL, "PreconditionFailed"))]
+    with pytest.raises(FileExistsError):
+        storage.create("a", b"mine")
+    assert storage.read("a") == b"theirs"
+
+
+def test_a_create_that_conflicts_with_one_in_progress_is_retried(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(s3)
+    answers = FakeAnswers(storage, monkeypatch)
+    answers.answers = [(False, OSError(errno.EIO, "ConditionalRequestConflict"))] * 2
+    storage.create("a", b"mine")
+    assert answers.calls == 3 and storage.read("a") == b"mine"
+    answers.answers = [(False, OSError(errno.EIO, "InternalError"))] * 10
+    with pytest.raises(StorageError, match="InternalError"):
+        storage.create("b", b"mine")
+    assert storage.list() == ["a"]
+
+
+def test_a_create_on_s3_is_one_conditional_put(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(s3)
+    fs = storage.filesystem_and_path()[0].handler.fs
+    requests: list[tuple[str, object]] = []
+    real = fs._call_s3
+
+    async def record(method: str, *arguments: object, **options: object) -> object:
+        requests.append((method, options.get("IfNoneMatch")))
+        return await real(method, *arguments, **options)
+
+    monkeypatch.setattr(fs, "_call_s3", record)
+    storage.create("a", b"x" * (6 << 20))
+    assert requests == [("put_object", "*")]
+
+
+def test_a_denied_request_fails_at_once_with_its_cause(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(s3)
+    FakeAnswers(storage, monkeypatch).answers = [(False, PermissionError("AccessDenied"))]
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"cannot create 'a' in s3://.*AccessDenied") as caught:
+        storage.create("a", b"mine")
+    assert isinstance(caught.value.__cause__, PermissionError) and time.monotonic() - began < 5
