@@ -29,7 +29,8 @@ sys.path[:0] = FOLDERS
 
 from saves.state import TENSOR_KIB  # noqa: E402
 
-from elastic_ddp.checkpoint.reader import PARALLEL_PIECES, PIECE_BYTES  # noqa: E402
+from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES  # noqa: E402
+from elastic_ddp.checkpoint.reader import PIECES_READ_AHEAD  # noqa: E402
 from elastic_ddp.worker.shared_read import PIECES_IN_FLIGHT  # noqa: E402
 
 PARTS = ("held", "throughput", "overhead", "memory")
@@ -40,7 +41,7 @@ MOST_OF_A_COPY = 1.10
 LEAST_OF_BARE = {"save": 0.9, "restore": 0.5, "restore to shards": 0.5}
 LEAST_SAMPLES = 0.98
 MOST_EXTRA_COPIES = 1.0
-WINDOW_BYTES = (PARALLEL_PIECES + PIECES_IN_FLIGHT) * PIECE_BYTES
+WINDOW_BYTES = (PIECES_READ_AHEAD + PIECES_IN_FLIGHT) * MAX_PIECE_BYTES
 """What a restore may have on its way, read and between ranks."""
 
 

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ddp.checkpoint.confirmed_read import confirmed_pieces, read_twice
+from elastic_ddp.checkpoint.confirmed_read import read_twice
 from elastic_ddp.checkpoint.manifest import Commit, committed_steps, manifest_key, set_aside_key
-from elastic_ddp.checkpoint.reader import empty_tensors, pieces_of, read_manifest, state_of, state_to_fill
+from elastic_ddp.checkpoint.pieces import pieces_of
+from elastic_ddp.checkpoint.reader import allocate_state, build_state, meta_tensors, read_manifest, read_pieces
 from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.storage.storage import Storage
 
@@ -57,10 +58,10 @@ class CommitCatalog:
         """
         with self._unless_removed(commit):
             skeleton = self.skeleton(commit)
-            tensors, targets = state_to_fill(commit, components)
-            for _ in confirmed_pieces(self._storage, pieces_of(commit, tensors), targets):
+            tensors, targets = allocate_state(commit, components)
+            for _ in read_pieces(self._storage, pieces_of(commit, tensors), targets):
                 pass
-            return state_of(commit, skeleton, tensors, components)
+            return build_state(commit, skeleton, tensors, components)
 
     def verify(self, commit: Commit) -> None:
         """Reads every byte of a commit, and sees that they make up a state.
@@ -70,8 +71,8 @@ class CommitCatalog:
             FileNotFoundError: the commit was removed meanwhile.
         """
         with self._unless_removed(commit):
-            state_of(commit, self.skeleton(commit), empty_tensors(commit))
-            for _ in confirmed_pieces(self._storage, pieces_of(commit, commit.tensors)):
+            build_state(commit, self.skeleton(commit), meta_tensors(commit))
+            for _ in read_pieces(self._storage, pieces_of(commit, commit.tensors)):
                 pass
 
     @contextmanager

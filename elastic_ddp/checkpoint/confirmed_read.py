@@ -1,13 +1,12 @@
-"""Reading what a commit consists of: a commit is rejected only after an object has failed twice."""
+"""Second tries: a commit is rejected only after the same read has failed twice."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from elastic_ddp.checkpoint.reader import Piece, Reading, Targets, read_piece
 from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.storage.storage import Storage
 
@@ -48,13 +47,3 @@ def check_answers(storage: Storage, key: str) -> None:
     if others:
         with suppress(FileNotFoundError):  # removed since it was listed
             storage.read_into(others[-1], 0, memoryview(bytearray(1)))
-
-
-def confirmed_piece(storage: Storage, piece: Piece, targets: Targets | None = None) -> memoryview:
-    """Returns the bytes of a piece, like `read_piece`, with a second try."""
-    return read_twice(storage, piece.key, lambda: read_piece(storage, piece, targets))
-
-
-def confirmed_pieces(storage: Storage, pieces: Iterable[Piece], targets: Targets | None = None) -> Reading[Piece]:
-    """Returns an iterator over pieces and their bytes, like `read_pieces`, with a second try for each."""
-    return Reading(pieces, lambda piece: confirmed_piece(storage, piece, targets))

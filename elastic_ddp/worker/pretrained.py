@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
-from elastic_ddp.checkpoint.reader import empty_tensors, state_of
+from elastic_ddp.checkpoint.reader import build_state, meta_tensors
 from elastic_ddp.errors import CheckpointError, ConfigError, shorten
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
@@ -129,8 +129,8 @@ class Fit:
     @classmethod
     def of(cls, module: torch.nn.Module, commit: Commit, skeleton: bytes) -> Fit:
         """CheckpointError if the commit does not hold the weights of a model."""
-        shapes = empty_tensors(commit, {MODEL})
-        theirs: Any = state_of(commit, skeleton, shapes, {MODEL})[MODEL]
+        shapes = meta_tensors(commit, {MODEL})
+        theirs: Any = build_state(commit, skeleton, shapes, {MODEL})[MODEL]
         if not isinstance(theirs, dict) or not all(isinstance(name, str) for name in theirs):
             raise CheckpointError(f"{commit.key} does not hold the weights of a model")
         ours = module.state_dict()

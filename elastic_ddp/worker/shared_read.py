@@ -8,18 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_ddp.checkpoint import Commit
-from elastic_ddp.checkpoint.confirmed_read import confirmed_piece
-from elastic_ddp.checkpoint.reader import (
-    PIECE_BYTES,
-    Piece,
-    Reading,
-    Targets,
-    check,
-    pieces_of,
-    sharded,
-    state_of,
-    state_to_fill,
-)
+from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES, Piece, pieces_of
+from elastic_ddp.checkpoint.reader import ReadAhead, allocate_state, as_sharded, build_state, read_piece
+from elastic_ddp.checkpoint.targets import Targets
 from elastic_ddp.distributed.piece_transfer import TransferWindow, begin_transfer
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError
@@ -100,8 +91,8 @@ def read_shared(
     error: Exception | None = None
     needed = b""
     try:
-        tensors, targets = state_to_fill(commit, components, layout)
-        needed = bytes(targets.need(name, block) for name in tensors for block in commit.tensors[name].blocks)
+        tensors, targets = allocate_state(commit, components, layout)
+        needed = bytes(targets.needs(name, block) for name in tensors for block in commit.tensors[name].blocks)
     except (CheckpointError, ConfigError) as raised:
         error = without_traceback(raised)
     needs = agree_on_error(error, group, needed)
@@ -109,7 +100,7 @@ def read_shared(
     state: dict[str, Any] = {}
     if error is None:
         try:
-            state = state_of(commit, skeleton, sharded(commit, tensors, layout), components)
+            state = build_state(commit, skeleton, as_sharded(commit, tensors, layout), components)
         except CheckpointError as raised:
             error = without_traceback(raised)
     agree_on_error(error, group)
@@ -125,7 +116,7 @@ def _read_pieces(
     """
     error: Exception | None = None
     window = TransferWindow[tuple[SharedPiece, memoryview]](
-        max_items=PIECES_IN_FLIGHT, max_bytes=PIECES_IN_FLIGHT * PIECE_BYTES
+        max_items=PIECES_IN_FLIGHT, max_bytes=PIECES_IN_FLIGHT * MAX_PIECE_BYTES
     )
 
     def finish_oldest() -> None:
@@ -134,13 +125,13 @@ def _read_pieces(
         tick()
         if shared.reader != group.rank and error is None:
             try:
-                check(shared.piece, data)
+                shared.piece.verify(data)
                 targets.fill(shared.piece, data)
             except CheckpointError as raised:
                 error = PeerFailedError(f"rank {shared.reader} sent bytes that arrived changed: {raised}")
 
     own = [shared for shared in pieces if shared.reader == group.rank]
-    with closing(Reading(own, lambda shared: confirmed_piece(storage, shared.piece, targets))) as reading:
+    with closing(ReadAhead(own, lambda shared: read_piece(storage, shared.piece, targets))) as reading:
         for shared in pieces:
             data = None
             if shared.reader == group.rank and not isinstance(error, StorageError):
@@ -149,7 +140,7 @@ def _read_pieces(
                 except (CheckpointError, StorageError) as raised:
                     error = without_traceback(raised)
             if data is None:
-                data = targets.place_of(shared.piece)
+                data = targets.buffer_for(shared.piece)
             messages = begin_transfer(data, group, tag=shared.number, source=shared.reader, ranks=shared.ranks)
             window.add((shared, data), messages, len(data))
             while window.is_full:

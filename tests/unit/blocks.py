@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint.manifest import Skeleton
+from elastic_ddp.checkpoint.pieces import pieces_of
 from elastic_ddp.checkpoint.planning import BlockPlanner, share_of
-from elastic_ddp.checkpoint.reader import pieces_of, read_pieces, state_to_fill
+from elastic_ddp.checkpoint.reader import allocate_state, read_pieces
 from elastic_ddp.checkpoint.writer import BlockWriter, Part, put_together
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors import host_memory
@@ -72,7 +73,7 @@ def commit_of(parts: list[Part], names: Any) -> Commit:
 
 
 def read(storage: Storage, commit: Commit) -> dict[str, torch.Tensor]:
-    found, targets = state_to_fill(commit)
+    found, targets = allocate_state(commit)
     for _ in read_pieces(storage, pieces_of(commit, found), targets):
         pass
     return found
@@ -84,7 +85,7 @@ def in_slabs_from(small_bytes: int) -> Iterator[None]:
     with (
         patch.object(host_memory, "LARGE_BYTES", 1),
         patch.object(host_memory, "SMALL_BYTES", small_bytes),
-        patch.object(host_memory, "MOST_GAPS", 1),
+        patch.object(host_memory, "MAX_GAP_SHARE", 1),
     ):
         yield
 

@@ -16,6 +16,7 @@ from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint import reader
 from elastic_ddp.checkpoint.manifest import MAX_BLOCK_BYTES, Commit
+from elastic_ddp.checkpoint.pieces import pieces_of
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import CheckpointError, ConfigError
@@ -227,7 +228,7 @@ def test_shapes_that_no_tensor_can_have_have_the_commit_before_used(tmp_path: Pa
     store = SingleRankStore(storage, keep=2)
     found = store.load_latest()
     assert found is not None and found[0].step == 1
-    assert "tensors that cannot be" in store.rejected[0][1]
+    assert "commits/2.json lists tensors that cannot exist" in store.rejected[0][1]
 
 
 def restore_in_little_memory(group: ProcessGroup, uri: str, poor: int) -> str:
@@ -297,8 +298,8 @@ def restore_anything() -> None:
     storage = Storage(f"memory://{uuid.uuid4().hex}")
     store = SingleRankStore(storage, keep=9)
     real = store.save(make_state(2), step=2, record={})
-    tensors, targets = reader.state_to_fill(real)
-    for _ in reader.read_pieces(storage, reader.pieces_of(real, tensors), targets):
+    tensors, targets = reader.allocate_state(real)
+    for _ in reader.read_pieces(storage, pieces_of(real, tensors), targets):
         pass
     skeleton = json.loads(store.skeleton(real))
     ways = st.one_of(*(st.sampled_from(ways) for ways in (places(skeleton), _within_tensors(skeleton))))
@@ -310,7 +311,7 @@ def restore_anything() -> None:
         if random.random() < 0.1:
             text = text[: random.randrange(len(text))]
         try:
-            reader.state_of(real, text.encode(), tensors)
+            reader.build_state(real, text.encode(), tensors)
         except CheckpointError:
             pass
         except BaseException as error:  # hypothesis shows the example

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.checkpoint.manifest import ALIGNMENT, attempt_prefix
+from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES
 from elastic_ddp.checkpoint.planning import BlockPlanner
-from elastic_ddp.checkpoint.reader import PIECE_BYTES
 from elastic_ddp.checkpoint.writer import Part, StateWriter
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import ProcessGroup
@@ -223,7 +223,7 @@ def test_a_rank_gets_what_it_needs_and_hardly_anything_else(tmp_path: Path) -> N
 def test_what_all_ranks_hold_draws_no_shards_along(tmp_path: Path) -> None:
     """Counts of steps lie beside shards, of which each rank is to have its own alone."""
     saved = run_ranks(2, save_large, tmp_path, "Adagrad")[0]
-    every = run_ranks(2, _restore_large, tmp_path, "Adagrad", PIECE_BYTES)
+    every = run_ranks(2, _restore_large, tmp_path, "Adagrad", MAX_PIECE_BYTES)
     assert all(found[name].tobytes() == saved[name].tobytes() for _, _, found in every for name in saved)
     assert 0 < sum(got for got, _, _ in every) <= NUM_LARGE * ALIGNMENT
 
@@ -247,7 +247,7 @@ def _pieces_in_order(group: ProcessGroup, folder: Path) -> list[tuple[int, list[
         return pieces
 
     with mock.patch.object(shared_read, "plan_pieces", noted):
-        _restore_large(group, folder, "Adagrad", PIECE_BYTES)
+        _restore_large(group, folder, "Adagrad", MAX_PIECE_BYTES)
     return [(each.number, each.ranks) for each in found]
 
 
@@ -296,7 +296,7 @@ def _restore_large(
 
     storage = Counting(folder)
     with (
-        mock.patch("elastic_ddp.checkpoint.reader.PIECE_BYTES", piece_bytes),
+        mock.patch("elastic_ddp.checkpoint.pieces.MAX_PIECE_BYTES", piece_bytes),
         mock.patch("torch.distributed.irecv", counted_irecv),
     ):
         restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
@@ -322,7 +322,7 @@ def shards_restored_to(group: ProcessGroup, folder: Path, device: str) -> list[b
         for name, each in _large().named_parameters()
     }
     storage = Slow(folder)
-    with mock.patch("elastic_ddp.checkpoint.reader.PIECE_BYTES", 3000):
+    with mock.patch("elastic_ddp.checkpoint.pieces.MAX_PIECE_BYTES", 3000):
         found = restore(CheckpointStore(storage, keep=1), storage, group, lambda: likes.get)
     assert found is not None and found[1]["model"].keys() == {name.partition(".")[2] for name in likes}
     shards = {f"model.{name}": each.to_local() for name, each in found[1]["model"].items()}

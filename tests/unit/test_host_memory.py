@@ -43,33 +43,33 @@ def test_large_ones_of_a_group_follow_each_other_with_gaps_for_small_ones() -> N
     shapes = {"a": ([LARGE + 1], torch.uint8), "b": ([10], torch.float32), "c": ([LARGE // 8, 2], torch.int64)}
     memory = host_memory.Memory([shapes, {"other": ([LARGE], torch.uint8)}])
     a, b, c, other = (memory.tensors[name] for name in ("a", "b", "c", "other"))
-    places = {name: memory.places[name] - a.data_ptr() for name in ("a", "b", "c")}
+    places = {name: memory.addresses[name] - a.data_ptr() for name in ("a", "b", "c")}
     assert places == {"a": 0, "b": LARGE + 64, "c": LARGE + 128}
     assert [name for name in memory.tensors if memory.is_apart(name)] == ["b"]
     for tensor in (a, b, c, other):
         tensor.zero_()
-    whole = memory.at(a.data_ptr(), LARGE + 128 + c.nbytes)
+    whole = memory.bytes_at(a.data_ptr(), LARGE + 128 + c.nbytes)
     assert whole is not None
     whole[:] = bytes([1]) * len(whole)
     assert a.all() and not b.any() and c.all() and not other.any()
-    part = memory.at(c.data_ptr(), 40)
+    part = memory.bytes_at(c.data_ptr(), 40)
     assert part is not None
     part[:] = bytes(40)
     assert not c.flatten()[:5].any() and c.flatten()[5:].all() and a.all()
-    assert memory.at(a.data_ptr(), LARGE + 128 + c.nbytes + 1) is None
-    assert memory.at(min(a.data_ptr(), other.data_ptr()) - 1, 1) is None
-    assert memory.at(other.data_ptr(), LARGE) is not None
-    assert memory.at(b.data_ptr(), 40) is None
-    assert host_memory.Memory([]).at(a.data_ptr(), 1) is None
+    assert memory.bytes_at(a.data_ptr(), LARGE + 128 + c.nbytes + 1) is None
+    assert memory.bytes_at(min(a.data_ptr(), other.data_ptr()) - 1, 1) is None
+    assert memory.bytes_at(other.data_ptr(), LARGE) is not None
+    assert memory.bytes_at(b.data_ptr(), 40) is None
+    assert host_memory.Memory([]).bytes_at(a.data_ptr(), 1) is None
 
 
 def test_where_gaps_would_be_much_of_a_slab_large_ones_have_their_own() -> None:
     small = {f"{number}": ([1000], torch.uint8) for number in range(LARGE // 1000)}
     memory = host_memory.Memory([{"large": ([LARGE], torch.uint8), **small}])
     assert not any(map(memory.is_apart, memory.tensors))
-    assert memory.at(memory.places["large"], LARGE) is not None
-    assert memory.at(memory.places["large"], LARGE + 1) is None
-    assert all(memory.at(memory.places[name], 1) is None for name in small)
+    assert memory.bytes_at(memory.addresses["large"], LARGE) is not None
+    assert memory.bytes_at(memory.addresses["large"], LARGE + 1) is None
+    assert all(memory.bytes_at(memory.addresses[name], 1) is None for name in small)
 
 
 def test_a_slab_stays_as_long_as_a_tensor_or_bytes_of_it_and_not_for_small_ones() -> None:
@@ -77,7 +77,7 @@ def test_a_slab_stays_as_long_as_a_tensor_or_bytes_of_it_and_not_for_small_ones(
     memory = host_memory.Memory([kinds])
     [slab] = [weakref.ref(each.base) for each in memory._slabs]
     tensor, step = memory.tensors["b"].fill_(7), memory.tensors["step"]
-    data = memory.at(tensor.data_ptr(), LARGE)
+    data = memory.bytes_at(tensor.data_ptr(), LARGE)
     del memory
     assert tensor[-1] == 7
     del tensor

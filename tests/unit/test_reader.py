@@ -18,18 +18,13 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from zlib_ng import zlib_ng
 
-from elastic_ddp.checkpoint import Commit, reader
+from elastic_ddp.checkpoint import Commit
+from elastic_ddp.checkpoint import pieces as reading
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor
+from elastic_ddp.checkpoint.pieces import Piece, pieces_of
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, local_box
-from elastic_ddp.checkpoint.reader import (
-    PARALLEL_PIECES,
-    Piece,
-    Reading,
-    Targets,
-    pieces_of,
-    read_pieces,
-    state_to_fill,
-)
+from elastic_ddp.checkpoint.reader import PIECES_READ_AHEAD, ReadAhead, allocate_state, read_pieces
+from elastic_ddp.checkpoint.targets import Targets
 from elastic_ddp.checkpoint.writer import OBJECT_BYTES
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage.storage import Storage
@@ -102,8 +97,8 @@ def test_a_state_comes_back_to_the_bit_whether_pieces_fit_its_tensors_or_not(
     }
     parts = write(storage, tensors, writers, block_bytes=block_bytes, object_bytes=object_bytes)
     commit = commit_of(parts, tensors)
-    with in_slabs_from(small_bytes), patch.object(reader, "PIECE_BYTES", 1 if apart else reader.PIECE_BYTES):
-        found, targets = state_to_fill(commit)
+    with in_slabs_from(small_bytes), patch.object(reading, "MAX_PIECE_BYTES", 1 if apart else reading.MAX_PIECE_BYTES):
+        found, targets = allocate_state(commit)
         pieces = pieces_of(commit, found)
     order = random.Random(seed).sample(pieces, len(pieces)) if seed else pieces
     for piece in order:
@@ -142,7 +137,7 @@ def test_neighbours_are_read_into_their_tensors_at_once(
     parts = write(storage, tensors, world_size, block_bytes=BLOCK_BYTES, object_bytes=8000)
     commit = commit_of(parts, tensors)
     with in_slabs_from(small_bytes):
-        found, targets = state_to_fill(commit)
+        found, targets = allocate_state(commit)
     monkeypatch.setattr(Piece, "empty", lambda piece: pytest.fail(f"{piece} is copied"))
     pieces = pieces_of(commit, found)
     assert len(pieces) == len(commit.objects) < len(tensors) / 5
@@ -163,7 +158,7 @@ def test_a_block_that_is_wanted_in_part_leaves_the_next_tensor_alone(tmp_path: P
     storage = Storage(tmp_path)
     tensors = {"w": torch.arange(80.0).reshape(10, 8), "v": torch.arange(200.0)}
     commit = commit_of(write(storage, tensors, block_bytes=BLOCK_BYTES, object_bytes=OBJECT_BYTES), tensors)
-    with in_slabs_from(1), patch.object(reader, "PIECE_BYTES", 1):
+    with in_slabs_from(1), patch.object(reading, "MAX_PIECE_BYTES", 1):
         memory = host_memory.Memory([{"w": ([5, 8], torch.float32), "v": ([200], torch.float32)}])
         pieces = pieces_of(commit, tensors)
     wanted = {name: (commit.tensors[name], local_box(each)) for name, each in memory.tensors.items()}
@@ -179,7 +174,7 @@ def test_large_blocks_are_read_with_their_neighbours_if_those_are_theirs_in_memo
     """As they are for who wants one block alone of each tensor, but not for who wants several."""
     tensors = {"a": torch.rand(4000), "b": torch.rand(4000)}
     commit = commit_of(write(Storage(tmp_path), tensors, 2, block_bytes=8000, object_bytes=OBJECT_BYTES), tensors)
-    with patch.object(reader, "LARGE_BYTES", 8000):
+    with patch.object(reading, "LONE_BLOCK_BYTES", 8000):
         of_all = pieces_of(commit, tensors)
         of_shards = pieces_of(commit, tensors, lambda name, block: block.offsets)
     assert [[name for name, _ in piece.blocks] for piece in of_all] == [["a"], ["b"], ["a"], ["b"]]
@@ -190,7 +185,7 @@ def test_a_large_block_of_several_is_read_without_the_small_ones_behind_it(tmp_p
     tensors = {"a": torch.rand(4000), "b": torch.rand(10)}
     commit = commit_of(write(Storage(tmp_path), tensors, 2, block_bytes=8000, object_bytes=OBJECT_BYTES), tensors)
     assert [block.object for block in commit.tensors["a"].blocks + commit.tensors["b"].blocks] == [0, 1, 0]
-    with patch.object(reader, "LARGE_BYTES", 8000):
+    with patch.object(reading, "LONE_BLOCK_BYTES", 8000):
         pieces = pieces_of(commit, tensors)
     assert [[name for name, _ in piece.blocks] for piece in pieces] == [["a"], ["b"], ["a"]]
 
@@ -215,7 +210,7 @@ def test_shards_that_are_no_ranges_of_the_whole_come_to_their_places(tmp_path: P
         record={},
     )
     for large_bytes in (1, 1 << 20):
-        with in_slabs_from(1), patch.object(reader, "LARGE_BYTES", large_bytes):
+        with in_slabs_from(1), patch.object(reading, "LONE_BLOCK_BYTES", large_bytes):
             assert same(read(storage, commit)["w"], whole)
 
 
@@ -226,7 +221,7 @@ def test_what_is_kept_of_a_component_keeps_nothing_of_another_and_counts_of_step
         for name, tensor in {"w": torch.rand(2000, 1000), "step": torch.tensor(1.0)}.items()
     }
     commit = commit_of(write(Storage(tmp_path), tensors, object_bytes=OBJECT_BYTES, block_bytes=BLOCK_BYTES), tensors)
-    found, targets = state_to_fill(commit)
+    found, targets = allocate_state(commit)
     slabs = [weakref.ref(each.base) for each in targets._memory._slabs]
     del targets
     assert len(slabs) == 2 and all(each() is not None for each in slabs)
@@ -239,24 +234,24 @@ def test_what_is_kept_of_a_component_keeps_nothing_of_another_and_counts_of_step
 
 
 def test_pieces_are_read_before_anybody_asks_for_the_first_and_never_too_many() -> None:
-    pieces = [Piece("object", number, number + 1, ()) for number in range(3 * PARALLEL_PIECES)]
+    pieces = [Piece("object", number, number + 1, ()) for number in range(3 * PIECES_READ_AHEAD)]
     begun: Queue[Piece] = Queue()
 
     def read(piece: Piece) -> memoryview:
         begun.put(piece)
         return memoryview(bytes([piece.start]))
 
-    reader = Reading(pieces, read)
-    assert {begun.get(timeout=60) for _ in range(PARALLEL_PIECES)} == {*pieces[:PARALLEL_PIECES]}
+    reader = ReadAhead(pieces, read)
+    assert {begun.get(timeout=60) for _ in range(PIECES_READ_AHEAD)} == {*pieces[:PIECES_READ_AHEAD]}
     for number, (piece, data) in enumerate(reader):
         assert (piece, bytes(data)) == (pieces[number], bytes([number]))
-        ahead = {begun.get(timeout=60) for _ in range(number > 0 and number + PARALLEL_PIECES <= len(pieces))}
-        assert begun.empty() and ahead <= {pieces[(number + PARALLEL_PIECES - 1) % len(pieces)]}
+        ahead = {begun.get(timeout=60) for _ in range(number > 0 and number + PIECES_READ_AHEAD <= len(pieces))}
+        assert begun.empty() and ahead <= {pieces[(number + PIECES_READ_AHEAD - 1) % len(pieces)]}
     assert number + 1 == len(pieces) and [*reader] == []
 
 
 def test_nothing_more_is_read_after_an_error_or_once_it_is_closed() -> None:
-    pieces = [Piece("object", number, number + 1, ()) for number in range(3 * PARALLEL_PIECES)]
+    pieces = [Piece("object", number, number + 1, ()) for number in range(3 * PIECES_READ_AHEAD)]
     begun: list[int] = []
 
     def read(piece: Piece) -> memoryview:
@@ -265,15 +260,15 @@ def test_nothing_more_is_read_after_an_error_or_once_it_is_closed() -> None:
             raise CheckpointError("bad")
         return memoryview(b"")
 
-    reader = Reading(pieces, read)
+    reader = ReadAhead(pieces, read)
     assert next(reader)[0] == pieces[0]
     with pytest.raises(CheckpointError, match="bad"):
         next(reader)
-    assert [*reader] == [] and len(begun) <= PARALLEL_PIECES + 1
+    assert [*reader] == [] and len(begun) <= PIECES_READ_AHEAD + 1
     begun.clear()
-    closed = Reading(pieces[2:], read)
+    closed = ReadAhead(pieces[2:], read)
     closed.close()
-    assert [*closed] == [] and len(begun) <= PARALLEL_PIECES
+    assert [*closed] == [] and len(begun) <= PIECES_READ_AHEAD
 
 
 def test_what_is_being_read_is_waited_for_when_reading_is_closed() -> None:
@@ -286,7 +281,7 @@ def test_what_is_being_read_is_waited_for_when_reading_is_closed() -> None:
         done.set()
         return memoryview(b"")
 
-    reader = Reading([Piece("object", 0, 1, ())], read)
+    reader = ReadAhead([Piece("object", 0, 1, ())], read)
     assert begun.wait(60)
     closing = Thread(target=reader.close)
     closing.start()

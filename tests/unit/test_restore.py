@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from zlib_ng import zlib_ng
 
-from elastic_ddp.checkpoint import Commit, CommitCatalog
-from elastic_ddp.checkpoint.reader import Targets, state_to_fill
+from elastic_ddp.checkpoint import Commit, CommitCatalog, pieces
+from elastic_ddp.checkpoint.reader import allocate_state
+from elastic_ddp.checkpoint.targets import Targets
 from elastic_ddp.distributed.process_group import FORM_TIMEOUT_S, ProcessGroup
 from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError
 from elastic_ddp.storage.storage import Storage
@@ -42,9 +43,7 @@ class Counting(Storage):
 
 def restore_on(group: ProcessGroup, uri: str, piece_bytes: int) -> dict[str, Any]:
     """What a rank restores, and how many bytes it read for that."""
-    import elastic_ddp.checkpoint.reader
-
-    elastic_ddp.checkpoint.reader.PIECE_BYTES = piece_bytes
+    pieces.MAX_PIECE_BYTES = piece_bytes
     storage = Counting(uri)
     store = SingleRankStore(storage, keep=2)
     counted: list[int] = []
@@ -134,11 +133,11 @@ def test_what_a_bad_commit_held_is_let_go_before_another_one_is_read(
 
     def counted(*args: Any) -> Any:
         assert not any(each() for each in filled)
-        found = state_to_fill(*args)
+        found = allocate_state(*args)
         filled.append(weakref.ref(found[1]))
         return found
 
-    monkeypatch.setattr(shared_read, "state_to_fill", counted)
+    monkeypatch.setattr(shared_read, "allocate_state", counted)
     gc.disable()
     try:
         found = restore(SingleRankStore(storage, keep=2), storage, single_rank_group())
@@ -329,7 +328,7 @@ def test_who_loses_a_peer_reads_nothing_any_more_when_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restore that comes after it is not held up, and memory is not read into behind its back."""
-    monkeypatch.setattr("elastic_ddp.checkpoint.reader.PIECE_BYTES", 64)
+    monkeypatch.setattr("elastic_ddp.checkpoint.pieces.MAX_PIECE_BYTES", 64)
     monkeypatch.setattr(shared_read, "PIECES_IN_FLIGHT", 1)  # the first piece is waited for before others are
     [commit] = save(Storage(tmp_path), 1)
     assert len(commit.objects) == 1

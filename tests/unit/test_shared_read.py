@@ -13,7 +13,6 @@ from elastic_ddp.distributed.piece_transfer import TransferWindow
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.errors import PeerFailedError
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.worker import shared_read
 from elastic_ddp.worker.restore import restore
 from elastic_ddp.worker.shared_read import PIECES_IN_FLIGHT
 from tests.ranks import run_ranks
@@ -38,7 +37,7 @@ def most_in_flight(group: ProcessGroup, uri: str) -> int:
 
     with (
         mock.patch.object(TransferWindow, "add", counted_add),
-        mock.patch("elastic_ddp.checkpoint.reader.PIECE_BYTES", 1),
+        mock.patch("elastic_ddp.checkpoint.pieces.MAX_PIECE_BYTES", 1),
     ):
         restore(SingleRankStore(Storage(uri), keep=2), Storage(uri), group)
     return most
@@ -63,7 +62,7 @@ class BadBlocks(Storage):
 def restore_where_one_rank_reads_bad_blocks(group: ProcessGroup, uri: str) -> tuple[int | None, list[str]]:
     storage = BadBlocks(uri) if group.rank == 1 else Storage(uri)
     store = SingleRankStore(storage, keep=2)
-    with mock.patch("elastic_ddp.checkpoint.reader.PIECE_BYTES", 1):
+    with mock.patch("elastic_ddp.checkpoint.pieces.MAX_PIECE_BYTES", 1):
         found = restore(store, storage, group)
     return None if found is None else step_of(found[1]), [reason for _, reason in store.rejected]
 
@@ -77,14 +76,16 @@ def test_bad_pieces_on_one_rank_block_no_rank_and_name_the_checksum(tmp_path: Pa
 
 def restore_over_a_bad_connection(group: ProcessGroup, uri: str, what: str) -> str:
     """What a restore raises where bytes arrive changed on rank 1."""
-    check, broadcast = shared_read.check, group.broadcast_bytes
+    finish_oldest, broadcast = TransferWindow.finish_oldest, group.broadcast_bytes
 
-    def check_changed(piece: Any, data: memoryview) -> None:
-        data[0] ^= 1
-        check(piece, data)
+    def finish_changed(window: TransferWindow[Any]) -> Any:
+        shared, data = finish_oldest(window)
+        if shared.reader != group.rank:
+            data[0] ^= 1
+        return shared, data
 
     if group.rank == 1 and what == "piece":
-        shared_read.check = check_changed
+        TransferWindow.finish_oldest = finish_changed  # type: ignore[method-assign]
     if group.rank == 1 and what == "skeleton":
         group.broadcast_bytes = lambda data: broadcast(data).replace(b"0.1", b"0.2")  # type: ignore[assignment]
     if group.rank == 1 and what == "manifest":
