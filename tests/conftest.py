@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# Torch asks the name server with every connection to a store. An answer that is lost is five seconds by default.
+# torch queries the name server for every connection to a store, and a lost answer costs five seconds by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
-settings.register_profile("any machine", deadline=None)  # one that is busy with other things is no fault
+settings.register_profile("any machine", deadline=None)  # a busy machine is not a failure
 settings.load_profile("any machine")
 
 
@@ -28,9 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def calm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a data set in `data`, another in `held-out`, and in `runs` the undisturbed run: the one of
-    `tests.integration.jobs` on one worker, under the name `calm`. Its driver has a Ray of its own: ask for it before
-    one is started."""
+    """A folder with the data sets `data` and `held-out`, and in `runs` a run of one worker without faults, `calm`.
+
+    The run is the job of `tests.integration.jobs`. Its driver starts its own Ray, so request this fixture before
+    the test starts one.
+    """
     from tests.integration import jobs
 
     folder = tmp_path_factory.mktemp("calm")
@@ -44,7 +46,7 @@ def calm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(calm_folder: Path) -> Mapping[str, Any]:
-    """The summary of the undisturbed run."""
+    """The summary of the run without faults."""
     from tests.integration import jobs
 
     return jobs.summary(calm_folder, "calm")
@@ -60,9 +62,9 @@ def _s3_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def s3(_s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URI of an empty bucket of an S3 server on this machine, reached over HTTP.
+    """The URI of an empty bucket on an S3 server on this machine.
 
-    Address and credentials are in the environment, where subprocesses and Ray workers find them too.
+    Its address and credentials are in the environment, which subprocesses and Ray workers inherit.
     """
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)

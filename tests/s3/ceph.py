@@ -1,7 +1,7 @@
 """A real S3 server on this machine: Ceph's RADOS gateway over one monitor and one storage daemon in memory.
 
-`python -m tests.s3.ceph` runs one until it is interrupted, and says how to reach it. It needs Debian's packages of it,
-and no rights: it listens on loopback, keeps everything in a temporary folder, and its processes end with it.
+`python -m tests.s3.ceph` runs one until it is interrupted, and prints how to reach it. It needs Debian's Ceph packages
+but no root: it listens on loopback, keeps its data in a temporary folder, and its processes end with it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ mon max pg per osd = 500
 rgw rados pool pg num min = 1
 rgw thread pool size = 32
 rgw frontends = beast endpoint=127.0.0.1:{port}
-# Memory of deleted objects is there again after seconds, not hours.
+# Free the memory of deleted objects after seconds, not hours.
 rgw gc obj min wait = 1
 rgw gc processor period = 2
 """
@@ -58,7 +58,7 @@ rgw gc processor period = 2
 
 @dataclass(frozen=True)
 class Keys:
-    """Of a user."""
+    """Credentials of a user."""
 
     access: str
     secret: str
@@ -68,11 +68,11 @@ USER = Keys("test", "testsecret")
 
 
 class CephError(Exception):
-    """It did not start."""
+    """The server did not start."""
 
 
 def missing() -> str:
-    """What keeps it from being started here, and what to do; nothing where it can be."""
+    """Returns which programs are missing on this machine and how to install them; empty if none."""
     programs = [name for name in PROGRAMS if shutil.which(name) is None]
     if not programs:
         return ""
@@ -80,7 +80,7 @@ def missing() -> str:
 
 
 class Ceph:
-    """A server that runs.
+    """A running server.
 
     Attributes:
         endpoint: its URL.
@@ -104,7 +104,11 @@ class Ceph:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """CephError, with what it said, if it does not."""
+        """Starts the server.
+
+        Raises:
+            CephError: it did not start; carries its output.
+        """
         (self._folder / "mon").mkdir()
         (self._folder / "osd").mkdir()
         keyring, monmap = str(self._folder / "keyring"), str(self._folder / "monmap")
@@ -128,21 +132,21 @@ class Ceph:
         self._spawn("ceph-osd", "-f", "-i", "0")
         self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=local")
         self._spawn("radosgw", "-f", "-n", "client.rgw")
-        self._until(self._answers)
+        self._wait_until(self._responds)
         self.add_user("test", USER)
 
-    def add_user(self, name: str, keys: Keys, *, most_bytes: int | None = None) -> None:
-        """Who may make buckets, of so many bytes at most."""
+    def add_user(self, name: str, keys: Keys, *, max_bytes: int | None = None) -> None:
+        """Adds a user that may create buckets, with a quota of `max_bytes` in all."""
         key = ["--access-key", keys.access, "--secret-key", keys.secret]
         self._run("radosgw-admin", "user", "create", "--uid", name, "--display-name", name, *key)
-        if most_bytes is not None:
+        if max_bytes is not None:
             which = ["--quota-scope", "user", "--uid", name]
-            self._run("radosgw-admin", "quota", "set", *which, "--max-size", str(most_bytes))
+            self._run("radosgw-admin", "quota", "set", *which, "--max-size", str(max_bytes))
             self._run("radosgw-admin", "quota", "enable", *which)
 
     def stop(self) -> None:
         for daemon in reversed(self._daemons):
-            daemon.kill()  # nothing of it is to last
+            daemon.kill()  # its data is temporary
             daemon.wait()
 
     def _run(self, *command: str) -> None:
@@ -164,32 +168,32 @@ class Ceph:
             )
         self._daemons.append(daemon)
 
-    def _answers(self) -> bool:
+    def _responds(self) -> bool:
         try:
             with urllib.request.urlopen(self.endpoint, timeout=10):
                 return True
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
 
-    def _until(self, condition: Callable[[], bool]) -> None:
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + START_S
         while not condition():
             if any(daemon.poll() is not None for daemon in self._daemons) or time.monotonic() > end:
-                said = (self._folder / "output").read_text(errors="replace")
-                raise CephError(f"Ceph did not start within {START_S:g} s: {said[-4000:]}")
+                output = (self._folder / "output").read_text(errors="replace")
+                raise CephError(f"Ceph did not start within {START_S:g} s: {output[-4000:]}")
             time.sleep(POLL_S)
 
 
 @contextmanager
 def running(*, memory_bytes: int = 3 << 30) -> Iterator[Ceph]:
-    """A server for the block; nothing of it is left afterwards.
+    """Runs a server for the block, and deletes its data afterwards.
 
     Raises:
         CephError: it did not start, or is not installed.
     """
     if why := missing():
         raise CephError(why)
-    folder = Path(tempfile.mkdtemp(prefix="ceph-"))  # short: paths of sockets have 107 characters at most
+    folder = Path(tempfile.mkdtemp(prefix="ceph-"))  # short, because socket paths are limited to 107 characters
     ceph = Ceph(folder, memory_bytes)
     try:
         ceph.start()
@@ -200,11 +204,11 @@ def running(*, memory_bytes: int = 3 << 30) -> Iterator[Ceph]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on."""
+    """Returns free ports on loopback."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    ports = [server.getsockname()[1] for server in sockets]
+    for server in sockets:
+        server.close()
     return ports
 
 

@@ -1,4 +1,4 @@
-"""The same tests on two S3 servers: moto's, an emulation that every run has, and Ceph's gateway, a real one."""
+"""The same tests on two S3 servers: moto, an emulation that every test run uses, and Ceph's gateway, a real one."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def real_server() -> Iterator[Ceph]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """An empty one, and how to reach it."""
+    """An empty bucket and the endpoint of its server."""
 
     endpoint: str
     uri: str
 
-    def storage(self, *, endpoint: str = "", keys: Keys = ceph.USER, is_patient: bool = False) -> Storage:
-        """A folder of it, opened at an endpoint as a user.
+    def storage(self, *, endpoint: str = "", keys: Keys = ceph.USER, client_retries: bool = False) -> Storage:
+        """Returns a folder in it, opened at an endpoint with a user's keys.
 
         Args:
-            is_patient: the client libraries try again what failed, too.
+            client_retries: whether the client libraries retry failed requests too.
         """
         options = {
             "endpoint_url": endpoint or self.endpoint,
             "key": keys.access,
             "secret": keys.secret,
-            "config_kwargs": {"retries": {"total_max_attempts": 2 if is_patient else 1}},
+            "config_kwargs": {"retries": {"total_max_attempts": 2 if client_retries else 1}},
         }
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(fsspec.config.conf, "s3", options)
             storage = Storage(f"{self.uri}/runs")
-            fs = storage.filesystem_and_path()[0].handler.fs  # opened now
-        if not is_patient:
+            fs = storage.filesystem_and_path()[0].handler.fs  # opens it with these options
+        if not client_retries:
             fs.retries = 1
         return storage
 
@@ -65,15 +65,15 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
         endpoint = request.getfixturevalue("_s3_endpoint")
     else:
         endpoint = request.getfixturevalue("real_server").endpoint
-    return made(endpoint)
+    return create_bucket(endpoint)
 
 
 @pytest.fixture
 def real_bucket(real_server: Ceph) -> Bucket:
-    return made(real_server.endpoint)
+    return create_bucket(real_server.endpoint)
 
 
-def made(endpoint: str, keys: Keys = ceph.USER) -> Bucket:
+def create_bucket(endpoint: str, keys: Keys = ceph.USER) -> Bucket:
     name = f"bucket-{uuid.uuid4().hex}"
     client = boto3.client("s3", endpoint_url=endpoint, aws_access_key_id=keys.access, aws_secret_access_key=keys.secret)
     client.create_bucket(Bucket=name)

@@ -1,4 +1,4 @@
-"""A stand-in for S3 on this machine: moto's server, in this process."""
+"""An S3 server in this process: moto."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from unittest import mock
 
 @contextmanager
 def running() -> Iterator[str]:
-    """The address of one that listens on loopback for the block.
+    """Runs a server on loopback for the block and yields its address.
 
-    Moto looks whether an object is there, and then makes it, in as many threads as there are requests: now and then
-    two of `If-None-Match: *` both succeed, which S3 rules out. Here what makes an object does so one after the other.
+    Moto checks whether an object exists and then creates it, in one thread per request, so two PUTs with
+    `If-None-Match: *` can both succeed. S3 rules this out. Here a lock serializes the creation of objects.
     """
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
@@ -24,18 +24,18 @@ def running() -> Iterator[str]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # one line for each request otherwise
     lock = threading.Lock()
     with ExitStack() as patches:
-        for name in ("put_object", "_key_response_post"):  # the latter completes an upload in parts
-            patches.enter_context(mock.patch.object(S3Response, name, _in_turn(lock, getattr(S3Response, name))))
+        for name in ("put_object", "_key_response_post"):  # the latter completes a multipart upload
+            patches.enter_context(mock.patch.object(S3Response, name, _serialized(lock, getattr(S3Response, name))))
         server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         server.start()
         patches.callback(server.stop)
         yield "http://{}:{}".format(*server.get_host_and_port())
 
 
-def _in_turn(lock: threading.Lock, function: Callable[..., Any]) -> Callable[..., Any]:
+def _serialized(lock: threading.Lock, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def in_turn(*args: Any, **kwargs: Any) -> Any:
+    def serialized(*args: Any, **kwargs: Any) -> Any:
         with lock:
             return function(*args, **kwargs)
 
-    return in_turn
+    return serialized

@@ -1,4 +1,4 @@
-"""A proxy before an S3 server: it passes requests on, but for those with which a plan has something else happen."""
+"""A proxy in front of an S3 server that injects the faults of a plan and passes all other requests on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks for."""
+    """A request of a client."""
 
     number: int
-    """From 0."""
+    """Counted from 0."""
     method: str
     target: str
     """Path and query."""
@@ -29,20 +29,20 @@ class Request:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The server's own answer would not be known: an error of S3's comes back, and the request goes nowhere."""
+    """The client gets an S3 error, and the server does not get the request."""
 
     status: int
     code: str
 
 
 class Fault(enum.Enum):
-    """Each ends the connection as a host does that is gone (RST)."""
+    """When the connection is reset (RST), as by a host that is gone."""
 
-    RESET = "before anything was passed on"
-    HALF_READ = "when the client has sent half of its request"
-    HALF_SENT = "when the server has the first half of the request"
-    LOST = "when the server is done, without its answer"
-    HALF_ANSWERED = "within the answer"
+    RESET = "before the server gets anything"
+    HALF_READ = "after half of the client's request"
+    HALF_SENT = "after the server has half of the request"
+    LOST = "after the server is done, without its answer"
+    HALF_ANSWERED = "after half of the answer"
 
 
 SLOW_DOWN = Refusal(503, "SlowDown")
@@ -50,11 +50,11 @@ Plan = Callable[[Request], Fault | Refusal | None]
 
 
 class Proxy:
-    """Listens on loopback for the length of a block.
+    """Listens on loopback inside its `with` block.
 
     Attributes:
-        plan: what becomes of a request; it may be changed at any time.
-        met: requests with which something else happened, in their order.
+        plan: returns the fault of a request, or None; it may be replaced at any time.
+        injected: the requests that got a fault, in order, with the fault.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -64,7 +64,7 @@ class Proxy:
         self._count = 0
         self._clients: set[socket.socket] = set()
         self.plan: Plan = lambda request: None
-        self.met: list[tuple[Request, Fault | Refusal]] = []
+        self.injected: list[tuple[Request, Fault | Refusal]] = []
         self.endpoint = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 
     def __enter__(self) -> Self:
@@ -75,18 +75,18 @@ class Proxy:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         with self._lock:
-            for each in self._clients:
+            for client in self._clients:
                 with suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
+                    client.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it is closed
+        with suppress(OSError):  # the socket is closed
             while True:
                 client, _ = self._socket.accept()
                 threading.Thread(target=self._serve, args=[client], daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        """A client's requests, one after the other."""
+        """Serves the requests of one connection."""
         with self._lock:
             self._clients.add(client)
         with suppress(OSError, http.client.HTTPException), client, client.makefile("rb") as stream:
@@ -96,7 +96,7 @@ class Proxy:
             self._clients.discard(client)
 
     def _pass_on(self, client: socket.socket, stream: BufferedReader, first: str) -> bool:
-        """Whether the connection goes on."""
+        """Serves one request. Returns whether the connection stays open."""
         method, target, _ = first.split()
         headers = http.client.parse_headers(stream)
         if "100-continue" in headers.get("Expect", "").lower():
@@ -104,31 +104,31 @@ class Proxy:
         with self._lock:
             request = Request(self._count, method, target)
             self._count += 1
-            if fate := self.plan(request):
-                self.met.append((request, fate))
-        if fate is Fault.HALF_READ:
+            if fault := self.plan(request):
+                self.injected.append((request, fault))
+        if fault is Fault.HALF_READ:
             stream.read(int(headers.get("Content-Length", 0)) // 2)
-            return _cut_off(client)
+            return _reset(client)
         body = _body(stream, headers)
-        if isinstance(fate, Refusal):
-            client.sendall(_refused(fate, method))
+        if isinstance(fault, Refusal):
+            client.sendall(_error_response(fault, method))
             return True
-        if fate is Fault.RESET:
-            return _cut_off(client)
+        if fault is Fault.RESET:
+            return _reset(client)
         with socket.create_connection(self._server) as server:
             server.sendall(_head(first, headers))
-            if fate is Fault.HALF_SENT:
+            if fault is Fault.HALF_SENT:
                 server.sendall(body[: len(body) // 2])
-                return _cut_off(client)
+                return _reset(client)
             server.sendall(body)
             answer = http.client.HTTPResponse(server, method=method)
             answer.begin()
             data = answer.read()
-        if fate is Fault.LOST:
-            return _cut_off(client)
-        client.sendall(_answered(answer, data if method != "HEAD" else None))
-        client.sendall(data if fate is None else data[: len(data) // 2])
-        return True if fate is None else _cut_off(client)
+        if fault is Fault.LOST:
+            return _reset(client)
+        client.sendall(_response_head(answer, data if method != "HEAD" else None))
+        client.sendall(data if fault is None else data[: len(data) // 2])
+        return True if fault is None else _reset(client)
 
 
 def _body(stream: BufferedReader, headers: Message) -> bytes:
@@ -148,23 +148,23 @@ def _head(first: str, headers: Message) -> bytes:
     return "\r\n".join([first.strip(), *passed, "Connection: close", "", ""]).encode()
 
 
-def _answered(answer: http.client.HTTPResponse, data: bytes | None) -> bytes:
-    """The head of an answer, with the length of its data, or the one it says where there is no data to be sent."""
-    ours = {"connection", "transfer-encoding"} | ({"content-length"} if data is not None else set())
-    lines = [f"{name}: {value}" for name, value in answer.getheaders() if name.lower() not in ours]
+def _response_head(answer: http.client.HTTPResponse, data: bytes | None) -> bytes:
+    """Returns the head of a response. Without data, as for HEAD, it keeps the length that the server gave."""
+    replaced = {"connection", "transfer-encoding"} | ({"content-length"} if data is not None else set())
+    lines = [f"{name}: {value}" for name, value in answer.getheaders() if name.lower() not in replaced]
     if data is not None and answer.status != 204:
         lines.append(f"Content-Length: {len(data)}")
     return "\r\n".join([f"HTTP/1.1 {answer.status} {answer.reason}", *lines, "", ""]).encode("latin-1")
 
 
-def _refused(refusal: Refusal, method: str) -> bytes:
-    words = f"<Error><Code>{refusal.code}</Code><Message>as planned</Message></Error>".encode()
-    length = f"Content-Type: application/xml\r\nContent-Length: {len(words)}"
+def _error_response(refusal: Refusal, method: str) -> bytes:
+    body = f"<Error><Code>{refusal.code}</Code><Message>as planned</Message></Error>".encode()
+    length = f"Content-Type: application/xml\r\nContent-Length: {len(body)}"
     head = f"HTTP/1.1 {refusal.status} {refusal.code}\r\n{length}\r\n\r\n".encode()
-    return head if method == "HEAD" else head + words
+    return head if method == "HEAD" else head + body
 
 
-def _cut_off(client: socket.socket) -> bool:
+def _reset(client: socket.socket) -> bool:
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    client.shutdown(socket.SHUT_RD)  # closed, and so reset, once its stream is, too
+    client.shutdown(socket.SHUT_RD)  # the reset follows when its stream is closed too
     return False

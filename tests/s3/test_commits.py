@@ -24,7 +24,7 @@ from tests.unit.test_checkpoint import restored_step, step_of
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_several_ranks_save_comes_back(bucket: Bucket, world_size: int) -> None:
+def test_a_commit_of_several_ranks_is_restored(bucket: Bucket, world_size: int) -> None:
     storage = bucket.storage()
     for step in (1, 2, 3):
         commit = save_on_ranks([storage] * world_size, step)
@@ -35,7 +35,9 @@ def test_what_several_ranks_save_comes_back(bucket: Bucket, world_size: int) -> 
     assert not storage.list("step=1") and storage.list("step=2") and storage.list("step=3")
 
 
-def test_large_objects_go_in_parts_and_come_back(bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_objects_are_uploaded_in_parts_and_restored(
+    bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("elastic_ddp.storage.s3.PART_BYTES", PART_BYTES)
     parts: list[str] = []
     proxy.plan = lambda request: parts.append(request.target) if "partNumber=" in request.target else None
@@ -47,32 +49,34 @@ def test_large_objects_go_in_parts_and_come_back(bucket: Bucket, proxy: Proxy, m
     assert all(torch.equal(restored["large"][name], tensor) for name, tensor in state["large"].items())
 
 
-def test_a_restore_asks_no_more_than_it_has_to_before_the_first_piece(bucket: Bucket, proxy: Proxy) -> None:
+def test_a_restore_needs_four_requests_before_the_first_piece(bucket: Bucket, proxy: Proxy) -> None:
     commit = save_on_ranks([bucket.storage()], 1)
     assert isinstance(commit, Commit), commit
-    asked: list[str] = []
-    proxy.plan = lambda request: asked.append(f"{request.method} {request.target}")
+    requests: list[str] = []
+    proxy.plan = lambda request: requests.append(f"{request.method} {request.target}")
     storage = bucket.storage(endpoint=proxy.endpoint)
-    found = restore(CommitCatalog(storage), storage, single_rank_group())
-    assert found is not None and step_of(found[1]) == 1
-    listed, manifest, *both = asked[:4]
+    restored = restore(CommitCatalog(storage), storage, single_rank_group())
+    assert restored is not None and step_of(restored[1]) == 1
+    listed, manifest, *both = requests[:4]
     assert "GET" in listed and "prefix=" in listed and f"/{commit.key}" in manifest and manifest.startswith("GET ")
-    assert sorted("prefix=" in each for each in both) == [False, True] and all(each.startswith("GET ") for each in both)
-    assert not any(each.startswith("HEAD ") for each in asked)
+    assert sorted("prefix=" in request for request in both) == [False, True] and all(
+        request.startswith("GET ") for request in both
+    )
+    assert not any(request.startswith("HEAD ") for request in requests)
 
 
 @pytest.mark.parametrize("which", ["manifest", "skeleton"])
-def test_the_only_commit_is_read_although_the_first_answer_breaks_off(bucket: Bucket, proxy: Proxy, which: str) -> None:
+def test_a_restore_survives_a_broken_answer(bucket: Bucket, proxy: Proxy, which: str) -> None:
     commit = save_on_ranks([bucket.storage()], 1)
     assert isinstance(commit, Commit), commit
     name = (commit.key if which == "manifest" else commit.state.key).rpartition("/")[2]
-    proxy.plan = lambda request: Fault.HALF_ANSWERED if f"/{name}" in request.target and not proxy.met else None
-    storage = bucket.storage(endpoint=proxy.endpoint, is_patient=True)
-    found = restore(CommitCatalog(storage), storage, single_rank_group())
-    assert found is not None and step_of(found[1]) == 1 and len(proxy.met) == 1
+    proxy.plan = lambda request: Fault.HALF_ANSWERED if f"/{name}" in request.target and not proxy.injected else None
+    storage = bucket.storage(endpoint=proxy.endpoint, client_retries=True)
+    restored = restore(CommitCatalog(storage), storage, single_rank_group())
+    assert restored is not None and step_of(restored[1]) == 1 and len(proxy.injected) == 1
 
 
-def test_a_step_is_committed_once_whoever_comes_second(bucket: Bucket) -> None:
+def test_a_second_save_of_a_step_returns_the_first_commit(bucket: Bucket) -> None:
     storage = bucket.storage()
     first = save_on_ranks([storage], 4)
     assert isinstance(first, Commit), first
@@ -80,8 +84,8 @@ def test_a_step_is_committed_once_whoever_comes_second(bucket: Bucket) -> None:
     assert storage.list("step=4") == sorted(item.key for item in first.all_objects)
 
 
-def test_of_many_creators_exactly_one_wins(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = S3Backend.put_object  # moto's: long enough behind its look whether the object is there for all to have looked
+def test_of_many_concurrent_creators_exactly_one_succeeds(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = S3Backend.put_object  # delayed after moto's check for the object, so that all creators pass the check
     monkeypatch.setattr(S3Backend, "put_object", lambda *args, **kwargs: time.sleep(0.01) or put(*args, **kwargs))
     storages = [bucket.storage() for _ in range(6)]
     barrier, winners = threading.Barrier(len(storages)), []
@@ -94,7 +98,7 @@ def test_of_many_creators_exactly_one_wins(bucket: Bucket, monkeypatch: pytest.M
             return
         winners.append(b"%d" % number)
 
-    threads = [threading.Thread(target=compete, args=each) for each in enumerate(storages)]
+    threads = [threading.Thread(target=compete, args=numbered) for numbered in enumerate(storages)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -102,7 +106,7 @@ def test_of_many_creators_exactly_one_wins(bucket: Bucket, monkeypatch: pytest.M
     assert winners == [storages[0].read("commits/1.json")]
 
 
-def test_a_server_that_knows_conditions_can_be_written_to(bucket: Bucket) -> None:
+def test_the_check_for_writing_accepts_both_servers(bucket: Bucket) -> None:
     bucket.storage().check_writable()
     assert bucket.storage().list() == []
 
@@ -115,46 +119,44 @@ def client_of(bucket: Bucket) -> Any:
 
 def unfinished_uploads(bucket: Bucket) -> list[str]:
     answer = client_of(bucket).list_multipart_uploads(Bucket=bucket.uri.removeprefix("s3://"))
-    return sorted(each["Key"] for each in answer.get("Uploads", []))
+    return sorted(upload["Key"] for upload in answer.get("Uploads", []))
 
 
 def begin_uploads(bucket: Bucket, *keys: str) -> None:
-    """And leave it at that, as a process that is killed."""
+    """Starts uploads and does not finish them, like a killed process."""
     for key in keys:
         client_of(bucket).create_multipart_upload(Bucket=bucket.uri.removeprefix("s3://"), Key=key)
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["saver", "prune"])
-def test_uploads_of_killed_savers_are_aborted_when_they_are_old(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, by_hand: bool
+@pytest.mark.parametrize("by_command", [False, True], ids=["saver", "prune"])
+def test_old_uploads_of_killed_savers_are_aborted(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, by_command: bool
 ) -> None:
     of_attempt, of_others = f"runs/step=9/attempt={'a' * 32}/0-0.bin", "runs/step=9/notes.bin"
     begin_uploads(bucket, of_attempt, of_others, f"another/{of_attempt}")
 
-    def tidy(age_s: float) -> list[str]:
+    def clean_up(age_s: float) -> list[str]:
         monkeypatch.setattr(housekeeping, "ORPHAN_AGE_S", age_s)
-        if by_hand:
+        if by_command:
             prune(bucket.storage(), [], orphan_age_s=age_s)
         else:
             step = len(bucket.storage().list("commits")) + 1
             assert isinstance(save_on_ranks([bucket.storage()], step), Commit)
         return unfinished_uploads(bucket)
 
-    assert tidy(100 * 365 * 24 * 3600.0) == sorted([of_attempt, of_others, f"another/{of_attempt}"])
-    assert tidy(-60.0) == sorted([of_others, f"another/{of_attempt}"])
+    assert clean_up(100 * 365 * 24 * 3600.0) == sorted([of_attempt, of_others, f"another/{of_attempt}"])
+    assert clean_up(-60.0) == sorted([of_others, f"another/{of_attempt}"])
 
 
-def test_a_server_that_does_not_show_uploads_is_no_trouble(
+def test_a_server_that_does_not_list_uploads_is_accepted(
     bucket: Bucket, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy.plan = lambda request: Refusal(403, "AccessDenied") if "uploads" in request.target else None
     assert isinstance(save_on_ranks([bucket.storage(endpoint=proxy.endpoint)], 1), Commit)
-    assert proxy.met and not caplog.records
+    assert proxy.injected and not caplog.records
 
 
-def test_an_upload_in_parts_that_failed_is_taken_back(
-    bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_multipart_upload_is_aborted(bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.storage.s3.PART_BYTES", PART_BYTES)
     proxy.plan = lambda request: Refusal(403, "ExpiredToken") if "partNumber=2" in request.target else None
     outcome = save_on_ranks([bucket.storage(endpoint=proxy.endpoint)], 1, state=large_state(1, 3))

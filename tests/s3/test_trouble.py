@@ -1,4 +1,4 @@
-"""What a save and a restore make of an S3 server that throttles, refuses, has no room, or whose answers get lost."""
+"""Saves and restores on an S3 server that throttles, refuses, is full, or whose answers get lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from s3fs import S3FileSystem
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.errors import StorageError
 from tests.s3.ceph import Ceph, Keys
-from tests.s3.conftest import Bucket, made
+from tests.s3.conftest import Bucket, create_bucket
 from tests.s3.proxy import SLOW_DOWN, Fault, Plan, Proxy, Refusal, Request
 from tests.saving import PART_BYTES, is_whole, large_state, save_on_ranks
 from tests.single_rank_store import SingleRankStore
@@ -19,19 +19,19 @@ from tests.unit.test_checkpoint import keys_of, restored_step, step_of
 
 
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr("elastic_ddp.storage.s3.CREATE_BACKOFF_S", 0.01)
 
 
-def at(number: int, what: Fault | Refusal) -> Plan:
-    """Has it happen to one request, counted from 0."""
+def at(number: int, fault: Fault | Refusal) -> Plan:
+    """Injects a fault into one request, counted from 0."""
     numbers = itertools.count()
-    return lambda request: what if next(numbers) == number else None
+    return lambda request: fault if next(numbers) == number else None
 
 
 def is_data(request: Request) -> bool:
-    """Whether it writes a share of the state."""
+    """Returns whether a request writes a part of the state."""
     return request.method == "PUT" and "/step" in request.target
 
 
@@ -39,35 +39,35 @@ def is_manifest(request: Request) -> bool:
     return request.method == "PUT" and "/commits/" in request.target
 
 
-def first(count: int, what: Fault | Refusal, of: Plan) -> Plan:
-    """Has it happen to so many requests, of those that are meant."""
-    left = iter(range(count))
+def first(count: int, fault: Fault | Refusal, of: Plan) -> Plan:
+    """Injects a fault into the first `count` requests that `of` selects."""
+    remaining = iter(range(count))
 
     def plan(request: Request) -> Fault | Refusal | None:
-        return what if of(request) and next(left, None) is not None else None
+        return fault if of(request) and next(remaining, None) is not None else None
 
     return plan
 
 
 @pytest.mark.parametrize("what", [SLOW_DOWN, Refusal(500, "InternalError"), *Fault], ids=str)
-def test_a_save_goes_through_what_passes(bucket: Bucket, proxy: Proxy, what: Fault | Refusal) -> None:
+def test_a_save_survives_temporary_faults(bucket: Bucket, proxy: Proxy, what: Fault | Refusal) -> None:
     storage = bucket.storage(endpoint=proxy.endpoint)
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
     proxy.plan = first(4, what, is_data)
     assert isinstance(outcome := save_on_ranks([storage] * 2, 2, retry_s=60.0), Commit), outcome
-    proxy.plan = first(4, what, lambda request: "/commits/3.json" in request.target)  # whatever is asked of it
+    proxy.plan = first(4, what, lambda request: "/commits/3.json" in request.target)
     assert isinstance(outcome := save_on_ranks([storage] * 2, 3, retry_s=60.0), Commit), outcome
-    assert {is_manifest(request) for request, _ in proxy.met} == {False, True}
+    assert {is_manifest(request) for request, _ in proxy.injected} == {False, True}
     is_whole(bucket.storage(), 2, 3)
 
 
-def test_a_save_that_is_throttled_for_too_long_fails_and_says_so(bucket: Bucket, proxy: Proxy) -> None:
+def test_a_save_that_is_throttled_for_too_long_fails(bucket: Bucket, proxy: Proxy) -> None:
     storage = bucket.storage(endpoint=proxy.endpoint)
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
     proxy.plan = lambda request: SLOW_DOWN
     outcome = save_on_ranks([storage] * 2, 2, retry_s=0.3)
     assert isinstance(outcome, StorageError) and "SlowDown, 503" in str(outcome)
-    assert sum(is_data(request) for request, _ in proxy.met) > 2, "it was tried again"
+    assert sum(is_data(request) for request, _ in proxy.injected) > 2, "retried"
     assert restored_step(bucket.storage()) == 1
     proxy.plan = lambda request: None
     assert isinstance(save_on_ranks([storage] * 2, 3), Commit)
@@ -75,29 +75,29 @@ def test_a_save_that_is_throttled_for_too_long_fails_and_says_so(bucket: Bucket,
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"])
-def test_credentials_that_are_not_good_any_more_end_a_save_at_once(bucket: Bucket, proxy: Proxy, code: str) -> None:
-    storage = bucket.storage(endpoint=proxy.endpoint, is_patient=True)
+def test_bad_credentials_end_a_save_at_once(bucket: Bucket, proxy: Proxy, code: str) -> None:
+    storage = bucket.storage(endpoint=proxy.endpoint, client_retries=True)
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
     proxy.plan = lambda request: Refusal(403, code)
     outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0)
     assert isinstance(outcome, StorageError)
     assert f"{code}, 403" in str(outcome) and "renew or correct the credentials" in str(outcome)
-    assert sum(is_data(request) for request, _ in proxy.met) == 2, "each rank asked once"
+    assert sum(is_data(request) for request, _ in proxy.injected) == 2, "one request per rank"
     assert restored_step(bucket.storage()) == 1
 
 
-def test_credentials_that_expire_before_the_manifest_leave_the_commit_before(bucket: Bucket, proxy: Proxy) -> None:
-    storage = bucket.storage(endpoint=proxy.endpoint, is_patient=True)
+def test_credentials_that_expire_before_the_manifest_leave_no_commit(bucket: Bucket, proxy: Proxy) -> None:
+    storage = bucket.storage(endpoint=proxy.endpoint, client_retries=True)
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
-    proxy.plan = lambda request: Refusal(403, "ExpiredToken") if is_manifest(request) or proxy.met else None
+    proxy.plan = lambda request: Refusal(403, "ExpiredToken") if is_manifest(request) or proxy.injected else None
     outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0)
     assert isinstance(outcome, StorageError) and "ExpiredToken" in str(outcome)
-    assert sum(is_manifest(request) for request, _ in proxy.met) == 1
+    assert sum(is_manifest(request) for request, _ in proxy.injected) == 1
     assert restored_step(bucket.storage()) == 1
 
 
-def test_a_bucket_that_is_missing_is_named_at_once_and_is_no_empty_folder(bucket: Bucket, proxy: Proxy) -> None:
-    missing = Bucket(bucket.endpoint, f"{bucket.uri}-missing").storage(endpoint=proxy.endpoint, is_patient=True)
+def test_a_missing_bucket_is_an_error_at_once_not_an_empty_folder(bucket: Bucket, proxy: Proxy) -> None:
+    missing = Bucket(bucket.endpoint, f"{bucket.uri}-missing").storage(endpoint=proxy.endpoint, client_retries=True)
     puts: list[Request] = []
     proxy.plan = lambda request: puts.append(request) if is_data(request) else None
     outcome = save_on_ranks([missing] * 2, 1, retry_s=10.0)
@@ -117,14 +117,14 @@ def test_a_bucket_that_is_missing_is_named_at_once_and_is_no_empty_folder(bucket
         missing.create("a", b"")
 
 
-def test_a_commit_stands_whose_answer_was_lost_and_was_not_to_be_had(bucket: Bucket, proxy: Proxy) -> None:
+def test_a_commit_whose_answer_was_lost_is_complete(bucket: Bucket, proxy: Proxy) -> None:
     storage = bucket.storage(endpoint=proxy.endpoint)
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
 
     def plan(request: Request) -> Fault | None:
-        if is_manifest(request) and not proxy.met:
+        if is_manifest(request) and not proxy.injected:
             return Fault.LOST
-        return Fault.RESET if proxy.met else None
+        return Fault.RESET if proxy.injected else None
 
     proxy.plan = plan
     outcome = save_on_ranks([storage] * 2, 2)
@@ -138,26 +138,26 @@ def test_a_commit_stands_whose_answer_was_lost_and_was_not_to_be_had(bucket: Buc
 
 @pytest.mark.parametrize("what", [SLOW_DOWN, Fault.HALF_READ, Fault.LOST], ids=str)
 @pytest.mark.parametrize("which", ["?uploads", "partNumber=2", "POST complete"])
-def test_a_large_object_goes_through_what_passes(
+def test_a_large_object_survives_temporary_faults(
     bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, which: str, what: Fault | Refusal
 ) -> None:
     monkeypatch.setattr("elastic_ddp.storage.s3.PART_BYTES", PART_BYTES)
 
-    def is_meant(request: Request) -> bool:
+    def is_selected(request: Request) -> bool:
         if which == "POST complete":
             return request.method == "POST" and "uploadId=" in request.target
         return which in request.target
 
     storage, state = bucket.storage(endpoint=proxy.endpoint), large_state(1, 2)
-    proxy.plan = first(1, what, is_meant)
+    proxy.plan = first(1, what, is_selected)
     outcome = save_on_ranks([storage], 1, retry_s=60.0, state=state)
-    assert isinstance(outcome, Commit) and len(proxy.met) == 1, outcome
+    assert isinstance(outcome, Commit) and len(proxy.injected) == 1, outcome
     SingleRankStore(bucket.storage(), keep=1).verify(outcome)
     assert bucket.storage().list() == sorted(keys_of(outcome))
 
 
-def test_a_part_that_breaks_off_is_sent_again_from_its_beginning(bucket: Bucket, proxy: Proxy) -> None:
-    storage, data = bucket.storage(endpoint=proxy.endpoint, is_patient=True), random.Random(0).randbytes(17 << 20)
+def test_a_broken_part_is_sent_again_from_its_beginning(bucket: Bucket, proxy: Proxy) -> None:
+    storage, data = bucket.storage(endpoint=proxy.endpoint, client_retries=True), random.Random(0).randbytes(17 << 20)
     fault = first(1, Fault.HALF_READ, lambda request: "partNumber=2" in request.target)
     targets: list[str] = []
 
@@ -167,36 +167,36 @@ def test_a_part_that_breaks_off_is_sent_again_from_its_beginning(bucket: Bucket,
 
     proxy.plan = plan
     storage.write("a", data)
-    assert len(proxy.met) == 1 and sum("?uploads" in target for target in targets) == 1, "within the same upload"
-    assert sum("partNumber=2" in target for target in targets) == 2, "once more, and whole"
+    assert len(proxy.injected) == 1 and sum("?uploads" in target for target in targets) == 1, "in the same upload"
+    assert sum("partNumber=2" in target for target in targets) == 2, "sent twice"
     assert bucket.storage().read("a") == data
 
 
-def test_a_large_object_may_be_the_first_request_of_a_process(bucket: Bucket) -> None:
+def test_a_large_object_can_be_the_first_request_of_a_process(bucket: Bucket) -> None:
     S3FileSystem.clear_instance_cache()
     data = random.Random(0).randbytes((16 << 20) + 5)
     bucket.storage().write("a", data)
     assert bucket.storage().read("a") == data
 
 
-def test_a_large_object_whose_part_is_refused_says_so_and_leaves_nothing(
+def test_a_refused_part_fails_the_save_and_leaves_nothing(
     bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elastic_ddp.storage.s3.PART_BYTES", PART_BYTES)
-    storage, state = bucket.storage(endpoint=proxy.endpoint, is_patient=True), large_state(1, 2)
-    for which, what, said in (
+    storage, state = bucket.storage(endpoint=proxy.endpoint, client_retries=True), large_state(1, 2)
+    for which, what, expected in (
         ("partNumber=2", Refusal(403, "ExpiredToken"), "ExpiredToken, 403"),
-        ("uploadId=", Refusal(404, "NoSuchBucket"), "create the bucket"),  # its abortion is refused, too
+        ("uploadId=", Refusal(404, "NoSuchBucket"), "create the bucket"),  # also refuses to abort the upload
     ):
         proxy.plan = lambda request, which=which, what=what: what if which in request.target else None  # type: ignore[misc]
         outcome = save_on_ranks([storage], 1, retry_s=10.0, state=state)
-        assert isinstance(outcome, StorageError) and said in str(outcome)
+        assert isinstance(outcome, StorageError) and expected in str(outcome)
         if which == "partNumber=2":
             assert not bucket.storage().uploads() and not bucket.storage().list()
 
 
 @pytest.mark.parametrize("what", [SLOW_DOWN, Fault.RESET, Fault.HALF_ANSWERED], ids=str)
-def test_a_restore_that_fails_at_any_request_takes_no_commit_for_a_bad_one(
+def test_a_restore_that_fails_at_any_request_rejects_no_commit(
     bucket: Bucket, proxy: Proxy, what: Fault | Refusal
 ) -> None:
     for step in (1, 2):
@@ -211,27 +211,28 @@ def test_a_restore_that_fails_at_any_request_takes_no_commit_for_a_bad_one(
             restored = None
         assert store.rejected == []
         assert restored is None or step_of(restored[1]) == 2
-        if len(proxy.met) == number:  # a restore has no more
+        if len(proxy.injected) == number:  # the restore made fewer requests
             break
     assert number >= 6 and restored is not None
 
 
-def noise(seed: int, of_requests: float) -> Plan:
+def noise(seed: int, probability: float) -> Plan:
+    """Injects random faults."""
     draws = random.Random(seed)
     kinds = [SLOW_DOWN, Refusal(500, "InternalError"), *Fault]
-    return lambda request: draws.choice(kinds) if draws.random() < of_requests else None
+    return lambda request: draws.choice(kinds) if draws.random() < probability else None
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.s3) for seed in range(1, 6))])
-def test_whatever_happens_on_the_way_nothing_is_lost(bucket: Bucket, proxy: Proxy, seed: int) -> None:
+def test_random_faults_lose_no_commit(bucket: Bucket, proxy: Proxy, seed: int) -> None:
     storage = bucket.storage(endpoint=proxy.endpoint)
     proxy.plan = noise(seed, 0.2)
-    before: int | None = None
+    previous: int | None = None
     for step in range(1, 5):
         outcome = save_on_ranks([storage] * 2, step, retry_s=60.0)
-        found = restored_step(bucket.storage())
-        assert found == step if isinstance(outcome, Commit) else found in (before, step)
-        before = found
+        newest = restored_step(bucket.storage())
+        assert newest == step if isinstance(outcome, Commit) else newest in (previous, step)
+        previous = newest
 
         reader = SingleRankStore(storage, keep=2)
         try:
@@ -239,9 +240,9 @@ def test_whatever_happens_on_the_way_nothing_is_lost(bucket: Bucket, proxy: Prox
         except StorageError:
             pass
         else:
-            assert restored is None if found is None else restored and step_of(restored[1]) == found
-        assert reader.rejected == [], "an outage is not taken for a bad commit"
-    assert len(proxy.met) > 5
+            assert restored is None if newest is None else restored and step_of(restored[1]) == newest
+        assert reader.rejected == [], "an outage does not make a commit bad"
+    assert len(proxy.injected) > 5
     proxy.plan = lambda request: None
     for step in (5, 6):
         assert isinstance(save_on_ranks([storage] * 2, step), Commit)
@@ -253,41 +254,41 @@ def test_whatever_happens_on_the_way_nothing_is_lost(bucket: Bucket, proxy: Prox
     [(Refusal(412, "PreconditionFailed"), False), (Refusal(501, "NotImplemented"), True)],
     ids=str,
 )
-def test_a_server_says_that_an_object_changed_or_that_it_cannot_tell(
+def test_a_conditional_delete_handles_a_change_and_a_lack_of_support(
     bucket: Bucket, proxy: Proxy, what: Refusal, is_removed: bool
 ) -> None:
     storage = bucket.storage(endpoint=proxy.endpoint)
     storage.write("a", b"one")
     proxy.plan = first(1, what, lambda request: request.method == "DELETE")
     assert storage.delete_if("a", b"one") == is_removed
-    assert len(proxy.met) == 1 and bucket.storage().list() == ([] if is_removed else ["a"])
+    assert len(proxy.injected) == 1 and bucket.storage().list() == ([] if is_removed else ["a"])
 
 
-# The real server alone tells one user from another.
+# Only the real server checks credentials.
 
 
 @pytest.mark.s3
 @pytest.mark.parametrize(
     ("keys", "code"),
-    [(Keys("nobody", "secret"), "InvalidAccessKeyId"), (Keys("test", "wrong"), "SignatureDoesNotMatch")],
+    [(Keys("unknown", "secret"), "InvalidAccessKeyId"), (Keys("test", "wrong"), "SignatureDoesNotMatch")],
     ids=["no such user", "wrong secret"],
 )
-def test_a_server_that_does_not_know_the_user_is_a_clear_error(real_bucket: Bucket, keys: Keys, code: str) -> None:
+def test_refused_credentials_are_a_clear_error(real_bucket: Bucket, keys: Keys, code: str) -> None:
     assert isinstance(save_on_ranks([real_bucket.storage()], 1), Commit)
-    stranger = real_bucket.storage(keys=keys, is_patient=True)
-    outcome = save_on_ranks([stranger] * 2, 2, retry_s=10.0)
+    unauthorized = real_bucket.storage(keys=keys, client_retries=True)
+    outcome = save_on_ranks([unauthorized] * 2, 2, retry_s=10.0)
     assert isinstance(outcome, StorageError)
     assert f"{code}, 403" in str(outcome) and "renew or correct the credentials" in str(outcome)
     with pytest.raises(StorageError, match=code):
-        SingleRankStore(stranger, keep=1).latest()
+        SingleRankStore(unauthorized, keep=1).latest()
     is_whole(real_bucket.storage(), 1)
 
 
 @pytest.mark.s3
-def test_a_server_without_room_fails_the_save_at_once_and_the_commit_before_stays(real_server: Ceph) -> None:
+def test_a_full_server_fails_the_save_and_keeps_the_previous_commit(real_server: Ceph) -> None:
     keys = Keys("small", "smallsecret")
-    real_server.add_user("small", keys, most_bytes=PART_BYTES)
-    storage = made(real_server.endpoint, keys).storage(keys=keys, is_patient=True)
+    real_server.add_user("small", keys, max_bytes=PART_BYTES)
+    storage = create_bucket(real_server.endpoint, keys).storage(keys=keys, client_retries=True)
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
     outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0, state=large_state(2, 2))
     assert isinstance(outcome, StorageError)

@@ -106,8 +106,8 @@ def test_every_format_of_modification_times_is_understood(
     storage = Storage(f"memory://{uuid.uuid4().hex}")
     storage.write("a/b", b"1")
     fs, base = storage.filesystem_and_path()[0].handler.fs, storage.filesystem_and_path()[1]
-    found = {f"{base}/a/b": {"type": "file", "size": 1, field: listed}}
-    monkeypatch.setattr(type(fs), "find", lambda *_, **__: found)
+    listing = {f"{base}/a/b": {"type": "file", "size": 1, field: listed}}
+    monkeypatch.setattr(type(fs), "find", lambda *_, **__: listing)
     assert storage.last_modified("a") == 1_500_000_000.0
 
 
