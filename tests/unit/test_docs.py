@@ -150,7 +150,7 @@ def batch() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=named)
 def test_the_settings_of_a_page_are_valid(page: Path) -> None:
     for block in blocks(page, "toml"):
-        settings = tomllib.loads(block.code)
+        settings = {key: value for key, value in tomllib.loads(block.code).items() if key != "job"}
         defaults = {key: value for key, value in REQUIRED.items() if key != "steps" or "epochs" not in settings}
         ed.RunConfig(**{**defaults, **settings})
 
@@ -197,6 +197,13 @@ def test_relative_links_resolve(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", ROOT / "docs/design.md"], ids=named)
+def test_the_files_that_a_page_names_exist(page: Path) -> None:
+    names = re.findall(r"`([\w./]+(?:\.py|/))`", page.read_text())
+    found = [name for name in names if (ROOT / name).exists() or (ROOT / "elastic_ddp" / name).exists()]
+    assert set(names) - {*found, "site/"} == set()
+
+
 def test_the_reference_lists_every_setting() -> None:
     page = hooks.configuration()
     for name, field in ed.RunConfig.model_fields.items():
@@ -227,4 +234,4 @@ def test_the_reference_lists_every_event_and_field() -> None:
 
 def test_the_reference_lists_every_public_name() -> None:
     listed = re.findall(r"^::: elastic_ddp\.(\w+)$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(ed.__all__)
+    assert set(listed) - {"errors"} == set(ed.__all__)
