@@ -77,7 +77,7 @@ class Run:
         if self._record is None:
             self._record = {}
         else:
-            auto.go_on_from(self._record)
+            auto.merge(self._record)
             auto.lost()
         return auto
 

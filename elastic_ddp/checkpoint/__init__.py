@@ -1,4 +1,7 @@
-"""Durable state: commits that are complete or do not exist."""
+"""Checkpoints: a commit is complete, or it does not exist.
+
+`manifest.py` describes the format of a commit: open it first. `saver.py` writes commits, `catalog.py` reads them.
+"""
 
 from elastic_ddp.checkpoint.catalog import CommitCatalog
 from elastic_ddp.checkpoint.manifest import Commit, StoredObject

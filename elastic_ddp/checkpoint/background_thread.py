@@ -1,5 +1,4 @@
-"""What happens behind training, in a thread that waits from one piece of work to the next: whoever starts a new one
-waits until it has begun, which beside busy processors takes 0.3 ms and now and then several."""
+"""A thread for work beside training, which waits between tasks: to start a new one can stall a busy process for ms."""
 
 from __future__ import annotations
 
@@ -14,54 +13,56 @@ from concurrent.futures import Future, wait
 _log = logging.getLogger(__name__)
 
 NICE = 10
-"""By how much less than those in front it gets of the processors."""
+"""Added to the process's nice value."""
 
 _Task = tuple[Callable[[], object], "Future[None]"]
 
 
 class BackgroundThread:
-    """Does one thing after the other, and ends with this object."""
+    """Runs tasks one after the other in a daemon thread, which ends with this object.
+
+    An executor's threads would delay the exit of the process while one of them hangs.
+    """
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._last: Future[None] | None = None
-        # No method of this object, which would not end while its thread waits.
-        threading.Thread(target=_work_through, args=[self._tasks], name=name, daemon=True).start()
+        # A function, not a method: the thread must not hold a reference to this object.
+        threading.Thread(target=_run_tasks, args=[self._tasks], name=name, daemon=True).start()
         weakref.finalize(self, self._tasks.put, None)
 
     @property
     def is_busy(self) -> bool:
         return self._last is not None and not self._last.done()
 
-    def do(self, work: Callable[[], object]) -> None:
-        """Soon, after what it was given before. What that raises is logged, and goes no further."""
+    def submit(self, task: Callable[[], object]) -> None:
+        """Runs a task after those before it. An exception is logged."""
         self._last = Future()
-        self._tasks.put((work, self._last))
+        self._tasks.put((task, self._last))
 
     def wait(self, within_s: float | None = None) -> bool:
-        """Until all is done that it was given. Returns whether it is."""
+        """Waits for all tasks. Returns whether they have ended."""
         if self._last is not None:
             wait([self._last], within_s)
         return not self.is_busy
 
 
-def _work_through(tasks: queue.SimpleQueue[_Task | None]) -> None:
-    _be_nice()
-    while (task := tasks.get()) is not None:
-        work, done = task
+def _run_tasks(tasks: queue.SimpleQueue[_Task | None]) -> None:
+    _lower_priority()
+    while (entry := tasks.get()) is not None:
+        task, done = entry
         try:
-            work()
+            task()
         except BaseException:
-            _log.exception("an error in what happens behind training, where none is foreseen")
+            _log.exception("unexpected error in a background task")
         finally:
             done.set_result(None)
-            del task, work, done  # or what they hold would be kept until there is more to do
+            del entry, task, done  # or they would live until the next task
 
 
-def _be_nice() -> None:
-    """Lets those come first who train at the same time; threads that this one starts are as nice. A container may not
-    allow it."""
+def _lower_priority() -> None:
+    """Leaves the CPU to training; threads that this one starts inherit the priority. A container may forbid it."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE))
     except OSError as error:
-        _log.debug("what happens behind training takes as much of the processors: %s", error)
+        _log.debug("cannot lower the priority of a background thread: %s", error)

@@ -1,4 +1,4 @@
-"""Removing what is not kept, by the saver behind each commit."""
+"""Removes superseded commits and leftovers after each commit. `retention` decides what stays."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from elastic_ddp.checkpoint.manifest import (
     attempt_of,
     committed_steps,
     manifest_key,
-    set_aside,
+    parse_set_aside,
     step_of_attempt,
 )
 from elastic_ddp.checkpoint.metrics import Measurement, measurements
 from elastic_ddp.checkpoint.reader import read_manifest
 from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.checkpoint.retention import Retention, kept, removable
-from elastic_ddp.errors import CheckpointError, StorageError
+from elastic_ddp.errors import CheckpointError, StorageError, shorten
 from elastic_ddp.storage.folder import Upload
 from elastic_ddp.storage.local import is_temporary
 from elastic_ddp.storage.storage import CLOCK_PREFIX, Storage
@@ -28,76 +28,72 @@ from elastic_ddp.storage.storage import CLOCK_PREFIX, Storage
 _log = logging.getLogger(__name__)
 
 ORPHAN_AGE_S = 24 * 3600.0
-"""An attempt that no manifest stands for is nobody's any more when nothing of it was written for so long: an object is
-written within minutes, or given up."""
-LOOK_AGAIN_S = 3600.0
-"""After so long, what could not be read, or was bad, is looked at once more: that may take minutes."""
-_IN_VAIN_S = 60.0
-"""After so many seconds of failing, the storage is away rather than some of what is in it held."""
+"""An attempt without a manifest is removed after this long without a write: a worker writes an object in minutes."""
+_FAILING_S = 60.0
+"""After removals have failed for this long, the storage is considered unavailable."""
 
 
 class Housekeeping:
-    """What one saver of a run removes, commit after commit. `clock` is in seconds."""
+    """Removes what a run does not keep, commit after commit, for one saver."""
 
-    def __init__(self, retention: Retention, clock: Callable[[], float] = time.monotonic) -> None:
-        self._retention, self._clock = retention, clock
+    def __init__(self, retention: Retention) -> None:
+        self._retention = retention
         self._known: dict[int, tuple[str, Measurement | None]] = {}
-        """Complete commits that were there the last time, each with the folder of its attempt. Their manifests are not
-        read again: what is kept for good grows for as long as the run does."""
-        self._left: dict[int, float] = {}
-        """Steps whose manifest could not be read, those with a bad commit that might be one to keep for good, or with
-        another run's, and when they were looked at."""
+        """Complete commits by step: the folder of the attempt, and the value of the metric. Their manifests are not
+        read again, as the number of kept commits may grow with the run."""
+        self._doubtful: set[int] = set()
+        """Steps whose commit could not be read, was bad, or belongs to another run. They stay."""
 
     def tidy(self, storage: Storage, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
-        """Removes what is not kept once a commit is complete. See `CheckpointStore.complete` for the arguments.
+        """Removes what is not kept now that `newest` is complete. For the arguments see `CheckpointStore.complete`.
 
         Raises:
-            StorageError: the storage failed; what is left goes with the next commit.
+            StorageError: the storage failed; the next call removes the rest.
             Exception: what the fence raises.
         """
-        uploads = unfinished(storage)
+        uploads = unfinished_uploads(storage)
         sizes = storage.sizes()
-        # Asked after the listing: if nobody has replaced this saver, and its generation goes on, nothing in that is of
-        # a generation that came after it. So of attempts that no manifest stands for, those of earlier steps are dead:
-        # a rank ends one save before it begins the next, and all ranks have begun this one. A worker that has left may
-        # still be writing one; it looks whether all is there before it commits. Those of this step and of later ones,
-        # which runs have left that went back, go by age.
+        # After the listing: if this saver may still commit, and its generation is running, the listing has nothing of
+        # later generations. So attempts of earlier steps without a manifest are dead: every rank ends one save before
+        # it begins the next. A worker that has left may still be writing one; before it commits, it checks that its
+        # objects are there. Attempts of this step and later ones, from before a restore, are removed by their age.
         fence()
         if not is_current():
             return
         steps = [step for step in committed_steps(sizes) if step <= newest.step]
-        self._left.pop(newest.step, None)  # it was written, or read, just now
-        read = self._read_last(storage, newest, steps, sizes)
+        self._doubtful.discard(newest.step)
+        read = self._read_newest(storage, newest, steps, sizes)
         older = self._older(storage, newest, steps, read, sizes)
-        self._known = {commit.step: self._as_known(commit) for commit in read} | older
+        self._known = {commit.step: self._entry(commit) for commit in read} | older
         measured = {step: measurement for step, (_, measurement) in self._known.items()}
-        staying = kept(steps, measured, self._retention) | self._left.keys()
-        keys = [*sizes, *(each.key for each in uploads if attempt_of(each.key) is not None)]
-        going = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
-        dead, orphans = (without_manifest(storage, each, steps) for each in (going.dead, going.orphans))
-        fence()  # to look at commits may have taken long
+        staying = kept(steps, measured, self._retention) | self._doubtful
+        keys = [*sizes, *(upload.key for upload in uploads if attempt_of(upload.key) is not None)]
+        removal = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
+        fence()  # reading manifests may have taken long
         if not is_current():
             return
-        # Once more: a worker that has left may have committed meanwhile.
-        dead, orphans = (without_manifest(storage, each, steps) for each in (dead, orphans))
+        # After the fence: a worker that has left may have committed since the listing.
+        dead, orphans = (without_manifest(storage, folders, steps) for folders in (removal.dead, removal.orphans))
         abort_uploads(ORPHAN_AGE_S, storage, uploads, dead)
         try:
-            remove(storage, going.manifests, [*dead, *clocks(sizes)])
+            remove(storage, removal.manifests, [*dead, *clock_folders(sizes)])
         finally:
             remove(storage, [], older_than(ORPHAN_AGE_S, storage, orphans))
 
-    def _read_last(
+    def _read_newest(
         self, storage: Storage, newest: Commit, steps: Iterable[int], sizes: Mapping[str, int]
     ) -> list[Commit]:
-        """The complete ones among the newest, as many as stay for being that. The newest one, too, is read: if the
-        storage has not kept it as it said, it pushes out no good ones."""
+        """Returns the newest complete commits, `retention.last` of them.
+
+        It reads the newest one, too: a commit that the storage has lost must not displace good ones.
+        """
         read: list[Commit] = []
         for step in steps:
             if len(read) < self._retention.last:
                 commit = self._complete(storage, newest, step, sizes)
                 read += [commit] if commit is not None else []
         if not read:
-            raise StorageError(f"{newest.key} is not there, or cannot be read, nor any before it")
+            raise StorageError(f"neither {newest.key} nor an earlier commit can be read")
         return read
 
     def _older(
@@ -108,57 +104,53 @@ class Housekeeping:
         read: Collection[Commit],
         sizes: Mapping[str, int],
     ) -> dict[int, tuple[str, Measurement | None]]:
-        """The complete ones before those, if any of them can stay."""
-        found = {}
-        alone = attempts_alone(sizes)
+        """Returns the complete commits before those, if any of them may stay."""
+        if not self._retention.keeps_older:
+            return {}
+        older = {}
+        only = only_attempts(sizes)
         oldest = min(commit.step for commit in read)
-        for step in steps if self._retention.looks_back else ():
+        for step in steps:
             if step < oldest:
-                if step in self._known and self._known[step][0] == alone.get(step):
-                    found[step] = self._known[step]
+                if step in self._known and self._known[step][0] == only.get(step):
+                    older[step] = self._known[step]
                 elif (commit := self._complete(storage, newest, step, sizes)) is not None:
-                    found[step] = self._as_known(commit)
-        return found
+                    older[step] = self._entry(commit)
+        return older
 
     def _complete(self, storage: Storage, newest: Commit, step: int, sizes: Mapping[str, int]) -> Commit | None:
-        """The commit of a step if it is known to be complete, and of the run of the newest. One that cannot be read may
-        be complete: it counts for nothing, and stays, as does another run's, and a bad one where others than the newest
-        are kept."""
-        looked_at = self._left.get(step)
-        if looked_at is not None and self._clock() - looked_at < LOOK_AGAIN_S:
+        """Returns the commit of a step if it is complete and of the same run as the newest."""
+        if step in self._doubtful:
             return None
-        self._left.pop(step, None)
         try:
             commit = complete_commit(storage, step, sizes)
-            if not different_runs(newest.record, commit.record):
-                return commit
-            _log.warning("step %d stays, with all that was written at it: its commit is another run's", step)
-            self._left[step] = self._clock()
+            if names := different_runs(newest.record, commit.record):
+                raise CheckpointError(f"{commit.key} belongs to another run (different {shorten(names, 5)})")
+            return commit
         except StorageError as error:
             if not isinstance(error, CheckpointError):
                 check_answers(storage, manifest_key(step))
-            if self._retention.looks_back or not isinstance(error, CheckpointError):
-                _log.warning("step %d stays, with all that was written at it: %s", step, error)
-                self._left[step] = self._clock()
+            _log.warning("step %d and all attempts at it stay: %s", step, error)
+            self._doubtful.add(step)
         except FileNotFoundError:
             pass
         return None
 
-    def _as_known(self, commit: Commit) -> tuple[str, Measurement | None]:
+    def _entry(self, commit: Commit) -> tuple[str, Measurement | None]:
         return commit.prefix, measurements(commit.record).get(self._retention.metric or "")
 
 
 def complete_commit(storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit:
-    """The commit of a step, which is complete.
+    """Returns the commit of a step, and checks that it is complete.
 
     Args:
-        sizes: of objects, by key, as they were listed. What is missing there is looked for once more: a listing may
-            be of some time ago, on network mounts above all.
+        sizes: sizes of the objects by key, as listed before. Missing ones are listed again: a listing may be stale, on
+            network mounts in particular.
 
     Raises:
-        CheckpointError: it is not complete.
+        CheckpointError: the commit is not complete.
         FileNotFoundError: there is none.
-        StorageError: the manifest cannot be read.
+        StorageError: its manifest cannot be read.
     """
     key = manifest_key(step)
     try:
@@ -173,13 +165,14 @@ def complete_commit(storage: Storage, step: int, sizes: Mapping[str, int]) -> Co
 
 
 def without_manifest(storage: Storage, prefixes: Iterable[str], listed: Collection[int]) -> list[str]:
-    """Folders of attempts at steps that no manifest stands for, unless that was listed and is known. One that was not
-    is asked for by its name: a listing may be of some time ago.
+    """Returns the folders of attempts at steps that have no manifest, or one that was listed.
+
+    A manifest that was not listed is looked up by its key: a listing may be stale.
 
     Raises:
         StorageError: the storage failed.
     """
-    found = []
+    folders = []
     for prefix in prefixes:
         step = step_of_attempt(prefix)
         if step not in listed:
@@ -188,28 +181,31 @@ def without_manifest(storage: Storage, prefixes: Iterable[str], listed: Collecti
             except FileNotFoundError:
                 pass
             else:
-                _log.warning("%s stays: its step has a manifest, which was not listed", prefix)
+                _log.warning("%s stays: its step has a manifest that was not listed", prefix)
                 continue
-        found.append(prefix)
-    return found
+        folders.append(prefix)
+    return folders
 
 
-def attempts_alone(keys: Iterable[str]) -> dict[int, str]:
-    """By step, the folder of an attempt beside which there is no other: a commit there can be of no other, either."""
-    found: dict[int, set[str]] = defaultdict(set)
+def only_attempts(keys: Iterable[str]) -> dict[int, str]:
+    """Returns, by step, the folder of the attempt where there is only one: a commit at that step is that attempt's."""
+    attempts: dict[int, set[str]] = defaultdict(set)
     for step, prefix in filter(None, map(attempt_of, keys)):
-        found[step].add(prefix)
-    return {step: prefixes.pop() for step, prefixes in found.items() if len(prefixes) == 1}
+        attempts[step].add(prefix)
+    return {step: prefixes.pop() for step, prefixes in attempts.items() if len(prefixes) == 1}
 
 
 def older_than(
     age_s: float, storage: Storage, prefixes: Collection[str], now: Callable[[], float] | None = None
 ) -> list[str]:
-    """Those of some folders in which nothing was written for so long. The writing and the present are both dated by
-    the storage's clock, which may differ from this machine's, unless another is given; to ask it writes something.
+    """Returns those folders in which nothing was written for `age_s` seconds.
+
+    Args:
+        now: the current time. By default the storage's own clock, which dates the writes, too; to read it writes a
+            small object.
 
     Raises:
-        StorageError: the storage failed, or does not date what is in it.
+        StorageError: the storage failed, or does not date its objects.
     """
     if not prefixes:
         return []
@@ -218,54 +214,56 @@ def older_than(
     return sorted(prefix for prefix, at in written.items() if at is not None and at_present - at > age_s)
 
 
-def clocks(keys: Iterable[str]) -> list[str]:
-    """Folders that `Storage.now` left, as its process was killed. No other saver asks for the time now, or need not."""
+def clock_folders(keys: Iterable[str]) -> list[str]:
+    """Returns the folders that a process left which was killed in `Storage.now`."""
     return sorted({key.partition("/")[0] for key in keys if key.startswith(CLOCK_PREFIX)})
 
 
-def unfinished(storage: Storage) -> Sequence[Upload]:
-    """Objects that nobody has finished writing. A storage may not let this user ask for them, and nothing depends on
-    it."""
+def unfinished_uploads(storage: Storage) -> Sequence[Upload]:
+    """Returns uploads that were begun and not completed; none if the storage does not permit listing them."""
     try:
         return storage.uploads()
     except StorageError as error:
-        _log.debug("uploads that nobody finished are not known: %s", error)
+        _log.debug("cannot list unfinished uploads: %s", error)
         return []
 
 
 def abort_uploads(age_s: float, storage: Storage, uploads: Sequence[Upload], dead: Collection[str] = ()) -> None:
-    """Has what was written removed of objects of dead attempts, and of others whose writers died so long ago, but for
-    what is none of a run's. A storage may not let this user do that, either."""
+    """Aborts uploads to dead attempts, and a run's other uploads that are older than `age_s` seconds.
+
+    A failure is ignored: the storage may not permit it, and nothing depends on it.
+    """
     try:
         now = storage.now() if uploads else 0.0
-        for each in uploads:
-            attempt = attempt_of(each.key)
-            if attempt is None and set_aside(each.key) is None and not is_temporary(each.key):
+        for upload in uploads:
+            attempt = attempt_of(upload.key)
+            if attempt is None and parse_set_aside(upload.key) is None and not is_temporary(upload.key):
                 continue
-            if now - each.started_at > age_s or (attempt is not None and attempt[1] in dead):
-                storage.abort(each)
+            if now - upload.started_at > age_s or (attempt is not None and attempt[1] in dead):
+                storage.abort(upload)
     except StorageError as error:
-        _log.debug("uploads that nobody finished are left: %s", error)
+        _log.debug("unfinished uploads stay: %s", error)
 
 
 def remove(storage: Storage, manifests: Iterable[str], prefixes: Iterable[str]) -> None:
-    """Manifests first: wherever it is interrupted, no manifest lists what is gone. What cannot be removed, as it may be
-    held or somebody else's, does not keep the rest.
+    """Removes manifests, then folders: wherever it is interrupted, no manifest lists missing objects.
+
+    What cannot be removed, because of a legal hold for example, does not stop the rest.
 
     Raises:
-        StorageError: the first one that the storage failed with, once all has been tried, or for a minute in vain. No
-            folder is removed if that was at a manifest.
+        StorageError: the first failure, raised after all others were tried, or after a minute of failures. If it
+            concerns a manifest, no folder is removed.
     """
     for delete, names in ((storage.delete, manifests), (storage.delete_tree, prefixes)):
-        first, in_vain_s = None, 0.0
+        first, failing_s = None, 0.0
         for name in names:
             begun = time.monotonic()
             try:
                 delete(name)
             except StorageError as error:
                 first = first or error
-                in_vain_s += time.monotonic() - begun
-                if in_vain_s > _IN_VAIN_S:
+                failing_s += time.monotonic() - begun
+                if failing_s > _FAILING_S:
                     break
         if first is not None:
             raise first

@@ -1,10 +1,9 @@
-"""How often a run commits where that follows from what was measured: what a save costs, and how often workers are lost.
+"""The interval between commits, from the measured cost of a save and the rate of worker failures.
 
-sqrt(2 C M) seconds between commits lose the least time, to first order, where a commit holds training up for C seconds
-and M seconds pass between failures on average: J. W. Young, "A first order approximation to the optimum checkpoint
-interval", Communications of the ACM 17(9), 1974. J. T. Daly, "A higher order estimate of the optimum checkpoint
-interval for restart dumps", Future Generation Computer Systems 22(3), 2006, refines it where C is near M, as it is in
-no run that gets anywhere.
+With C seconds of stall per save and a mean of M seconds between failures, sqrt(2 C M) seconds between commits lose the
+least time, to first order: J. W. Young, "A first order approximation to the optimum checkpoint interval",
+Communications of the ACM 17(9), 1974. The refinement of J. T. Daly ("A higher order estimate of the optimum checkpoint
+interval for restart dumps", Future Generation Computer Systems 22(3), 2006) matters only where C is close to M.
 """
 
 from __future__ import annotations
@@ -16,41 +15,42 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 PRIOR_MTBF_S = 3600.0
-"""How long it takes a run to lose a worker, until that is known better: a spot node lives for hours, and a run has
-several."""
+"""Assumed mean time between failures of a run until failures were observed."""
 FIRST_INTERVAL_S = 60.0
-"""Until a save was measured."""
-_MEASURED = 5
-"""Saves whose median counts: the first one takes longer, as it gets its memory."""
+"""Interval until a save was measured."""
+_NUM_MEASURED = 5
+"""Number of newest saves whose median counts. The first takes longer: it allocates its memory."""
 
 
 def mean_time_between_failures(failures: int, watched_s: float) -> float:
-    """Seconds, from so many losses in so many seconds, and one more in `PRIOR_MTBF_S`: the inverse of the mean of the
-    rate's posterior, with a Gamma(1, PRIOR_MTBF_S) prior."""
+    """Returns an estimate in seconds, from `failures` in `watched_s` and one more in `PRIOR_MTBF_S`.
+
+    It is the inverse of the posterior mean of the failure rate, with a Gamma(1, PRIOR_MTBF_S) prior.
+    """
     return (PRIOR_MTBF_S + watched_s) / (1 + failures)
 
 
 def interval_s(*, stall_s: float, save_s: float, mtbf_s: float | None, max_overhead: float | None) -> float:
-    """Seconds from one commit to the next.
+    """Returns the seconds from one commit to the next.
 
     Args:
-        stall_s: for which a save holds training up.
-        save_s: that a save takes. The interval is no shorter, as there is one save at a time.
-        mtbf_s: mean time between failures, for the interval of Young; None for the shortest that is allowed.
-        max_overhead: the largest share of the time that may go into stalls; None for any.
+        stall_s: for how long a save stalls training.
+        save_s: how long a save takes. It bounds the interval from below: saves do not overlap.
+        mtbf_s: mean time between failures, for Young's interval; None for the shortest interval allowed.
+        max_overhead: largest fraction of the time that stalls may take; None for no limit.
     """
-    wanted = 0.0 if mtbf_s is None else math.sqrt(2 * stall_s * mtbf_s)
+    optimal = 0.0 if mtbf_s is None else math.sqrt(2 * stall_s * mtbf_s)
     allowed = 0.0 if max_overhead is None else stall_s / max_overhead
-    return max(wanted, allowed, save_s)
+    return max(optimal, allowed, save_s)
 
 
 class MeasuredInterval:
-    """The interval of a run, as one worker measures it.
+    """The commit interval of a run, as one worker measures it.
 
     Args:
-        interval: "auto" for that of Young.
-        max_overhead: a bound to it, or, without it, all there is to it.
-        clock: seconds that only go forward.
+        interval: "auto" for Young's interval.
+        max_overhead: a bound on it; without "auto", it alone determines the interval.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -60,27 +60,27 @@ class MeasuredInterval:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._is_auto, self._max_overhead, self._clock = interval == "auto", max_overhead, clock
-        # Replaced as a whole: one thread trains, and another saves.
+        # Tuples, replaced as a whole: the training thread and the saving thread both use them.
         self._stalls: tuple[float, ...] = ()
         self._saves: tuple[float, ...] = ()
         self._began_at = clock()
         self._failures = 0
 
     def stalled(self, seconds: float) -> None:
-        """A save held training up."""
-        self._stalls = (*self._stalls, seconds)[-_MEASURED:]
+        """Adds a measurement of how long a save stalled training."""
+        self._stalls = (*self._stalls, seconds)[-_NUM_MEASURED:]
 
     def saved(self, seconds: float) -> None:
-        """A save took so long, from its begin to the commit."""
-        self._saves = (*self._saves, seconds)[-_MEASURED:]
+        """Adds a measurement of how long a save took, from its begin to the commit."""
+        self._saves = (*self._saves, seconds)[-_NUM_MEASURED:]
 
     def record_failure(self) -> None:
-        """Workers were lost."""
+        """Counts a failure of one or several workers."""
         self._failures += 1
 
     @property
     def seconds(self) -> float:
-        """The interval, by all that is known."""
+        """The interval, from all measurements so far."""
         if not self._stalls:
             return FIRST_INTERVAL_S
         return interval_s(
@@ -95,10 +95,10 @@ class MeasuredInterval:
         return self._clock() - self._began_at
 
     def record(self) -> dict[str, Any]:
-        """What of it a commit keeps, for those who go on from that."""
+        """Returns the facts for a commit's record, from which a later session continues."""
         return {"losses": self._failures, "watched_s": round(self._watched_s, 3)}
 
-    def go_on_from(self, record: Mapping[str, Any]) -> None:
-        """Counts in what was seen before a commit, if its record says, and was not seen by this worker itself."""
+    def merge(self, record: Mapping[str, Any]) -> None:
+        """Takes over what a commit's record has counted, if that is more than this worker has."""
         self._failures = max(self._failures, record.get("losses", 0))
         self._began_at = min(self._began_at, self._clock() - record.get("watched_s", 0.0))

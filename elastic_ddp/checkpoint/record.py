@@ -1,4 +1,4 @@
-"""What is read again of the record of a commit, and the form that it has there."""
+"""The facts in a commit's record that are read again, and their form."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=Fal
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, le=2**37)]
-"""As many as a date can have since 1970, and some."""
+"""Up to the largest date that Python's `datetime` takes, in seconds since 1970."""
 
 
 class RecordedMetric(BaseModel):
-    """A value of a metric, and the steps that the state had behind it of which it is."""
+    """The value of a metric, and the number of steps done when it was measured."""
 
     model_config = _STRICT
 
@@ -26,45 +26,45 @@ class RecordedMetric(BaseModel):
 
 
 class Facts(BaseModel):
-    """The facts of a record that somebody goes by. Each may be missing: a record is its writer's, and so is whatever
-    else it holds."""
+    """The facts that this package reads from a record. Any of them may be missing; others are allowed."""
 
     model_config = _STRICT
 
     time: Seconds = 0.0
-    """When it was made, in seconds since 1970."""
+    """When the commit was made, in seconds since 1970."""
     epoch: Count = 0
     samples: Count = 0
     samples_sha256: str = ""
     metrics: dict[str, RecordedMetric] = {}
-    """The newest of each that was known."""
+    """The newest value of each metric."""
     losses: Count = 0
-    """Of workers, in all of the run."""
+    """Worker failures in the whole run. The format keeps this name for compatibility."""
     watched_s: Seconds = 0.0
-    """For which they were counted."""
+    """The time over which failures were counted."""
 
 
 def check_facts(record: str) -> None:
-    """ValueError unless a record, as JSON, has those that it has in their form."""
+    """Raises ValueError unless the facts in a record, given as JSON, have their form."""
     try:
         Facts.model_validate_json(record)
     except ValidationError as error:
-        what = format_validation_error(error, with_fields=True)
+        reason = format_validation_error(error, with_fields=True)
     else:
         return
-    raise ValueError(f"its record cannot be one of a run: {what}")
+    raise ValueError(f"its record is malformed: {reason}")
 
 
 def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What defines the run of a commit, as far as its record tells: settings by name, and the fingerprint of its
-    data."""
+    """Returns what identifies the run of a commit: settings by name, and the fingerprint of its data."""
     settings = record.get("identity")
     known = dict(settings) if isinstance(settings, dict) else {}
     return known | ({"data": record["data"]} if "data" in record else {})
 
 
 def different_runs(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The names of what defines a run and is not the same in the runs of two commits. What only one of both records
-    knows, of versions of this package, says nothing."""
+    """Returns the names of the settings in which the runs of two commits differ; empty for commits of one run.
+
+    Settings that only one of the records has do not count: versions of this package differ in them.
+    """
     mine, theirs = identity_of(record), identity_of(other)
     return [name for name in mine if name in theirs and mine[name] != theirs[name]]

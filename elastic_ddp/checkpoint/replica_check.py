@@ -1,27 +1,25 @@
-"""Whether all ranks hold what they should hold alike: checksums of a sample of it, which every rank draws alike.
+"""Compares the ranks: checksums of a random sample of the tensors that all ranks must hold alike.
 
-Ranks share out what they all hold, so a commit would be a mixture of their states where these differ.
+Ranks share the writing of these tensors. If ranks differed, a commit would mix their states.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch.distributed.checkpoint.planner import WriteItem
 from zlib_ng import zlib_ng
 
 from elastic_ddp import torch_internals
 from elastic_ddp.checkpoint.manifest import padded
-from elastic_ddp.checkpoint.planning import BlockPlanner
+from elastic_ddp.checkpoint.planning import Block, local_blocks
 from elastic_ddp.errors import ReplicasDifferError, shorten
 
-SAMPLE_BYTES, PIECE_BYTES = 1 << 20, 64 << 10
-"""What a commit takes more, at most, to copy and in memory. What is drawn is another part of the state in each."""
-NUM_PIECES = 64
-"""At most, where tensors are small: each is looked up in Python."""
+SAMPLE_BYTES, SAMPLE_PIECE_BYTES = 1 << 20, 64 << 10
+"""Largest sample of a commit, and of one of its pieces."""
+MAX_PIECES = 64
 
 
 class Sample(BaseModel):
@@ -34,80 +32,80 @@ class Sample(BaseModel):
 
 
 class Sampler:
-    """Draws one rank's sample, for one commit after the other."""
+    """Draws one rank's sample, for one commit after the other. Each commit samples other pieces."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._places: list[tuple[str, int, int]] = []
-        """Tensors, and where in the buffer their pieces begin and end."""
+        self._pieces: list[tuple[str, int, int]] = []
+        """Names of tensors, and where in the buffer their pieces begin and end."""
 
     @torch.no_grad()
-    def stage(self, items: Sequence[WriteItem], planner: BlockPlanner, seed: str) -> None:
-        """Copies some pieces. When this returns the state may change.
+    def stage(self, blocks: Sequence[Block], tensors: Mapping[str, torch.Tensor], seed: str) -> None:
+        """Copies random pieces. The state may change after the return.
 
         Args:
-            items: the blocks of what all ranks hold, in the same order on each.
-            planner: of the state.
-            seed: the same on every rank.
+            blocks: the blocks that all ranks hold, in the same order on each.
+            tensors: the state, by name.
+            seed: equal on all ranks.
         """
         draw = random.Random(seed)
-        boxes = planner.boxes(draw.sample(items, min(NUM_PIECES, len(items))))
-        pieces: list[torch.Tensor] = []
-        self._places, end = [], 0
-        for box, block in zip(boxes, planner.blocks(boxes), strict=True):
-            piece = _piece_of(block, draw)
-            if pieces and end + piece.nbytes > SAMPLE_BYTES:
+        drawn = draw.sample(blocks, min(MAX_PIECES, len(blocks)))
+        sources: list[torch.Tensor] = []
+        self._pieces, end = [], 0
+        for block, source in zip(drawn, local_blocks(tensors, drawn), strict=True):
+            piece = _piece_of(source, draw)
+            if sources and end + piece.nbytes > SAMPLE_BYTES:
                 break
-            pieces.append(piece)
-            self._places.append((box.tensor, end, end + piece.nbytes))
+            sources.append(piece)
+            self._pieces.append((block.tensor, end, end + piece.nbytes))
             end += padded(piece.nbytes)
         if len(self._buffer) < end:
             self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        held = [
-            self._buffer[start:stop].view(piece.dtype).view(piece.shape)
-            for (_, start, stop), piece in zip(self._places, pieces, strict=True)
+        copies = [
+            self._buffer[start:stop].view(source.dtype).view(source.shape)
+            for (_, start, stop), source in zip(self._pieces, sources, strict=True)
         ]
-        if pieces:
-            torch_internals.copy_pairwise(held, pieces)
-        if any(piece.is_cuda for piece in pieces):
+        if sources:
+            torch_internals.copy_pairwise(copies, sources)
+        if any(source.is_cuda for source in sources):
             torch.cuda.current_stream().synchronize()
 
     def samples(self) -> tuple[Sample, ...]:
-        """Of what was staged last."""
+        """Returns the checksums of the pieces that were staged last."""
         data = self._buffer.numpy().data
-        return tuple(Sample(tensor=name, crc32=zlib_ng.crc32(data[start:end])) for name, start, end in self._places)
+        return tuple(Sample(tensor=name, crc32=zlib_ng.crc32(data[start:end])) for name, start, end in self._pieces)
 
 
 def _piece_of(block: torch.Tensor, draw: random.Random) -> torch.Tensor:
-    """A view of some of it that is no larger than a piece."""
+    """Returns a random view of a block, of at most `SAMPLE_PIECE_BYTES`."""
     for dimension, size in enumerate(block.shape):
         row_bytes = block.nbytes // size
-        rows = max(1, min(size, PIECE_BYTES // row_bytes))
+        rows = max(1, min(size, SAMPLE_PIECE_BYTES // row_bytes))
         block = block.narrow(dimension, draw.randint(0, size - rows), rows)
     return block
 
 
-def check_same(drawn: Iterable[Sequence[Sample]]) -> None:
-    """Whether the ranks' samples are the same.
+def check_replicas(samples: Iterable[Sequence[Sample]]) -> None:
+    """Compares the ranks' samples.
 
     Args:
-        drawn: by rank; empty for one that drew none.
+        samples: the sample of each rank, in rank order.
 
     Raises:
-        ReplicasDifferError: they are not, which names the tensors.
+        ReplicasDifferError: the samples of two ranks differ. The error names the tensors.
     """
-    first, *others = drawn
+    first, *others = samples
     for rank, other in enumerate(others, start=1):
-        if [each.tensor for each in first] != [each.tensor for each in other]:  # drawn of other tensors
+        if [sample.tensor for sample in first] != [sample.tensor for sample in other]:
             raise ReplicasDifferError(
-                f"the state of rank {rank} has not the tensors that rank 0's has, by name and shape; what a training "
-                "function prepares has to be the same on every rank"
+                f"rank {rank} does not hold the same tensors as rank 0, by name and shape. The training function must "
+                "prepare the same state on every rank"
             )
         if different := [mine.tensor for mine, theirs in zip(first, other, strict=True) if mine != theirs]:
             names = shorten([*dict.fromkeys(different)], 5)
             raise ReplicasDifferError(
-                f"ranks 0 and {rank} hold different values of {names}, which all ranks hold alike; of such a state "
-                "nothing is committed. Run the same command again: it goes on from the newest commit. If it comes "
-                "again, something in the training function depends on the rank, the host or the time, or uses a "
-                "nondeterministic operation; otherwise a machine has made a mistake"
+                f"ranks 0 and {rank} hold different values of {names}, which must be equal on all ranks. This state is "
+                "not committed. Run the same command again to resume from the newest commit. If the error comes back, "
+                "the training function depends on the rank, the host or the time, or uses a nondeterministic "
+                "operation; otherwise suspect the hardware"
             )

@@ -1,47 +1,54 @@
-"""Which commits are kept, and what can be removed: pure functions of plain values."""
+"""Which commits stay, and what can be removed: pure functions of plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from elastic_ddp.checkpoint.manifest import Commit, attempt_of, attempt_prefix, committed_steps, manifest_key, set_aside
+from elastic_ddp.checkpoint.manifest import (
+    Commit,
+    attempt_of,
+    attempt_prefix,
+    committed_steps,
+    manifest_key,
+    parse_set_aside,
+)
 from elastic_ddp.checkpoint.metrics import Measurement, Mode, best_first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which commits stay when a newer one is complete; the newest always does."""
+    """Which commits stay when a newer one is complete. The newest always does."""
 
     last: int
-    """So many of the newest."""
+    """Number of newest commits."""
     every_steps: int | None = None
-    """And the first at or after every multiple of so many steps."""
+    """Also the first commit at or after each multiple of this many steps."""
     best: int = 0
-    """And so many with the best value of `metric`."""
+    """Also this many commits with the best values of `metric`."""
     metric: str | None = None
     mode: Mode = "min"
 
     def __post_init__(self) -> None:
         if self.last < 1:
-            raise ValueError(f"keep={self.last}: at least the newest commit has to stay; use 1 or more")
+            raise ValueError(f"keep={self.last}: the newest commit always stays; use 1 or more")
 
     @property
-    def looks_back(self) -> bool:
-        """Whether others than the newest can stay."""
+    def keeps_older(self) -> bool:
+        """Whether commits other than the newest can stay."""
         return self.every_steps is not None or self.best > 0
 
 
 def kept(steps: Collection[int], complete: Mapping[int, Measurement | None], retention: Retention) -> set[int]:
-    """The steps whose commits stay.
+    """Returns the steps whose commits stay.
 
     Args:
-        steps: those that have a manifest, up to the newest commit that counts. Commits of later steps were passed over
-            when the run resumed: they push out no good ones.
-        complete: those of them whose commits are complete, each with its value of the metric. At least one.
+        steps: steps with a manifest, up to the newest commit of this run. It excludes later ones, rejected at a
+            restore: they must not displace good commits.
+        complete: the steps of complete commits, each with its value of the metric; at least one.
     """
     last = sorted(complete, reverse=True)[: retention.last]
-    # Bad ones among the newest are for the next restore to set aside.
+    # Bad commits among the newest stay: the next restore sets them aside.
     staying = {step for step in steps if step >= last[-1]}
     if retention.every_steps is not None:
         staying |= _first_of_each(retention.every_steps, steps, complete)
@@ -51,56 +58,62 @@ def kept(steps: Collection[int], complete: Mapping[int, Measurement | None], ret
 
 
 def _first_of_each(every_steps: int, steps: Collection[int], complete: Collection[int]) -> set[int]:
-    """The first complete commit at or after every multiple but 0, and whatever is bad before it: that may be the one,
-    of another version of this package for example."""
-    found, served = set(), 0
+    """Returns the first complete commit at or after each multiple but 0, and any bad ones between.
+
+    A bad commit may be the one to keep: another version of this package may have written it.
+    """
+    staying, newest_multiple = set(), 0
     for step in sorted(steps):
-        if step // every_steps > served:
-            found.add(step)
+        if step // every_steps > newest_multiple:
+            staying.add(step)
             if step in complete:
-                served = step // every_steps
-    return found
+                newest_multiple = step // every_steps
+    return staying
 
 
 @dataclass(frozen=True)
 class Removable:
-    """What can go, in this order: the oldest commits first."""
+    """What can be removed, in this order; the oldest first."""
 
     manifests: list[str]
-    """Of superseded commits."""
+    """Manifests of superseded commits."""
     dead: list[str]
-    """Folders of attempts that nobody needs any more."""
+    """Folders of attempts that are superseded, or that can no longer be committed."""
     orphans: list[str]
-    """Folders of other attempts that no manifest stands for. Somebody may be writing them."""
+    """Folders of other attempts without a manifest. A worker may still be writing them."""
 
 
 def removable(
     keys: Iterable[str], staying: Collection[int], read: Iterable[Commit], *, newest: int, dead_before: int = 0
 ) -> Removable:
-    """What can go of a storage with these keys. What was set aside stays, for a person to look at.
+    """Returns what can be removed from a folder of commits. Commits that were set aside stay.
 
     Args:
-        keys: all there are.
+        keys: all keys in the folder.
         staying: see `kept`.
-        read: commits whose manifests were read just now. A manifest that was not, or could not be, does not say which
-            attempt is its own: no attempt at its step can go.
-        newest: the step of the newest commit that counts. No manifest of a later one goes.
-        dead_before: attempts at steps before it are dead, but for those that a manifest stands for.
+        read: commits whose manifests were just read. No attempt at the step of another manifest is removable: any of
+            them may be the committed one.
+        newest: the step of the newest commit of this run. Manifests of later steps stay.
+        dead_before: attempts at earlier steps are dead, except those with a manifest.
     """
     keys, read = list(keys), list(read)
     steps = committed_steps(keys)
-    going = {step for step in steps if step <= newest and step not in staying}
-    claimed = set(steps) - going - {commit.step for commit in read}
-    live = {commit.prefix for commit in read if commit.step not in going}
-    for step, attempt in filter(None, map(set_aside, keys)):
+    superseded = {step for step in steps if step <= newest and step not in staying}
+    protected_steps = set(steps) - superseded - {commit.step for commit in read}
+    protected = {commit.prefix for commit in read if commit.step not in superseded}
+    for step, attempt in filter(None, map(parse_set_aside, keys)):
         if attempt is None:
-            claimed.add(step)
+            protected_steps.add(step)
         else:
-            live.add(attempt_prefix(step, attempt))
-    attempts = {each for each in map(attempt_of, keys) if each and each[0] not in claimed and each[1] not in live}
-    is_dead = {prefix: step in going or step < dead_before for step, prefix in attempts}
+            protected.add(attempt_prefix(step, attempt))
+    attempts = {attempt for attempt in map(attempt_of, keys) if attempt is not None}
+    is_dead = {
+        prefix: step in superseded or step < dead_before
+        for step, prefix in attempts
+        if step not in protected_steps and prefix not in protected
+    }
     return Removable(
-        manifests=[manifest_key(step) for step in sorted(going)],
+        manifests=[manifest_key(step) for step in sorted(superseded)],
         dead=sorted(prefix for prefix in is_dead if is_dead[prefix]),
         orphans=sorted(prefix for prefix in is_dead if not is_dead[prefix]),
     )

@@ -1,8 +1,8 @@
-"""Saving behind training: every rank copies its share of the state at once and writes it in a thread, and what all have
-written is committed by rank 0.
+"""Saves in the background: every rank copies its share of the state, and a thread writes it while training goes on.
 
-A save outlives its generation: ranks that are still writing say so again and again, and only one that has fallen silent
-is given up, and the save with it. So is one that a storage keeps waiting for ever: then the rank says that instead.
+Rank 0 commits what all ranks have written. Ranks exchange messages through a mailbox, outside of collectives, so a save
+may outlive its generation. A rank that is still writing sends heartbeats. Rank 0 gives up on a rank whose heartbeats
+stop, and with it on the save. A rank whose storage hangs reports an error instead.
 """
 
 from __future__ import annotations
@@ -20,33 +20,28 @@ from pydantic import BaseModel
 
 from elastic_ddp.checkpoint.background_thread import BackgroundThread
 from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix
+from elastic_ddp.checkpoint.parts import Part
+from elastic_ddp.checkpoint.staging import HostMemoryError
 from elastic_ddp.checkpoint.store import CheckpointStore
-from elastic_ddp.checkpoint.writer import HostMemoryError, Part, StateWriter
+from elastic_ddp.checkpoint.writer import StateWriter
 from elastic_ddp.errors import CheckpointError, ElasticDDPError, StorageError, format_exception
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.storage.watchdog import WatchedStorage
 
 _log = logging.getLogger(__name__)
 
-LET_BE, MOST_LET_BE_S = 0.25, 0.25
-"""Ranks copy at about the same time, and training waits for the last: a rank that is through lets the others have the
-memory's bandwidth for a quarter of the time that it took itself, and for no longer than this. Without that two ranks on
-two cores are held up for 1.13 of a copy rather than 1.05, and with all of that time for no less."""
-POLL_S = 0.01
-"""How often it is looked for what others have written."""
-BEAT_S = 0.5
-"""How often a rank says that it is still writing."""
-SILENCE_S, SILENCE_OF_THE_LOST_S = 15.0, 2.0
-"""Silence after which a rank is given up, and the same once it is known that some rank is lost."""
-LETTER_CHARACTERS = 1 << 20
-"""Of what a rank says at once. Torch's stores refuse values of more than 8 MiB, which is what is said of 47,000 blocks,
-and a character takes up to four bytes."""
+MAILBOX_POLL_S = 0.01
+SAVE_HEARTBEAT_S = 0.5
+"""Interval between the heartbeats of a rank that is writing."""
+SILENT_RANK_S, FAILED_RANK_S = 15.0, 2.0
+"""Rank 0 gives up on a rank after this long without a heartbeat: normally, and once some rank has failed."""
+CHUNK_CHARACTERS = 1 << 20
+"""Largest chunk of a report. Torch's store takes values of up to 8 MiB; a character takes up to four bytes."""
 ERROR_CHARACTERS = 2000
-"""Of an error that is told in place of what could not be."""
 
 
 class Mailbox(Protocol):
-    """Where ranks leave word for each other, outside of collectives; at most `LETTER_CHARACTERS` and a few at a key."""
+    """Messages between ranks, outside of collectives. A message has at most `CHUNK_CHARACTERS` and a few."""
 
     def put(self, key: str, text: str) -> None: ...
     def get(self, key: str) -> str | None: ...
@@ -54,154 +49,147 @@ class Mailbox(Protocol):
 
 
 class RankFailedError(ElasticDDPError):
-    """A rank was lost, or fell silent, before it had written its share: there is no commit, and nothing is wrong with
-    the storage."""
+    """A rank failed, or its heartbeats stopped, before it had written its share. The storage is not at fault."""
 
 
-class _Word(BaseModel):
-    """What a rank says when it is through."""
+class _Report(BaseModel):
+    """The outcome of a rank's write."""
 
     part: Part | None = None
     error: str = ""
     is_of_storage: bool = False
-    """Whether the storage is to blame for the error."""
+    """Whether the storage caused the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save, as a rank takes part in it. All but `rank` and what follows it is the same on every rank."""
+    """One save, as a rank takes part in it. `step`, `attempt` and `world_size` are equal on all ranks."""
 
     step: int
-    """Steps that the state has behind it."""
+    """Number of steps done."""
     attempt: str
-    """32 hexadecimal digits that no other save has."""
+    """32 hexadecimal digits, unique to this save."""
     world_size: int
     rank: int
     mailbox: Mailbox | None
-    """None where one rank is alone."""
+    """None at world size 1."""
     record: dict[str, Any]
-    """Facts to keep in the manifest; JSON values."""
+    """JSON facts to store in the manifest."""
     fence: Callable[[], None]
-    """For rank 0: raises if this save may not be committed any more."""
+    """On rank 0: raises if this save may no longer be committed."""
     on_end: Callable[[Commit | Exception], None]
-    """For rank 0: told in the thread that saves what came of it."""
+    """On rank 0: called with the outcome, in the saving thread."""
     on_reject: Callable[[str, str], object] = lambda key, reason: None
-    """For rank 0: told in that thread of the key of a bad commit that was in the way, and what is wrong with it."""
+    """On rank 0: called in that thread with the key of a bad commit at this step, and the reason."""
     is_current: Callable[[], bool] = lambda: True
-    """For rank 0: whether the generation in which it began goes on."""
+    """On rank 0: returns whether the generation in which the save began is still running."""
 
 
 class Saver:
     """One worker's part in the saves of a run, one after the other.
 
     Args:
-        storage: a folder for commits alone.
+        storage: a folder for commits only.
         store: the commits in it.
-        of_rank_0: components of the state that rank 0 writes alone.
+        of_rank_0: components of the state that only rank 0 writes.
 
     Attributes:
-        awaits_others: whether this rank is rank 0 in the save at hand, and waits for what others write.
+        awaits_others: whether this is rank 0, waiting for the writes of other ranks.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        store: CheckpointStore,
-        *,
-        of_rank_0: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, storage: Storage, store: CheckpointStore, *, of_rank_0: frozenset[str] = frozenset()) -> None:
         self._storage, self._store = storage, store
         self._writer = StateWriter(of_rank_0=of_rank_0)
-        self._behind = BackgroundThread("save")
-        self._broke = threading.Event()
-        self._no_room: HostMemoryError | None = None
-        """For what was to be copied last."""
-        self._unheard: list[Save] = []
-        """Failed saves, of which ranks may have said something since that nobody asks for."""
+        self._thread = BackgroundThread("save")
+        self._generation_broke = threading.Event()
+        self._memory_error: HostMemoryError | None = None
+        """Why the state of the newest save was not copied."""
         self.awaits_others = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way, as far as this rank has to do with it."""
-        return self._behind.is_busy
+        """Whether this rank still takes part in a save."""
+        return self._thread.is_busy
 
     def warm_up(self, state: dict[str, Any]) -> None:
-        """Refuses now what `begin` would refuse, and has what it needs in memory, and planned as far as that depends
-        neither on the rank nor on the number of ranks."""
+        """Plans a save ahead of the first `begin`, as far as that depends on neither rank nor world size.
+
+        Raises:
+            CheckpointError: the state has values that cannot be saved.
+        """
         self._writer.prepare(state)
 
     def begin(self, state: dict[str, Any], save: Save) -> None:
-        """Copies this rank's share; the rest happens in a thread. Every rank calls it, at the same step. It waits for
-        the save before. Where there is no memory for the copy the save fails, and training can go on.
+        """Waits for the save before, copies this rank's share of the state, and starts writing it in the background.
+
+        Every rank calls it, at the same step. If the host memory for the copy cannot be allocated, the save fails and
+        training can go on.
 
         Raises:
-            CheckpointError: the state holds something that cannot be kept.
+            CheckpointError: the state has values that cannot be saved.
         """
         self.wait()
-        # It was perhaps given up, and a thread of it still hangs in a write of what is replaced here. That does no
-        # harm, as nothing of that attempt is ever committed; memory of its own for every such save might run out.
-        begin, self._no_room = time.monotonic(), None
+        # A thread of an abandoned save may still write from the buffers that are overwritten here. That does no harm:
+        # its attempt is never committed.
+        self._memory_error = None
         try:
-            with _uncollected():
+            with _gc_paused():
                 self._writer.stage(state, rank=save.rank, world_size=save.world_size, seed=save.attempt)
         except HostMemoryError as error:
-            self._no_room = error.with_traceback(None)  # which would keep the state
-        copying_s = time.monotonic() - begin
-        self._broke.clear()
-        self._behind.do(lambda: self._run(save, copying_s))
+            self._memory_error = error.with_traceback(None)  # the traceback would keep the state
+        self._generation_broke.clear()
+        self._thread.submit(lambda: self._run(save))
 
     def wait(self, within_s: float | None = None) -> bool:
-        """Until this rank is through with the save at hand. Returns whether it is."""
-        return self._behind.wait(within_s)
+        """Waits until this rank's part in the save has ended. Returns whether it has."""
+        return self._thread.wait(within_s)
 
     def generation_broke(self) -> None:
-        """A rank of the generation in which the save at hand began is lost, or presumed so."""
-        self._broke.set()
+        """Notes that a rank failed, or is presumed dead, in the generation in which the save began."""
+        self._generation_broke.set()
 
-    def _run(self, save: Save, copying_s: float) -> None:
-        if save.world_size > 1:
-            time.sleep(min(MOST_LET_BE_S, LET_BE * copying_s))
+    def _run(self, save: Save) -> None:
         threading.current_thread().name = f"save-{save.step}"
         storage = WatchedStorage(self._storage)
         if save.rank == 0:
             self._commit(save, storage)
             return
         try:
-            word = _Word(part=self._write(save, storage))
+            report = _Report(part=self._write(save, storage))
         except Exception as error:
-            word = _Word(error=format_exception(error), is_of_storage=is_of_storage(error))
+            report = _Report(error=format_exception(error), is_of_storage=is_of_storage(error))
         try:
-            _tell(save, word)
+            _send(save, report)
         except Exception as error:
-            _log.warning("what this rank wrote of step %d cannot be told: %s", save.step, format_exception(error))
-            # Or rank 0 would take this one for lost. If that cannot be told either, it is.
-            with suppress(Exception):
-                _tell(save, _Word(error=f"what it wrote cannot be told: {format_exception(error)}"[:ERROR_CHARACTERS]))
+            reason = format_exception(error)
+            _log.warning("cannot report the write of step %d to rank 0: %s", save.step, reason)
+            with suppress(Exception):  # a short report may pass; without any, rank 0 takes this rank for failed
+                _send(save, _Report(error=f"cannot report its write: {reason}"[:ERROR_CHARACTERS]))
 
     def _write(self, save: Save, storage: WatchedStorage) -> Part:
-        """Writes this rank's share, and says meanwhile that it is at it."""
-        if self._no_room is not None:
-            raise self._no_room
+        """Writes this rank's share, with heartbeats to rank 0 meanwhile."""
+        if self._memory_error is not None:
+            raise self._memory_error
         prefix = attempt_prefix(save.step, save.attempt)
         if save.rank == 0:
             return storage.run_watched(lambda: self._writer.write(storage, prefix))
         done = threading.Event()
-        beating = threading.Thread(target=_beat, args=[save, done], name="save-beat", daemon=True)
-        beating.start()
+        heartbeat = threading.Thread(target=_send_heartbeats, args=[save, done], name="save-heartbeat", daemon=True)
+        heartbeat.start()
         try:
             return storage.run_watched(lambda: self._writer.write(storage, prefix))
         finally:
             done.set()
-            beating.join()
+            heartbeat.join()
 
     def _commit(self, save: Save, storage: WatchedStorage) -> None:
-        """Rank 0's part."""
-        store, tell = self._store.through(storage, save.on_reject), _First(save.on_end)
-        parts, failed = self._parts_of_all(save, storage)
-        if failed is not None:
+        """Writes the share of rank 0, waits for the other ranks, and commits."""
+        store, report = self._store.through(storage, save.on_reject), _FirstOutcome(save.on_end)
+        parts, failure = self._collect_parts(save, storage)
+        if failure is not None:
             with suppress(StorageError):
                 storage.run_watched(lambda: store.discard(attempt_prefix(save.step, save.attempt)))
-            tell(failed)
+            report(failure)
             return
         try:
             storage.run_watched(
@@ -212,77 +200,68 @@ class Saver:
                     kinds=self._writer.kinds,
                     record=save.record,
                     fence=save.fence,
-                    on_commit=tell,
+                    on_commit=report,
                     is_current=save.is_current,
                 )
             )
-        except Exception as error:  # nothing is discarded here: the manifest may be there, and only its answer lost
-            if not tell(error):
-                _log.warning("what is not kept is left until the next commit: %s", format_exception(error))
+        except Exception as error:  # discards nothing: the manifest may be stored, and only the response lost
+            if not report(error):
+                _log.warning("superseded commits stay until the next commit: %s", format_exception(error))
 
-    def _parts_of_all(self, save: Save, storage: WatchedStorage) -> tuple[list[Part], Exception | None]:
-        """What the ranks have written, and the first error of one that could not. The others are waited for then, too,
-        up to the first that is lost: what they wrote once the attempt is discarded would stay, on a disk that may be
-        full. It takes as long as if none had failed."""
+    def _collect_parts(self, save: Save, storage: WatchedStorage) -> tuple[list[Part], Exception | None]:
+        """Returns the parts of all ranks, and the first error of one that could not write.
+
+        After an error it still waits for the other ranks, up to the first that failed. Otherwise what they write after
+        the attempt is discarded would stay, perhaps on a full disk.
+        """
         parts: list[Part] = []
-        failed: Exception | None = None
+        failure: Exception | None = None
         try:
             parts.append(self._write(save, storage))
         except Exception as error:
-            failed = error.with_traceback(None)
+            failure = error.with_traceback(None)
         self.awaits_others = True
         try:
             for rank in range(1, save.world_size):
                 try:
-                    parts.append(self._part_of(rank, save))
+                    parts.append(self._receive_part(rank, save))
                 except (CheckpointError, StorageError) as error:
-                    failed = failed or error.with_traceback(None)
+                    failure = failure or error.with_traceback(None)
         except Exception as error:
-            self._unheard.append(save)
-            failed = failed or error.with_traceback(None)
-        else:
-            self._clear_up(save)
+            failure = failure or error.with_traceback(None)
         finally:
             self.awaits_others = False
-        return parts, failed
+        return parts, failure
 
-    def _clear_up(self, save: Save) -> None:
-        """What ranks said of saves that were given up before: they are through with all of them."""
-        unheard, self._unheard = self._unheard, []
-        with suppress(Exception):  # what is left takes little room, and goes with the generation
-            for each in unheard:
-                if each.mailbox is save.mailbox:
-                    for rank in range(1, each.world_size):
-                        _take(each, rank)
+    def _receive_part(self, rank: int, save: Save) -> Part:
+        """Waits for the report of a rank, and returns the part that it wrote.
 
-    def _part_of(self, rank: int, save: Save) -> Part:
-        """What another rank has written, once it has. Raises what keeps it from that."""
-        mailbox, key = save.mailbox, _place(save, rank)
+        Raises:
+            CheckpointError, StorageError: the rank could not write.
+            RankFailedError: the rank's heartbeats stopped.
+        """
+        mailbox, key = save.mailbox, _mailbox_key(save, rank)
         assert mailbox is not None
-        last, heard_at = None, time.monotonic()
+        heartbeat, alive_at = None, time.monotonic()
         while mailbox.get(key) is None:
-            if (beat := mailbox.get(f"{key}/beat")) != last:
-                last, heard_at = beat, time.monotonic()
-            is_lost = self._broke.is_set()
-            silence_s = SILENCE_OF_THE_LOST_S if is_lost else SILENCE_S
-            if time.monotonic() - heard_at > silence_s:
-                what = "was lost" if is_lost else f"fell silent for {silence_s:g} s"
-                raise RankFailedError(f"rank {rank} {what} before it had written its share of step {save.step}")
-            time.sleep(POLL_S)
-        letters = _take(save, rank)
-        if None in letters:  # the store was replaced by an empty one meanwhile
-            raise RankFailedError(f"what rank {rank} said of its share of step {save.step} was lost")
-        word = _Word.model_validate_json("".join(filter(None, letters)))
-        if word.part is None:
-            kind = StorageError if word.is_of_storage else CheckpointError
-            raise kind(f"rank {rank} could not write its share of step {save.step}: {word.error}")
-        return word.part
+            if (newest := mailbox.get(f"{key}/heartbeat")) != heartbeat:
+                heartbeat, alive_at = newest, time.monotonic()
+            has_failure = self._generation_broke.is_set()
+            timeout_s = FAILED_RANK_S if has_failure else SILENT_RANK_S
+            if time.monotonic() - alive_at > timeout_s:
+                reason = "failed" if has_failure else f"sent no heartbeat for {timeout_s:g} s"
+                raise RankFailedError(f"rank {rank} {reason} before it had written its share of step {save.step}")
+            time.sleep(MAILBOX_POLL_S)
+        report = _receive(save, rank)
+        if report.part is None:
+            kind = StorageError if report.is_of_storage else CheckpointError
+            raise kind(f"rank {rank} could not write its share of step {save.step}: {report.error}")
+        return report.part
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage is looked for meanwhile: in a process with many objects that takes longer than to stage a state of ten
-    thousand tensors, which makes so many that it would be due."""
+def _gc_paused() -> Iterator[None]:
+    """Pauses garbage collection. With 10,000 tensors it would take longer than to stage them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -292,60 +271,61 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class _First:
-    """Tells the first outcome of a save alone: what was given up may come to an end after all."""
+class _FirstOutcome:
+    """Passes on the first outcome of a save only: work that was abandoned may still end."""
 
-    def __init__(self, tell: Callable[[Commit | Exception], None]) -> None:
-        self._tell, self._told = tell, threading.Lock()
+    def __init__(self, on_end: Callable[[Commit | Exception], None]) -> None:
+        self._on_end, self._ended = on_end, threading.Lock()
 
     def __call__(self, outcome: Commit | Exception) -> bool:
-        """Whether it was the first."""
-        if not self._told.acquire(blocking=False):
+        """Returns whether this was the first."""
+        if not self._ended.acquire(blocking=False):
             return False
-        self._tell(outcome)
+        self._on_end(outcome)
         return True
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether a save failed for want of the storage, rather than for what was to be saved."""
+    """Returns whether the storage made a save fail, rather than the state that was to be saved."""
     return isinstance(error, StorageError) and not isinstance(error, CheckpointError)
 
 
-def _tell(save: Save, word: _Word) -> None:
-    """In as many letters as it takes. The last one, at the rank's place, says how many came before it."""
+def _mailbox_key(save: Save, rank: int) -> str:
+    return f"{save.attempt}/{rank}"
+
+
+def _send(save: Save, report: _Report) -> None:
+    """Sends a report in chunks. The last message, at the rank's own key, is their number."""
     assert save.mailbox is not None
-    place, text = _place(save, save.rank), word.model_dump_json()
-    *before, last = [text[at : at + LETTER_CHARACTERS] for at in range(0, len(text), LETTER_CHARACTERS)]
-    for number, letter in enumerate(before):
-        save.mailbox.put(f"{place}/{number}", letter)
-        save.mailbox.put(f"{place}/beat", f"letter {number}")
-    save.mailbox.put(place, f"{len(before)} {last}")
+    key, text = _mailbox_key(save, save.rank), report.model_dump_json()
+    chunks = [text[start : start + CHUNK_CHARACTERS] for start in range(0, len(text), CHUNK_CHARACTERS)]
+    for number, chunk in enumerate(chunks):
+        save.mailbox.put(f"{key}/{number}", chunk)
+        save.mailbox.put(f"{key}/heartbeat", f"chunk {number}")
+    save.mailbox.put(key, str(len(chunks)))
 
 
-def _take(save: Save, rank: int) -> list[str | None]:
-    """What a rank has said of a save, out of the mailbox. None is what is not there."""
-    mailbox, place = save.mailbox, _place(save, rank)
+def _receive(save: Save, rank: int) -> _Report:
+    """Takes the report of a rank, which is there, out of the mailbox."""
+    mailbox, key = save.mailbox, _mailbox_key(save, rank)
     assert mailbox is not None
-    said = mailbox.get(place)
-    count, _, last = ("0", "", None) if said is None else said.partition(" ")
-    before = [f"{place}/{number}" for number in range(int(count))]
-    letters = [*map(mailbox.get, before), last]
-    for each in (place, f"{place}/beat", *before):
-        mailbox.remove(each)
-    return letters
+    count = mailbox.get(key)
+    keys = [f"{key}/{number}" for number in range(int(count or 0))]
+    chunks = [mailbox.get(chunk_key) for chunk_key in keys]
+    for read in (key, f"{key}/heartbeat", *keys):
+        mailbox.remove(read)
+    if count is None or None in chunks:  # the rendezvous restarted, and its store is empty
+        raise RankFailedError(f"the report of rank {rank} on its share of step {save.step} was lost in the store")
+    return _Report.model_validate_json("".join(filter(None, chunks)))
 
 
-def _beat(save: Save, done: threading.Event) -> None:
+def _send_heartbeats(save: Save, done: threading.Event) -> None:
     assert save.mailbox is not None
     count = 0
     try:
         while not done.is_set():
             count += 1
-            save.mailbox.put(f"{_place(save, save.rank)}/beat", str(count))
-            done.wait(BEAT_S)
+            save.mailbox.put(f"{_mailbox_key(save, save.rank)}/heartbeat", str(count))
+            done.wait(SAVE_HEARTBEAT_S)
     except Exception as error:
-        _log.warning("that this rank writes step %d cannot be told: %s", save.step, format_exception(error))
-
-
-def _place(save: Save, rank: int) -> str:
-    return f"{save.attempt}/{rank}"
+        _log.warning("cannot send heartbeats while writing step %d: %s", save.step, format_exception(error))

@@ -118,7 +118,7 @@ def prune(
 
     The newest commit of which every byte verifies always stays, and so does what is newer, or cannot be read.
     """
-    from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S, unfinished
+    from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S, unfinished_uploads
     from elastic_ddp.checkpoint.prune import prune as remove
     from elastic_ddp.checkpoint.prune import removals
     from elastic_ddp.worker.job import COMMITS
@@ -126,7 +126,7 @@ def prune(
     age_s = ORPHAN_AGE_S if orphans_older_than_s is None else orphans_older_than_s
     keep_what = _retention(keep, keep_every_steps, keep_best, best_metric, best_mode)
     commits = Storage(run).at(COMMITS)
-    if not commits.list() and not unfinished(commits):
+    if not commits.list() and not unfinished_uploads(commits):
         raise ConfigError(f"{run}: there is nothing to prune here; give <storage>/<name>")
     with nullcontext() if dry_run else _alone_with(run) as lease:
         # To ask for the storage's own time would write something there.

@@ -143,7 +143,7 @@ class CommitSchedule:
         self.reset_timer(step)
         self.committed_step = step
         if self._interval is not None:
-            self._interval.go_on_from(record)
+            self._interval.merge(record)
             if after_failure and not self._has_seen_failure:
                 self._interval.record_failure()
 
@@ -154,7 +154,7 @@ class CommitSchedule:
     def merge_record(self, record: Mapping[str, Any]) -> None:
         """Adds what earlier workers measured, from a commit's record."""
         if self._interval is not None:
-            self._interval.go_on_from(record)
+            self._interval.merge(record)
 
     def set_newest(self, step: int | None) -> None:
         """Sets the newest commit in the storage; None if there is none.

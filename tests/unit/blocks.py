@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint.manifest import Skeleton
+from elastic_ddp.checkpoint.parts import Part, assemble
 from elastic_ddp.checkpoint.pieces import pieces_of
 from elastic_ddp.checkpoint.planning import BlockPlanner, share_of
 from elastic_ddp.checkpoint.reader import allocate_state, read_pieces
-from elastic_ddp.checkpoint.writer import BlockWriter, Part, put_together
+from elastic_ddp.checkpoint.staging import BlockWriter
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors import host_memory
 from tests.unit.crafted_commits import kinds_in
@@ -53,13 +54,12 @@ def write(
     object_bytes: int = 200,
 ) -> list[Part]:
     """What each of some ranks, all of which hold all of it, writes."""
-    planner = BlockPlanner(block_bytes)
-    planner.set_up_planner(tensors)
+    plan = BlockPlanner(block_bytes).plan(tensors)
     parts = []
     for rank in range(world_size):
-        share = share_of(planner, rank=rank, world_size=world_size, is_for_rank_0=lambda name: False)
+        share = share_of(plan, rank=rank, world_size=world_size, is_for_rank_0=lambda name: False)
         writer = BlockWriter(object_bytes=object_bytes)
-        writer.stage(share, planner)
+        writer.stage(share, tensors)
         parts.append(writer.write(storage, PREFIX, str(rank)))
     return parts
 
@@ -67,7 +67,7 @@ def write(
 def commit_of(parts: list[Part], names: Any) -> Commit:
     kinds = kinds_in(parts)
     assert kinds.keys() == set(names)
-    objects, tensors = put_together(parts, kinds)
+    objects, tensors = assemble(parts, kinds)
     state = Skeleton(key=f"{PREFIX}/state.json", size=0, crc32=0)
     return Commit(step=7, attempt=ATTEMPT, state=state, objects=objects, tensors=tensors, record={})
 

@@ -16,8 +16,9 @@ import torch
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor, attempt_prefix
+from elastic_ddp.checkpoint.parts import Part, TensorKind, assemble
 from elastic_ddp.checkpoint.planning import BlockPlanner
-from elastic_ddp.checkpoint.writer import BlockWriter, Kind, Part, put_together
+from elastic_ddp.checkpoint.staging import BlockWriter
 from elastic_ddp.storage.storage import Storage
 from tests.ranks import PROCESSES
 
@@ -27,17 +28,14 @@ NAMES_NOTHING = json.dumps({"model": {"kind": "dict", "value": []}}).encode()
 def plant(storage: Storage, step: int, skeleton: bytes, tensors: dict[str, torch.Tensor]) -> Commit:
     """A commit of these tensors, by component and place, and of this skeleton."""
     prefix = attempt_prefix(step, f"{step:032x}")
-    planner = BlockPlanner()
-    planner.set_up_planner(tensors)
-    share = planner.create_local_plan()
     writer = BlockWriter()
-    writer.stage(share, planner)
+    writer.stage(BlockPlanner().plan(tensors), tensors)
     part = writer.write(storage, prefix, "0")
-    objects, stored = put_together([part], kinds_in([part]))
+    objects, stored = assemble([part], kinds_in([part]))
     return _put(storage, step, skeleton, objects, stored)
 
 
-def kinds_in(parts: Iterable[Part]) -> dict[str, Kind]:
+def kinds_in(parts: Iterable[Part]) -> dict[str, TensorKind]:
     """Of the tensors that ranks have written."""
     return {each.tensor: (each.dtype, each.shape) for part in parts for each in part.blocks}
 

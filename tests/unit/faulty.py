@@ -123,9 +123,9 @@ def ranks_of_many_blocks(storage: Callable[[int], Storage], world_size: int, *, 
 
 
 QUICK: list[tuple[Any, str, Any]] = [
-    (saver, "POLL_S", 0.001),
-    (saver, "BEAT_S", 0.02),
-    (saver, "SILENCE_OF_THE_LOST_S", 0.2),
+    (saver, "MAILBOX_POLL_S", 0.001),
+    (saver, "SAVE_HEARTBEAT_S", 0.02),
+    (saver, "FAILED_RANK_S", 0.2),
     (writer, "BlockPlanner", partial(BlockPlanner, 128)),
 ]
 """Where what is how: ranks that save look often for word of others, and states have many blocks."""

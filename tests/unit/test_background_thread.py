@@ -21,7 +21,7 @@ def test_one_thing_is_done_after_the_other_in_one_thread_that_is_nice() -> None:
         done.append((number, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0)))
 
     for number in range(3):
-        behind.do(lambda number=number: work(number))
+        behind.submit(lambda number=number: work(number))
     assert behind.is_busy and not behind.wait(0.01) and done == []
     release.set()
     assert behind.wait() and not behind.is_busy
@@ -33,10 +33,10 @@ def test_one_thing_is_done_after_the_other_in_one_thread_that_is_nice() -> None:
 def test_an_error_that_was_not_foreseen_is_logged_and_what_comes_next_is_done(caplog: pytest.LogCaptureFixture) -> None:
     behind, done = BackgroundThread("test"), threading.Event()
     with caplog.at_level(logging.ERROR):
-        behind.do(lambda: 1 // 0)
+        behind.submit(lambda: 1 // 0)
         assert behind.wait()
     assert "ZeroDivisionError" in caplog.text
-    behind.do(done.set)
+    behind.submit(done.set)
     assert behind.wait() and done.is_set()
 
 
@@ -49,7 +49,7 @@ def test_it_holds_nothing_of_what_is_done_and_ends_with_its_owner() -> None:
             pass
 
     owner = Owner()
-    owner.behind.do(owner.work)
+    owner.behind.submit(owner.work)
     assert owner.behind.wait()
     thread = [each for each in threading.enumerate() if each.name == "test-that-ends"]
     assert len(thread) == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ddp.checkpoint import Commit
-from elastic_ddp.checkpoint.manifest import committed_steps, set_aside
+from elastic_ddp.checkpoint.manifest import committed_steps, parse_set_aside
 from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.storage.storage import Storage
 from tests.single_rank_store import SingleRankStore
@@ -145,7 +145,7 @@ def test_a_saver_that_comes_second_and_cannot_remove_its_attempt_has_the_first_c
     with monkeypatch.context() as patch:
         patch.setattr(Storage, "delete_tree", refuse)
         assert store.save(make_state(4), step=4, record={}) == rival[0]
-    assert "is left until the next commit: 503 SlowDown" in caplog.text
+    assert "stays until the next commit: 503 SlowDown" in caplog.text
     save(storage, 5)
     assert storage.list("step=4") == sorted(keys_of(rival[0])[1:])
 
@@ -182,7 +182,7 @@ def test_every_manifest_that_cannot_be_read_is_kept(storage: Storage) -> None:
         store.set_aside("commits/4.json", None)
     kept = storage.list("set-aside")
     assert sorted(map(storage.read, kept)) == [b"also torn", b"torn"] and not storage.list("commits")
-    assert {set_aside(key) for key in kept} == {(4, None)}
+    assert {parse_set_aside(key) for key in kept} == {(4, None)}
 
 
 def test_commits_passed_over_do_not_push_out_good_ones(storage: Storage) -> None:
@@ -307,7 +307,7 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(storage: Stor
     store = SingleRankStore(storage, keep=1)
     for state, record, message in (
         ({"user": {"rng": torch.Generator()}}, {}, r"user\.rng: a Generator cannot be saved without pickle"),
-        ({"../model": {}}, {}, "name of a component"),
+        ({"../model": {}}, {}, "name a component"),
         ({"model": {}}, {"loss": float("nan")}, "record of step 1"),
         ({"model": {}}, {"path": Path()}, "record of step 1"),
     ):
@@ -373,7 +373,7 @@ def test_a_manifest_cannot_name_what_is_not_its_own(changes: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, _manifest()[:-2]])
 def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="is not the manifest of a commit"):
+    with pytest.raises(CheckpointError, match="is not a valid manifest"):
         Commit.from_bytes("commits/7.json", data)
 
 

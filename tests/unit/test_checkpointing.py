@@ -90,7 +90,7 @@ def test_a_run_whose_replicas_differ_ends_and_resumes_from_the_commit_before(
 
     def make_replicas_differ(step: Step) -> None:
         if step.index == at:
-            patches.setattr("elastic_ddp.checkpoint.writer.check_same", differ)
+            patches.setattr("elastic_ddp.checkpoint.parts.check_replicas", differ)
 
     settings = {"every_steps": every, "keep": 9, "max_failed_saves": 0}
     first = new_run(checkpoint=settings)

@@ -444,11 +444,11 @@ def test_prune_removes_nothing_where_commits_of_another_run_would_stay(tmp_path:
     for step, batch, data in ((10, 64, "a"), (20, 64, "a"), (30, 32, "a"), (40, 64, "b")):
         record = {"identity": {"global_batch_size": batch}, "data": data}
         store.save({"model": {}, "user": {"step": step}}, step=step, record=record)
-    with pytest.raises(ConfigError, match=r"the commits of steps 10 and 40 are of different runs, .* differ in data;"):
+    with pytest.raises(ConfigError, match=r"the commits of steps 10 and 40 belong to different runs.* data\."):
         prune(tmp_path, "--keep", "1")
     assert steps_left(tmp_path) == [40, 30, 20, 10]
     (tmp_path / "lm" / COMMITS / "commits" / "40.json").unlink()
-    with pytest.raises(ConfigError, match=r"steps 10 and 30 are of different runs, .* differ in global_batch_size;"):
+    with pytest.raises(ConfigError, match=r"steps 10 and 30 belong to different runs.* global_batch_size"):
         prune(tmp_path, "--keep", "1", "--orphans-older-than-s", "0")
     (tmp_path / "lm" / COMMITS / "commits" / "30.json").unlink()
     assert prune(tmp_path, "--keep", "1", "--orphans-older-than-s", "0") == [
@@ -469,7 +469,7 @@ def test_prune_reads_nothing_where_nothing_goes_and_asks_for_its_lease_before_it
 
     monkeypatch.setattr(CommitCatalog, "verify", verify)
     assert prune(tmp_path, "--keep", "3") == [] and read == []
-    with pytest.raises(ConfigError, match="no commit has a value of 'los'"):
+    with pytest.raises(ConfigError, match="'los'"):
         prune(tmp_path, "--keep", "1", "--keep-best", "1", "--best-metric", "los")
     assert read == []
 
@@ -593,7 +593,7 @@ def test_no_driver_begins_while_something_is_removed(
         (["--keep", "1", "--best-metric", "x"], "--best-metric x without --keep-best: nothing is kept by it"),
         (
             ["--keep", "1", "--keep-best", "1", "--best-metric", "validatoin"],
-            "no commit has a value of 'validatoin', .* nothing is removed. They have validation",
+            "'validatoin'.* validation",
         ),
         (
             ["--keep", "1", "--keep-best", "2", "--best-metric", "x", "--best-mode", "most"],

@@ -188,7 +188,7 @@ def test_a_block_that_is_larger_than_any_is_written_is_never_read(tmp_path: Path
     plant_sparse(tmp_path, 2, {"model.w": (1, size)})
     (step, said), used = in_little_memory(used_and_verified, str(tmp_path), more_bytes=2**31)
     assert step == 1 and len(said) == 1
-    assert f"a block has {size} bytes, and may have at most {MAX_BLOCK_BYTES}" in said[0]
+    assert f"a block has {size} bytes; the limit is {MAX_BLOCK_BYTES}" in said[0]
     assert used < 100 << 20
 
 

@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from elastic_ddp.checkpoint import CheckpointStore
 from elastic_ddp.checkpoint.manifest import ALIGNMENT, attempt_prefix
+from elastic_ddp.checkpoint.parts import Part
 from elastic_ddp.checkpoint.pieces import MAX_PIECE_BYTES
 from elastic_ddp.checkpoint.planning import BlockPlanner
-from elastic_ddp.checkpoint.writer import Part, StateWriter
+from elastic_ddp.checkpoint.writer import StateWriter
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError

@@ -92,16 +92,16 @@ def test_what_a_commit_keeps_of_it_counts_in_the_next_life() -> None:
     record = before.record()
     assert record == {"losses": 1, "watched_s": 7200.0}
     after = MeasuredInterval("auto", None, clock)
-    after.go_on_from(record)
+    after.merge(record)
     after.record_failure()
     clock.now += 100.0
     assert after.record() == {"losses": 2, "watched_s": 7300.0}
     for _ in range(3):  # it is gone back to again and again
-        after.go_on_from(record)
+        after.merge(record)
     assert after.record() == {"losses": 2, "watched_s": 7300.0}, "it was seen"
 
 
 def test_a_commit_that_keeps_nothing_of_it_changes_nothing() -> None:
     measured = MeasuredInterval("auto", None, Clock())
-    measured.go_on_from({})
+    measured.merge({})
     assert measured.record() == {"losses": 0, "watched_s": 0.0}

@@ -24,8 +24,8 @@ from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject,
 from elastic_ddp.checkpoint.pieces import Piece, pieces_of
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, local_box
 from elastic_ddp.checkpoint.reader import PIECES_READ_AHEAD, ReadAhead, allocate_state, read_pieces
+from elastic_ddp.checkpoint.staging import OBJECT_BYTES
 from elastic_ddp.checkpoint.targets import Targets
-from elastic_ddp.checkpoint.writer import OBJECT_BYTES
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors import host_memory

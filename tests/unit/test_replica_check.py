@@ -14,7 +14,14 @@ import torch
 from elastic_ddp.checkpoint import CheckpointStore, Commit
 from elastic_ddp.checkpoint.manifest import attempt_prefix
 from elastic_ddp.checkpoint.planning import BlockPlanner
-from elastic_ddp.checkpoint.replica_check import NUM_PIECES, PIECE_BYTES, SAMPLE_BYTES, Sampler, _piece_of, check_same
+from elastic_ddp.checkpoint.replica_check import (
+    MAX_PIECES,
+    SAMPLE_BYTES,
+    SAMPLE_PIECE_BYTES,
+    Sampler,
+    _piece_of,
+    check_replicas,
+)
 from elastic_ddp.checkpoint.writer import StateWriter
 from elastic_ddp.errors import ReplicasDifferError
 from elastic_ddp.storage.storage import Storage
@@ -23,35 +30,34 @@ from tests.unit.test_checkpoint import make_state
 
 
 def drawn(tensors: dict[str, torch.Tensor], seed: str = "a") -> Any:
-    planner, sampler = BlockPlanner(), Sampler()
-    planner.set_up_planner(tensors)
-    sampler.stage(planner.create_local_plan().items, planner, seed)
+    sampler = Sampler()
+    sampler.stage(BlockPlanner().plan(tensors), tensors, seed)
     return sampler.samples()
 
 
 def test_of_a_small_state_every_bit_is_compared() -> None:
-    names = ["a", "b", "c", *map(str, range(NUM_PIECES - 3))]  # as many as a small model and its optimizer have
+    names = ["a", "b", "c", *map(str, range(MAX_PIECES - 3))]  # as many as a small model and its optimizer have
     state = {name: torch.randn(4, 3, generator=torch.Generator().manual_seed(1)) for name in names}
     for name in ("a", "b", "c"):
         for place in range(12):
             other = copy.deepcopy(state)
             other[name].view(-1).view(torch.int32)[place] ^= 1
-            with pytest.raises(ReplicasDifferError, match=f"ranks 0 and 2 hold different values of {name}, which all"):
-                check_same([drawn(state), drawn(state), drawn(other)])
-    check_same([drawn(state), drawn(copy.deepcopy(state))])
-    check_same([()])
+            with pytest.raises(ReplicasDifferError, match=f"ranks 0 and 2 hold different values of {name}"):
+                check_replicas([drawn(state), drawn(state), drawn(other)])
+    check_replicas([drawn(state), drawn(copy.deepcopy(state))])
+    check_replicas([()])
 
 
 def test_of_a_large_one_every_save_takes_another_part_and_no_more_than_a_bit() -> None:
     state = {f"layer{number}": torch.zeros(1 << 20) for number in range(40)}  # 160 MiB
     found = [drawn(state, str(each)) for each in range(3)]
     names = [{sample.tensor for sample in each} for each in found]
-    assert all(len(each) == SAMPLE_BYTES // PIECE_BYTES for each in found) and len(set(map(frozenset, names))) == 3
-    sampler, planner = Sampler(), BlockPlanner()
-    planner.set_up_planner(state)
-    items = planner.create_local_plan().items
+    assert (
+        all(len(each) == SAMPLE_BYTES // SAMPLE_PIECE_BYTES for each in found) and len(set(map(frozenset, names))) == 3
+    )
+    sampler, plan = Sampler(), BlockPlanner().plan(state)
     for seed in range(5):
-        sampler.stage(items, planner, str(seed))
+        sampler.stage(plan, state, str(seed))
         assert len(sampler._buffer) == SAMPLE_BYTES
 
 
@@ -61,9 +67,9 @@ def test_a_piece_is_as_large_as_it_may_be_and_can_be_anywhere(shape: tuple[int, 
     draw = random.Random(0)
     for _ in range(400):
         piece = _piece_of(tensor, draw)
-        assert min(tensor.nbytes, PIECE_BYTES // 2) <= piece.nbytes <= PIECE_BYTES
+        assert min(tensor.nbytes, SAMPLE_PIECE_BYTES // 2) <= piece.nbytes <= SAMPLE_PIECE_BYTES
         piece.fill_(1.0)
-    assert tensor.sum() > 0.9 * tensor.numel() or tensor.numel() > 400 * PIECE_BYTES / 8 / 4
+    assert tensor.sum() > 0.9 * tensor.numel() or tensor.numel() > 400 * SAMPLE_PIECE_BYTES / 8 / 4
 
 
 def test_how_a_tensor_lies_in_memory_makes_no_difference() -> None:
@@ -106,14 +112,14 @@ def test_what_modules_keep_beside_tensors_may_differ() -> None:
         writer.stage({"model": model}, rank=0, world_size=2, seed="a")
         return writer.write(Storage(f"memory://{uuid.uuid4().hex}"), "step=1/attempt=a").samples
 
-    check_same([samples(1.0), samples(2.0)])
+    check_replicas([samples(1.0), samples(2.0)])
     assert [each.tensor for each in samples(1.0)] == ["model.w"]
 
 
 def test_ranks_with_other_tensors_are_told_so() -> None:
     one, other = drawn({"a": torch.ones(3), "b": torch.ones(2)}), drawn({"a": torch.ones(3)})
-    with pytest.raises(ReplicasDifferError, match="rank 1 has not the tensors that rank 0's has"):
-        check_same([one, other])
+    with pytest.raises(ReplicasDifferError, match="rank 1 does not hold the same tensors"):
+        check_replicas([one, other])
 
 
 def test_what_modules_keep_beside_tensors_is_rank_0s_whatever_others_have(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.checkpoint import Commit, writer
+from elastic_ddp.checkpoint import Commit, staging
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage import watchdog
 from elastic_ddp.storage.storage import Storage
@@ -99,7 +99,7 @@ def test_a_commit_remains_when_the_storage_hangs_during_housekeeping(
     hung = HungStorage(tmp_path, "list")  # of the whole folder
     ranks = Ranks(lambda rank: hung, 2)
     assert isinstance(save_hung(monkeypatch, ranks, 1.5), Commit) and restored_step(Storage(tmp_path)) == 1
-    assert "what is not kept is left until the next commit: StalledError" in caplog.text
+    assert "superseded commits stay until the next commit: StalledError" in caplog.text
     hung.kind = ""
     check_later(tmp_path, ranks, hung.release.set)
 
@@ -119,7 +119,7 @@ def test_a_slow_save_that_makes_progress_does_not_fail(tmp_path: Path, monkeypat
             clock_read.wait(5)
             super().write(key, data)
 
-    monkeypatch.setattr(writer, "PARALLEL_OBJECTS", 1)
+    monkeypatch.setattr(staging, "PARALLEL_OBJECTS", 1)
     monkeypatch.setattr(watchdog, "STALL_TIMEOUT_S", 0.01)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=clock))
     ranks = ranks_of_many_blocks(lambda rank: SlowStorage(tmp_path), 1)
