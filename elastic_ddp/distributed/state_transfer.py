@@ -1,33 +1,33 @@
-"""State from one rank to others over the process group, and the check that all ranks built the same model.
+"""Sends a state from one rank to others over the process group, and checks that all ranks built the same model.
 
-Those who take part form a chain: everybody hands a piece to the next while it waits for the one after it, so that it
-takes hardly longer for many receivers than for one. It needs no group of its own, whose connections would have to be
-made, and to be cut when a peer is lost.
+The ranks form a chain: each forwards a piece to the next rank while it receives the piece after it. So many receivers
+take hardly longer than one, without a process group of their own.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from elastic_ddp.distributed.process_group import Message, ProcessGroup
+from elastic_ddp.distributed.piece_transfer import TransferWindow
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors import host_memory
 from elastic_ddp.tensors.state_tree import dtype_name, dtype_of, flatten, in_a_row, unflatten
 
 CHUNK_BYTES = 16 << 20
-GROUP_BYTES = 64 << 20
-"""Received tensors of about so many lie together in memory."""
-MOST_PIECES, MOST_BYTES = 64, 4 * CHUNK_BYTES
-"""Of what is on its way between two ranks at once."""
+SLAB_BYTES = 64 << 20
+"""Received tensors share slabs of host memory of about this size."""
+MAX_CHUNKS_IN_FLIGHT, MAX_BYTES_IN_FLIGHT = 64, 4 * CHUNK_BYTES
+"""Between two ranks."""
 
 
-def hand_over(
+def transfer_state(
     state: Any,
     group: ProcessGroup,
     *,
@@ -35,136 +35,130 @@ def hand_over(
     receivers: Sequence[int],
     tick: Callable[[], None] = lambda: None,
 ) -> Any:
-    """The state of rank `source`, on the receivers; others get None, and nothing is sent to them. Every rank calls it.
+    """Sends the state of rank `source` to the receivers. Every rank calls it.
 
-    Tensors travel as they are, without pickle. What ranks other than the source pass is ignored. Receiving ranks get
-    tensors on the CPU. `tick` is called whenever a piece has arrived.
+    Args:
+        state: the state, as for `flatten`; only the source's is used.
+        group: the open process group.
+        source: the rank that has the state.
+        receivers: the ranks to send it to.
+        tick: called whenever a chunk has been sent or received.
+
+    Returns:
+        The state, with its tensors on the CPU, on the receivers. None on all other ranks.
     """
-    if not receivers:
-        return None
     ranks = [source, *receivers]
-    if group.rank not in ranks:
+    if not receivers or group.rank not in ranks:
         return None
     chain = _Chain(ranks, group, tick)
     tensors: dict[str, torch.Tensor] = {}
     header = torch.empty(0, dtype=torch.uint8)
     if group.rank == source:
         skeleton, tensors = flatten(state)
-        layout = {key: [dtype_name(value.dtype), list(value.shape)] for key, value in tensors.items()}
+        layout = {key: [dtype_name(tensor.dtype), list(tensor.shape)] for key, tensor in tensors.items()}
         text = json.dumps({"skeleton": skeleton, "layout": layout}).encode()
         header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    size = chain.pass_on(torch.tensor([len(header)]))
-    header = chain.pass_on(header if group.rank == source else torch.empty(int(size), dtype=torch.uint8))
+    size = chain.forward(torch.tensor([len(header)]))
+    header = chain.forward(header if group.rank == source else torch.empty(int(size), dtype=torch.uint8))
     received = json.loads(header.numpy().tobytes())
     if group.rank != source:
-        tensors = _empty(received["layout"])
-    chain.pass_all(_pieces(tensors))
+        tensors = _allocate(received["layout"])
+    chain.forward_all(_pieces(tensors))
     return None if group.rank == source else unflatten(received["skeleton"], tensors)
 
 
-def _empty(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-    """Tensors to be received, in the order in which they are sent. None lies together with those of other components,
-    which may stay for longer."""
-    groups: dict[tuple[str, int], dict[str, tuple[Sequence[int], torch.dtype]]] = {}
+def _allocate(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    """Returns uninitialized tensors to receive, in the order in which they are sent.
+
+    Tensors of two components share no slab, because one component may be kept longer than the other.
+    """
+    slabs: dict[tuple[str, int], dict[str, tuple[Sequence[int], torch.dtype]]] = {}
     num_bytes = 0
     for key, (name, shape) in layout.items():
         dtype = dtype_of(name)
-        groups.setdefault((key.partition(".")[0], num_bytes // GROUP_BYTES), {})[key] = shape, dtype
+        slabs.setdefault((key.partition(".")[0], num_bytes // SLAB_BYTES), {})[key] = shape, dtype
         num_bytes += math.prod(shape) * dtype.itemsize
-    tensors = host_memory.Memory(groups.values()).tensors
+    tensors = host_memory.Memory(slabs.values()).tensors
     return {key: tensors[key] for key in layout}
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors as bytes, as gloo does not know every dtype, and in pieces: the source holds no second copy of them
-    on the host."""
-    for value in tensors.values():
-        if value.numel():
-            yield from in_a_row(value).view(torch.uint8).split(CHUNK_BYTES)
-
-
-class _OnTheWay:
-    """Pieces that were sent, or are awaited, and have not arrived."""
-
-    def __init__(self, tick: Callable[[], None]) -> None:
-        self._tick = tick
-        self._pieces: deque[tuple[Message, torch.Tensor, int]] = deque()
-        self._num_bytes = 0
-
-    def add(self, message: Message, piece: torch.Tensor, number: int) -> None:
-        self._pieces.append((message, piece, number))
-        self._num_bytes += piece.numel()
-
-    def first(self) -> tuple[torch.Tensor, int]:
-        """The one that has been on its way for longest, once it has arrived, and its number."""
-        message, piece, number = self._pieces.popleft()
-        message.wait()
-        self._tick()
-        self._num_bytes -= piece.numel()
-        return piece, number
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._pieces) >= MOST_PIECES or self._num_bytes >= MOST_BYTES
+    """Yields the tensors as bytes, because gloo does not support every dtype, in chunks: the source copies only chunks
+    from its device to the host."""
+    for tensor in tensors.values():
+        if tensor.numel():
+            yield from in_a_row(tensor).view(torch.uint8).split(CHUNK_BYTES)
 
 
 class _Chain:
-    """Ranks of which each gives what it gets to the next one."""
+    """Ranks that each forward what they receive to the next one."""
 
     def __init__(self, ranks: Sequence[int], group: ProcessGroup, tick: Callable[[], None]) -> None:
-        place = ranks.index(group.rank)
-        self._group = group
-        self._before = ranks[place - 1] if place else None
-        self._next = ranks[place + 1] if place + 1 < len(ranks) else None
-        self._tick, self._going = tick, _OnTheWay(tick)
+        index = ranks.index(group.rank)
+        self._group, self._tick = group, tick
+        self._previous = ranks[index - 1] if index else None
+        self._next = ranks[index + 1] if index + 1 < len(ranks) else None
+        self._incoming, self._outgoing = (
+            TransferWindow[tuple[torch.Tensor, int]](max_items=MAX_CHUNKS_IN_FLIGHT, max_bytes=MAX_BYTES_IN_FLIGHT)
+            for _ in range(2)
+        )
 
-    def pass_on(self, piece: torch.Tensor) -> torch.Tensor:
-        """A tensor on the CPU: the first rank's own, and on the others filled with that."""
-        if self._before is not None:
-            self._group.begin_receive(piece, self._before, 0).wait()
-        self._give(piece, 0)
-        return piece
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the first rank's tensor on all ranks: receives into `tensor` and sends it to the next rank."""
+        if self._previous is not None:
+            self._group.begin_receive(tensor, self._previous, 0).wait()
+        self._send(tensor, 0)
+        return tensor
 
-    def pass_all(self, pieces: Iterable[torch.Tensor]) -> None:
-        """Tensors of bytes, on the CPU but for the first rank's. Many are on their way at once: to wait for each of
-        those of a model takes longer than to carry them."""
-        coming = _OnTheWay(self._tick)
-        for number, piece in enumerate(pieces, start=1):
-            if self._before is None:
-                self._give(piece.cpu(), number)
+    def forward_all(self, chunks: Iterable[torch.Tensor]) -> None:
+        """Forwards chunks of bytes, many at a time. Only the first rank's chunks may be on a device."""
+        for chunk, tag in zip(chunks, itertools.count(1), strict=False):
+            if self._previous is None:
+                self._send(chunk.cpu(), tag)
                 continue
-            coming.add(self._group.begin_receive(piece, self._before, number), piece, number)
-            if coming.is_full:
-                self._give(*coming.first())
-        while coming:
-            self._give(*coming.first())
-        while self._going:
-            self._going.first()
+            message = self._group.begin_receive(chunk, self._previous, tag)
+            self._incoming.add((chunk, tag), [message], chunk.numel())
+            if self._incoming.is_full:
+                self._forward_oldest()
+        while self._incoming:
+            self._forward_oldest()
+        while self._outgoing:
+            self._finish_oldest_send()
 
-    def _give(self, piece: torch.Tensor, number: int) -> None:
+    def _forward_oldest(self) -> None:
+        chunk, tag = self._incoming.finish_oldest()
+        self._tick()
+        self._send(chunk, tag)
+
+    def _send(self, tensor: torch.Tensor, tag: int) -> None:
         if self._next is not None:
-            self._going.add(self._group.begin_send(piece, self._next, number), piece, number)
-            while self._going.is_full:
-                self._going.first()
+            message = self._group.begin_send(tensor, self._next, tag)
+            self._outgoing.add((tensor, tag), [message], tensor.numel())
+            while self._outgoing.is_full:
+                self._finish_oldest_send()
+
+    def _finish_oldest_send(self) -> None:
+        self._outgoing.finish_oldest()
+        self._tick()
 
 
 def check_same_model(module: torch.nn.Module, group: ProcessGroup) -> None:
-    """Raises a ConfigError that names the parameter and the rank where models differ. Every rank calls it."""
-    mine = [
+    """Checks that all ranks built a model with the same parameters. Collective.
+
+    Raises:
+        ConfigError: names the first parameter that differs, and the rank.
+    """
+    own = [
         f"{name} {tuple(parameter.shape)} {dtype_name(parameter.dtype)} requires_grad={parameter.requires_grad}"
         for name, parameter in module.named_parameters()
     ]
-    everyone = [part.decode().split("\n") for part in group.all_gather_bytes("\n".join(mine).encode())]
-    for rank, theirs in enumerate(everyone[1:], start=1):
-        for place in range(max(len(theirs), len(everyone[0]))):
-            here = everyone[0][place] if place < len(everyone[0]) else "no such parameter"
-            there = theirs[place] if place < len(theirs) else "no such parameter"
-            if here != there:
+    expected, *others = (part.decode().split("\n") for part in group.all_gather_bytes("\n".join(own).encode()))
+    for rank, parameters in enumerate(others, start=1):
+        pairs = itertools.zip_longest(parameters, expected, fillvalue="no such parameter")
+        for index, (parameter, expected_parameter) in enumerate(pairs):
+            if parameter != expected_parameter:
                 raise ConfigError(
-                    f"the models differ: parameter {place} is '{there}' on rank {rank} and '{here}' on rank 0; build "
-                    "the same model, with the same frozen parameters, on every rank (nothing in it may depend on the "
-                    "rank, the host or the time)"
+                    f"the models differ: parameter {index} is '{parameter}' on rank {rank} and '{expected_parameter}' "
+                    "on rank 0. Build the same model with the same frozen parameters on every rank; it must not depend "
+                    "on the rank, the host or the time."
                 )

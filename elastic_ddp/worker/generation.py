@@ -13,7 +13,7 @@ from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
-from elastic_ddp.distributed.state_transfer import check_same_model, hand_over
+from elastic_ddp.distributed.state_transfer import check_same_model, transfer_state
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.rendezvous.hang import Activity
@@ -191,7 +191,7 @@ class Generation:
             # user's business, that all ranks have the same ones is ours.
             source, receivers = 0, tuple(range(1, group.world_size))
         mine = state.state_dict() if group.rank == source and receivers else None
-        received = hand_over(mine, group, source=source, receivers=receivers, tick=activity.tick)
+        received = transfer_state(mine, group, source=source, receivers=receivers, tick=activity.tick)
         if received is not None:
             state.load_state_dict(received)
         spread()

@@ -215,6 +215,6 @@ def test_every_piece_that_is_handed_over_counts(new_run: NewRun, monkeypatch: py
             seen.append(activity.now)
             tick()
 
-    monkeypatch.setattr("elastic_ddp.worker.generation.hand_over", hand_over)
+    monkeypatch.setattr("elastic_ddp.worker.generation.transfer_state", hand_over)
     train(run)
     assert len(set(seen)) == 3 and {each.place for each in seen} == {"hand-over"}
