@@ -1,8 +1,8 @@
-"""The one small all-reduce of a step: what every rank must agree on, and what the record needs of every micro-batch.
+"""The control all-reduce of a step: the votes that all ranks must agree on, and the records of all micro-batches.
 
-All of it is one int64 vector that is summed over the ranks. Votes are counted. What belongs to a micro-batch (its
-loss, the digest of the rows it consumed) is written into the micro-batch's own slots by the rank that computed it and
-is zero on all others, so the sum carries the exact bits to everyone, at any world size.
+It sums one int64 vector over the ranks. Votes are counted. Each micro-batch has slots for its loss and for the digest
+of its row ids. Only the rank that computed it fills them; all others leave zeros. The sum therefore gives every rank
+the exact bits, at any world size.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _SLOT_WORDS = 1 + _DIGEST_WORDS
 
 @dataclass
 class MicroBatchRecord:
-    """What a rank knows of a micro-batch that it computed."""
+    """What a rank records of a micro-batch that it computed."""
 
     num_rows: int
     row_digest: bytes
     loss: torch.Tensor
-    """Mean over the rows; one number, from `to_host`."""
+    """The mean loss over the rows, one number, as `to_host` returns it."""
 
 
 def to_host(loss: torch.Tensor) -> torch.Tensor:
-    """Starts copying one number to the host. Waiting for it waits for the forward, not for the backward after it."""
+    """Starts to copy one number to the host. Reading it waits for the forward only, not for the backward after it."""
     if loss.device.type != "cuda":
         return loss
     host = torch.empty(1, dtype=loss.dtype, pin_memory=True)
@@ -57,27 +57,29 @@ class Agreement:
     """What all ranks know at the end of a step."""
 
     votes: Mapping[str, int]
+    """The number of ranks that voted for each name in `VOTES`."""
     loss: float
-    """The mean over the rows of the global batch, the same bits at every world size."""
+    """The mean loss over the rows of the global batch, with the same bits at every world size."""
     row_digests: Sequence[bytes]
-    """Of every micro-batch, in order; of no rows for one that is empty."""
+    """The row digest of every micro-batch, in order. For an empty one it is the digest of no rows."""
 
 
 @dataclass
 class ControlExchange:
-    """The control all-reduce of one step, started by `start` and read by `wait`."""
+    """The control all-reduce of one step, begun by `start` and completed by `wait`."""
 
     rows: np.ndarray
-    """Rows of every micro-batch of the step, int64 of shape (M,)."""
+    """The number of rows of every micro-batch of the step, int64 of shape (M,)."""
     votes: dict[str, bool] = field(default_factory=dict)
+    """This rank's votes."""
     _vector: torch.Tensor | None = None
     _work: dist.Work | None = None
 
     def start(self, records: Mapping[int, MicroBatchRecord], world_size: int) -> None:
-        """Issues the all-reduce; every rank calls it once a step, with the micro-batches it computed."""
+        """Starts the all-reduce, with the records of this rank's micro-batches. Every rank calls it once a step."""
         vector = np.zeros(len(VOTES) + len(self.rows) * _SLOT_WORDS, dtype=np.int64)
-        for place, name in enumerate(VOTES):
-            vector[place] = self.votes.get(name, False)
+        for position, name in enumerate(VOTES):
+            vector[position] = self.votes.get(name, False)
         slots = vector[len(VOTES) :].reshape(len(self.rows), _SLOT_WORDS)
         for micro_batch, record in records.items():
             slots[micro_batch, 0] = struct.unpack("<q", struct.pack("<d", _number(record.loss)))[0]
@@ -86,6 +88,7 @@ class ControlExchange:
         self._work = dist.all_reduce(self._vector, async_op=True) if world_size > 1 else None
 
     def wait(self) -> Agreement:
+        """Waits for the all-reduce and returns its result."""
         assert self._vector is not None
         if self._work is not None:
             self._work.wait()
@@ -95,7 +98,7 @@ class ControlExchange:
         num_leaves = int(np.count_nonzero(self.rows))
         weighted = {Node(0, m): float(losses[m]) * int(self.rows[m]) for m in range(num_leaves)}
         return Agreement(
-            votes={name: int(vector[place]) for place, name in enumerate(VOTES)},
+            votes={name: int(vector[position]) for position, name in enumerate(VOTES)},
             loss=fold_to_root(weighted, num_leaves, lambda left, right: left + right) / int(self.rows.sum()),
             row_digests=[
                 slots[m, 1:].tobytes() if m < num_leaves else digest_rows(_NO_ROWS) for m in range(len(slots))
@@ -107,14 +110,14 @@ _NO_ROWS = np.empty(0, dtype="<i8")
 
 
 def digest_rows(row_ids: np.ndarray) -> bytes:
-    """SHA-256 over the row ids of a micro-batch, as little-endian int64."""
+    """Returns the SHA-256 of a micro-batch's row ids, as little-endian int64."""
     return hashlib.sha256(np.ascontiguousarray(row_ids, dtype="<i8").tobytes()).digest()
 
 
 def extend_samples_digest(previous: str, row_digests: Sequence[bytes]) -> str:
-    """The `samples_sha256` after a step: SHA-256 over the one before it and the digests of all micro-batches."""
+    """Returns the `samples_sha256` after a step: SHA-256 of the previous one and the digests of all micro-batches."""
     return hashlib.sha256(bytes.fromhex(previous) + b"".join(row_digests)).hexdigest()
 
 
 EMPTY_SAMPLES_DIGEST = hashlib.sha256(b"").hexdigest()
-"""`samples_sha256` of a run that has consumed nothing."""
+"""The `samples_sha256` of a run that has consumed no samples."""

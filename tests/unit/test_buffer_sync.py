@@ -1,4 +1,4 @@
-"""Buffers through the micro-batches of a step."""
+"""Buffers of a model during a step, and their combination over ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ALONE = ProcessGroup(
     torch.device("cpu"),
     StoreConnection(),
 )
-"""A group of one has nothing to communicate."""
+"""A group of one rank, which needs no connections."""
 CONSTANT = [0.1, 1 / 3, float("inf"), float("-inf"), -0.0, 5e-324, 3.0]
 
 
 class Model(torch.nn.Module):
-    """Buffers that change and buffers that do not, floating-point and other."""
+    """Floating-point and other buffers, some of which change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,17 +46,17 @@ class Model(torch.nn.Module):
 def step(
     model: torch.nn.Module, num_micro_batches: int, group: ProcessGroup, weights: list[float] | None = None
 ) -> StepBuffers:
-    """A step on one rank; `weights` of micro-batches, 0 for one without rows."""
+    """Makes a step on one rank. The weight of a micro-batch without rows is 0."""
     weights = weights or [1.0] * num_micro_batches
     num_leaves = sum(weight > 0 for weight in weights)
     ranges = micro_batch_ranges(num_micro_batches, group.world_size)
     buffers = StepBuffers(model)
     buffers.begin()
-    mine = processing_order(ranges[group.rank])
-    for micro_batch in [m for m in mine if weights[m]] or mine[-1:]:
+    owned = processing_order(ranges[group.rank])
+    for micro_batch in [m for m in owned if weights[m]] or owned[-1:]:
         model.compute(micro_batch)
         buffers.end_micro_batch(micro_batch, weights[micro_batch] or None)
-    if list(model.buffers()):  # as the ranks agree: one of them may have computed a micro-batch without rows only
+    if list(model.buffers()):  # all ranks, also one that computed no micro-batch with rows
         buffers.combine(ranges=ranges, num_leaves=num_leaves, divisor=sum(weights), group=group)
     return buffers
 
@@ -69,18 +69,18 @@ SHORT = [1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
 
 
 def two_steps_for_several_m(group: ProcessGroup) -> dict[str, dict[str, bytes]]:
-    found = {}
+    results = {}
     for name, num_micro_batches, weights in [("3", 3, None), ("5", 5, None), ("7", 7, None), ("short", 6, SHORT)]:
         model = Model()
         for _ in range(2):
             step(model, num_micro_batches, group, weights)
-        found[name] = bits(model)
-    return found
+        results[name] = bits(model)
+    return results
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As in the processes of `run_ranks`: another number of threads adds up a batch in another order."""
+    """As in the processes of `run_ranks`: the number of threads changes the order of additions within a batch."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -88,11 +88,11 @@ def one_thread() -> Iterator[None]:
 
 
 def test_buffers_have_the_same_bits_at_every_world_size(one_thread: None) -> None:
-    calm = two_steps_for_several_m(ALONE)
-    assert calm["3"]["norm.running_mean"] != bits(Model())["norm.running_mean"]
+    expected = two_steps_for_several_m(ALONE)
+    assert expected["3"]["norm.running_mean"] != bits(Model())["norm.running_mean"]
     for world_size in (2, 3):
-        for found in run_ranks(world_size, two_steps_for_several_m):
-            assert found == calm
+        for results in run_ranks(world_size, two_steps_for_several_m):
+            assert results == expected
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3, 5, 7])
@@ -102,25 +102,25 @@ def test_a_buffer_that_nothing_changes_keeps_its_bits(num_micro_batches: int) ->
         step(model, num_micro_batches, ALONE)
     assert bits(model)["constant"] == bits(Model())["constant"]
     assert bits(model)["mask"] == bits(Model())["mask"]
-    # Nor does a part of a buffer, where another part of it changes.
+    # Unchanged elements of a changed buffer keep their bits too.
     assert bits(model)["partly"][4:] == bits(Model())["partly"][4:]
     assert model.partly[0].item() == pytest.approx(3 * (num_micro_batches + 1) / 2)
 
 
-def test_statistics_are_the_mean_of_what_each_micro_batch_would_have_left_by_rows() -> None:
+def test_statistics_are_the_row_weighted_mean_over_micro_batches() -> None:
     weights = [1.0, 1.0, 0.25]
-    left = []
+    means = []
     for micro_batch in range(3):
         alone = Model()
         alone.compute(micro_batch)
-        left.append(alone.norm.running_mean)
+        means.append(alone.norm.running_mean)
     model = Model()
     step(model, 3, ALONE, weights)
-    expected = sum(weight * mean for weight, mean in zip(weights, left, strict=True)) / 2.25
+    expected = sum(weight * mean for weight, mean in zip(weights, means, strict=True)) / 2.25
     assert torch.allclose(model.norm.running_mean, expected)
 
 
-def test_every_micro_batch_starts_from_the_buffers_that_the_step_started_from() -> None:
+def test_every_micro_batch_starts_from_the_buffers_of_the_step() -> None:
     model = Model()
     model.norm.running_mean.fill_(0.5)
     before = bits(model)
@@ -142,7 +142,7 @@ def test_integer_buffers_are_those_of_micro_batch_0() -> None:
         assert model.norm.num_batches_tracked.item() == steps
 
 
-def test_a_micro_batch_without_rows_leaves_nothing() -> None:
+def test_a_micro_batch_without_rows_changes_no_buffer() -> None:
     model = Model()
     buffers = StepBuffers(model)
     buffers.begin()
@@ -152,21 +152,21 @@ def test_a_micro_batch_without_rows_leaves_nothing() -> None:
     assert not buffers.changed
 
 
-def test_an_interrupted_micro_batch_is_undone_and_a_step_that_is_redone_ends_the_same() -> None:
-    calm, model = Model(), Model()
-    step(calm, 3, ALONE)
+def test_a_step_that_is_repeated_after_an_interruption_has_the_same_result() -> None:
+    uninterrupted, model = Model(), Model()
+    step(uninterrupted, 3, ALONE)
     buffers = StepBuffers(model)
     buffers.begin()
     model.compute(0)
     buffers.end_micro_batch(0, 1.0)
-    model.compute(1)  # the peer is lost here
+    model.compute(1)  # a peer fails here
     buffers.revert()
     assert bits(model) == bits(Model())
     step(model, 3, ALONE)
-    assert bits(model) == bits(calm)
+    assert bits(model) == bits(uninterrupted)
 
 
-def test_an_unchanged_model_does_not_ask_for_a_combination() -> None:
+def test_a_model_in_eval_mode_reports_no_changes() -> None:
     model = Model().eval()
     buffers = StepBuffers(model)
     buffers.begin()
@@ -176,7 +176,7 @@ def test_an_unchanged_model_does_not_ask_for_a_combination() -> None:
     assert not buffers.changed
 
 
-def test_a_model_without_buffers_has_nothing_to_do() -> None:
+def test_a_model_without_buffers_reports_no_changes() -> None:
     class Plain(torch.nn.Linear):
         def compute(self, micro_batch: int) -> None: ...
 
@@ -185,7 +185,7 @@ def test_a_model_without_buffers_has_nothing_to_do() -> None:
 
 
 class FilledLater(torch.nn.Module):
-    """A cache that the first forward makes."""
+    """A model whose first forward fills a cache."""
 
     def __init__(self, empty: torch.Tensor | None) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class FilledLater(torch.nn.Module):
 
 
 class Registering(Model):
-    """A cache that a forward registers, or makes longer."""
+    """A model that registers a cache in a forward, or makes it longer."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -212,12 +212,12 @@ class Registering(Model):
 
 
 @pytest.mark.parametrize("where", ["first", "later", "longer", "second step", "between steps"])
-def test_a_buffer_that_is_registered_in_training_is_refused_by_name(where: str) -> None:
-    """Nobody who resumes has it, and so nobody could."""
+def test_a_buffer_that_is_registered_in_training_raises_an_error(where: str) -> None:
+    """A worker that resumes would not have it."""
     model = Registering(where)
     buffers = StepBuffers(model)
-    what = r"had the shape \(2,\) before a forward made it \(3,\)" if where == "longer" else "was made by a forward"
-    with pytest.raises(ConfigError, match=f"the buffer 'cache' of Registering {what}.*in __init__"):
+    problem = r".*\(2,\) to \(3,\)" if where == "longer" else ""
+    with pytest.raises(ConfigError, match=f"buffer 'cache' of Registering {problem}.*in __init__"):
         for _ in range(2):
             buffers.begin()
             for micro_batch in range(2):
@@ -225,16 +225,16 @@ def test_a_buffer_that_is_registered_in_training_is_refused_by_name(where: str) 
                 buffers.end_micro_batch(micro_batch, 1.0)
             buffers.combine(ranges=[range(2)], num_leaves=2, divisor=2.0, group=ALONE)
             if where == "between steps":
-                model.register_buffer("cache", torch.zeros(1))  # an evaluation, for example
+                model.register_buffer("cache", torch.zeros(1))  # as an evaluation may do
 
 
 @pytest.mark.parametrize("empty", [None, torch.empty(0)], ids=["None", "empty"])
-def test_a_buffer_that_a_forward_makes_is_refused_by_name(empty: torch.Tensor | None) -> None:
-    with pytest.raises(ConfigError, match="the buffer 'cache' of FilledLater was None or empty"):
+def test_a_buffer_that_a_forward_fills_raises_an_error(empty: torch.Tensor | None) -> None:
+    with pytest.raises(ConfigError, match="buffer 'cache' of FilledLater was None or empty"):
         step(FilledLater(empty), 2, ALONE)  # type: ignore[arg-type]
 
 
-def test_a_step_can_be_taken_back_with_a_buffer_whose_elements_shared_their_memory() -> None:
+def test_a_step_can_be_reverted_for_an_expanded_buffer() -> None:
     class Masked(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -252,7 +252,7 @@ def test_a_step_can_be_taken_back_with_a_buffer_whose_elements_shared_their_memo
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex128], ids=str)
-def test_what_differs_is_told_by_bits(dtype: torch.dtype) -> None:
+def test_buffers_are_compared_bit_by_bit(dtype: torch.dtype) -> None:
     for shape in [(), (3,), (2, 3)]:
         one = torch.ones(shape, dtype=dtype)
         other = one.clone()
@@ -264,7 +264,7 @@ def test_what_differs_is_told_by_bits(dtype: torch.dtype) -> None:
 
 
 class Decaying(torch.nn.Module):
-    """A micro-batch leaves a zero of the other sign."""
+    """Each micro-batch flips the sign of a zero."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The canonical reduction inside real DDP: its bits, its memory, and its end when a peer is gone."""
+"""The canonical reduction in DDP: its bits, its memory, and its errors when a peer fails."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.ranks import run_ranks
 MICRO_BATCHES, MICRO_BATCH_SIZE = 12, 4
 FULL = [MICRO_BATCH_SIZE] * MICRO_BATCHES
 SHORT = [4, 4, 4, 4, 4, 4, 4, 2, 2, 0, 0, 0]
-"""The last step of an epoch; at three workers the third has one micro-batch with rows."""
+"""The last step of an epoch. With three ranks, the third has one micro-batch with rows."""
 MANY_BUCKETS, ONE_BUCKET = 0.00001, 25.0
 CPU = torch.device("cpu")
 
 
 class Model(torch.nn.Sequential):
-    """Parameters of sizes that three ranks cannot divide evenly."""
+    """Parameters whose sizes three ranks cannot divide evenly."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.Linear(7, 11), torch.nn.Tanh(), torch.nn.Linear(11, 5), torch.nn.Linear(5, 1))
@@ -52,7 +52,7 @@ def config(bucket_cap_mb: float) -> RunConfig:
 
 def loss_of(model: torch.nn.Module, micro_batch: int, rows: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(micro_batch)
-    # Gradients of very different sizes: almost any other order of additions gives other bits.
+    # Gradients of very different magnitudes: almost any other order of additions gives other bits.
     return model(torch.randn(max(rows, 1), 7, generator=generator)).square().mean() * 10 ** (micro_batch % 4)
 
 
@@ -66,7 +66,7 @@ def gradients_of(model: torch.nn.Module) -> list[bytes]:
 
 
 class Trained:
-    """A model in DDP, step by step."""
+    """A model in DDP that is trained step by step."""
 
     def __init__(self, group: ProcessGroup, bucket_cap_mb: float) -> None:
         self.model = new_model()
@@ -82,9 +82,9 @@ class Trained:
 
         self.reduction.hook = counted  # type: ignore[method-assign]
         self.held: list[int] = []
-        """Gradient copies held whenever a gradient came, in the last step."""
+        """The number of partial sums before each backward of the last step."""
         self.buckets: list[int] = []
-        """How many buckets each step was reduced in."""
+        """The number of buckets of each step."""
 
     def step(self, rows: Sequence[int]) -> list[bytes]:
         self.model.zero_grad(set_to_none=True)
@@ -101,23 +101,23 @@ class Trained:
 
 
 def three_steps(group: ProcessGroup) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, bucket_cap_mb in (("many", MANY_BUCKETS), ("one", ONE_BUCKET), ("shared", MANY_BUCKETS)):
         group.shares_device = name == "shared"
         trained = Trained(group, bucket_cap_mb)
-        # DDP forms its buckets anew after its first backward.
+        # DDP rebuilds its buckets after the first backward.
         gradients = [trained.step(FULL), trained.step(FULL)]
         held = trained.held
         gradients.append(trained.step(SHORT))
         left = len(trained.reduction._sums)
-        found[name] = {"gradients": gradients, "buckets": trained.buckets, "held": held, "left": left}
+        results[name] = {"gradients": gradients, "buckets": trained.buckets, "held": held, "left": left}
         trained.strategy.close()
-    return found
+    return results
 
 
-def lose_a_peer_in_every_collective(group: ProcessGroup) -> list[tuple[str, bool, float]]:
-    """Rank 2 goes in the middle of a step, in each collective of the reduction. How its peers find out."""
-    found = []
+def fail_in_every_collective(group: ProcessGroup) -> list[tuple[str, bool, float]]:
+    """Rank 2 fails in each collective of the reduction. Returns errors, whether they are peer failures, and seconds."""
+    errors = []
     for number, collective in enumerate(("all_to_all_single", "all_gather_single"), start=2):
         group = ProcessGroup.form(
             replace(group.assignment, generation=number), store=group.store, device=CPU, timeout_s=60
@@ -127,37 +127,33 @@ def lose_a_peer_in_every_collective(group: ProcessGroup) -> list[tuple[str, bool
         module: Any = dist if collective == "all_to_all_single" else canonical_reduction
         real = getattr(module, collective)
         if group.rank == 2:
-            setattr(module, collective, _gone)
+            setattr(module, collective, _fail)
         began = time.monotonic()
         try:
             trained.step(FULL)
-            found.append(("nothing was raised", False, time.monotonic() - began))
+            errors.append(("nothing was raised", False, time.monotonic() - began))
         except Exception as error:
-            found.append((str(error), is_peer_failure(error), time.monotonic() - began))
+            errors.append((str(error), is_peer_failure(error), time.monotonic() - began))
         setattr(module, collective, real)
         trained.strategy.close()
         del trained
         group.close(intact=False)
-    return found
+    return errors
 
 
-class _Gone(RuntimeError):
-    """What ends the rank that is to be lost."""
-
-
-def _gone(*_: Any, **__: Any) -> None:
-    raise _Gone("this rank is gone")
+def _fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("this rank failed")
 
 
 def everything(group: ProcessGroup) -> tuple[dict[str, Any], list[tuple[str, bool, float]]]:
-    """In one go, as starting processes costs most."""
-    gc.freeze()  # closing a group collects garbage, and not for seconds among all the modules that are loaded
+    """Runs all of it in one set of processes, because starting them takes longest."""
+    gc.freeze()  # closing a group collects garbage, which takes seconds with all loaded modules
     steps = three_steps(group)
     if group.world_size == 1:
         return steps, []
     group.barrier()
     group.close(intact=True)
-    return steps, lose_a_peer_in_every_collective(group)
+    return steps, fail_in_every_collective(group)
 
 
 @cache
@@ -166,7 +162,7 @@ def results(world_size: int) -> list[Any]:
 
 
 def tree_sum(gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Neighbours are added until one is left; an odd one waits for its turn."""
+    """Adds neighbours until one is left; an odd one moves up."""
     while len(gradients) > 1:
         pairs = [gradients[at : at + 2] for at in range(0, len(gradients), 2)]
         gradients = [
@@ -176,7 +172,7 @@ def tree_sum(gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def explicit(rows: Sequence[int]) -> list[bytes]:
-    """The mean gradient of a step, from plain autograd on one process."""
+    """Returns the mean gradient of a step, from plain autograd in one process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in `run_ranks`
     model = new_model().module
@@ -191,14 +187,14 @@ def explicit(rows: Sequence[int]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_gradient_is_the_tree_sum_over_micro_batches_bit_by_bit(world_size: int) -> None:
+def test_the_gradient_is_the_tree_sum_bit_by_bit(world_size: int) -> None:
     expected = [explicit(FULL), explicit(FULL), explicit(SHORT)]
     for steps, _ in results(world_size):
         assert steps["one"]["gradients"] == expected
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_bits_are_the_same_where_ranks_share_a_device(world_size: int) -> None:
+def test_the_bits_are_the_same_when_ranks_share_a_device(world_size: int) -> None:
     for steps, _ in results(world_size):
         assert steps["shared"]["gradients"] == steps["one"]["gradients"]
 
@@ -211,7 +207,7 @@ def test_the_number_of_buckets_does_not_change_the_bits(world_size: int) -> None
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_gradient_copies_grow_with_the_logarithm_of_a_ranks_share_and_are_freed(world_size: int) -> None:
+def test_gradient_copies_are_logarithmic_in_the_range_and_freed(world_size: int) -> None:
     for steps, _ in results(world_size):
         for buckets in ("many", "one"):
             held = steps[buckets]["held"]
@@ -221,32 +217,32 @@ def test_gradient_copies_grow_with_the_logarithm_of_a_ranks_share_and_are_freed(
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["exchange", "gather"])
-def test_a_peer_that_goes_in_the_middle_of_a_step_is_an_error_and_no_hang(number: int) -> None:
-    *survivors, gone = (losses[number] for _, losses in results(3))
-    assert "this rank is gone" in gone[0]
-    for message, lost_peer, seconds in survivors:
-        assert lost_peer, message
+def test_a_peer_that_fails_in_a_step_causes_an_error_and_no_hang(number: int) -> None:
+    *survivors, failed = (errors[number] for _, errors in results(3))
+    assert "this rank failed" in failed[0]
+    for message, peer_failed, seconds in survivors:
+        assert peer_failed, message
         assert seconds < 10
 
 
 # Memory.
 
 SHARE = 16
-"""Micro-batches of a rank."""
+"""The number of micro-batches of each rank."""
 _M_MMAP_THRESHOLD = -3
 
 
 def peak_copies(group: ProcessGroup, canonical_reduction: str, bucket_cap_mb: float) -> float:
-    """What a rank takes at most in a step, beyond what it had before, in copies of the gradients."""
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)  # what is freed goes back to the system at once
+    """Returns the peak memory of a step beyond that before it, in copies of the gradients."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)  # returns freed memory to the system at once
     changes = {"reduction": canonical_reduction, "global_batch_size": SHARE * group.world_size, "micro_batch_size": 1}
     strategy_config = config(bucket_cap_mb).model_copy(update=changes)
     model = PreparedModel(
         torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(10))), device=CPU, bf16=False
     )
-    num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     strategy = DDPStrategy(model, strategy_config, group)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = peak_bytes()
     for _ in range(2):
         strategy.begin_step(np.full(SHARE * group.world_size, 1))
@@ -264,7 +260,7 @@ def peak_bytes() -> int:
 
 
 @pytest.mark.parametrize(("world_size", "bucket_cap_mb"), [pytest.param(1, 1000.0, marks=pytest.mark.chaos), (2, 5.0)])
-def test_a_step_takes_no_more_memory_than_was_promised(world_size: int, bucket_cap_mb: float) -> None:
+def test_the_memory_of_a_step_is_within_its_bound(world_size: int, bucket_cap_mb: float) -> None:
     native, canonical = (
         max(run_ranks(world_size, peak_copies, canonical_reduction, bucket_cap_mb))
         for canonical_reduction in ("native", "canonical")

@@ -35,7 +35,7 @@ from elastic_ddp.worker.restore import restore
 from elastic_ddp.worker.shared_read import SharedPiece, plan_pieces
 from elastic_ddp.worker.train_state import Position, TrainState
 from tests.ranks import run_ranks
-from tests.unit.test_fsdp import OPTIMIZERS, prepared, trained, whole_state
+from tests.unit.test_fsdp import OPTIMIZERS, full_state, prepared, trained
 
 STRATEGIES = ("ddp", "fsdp")
 WORLD_SIZES = (1, 2, 3, 4)
@@ -266,7 +266,7 @@ def save_large(group: ProcessGroup, folder: Path, optimizer: str = "SGD") -> Ten
     strategy_of(config)(state.model, config, group).shard(state.optimizers)  # type: ignore[arg-type]
     with mock.patch("elastic_ddp.checkpoint.writer.BlockPlanner", lambda: BlockPlanner(1024)):
         save(group, folder, state.state_dict())
-    return {name: each.numpy() for name, each in whole_state(state).items()}
+    return {name: each.numpy() for name, each in full_state(state).items()}
 
 
 def _restore_large(
@@ -303,7 +303,7 @@ def _restore_large(
         restored = restore(CheckpointStore(storage, keep=1), storage, group, layout)
     assert restored is not None
     state.load_state_dict(restored[1])
-    return got, read, {name: each.numpy() for name, each in whole_state(state).items()}
+    return got, read, {name: each.numpy() for name, each in full_state(state).items()}
 
 
 class Slow(Storage):

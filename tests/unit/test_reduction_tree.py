@@ -1,4 +1,4 @@
-"""The plan of a step, for any number of micro-batches and workers: who computes what, and how it is added."""
+"""The ranges and the reduction tree of a step, for any number of micro-batches M and ranks W."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic_ddp.distributed.reduction_tree import (
 
 @st.composite
 def plans(draw: st.DrawFn, max_micro_batches: int = 300) -> tuple[int, int]:
-    """(M, W) with 1 <= W <= M."""
+    """Draws (M, W) with 1 <= W <= M."""
     num_micro_batches = draw(st.integers(1, max_micro_batches))
     return num_micro_batches, draw(st.integers(1, num_micro_batches))
 
@@ -37,7 +37,7 @@ def plus(left: str, right: str) -> str:
 
 
 def paired(num_leaves: int) -> str:
-    """The tree, spelled out another way: neighbours are paired until one is left, an odd one waits for its turn."""
+    """Returns the tree from another definition: pair neighbours until one is left; an odd one moves up."""
     level = [str(leaf) for leaf in range(num_leaves)]
     while len(level) > 1:
         pairs = [plus(*level[at : at + 2]) if at + 1 < len(level) else level[at] for at in range(0, len(level), 2)]
@@ -46,33 +46,33 @@ def paired(num_leaves: int) -> str:
 
 
 def depths(expression: str) -> dict[int, int]:
-    """How many additions each leaf goes through."""
-    found, depth, digits = {}, 0, ""
+    """Returns the number of additions on the path from each leaf to the root."""
+    by_leaf, depth, digits = {}, 0, ""
     for character in expression + " ":
         if character.isdigit():
             digits += character
             continue
         if digits:
-            found[int(digits)] = depth
+            by_leaf[int(digits)] = depth
             digits = ""
         depth += (character == "(") - (character == ")")
-    return found
+    return by_leaf
 
 
 def summed(ranks: Sequence[Sequence[int]], num_leaves: int) -> str:
-    """What `fold_to_root` makes of the ranks' micro-batches, each rank adding its own in the order given."""
-    everyone: dict[Node, str] = {}
+    """Returns the sum over all ranks, each of which folds its micro-batches in the given order."""
+    gathered: dict[Node, str] = {}
     for order in ranks:
         sums: dict[Node, str] = {}
         for micro_batch in order:
             if micro_batch < num_leaves:
                 fold_in(sums, Node(0, micro_batch), str(micro_batch), plus)
-        everyone |= sums
-    return fold_to_root(everyone, num_leaves, plus)
+        gathered |= sums
+    return fold_to_root(gathered, num_leaves, plus)
 
 
 @given(plans(2000))
-def test_every_micro_batch_belongs_to_one_rank_and_ranks_are_even(plan: tuple[int, int]) -> None:
+def test_every_micro_batch_belongs_to_one_rank_and_ranges_are_even(plan: tuple[int, int]) -> None:
     num_micro_batches, world_size = plan
     ranges = micro_batch_ranges(*plan)
     assert len(ranges) == world_size
@@ -81,20 +81,20 @@ def test_every_micro_batch_belongs_to_one_rank_and_ranks_are_even(plan: tuple[in
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_boundary_that_evenness_leaves_open_goes_where_the_largest_subtrees_are() -> None:
+def test_boundaries_lie_between_the_largest_subtrees_that_evenness_allows() -> None:
     assert micro_batch_ranges(6, 4) == [range(2), range(2, 4), range(4, 5), range(5, 6)]
     assert micro_batch_ranges(12, 5) == [range(2), range(2, 4), range(4, 6), range(6, 9), range(9, 12)]
 
 
 @pytest.mark.parametrize(("num_micro_batches", "world_size"), [(4, 0), (4, -1), (4, 5), (0, 1)])
-def test_a_world_size_without_a_micro_batch_for_everyone_is_refused(num_micro_batches: int, world_size: int) -> None:
+def test_a_world_size_above_the_number_of_micro_batches_raises(num_micro_batches: int, world_size: int) -> None:
     expected = f"world_size={world_size} is not from 1 to the {num_micro_batches} micro-batches"
     with pytest.raises(ValueError, match=expected):
         micro_batch_ranges(num_micro_batches, world_size)
 
 
 @given(owned_ranges())
-def test_the_subtrees_of_a_range_tile_it_and_cannot_be_larger(owned: range) -> None:
+def test_maximal_subtrees_tile_the_range_and_cannot_be_larger(owned: range) -> None:
     subtrees = maximal_subtrees(owned)
     assert [m for node in subtrees for m in node.micro_batches] == list(owned)
     for node in subtrees:
@@ -108,10 +108,8 @@ def test_a_rank_computes_each_of_its_micro_batches_once(owned: range) -> None:
 
 
 @given(plans(), st.data())
-def test_a_rank_is_left_with_the_largest_subtrees_whatever_its_order(
-    plan: tuple[int, int], data: st.DataObject
-) -> None:
-    """Ranks know from the ranges alone which sums the others will send."""
+def test_folding_ends_with_the_maximal_subtrees_in_any_order(plan: tuple[int, int], data: st.DataObject) -> None:
+    """So a rank knows from the ranges alone which sums its peers will send."""
     ranges = micro_batch_ranges(*plan)
     owned = ranges[data.draw(st.integers(0, len(ranges) - 1))]
     sums: dict[Node, str] = {}
@@ -121,7 +119,7 @@ def test_a_rank_is_left_with_the_largest_subtrees_whatever_its_order(
 
 
 def held(order: Sequence[int]) -> int:
-    """The most partial sums held beside the gradient at hand, over micro-batches in this order."""
+    """Returns the largest number of partial sums, besides the current gradient, over micro-batches in this order."""
     most = 0
     sums: dict[Node, str] = {}
     for micro_batch in order:
@@ -131,36 +129,36 @@ def held(order: Sequence[int]) -> int:
 
 
 def most_held(num_micro_batches: int, world_size: int) -> int:
-    """Of all ranks."""
+    """Returns the maximum of `held` over all ranks."""
     return max(held(processing_order(owned)) for owned in micro_batch_ranges(num_micro_batches, world_size))
 
 
 @given(plans(1000))
-def test_partial_sums_grow_with_the_logarithm_of_a_ranks_share(plan: tuple[int, int]) -> None:
+def test_the_number_of_partial_sums_is_logarithmic_in_the_range(plan: tuple[int, int]) -> None:
     num_micro_batches, world_size = plan
     assert most_held(*plan) <= math.ceil(math.log2(num_micro_batches / world_size)) + 1
 
 
 @given(plans(141))
-def test_below_142_micro_batches_not_even_the_rounding_up_is_needed(plan: tuple[int, int]) -> None:
+def test_below_142_micro_batches_the_bound_holds_without_rounding_up(plan: tuple[int, int]) -> None:
     num_micro_batches, world_size = plan
     assert most_held(*plan) <= math.log2(num_micro_batches / world_size) + 1
 
 
-def test_from_142_micro_batches_on_the_rounding_up_is_needed() -> None:
+def test_from_142_micro_batches_on_the_bound_needs_rounding_up() -> None:
     assert most_held(142, 5) == 6 > math.log2(142 / 5) + 1
 
 
-def test_in_ascending_order_a_rank_would_hold_twice_as_much() -> None:
+def test_ascending_order_would_need_twice_as_many_partial_sums() -> None:
     assert held(processing_order(range(1, 128))) == 6
     assert held(range(1, 128)) == 12
 
 
 @given(plans(64), st.data())
-def test_the_sum_is_the_same_expression_at_every_world_size_and_in_every_order(
+def test_the_sum_is_the_same_expression_at_every_world_size_and_in_any_order(
     plan: tuple[int, int], data: st.DataObject
 ) -> None:
-    """Also in a short step, in which only the first micro-batches have rows."""
+    """Short steps are included, in which only the first micro-batches have rows."""
     num_leaves = data.draw(st.integers(1, plan[0]))
     ranges = micro_batch_ranges(*plan)
     expected = paired(num_leaves)
@@ -175,16 +173,16 @@ def test_the_tree_is_balanced(num_leaves: int) -> None:
     assert max(depths(expression).values()) == math.ceil(math.log2(num_leaves))
 
 
-def test_the_tree_over_a_few_micro_batches_spelled_out() -> None:
+def test_small_trees_as_expressions() -> None:
     expressions = [summed([range(num_leaves)], num_leaves) for num_leaves in (1, 2, 3, 5, 7)]
     assert expressions == ["0", "(0+1)", "((0+1)+2)", "(((0+1)+(2+3))+4)", "(((0+1)+(2+3))+((4+5)+6))"]
 
 
-def test_folding_the_root_leaves_the_sums_as_they_were() -> None:
+def test_folding_to_the_root_does_not_change_its_input() -> None:
     sums = {Node(1, 0): "(0+1)", Node(0, 2): "2"}
     assert fold_to_root(sums, 3, plus) == fold_to_root(sums, 3, plus) == "((0+1)+2)"
 
 
-def test_a_sum_of_which_a_part_is_missing_is_none() -> None:
+def test_a_missing_subtree_raises() -> None:
     with pytest.raises(ValueError, match="cover 3 of 4 micro-batches"):
         fold_to_root({Node(1, 0): 1.0, Node(0, 3): 1.0}, 4, lambda left, right: left + right)
