@@ -51,7 +51,7 @@ def configuration() -> str:
             if "$ref" in field:  # a section of its own
                 continue
             key = f"{section}.{name}" if section else name
-            default = "required" if name in required else f"default {_default(model['title'], name)}"
+            default = "required" if name in required else _default(model["title"], name)
             description = _text(documented[model["title"]][name].docstring)
             lines += [f"### `{key}` {{#{key}}}", "", f"*{_type(field)}, {default}*", "", description, ""]
     return "\n".join(lines)
@@ -75,9 +75,10 @@ def _type(field: dict[str, Any]) -> str:
     name = {"array": "list of strings", "object": "table of numbers", "boolean": "true or false"}.get(
         field["type"], field["type"]
     )
-    for key, words in (("minimum", "at least"), ("exclusiveMinimum", "above")):
-        if key in field:
-            name += f", {words} {field[key]:g}"
+    if "minimum" in field:
+        name += f", at least {field['minimum']:g}"
+    elif "exclusiveMinimum" in field:
+        name += f", above {field['exclusiveMinimum']:g}"
     # Larger limits only keep numbers within what timers and JSON can represent.
     if (below := field.get("exclusiveMaximum", 1e9)) < 1e6:
         name += f", below {below:g}"
@@ -85,13 +86,13 @@ def _type(field: dict[str, Any]) -> str:
 
 
 def _default(model: str, name: str) -> str:
-    """Returns a setting's default as TOML has it."""
+    """Returns a setting's default as TOML has it, or `optional` if it has none."""
     value = getattr(run_config, model).model_fields[name].get_default(call_default_factory=True)
     if value in (None, ()):
-        return "not set"
+        return "optional"
     if isinstance(value, dict):
         value = f"{{{', '.join(f'{key} = {number:g}' for key, number in value.items())}}}"
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return f"default `{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def command_line() -> str:
