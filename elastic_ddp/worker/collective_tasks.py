@@ -1,8 +1,8 @@
-"""What all workers do together outside of steps: who has done what of it, and who is in the midst of it.
+"""Tasks that all workers do together outside of steps, such as an evaluation, and how they continue after a failure.
 
-A peer that is lost can leave some workers with the result of an evaluation and others without, who cannot do it alone.
-And what a training function asks for after a step that was lost, not all of them may ask for. So those who meet again
-compare, before anybody waits for somebody who does not come.
+A worker that fails can leave some survivors with the result of a task and others without. A training function may also
+start a task on some survivors only. So the members of a new generation compare their tasks before they wait for each
+other.
 """
 
 from __future__ import annotations
@@ -14,83 +14,83 @@ from typing import Any, NamedTuple
 from elastic_ddp.errors import ElasticDDPError
 
 
-class NotTogetherError(ElasticDDPError):
-    """Not all workers want something that all have to do together, since a peer was lost."""
+class TasksDifferError(ElasticDDPError):
+    """After a worker failed, not all survivors do the same collective task."""
 
 
 class Task(NamedTuple):
-    """One thing that all do together."""
+    """One collective task. Tasks are equal on two ranks if both do the same thing at the same place."""
 
     step: int
-    """Steps done before it."""
+    """The number of steps done."""
     is_in_step: bool
-    """Whether the step after those has begun."""
+    """Whether the next step has begun."""
     number: int
-    """Among what was done since then, from 1."""
+    """The position among the tasks at this place, from 1."""
     name: str
 
 
 class CollectiveTasks:
-    """One worker's. It knows nothing of process groups: others' messages are handed to it."""
+    """One worker's collective tasks. It sends nothing itself: callers exchange the messages.
+
+    Attributes:
+        steps_have_ended: whether this worker's loop over steps has ended.
+    """
 
     def __init__(self) -> None:
-        self._done = Task(-1, False, 0, "")
-        self._result: Any = None
-        self._known: tuple[Task, Any] | None = None
-        """What others have done already."""
+        self._last = Task(-1, False, 0, "")
+        self._last_result: Any = None
+        self._known: tuple[Task, Any] | None = None  # a task that other ranks have done, and its result
         self._begun = -1
         self._place = (-1, False)
-        self._count = 0
-        """Done since this worker came to that place."""
-        self._is_void = False
-        """Whether nothing more can be done there, as others have gone on."""
+        self._count = 0  # tasks done at this place
+        self._is_void = False  # whether no more tasks are done at this place, because other ranks have gone on
         self.steps_have_ended = False
-        """Whether this worker's loop over steps has."""
 
     def begin_step(self, step: int) -> None:
         """A step begins, perhaps not for the first time."""
         self._begun, self._count, self._is_void = step, 0, False
 
     def end_steps(self) -> None:
-        """From here on all come to do the same, sooner or later."""
+        """The loop over steps has ended. From here on all ranks do the same tasks, sooner or later."""
         self.steps_have_ended, self._is_void = True, False
 
     def next(self, step: int, name: str) -> Task:
-        """What this worker wants done next, in the state after so many steps.
+        """Returns this worker's next task, after `step` steps.
 
         Raises:
-            NotTogetherError: others have gone on.
+            TasksDifferError: other ranks have gone on.
         """
         place = (step, self._begun == step)
         if place != self._place:
             self._place, self._count, self._is_void = place, 0, False
         if self._is_void:
-            raise NotTogetherError(
-                f"a peer was lost, and of those who are left not all ask for {name!r} after step {step - 1}; decide by "
-                "step.index alone what to do after a step"
+            raise TasksDifferError(
+                f"a worker failed, and not all others run {name!r} after step {step - 1}. Let only step.index decide "
+                "what to do after a step."
             )
         return Task(*place, self._count + 1, name)
 
     def done(self, task: Task, result: Any) -> None:
-        """A task was done here; `result` is what JSON has."""
-        self._done, self._result, self._count = task, result, task.number
+        """Records that this worker has done a task. `result` is a JSON value."""
+        self._last, self._last_result, self._count = task, result, task.number
 
     def result_of_others(self, task: Task) -> tuple[Any] | None:
-        """What came of it where it is done already; None if it is to be done."""
+        """Returns the result of a task that other ranks have done, in a tuple; None if it is to be done."""
         return (self._known[1],) if self._known is not None and self._known[0] == task else None
 
     def message(self, wanted: Task | None) -> bytes:
-        """For the others: what this worker wants done, if it is amid something, and what it did last."""
-        return json.dumps([wanted, self._done, self._result]).encode()
+        """Returns what to send to the other ranks: the task that this worker is in, and the last one it has done."""
+        return json.dumps([wanted, self._last, self._last_result]).encode()
 
-    def compare(self, wanted: Task | None, everyone: Sequence[bytes]) -> None:
-        """Settles from everybody's messages what becomes of it: it is done by all, or not at all."""
-        messages = [json.loads(each) for each in everyone]
-        done = {Task(*last): result for _, last, result in messages}
-        if wanted in done:
-            self._known = (wanted, done[wanted])
+    def compare(self, wanted: Task | None, messages: Sequence[bytes]) -> None:
+        """Decides from the messages of all ranks whether `wanted` is done by all ranks, or by none."""
+        received = [json.loads(message) for message in messages]
+        results = {Task(*last): result for _, last, result in received}
+        if wanted in results:
+            self._known = (wanted, results[wanted])
             return
-        theirs = [None if each is None else Task(*each) for each, _, _ in messages]
-        # Who wants what others have done gets that, and is where they are.
-        are_apart = any(each != wanted and each not in done for each in theirs)
-        self._is_void = wanted is not None and not self.steps_have_ended and are_apart
+        others = [None if task is None else Task(*task) for task, _, _ in received]
+        # A rank in a task that others have done receives its result, and is then where they are.
+        differ = any(task != wanted and task not in results for task in others)
+        self._is_void = wanted is not None and not self.steps_have_ended and differ

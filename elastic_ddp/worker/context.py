@@ -1,4 +1,4 @@
-"""What a worker knows of itself when it starts."""
+"""`WorkerContext`: a worker's identity and its place in the cluster."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from elastic_ddp.rendezvous.members import Member
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Who a worker is and where it runs."""
+    """The identity of a worker and the resources of its node."""
 
     member: Member
     device: torch.device
     node_resources: dict[str, float]
-    """Of the node it runs on, all together."""
+    """All resources of the worker's node, by Ray's names."""

@@ -1,8 +1,9 @@
-"""The exact mean of a loss over a held-out data set, the same bits at every world size."""
+"""The exact mean of a loss over a held-out data set, identical bits at every world size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
 from elastic_ddp.worker.job import has_commits
-from elastic_ddp.worker.seeding import as_before, seed_all
+from elastic_ddp.worker.seeding import preserve_rng_state, seed_all
 from elastic_ddp.worker.step import dummy_batch
 
 if TYPE_CHECKING:
@@ -31,54 +32,69 @@ def evaluate(
     transform: Transform | None,
     device: torch.device,
 ) -> float:
-    """See `Run.evaluate`. The data set is cut into micro-batches like an epoch of training, in stored order; every
-    micro-batch's loss goes into a slot of its own, and the slots are added along the reduction tree."""
-    config, group = job.config, generation.group
-    generation.activity.enter("collective")
-    found = None
-    if group.rank == 0:
-        columns = config.data.columns
-        found = open_index(data, job.storage, columns, may_replace=lambda: not has_commits(job.storage)).to_bytes()
-    index = DatasetIndex.from_bytes(group.broadcast_bytes(found))
+    """Returns the mean loss over a data set; see `Run.evaluate`. Collective.
+
+    The data set is cut into micro-batches like an epoch of training, in stored order. The losses of all micro-batches
+    are added along the reduction tree.
+    """
+    config, strategy, model = job.config, generation.strategy, generation.state.model
+    assert model is not None
+    index = _share_index(generation, job, data)
     shape = EpochShape(index.num_rows, config.num_micro_batches, config.micro_batch_size)
     plan = FeedPlan(
         rows_per_group=index.group_rows,
         shape=shape,
         seed=config.seed,
         options=config.data.model_copy(update={"shuffle": False}),
-        micro_batches=tuple(generation.strategy.micro_batches),
+        micro_batches=tuple(strategy.micro_batches),
         first_step=0,
         last_step=shape.steps_per_epoch,
     )
-    feed = MicroBatchFeed(index, plan, transform=transform, device=device)
-    generation.also_reading = feed
-    model = generation.state.model
-    assert model is not None
+    # The sum of losses of each micro-batch; zero for those of other ranks.
     sums = torch.zeros(shape.steps_per_epoch, config.num_micro_batches, dtype=torch.float64)
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
+    feed = generation.evaluation_feed = MicroBatchFeed(index, plan, transform=transform, device=device)
     try:
-        with torch.no_grad(), as_before(device):
+        with torch.no_grad(), _eval_mode(model), preserve_rng_state(device):
             for step in range(shape.steps_per_epoch):
                 rows = shape.rows(step)
-                own = int(np.count_nonzero(rows[list(generation.strategy.micro_batches)]))
-                idle = generation.strategy.min_forwards(rows) - own
+                num_own = int(np.count_nonzero(rows[list(strategy.micro_batches)]))
+                num_dummies = strategy.min_forwards(rows) - num_own
                 for batch in feed.step(step):
                     generation.activity.enter("evaluation")
-                    for _ in range(idle):
+                    for _ in range(num_dummies):
                         loss_fn(model, dummy_batch(batch, config.micro_batch_size))
-                    idle = 0
+                    num_dummies = 0
                     if batch.num_rows:
                         seed_all(config.seed, "evaluate", step, batch.index)
                         sums[step, batch.index] = float(loss_fn(model, batch.rows)) * batch.num_rows
     finally:
-        generation.strategy.reshard()
-        generation.also_reading = None
+        strategy.reshard()
+        generation.evaluation_feed = None
         feed.close()
+    generation.activity.enter("collective")
+    if generation.group.world_size > 1:
+        dist.all_reduce(sums)
+    leaves = {Node(0, place): value for place, value in enumerate(sums.reshape(-1).tolist())}
+    return fold_to_root(leaves, len(leaves), lambda left, right: left + right) / index.num_rows
+
+
+def _share_index(generation: Generation, job: Job, data: str | list[str]) -> DatasetIndex:
+    """Rank 0 opens the index of the data set and sends it to all ranks."""
+    generation.activity.enter("collective")
+    encoded = None
+    if generation.group.rank == 0:
+        index = open_index(data, job.storage, job.config.data.columns, may_replace=lambda: not has_commits(job.storage))
+        encoded = index.to_bytes()
+    return DatasetIndex.from_bytes(generation.group.broadcast_bytes(encoded))
+
+
+@contextmanager
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Puts the model into eval mode, and each module back into its own mode afterwards."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
         for module, training in was_training.items():
             module.training = training
-    generation.activity.enter("collective")
-    if group.world_size > 1:
-        dist.all_reduce(sums)  # every slot is one rank's and zero on the others
-    slots = {Node(0, place): value for place, value in enumerate(sums.reshape(-1).tolist())}
-    return fold_to_root(slots, len(slots), lambda left, right: left + right) / index.num_rows

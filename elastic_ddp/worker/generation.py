@@ -1,4 +1,4 @@
-"""A stretch of training with fixed membership: its process group, its gradient strategy and its feed of data."""
+"""`Generation`: a stretch of training with a fixed set of workers. `open` forms it, `close` ends it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def feeds_of(job: Job, device: torch.device) -> FeedCache:
-    """The feeds of a worker, of a run's training set."""
+    """Returns the cache of a worker's feeds of the run's training set."""
     config = job.config
 
-    def make(micro_batches: tuple[int, ...], first_step: int, after: Callable[[], object]) -> MicroBatchFeed:
+    def make(micro_batches: tuple[int, ...], first_step: int, before_reading: Callable[[], object]) -> MicroBatchFeed:
         plan = FeedPlan(
             rows_per_group=job.index.group_rows,
             shape=job.shape,
@@ -41,20 +41,20 @@ def feeds_of(job: Job, device: torch.device) -> FeedCache:
             first_step=first_step,
             last_step=job.total_steps,
         )
-        return MicroBatchFeed(job.index, plan, transform=job.transform, device=device, before_reading=after)
+        return MicroBatchFeed(job.index, plan, transform=job.transform, device=device, before_reading=before_reading)
 
     return FeedCache(make)
 
 
 def micro_batches_of(rank: int, *, num_micro_batches: int, world_size: int) -> tuple[int, ...]:
-    """What a rank computes in every step, in its order."""
+    """Returns the micro-batches that a rank computes in every step, in its order."""
     return tuple(processing_order(micro_batch_ranges(num_micro_batches, world_size)[rank]))
 
 
 def strategy_of(config: RunConfig) -> type[Strategy]:
-    """How a run spreads its model."""
+    """Returns the strategy, DDP or FSDP, that a run trains its model with."""
     if config.strategy == "fsdp":
-        from elastic_ddp.distributed.fsdp import FSDPStrategy  # takes a second, which replicated runs need not spend
+        from elastic_ddp.distributed.fsdp import FSDPStrategy  # the import takes a second, which DDP runs save
 
         return FSDPStrategy
     from elastic_ddp.distributed.ddp import DDPStrategy
@@ -62,9 +62,29 @@ def strategy_of(config: RunConfig) -> type[Strategy]:
     return DDPStrategy
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerationInputs:
+    """What a worker brings into each of its generations."""
+
+    job: Job
+    state: TrainState
+    """This rank's objects. Those of a rank that lags behind are overwritten by the state of the most advanced rank."""
+    device: torch.device
+    store: StoreConnection
+    feeds: FeedCache
+    activity: Activity
+    restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None]
+    """Collective. Called only if no rank holds a state: returns the one to start from; None at the start of a run.
+    Calls its second argument for the layout of the state once it has found a commit."""
+    on_forming: Callable[[ProcessGroup], None]
+    """Receives the process group as soon as it can be aborted."""
+    on_formed: Callable[[], None]
+    """Called when the process group is formed."""
+
+
 @dataclass
 class Generation:
-    """Opened by `open` when every member has its assignment, closed by `close` when that ends."""
+    """A process group whose ranks hold the same state, with this rank's strategy and feed."""
 
     group: ProcessGroup
     state: TrainState
@@ -75,142 +95,112 @@ class Generation:
     seed: int
     clip_grad_norm: float | None
     activity: Activity
-    """Where this worker is; it outlives the generation."""
-    also_reading: MicroBatchFeed | None = None
-    """The feed of an evaluation, while there is one."""
+    evaluation_feed: MicroBatchFeed | None = None
+    """The feed of the running evaluation."""
     is_closed: bool = False
-    """Whether this rank has left it."""
+    """Whether this rank has left the generation."""
 
     @classmethod
-    def open(
-        cls,
-        assignment: Assignment,
-        *,
-        job: Job,
-        state: TrainState,
-        device: torch.device,
-        store: StoreConnection,
-        feeds: FeedCache,
-        restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None],
-        on_forming: Callable[[ProcessGroup], None],
-        on_formed: Callable[[], None],
-        activity: Activity,
-        attempt: int = 0,
-    ) -> Generation:
-        """Forms the process group and brings every rank to the same state. Every member calls it.
+    def open(cls, inputs: GenerationInputs, assignment: Assignment, attempt: int = 0) -> Generation:
+        """Forms the process group and brings all ranks to the same state. Every member calls it.
 
         Args:
-            assignment: this member's place.
-            job: what the run is.
-            state: this rank's objects; on ranks that lag, overwritten by those of the most advanced.
-            device: where the model is.
-            store: this worker's connection to it.
-            feeds: this worker's, of which it takes one.
-            restore: called only if no rank holds a state: the one to start from, or None for what the user's function
-                built on rank 0. Asks for the layout of the state once it knows that there is one.
-            on_forming: told of the process group as soon as it can be cut.
-            on_formed: called when it is formed.
-            activity: this worker's.
-            attempt: how often in a row that has failed.
+            inputs: what this worker brings.
+            assignment: this worker's place.
+            attempt: the number of failed attempts in a row.
         """
+        job, state = inputs.job, inputs.state
         forming: list[ProcessGroup] = []
         opened: list[MicroBatchFeed] = []
         strategy: Strategy | None = None
-        owned = micro_batches_of(
+        micro_batches = micro_batches_of(
             assignment.rank, num_micro_batches=job.config.num_micro_batches, world_size=assignment.world_size
         )
 
-        def begin(group: ProcessGroup) -> None:
+        def on_forming(group: ProcessGroup) -> None:
             forming.append(group)
-            on_forming(group)
+            inputs.on_forming(group)
 
         try:
-            feeds.discard_unfit(owned, assignment.first_step)
+            inputs.feeds.discard_unfit(micro_batches, assignment.first_step)
             group = ProcessGroup.form(
                 assignment,
-                store=store,
-                device=device,
+                store=inputs.store,
+                device=inputs.device,
                 timeout_s=job.config.collective_timeout_s,
                 shares_device=job.config.shares_gpu,
                 attempt=attempt,
-                on_forming=begin,
+                on_forming=on_forming,
             )
-            on_formed()
-            if assignment.first_step is not None:
-                opened.append(feeds.open(owned, assignment.first_step))  # its first rows come while the state does
+            inputs.on_formed()
+            if assignment.first_step is not None:  # reads its first rows while the state is transferred
+                opened.append(inputs.feeds.open(micro_batches, assignment.first_step))
             check_same_model(state.module, group)
             assert state.model is not None
             strategy = strategy_of(job.config)(state.model, job.config, group)
-            cls._share_state(group, state=state, strategy=strategy, restore=restore, activity=activity)
+            _share_state(inputs, group, strategy)
             if not opened:
-                opened.append(feeds.open(owned, state.position.step))
+                opened.append(inputs.feeds.open(micro_batches, state.position.step))
             return cls(
-                group,
-                state,
-                strategy,
-                StepBuffers(state.module),
-                opened[0],
-                feeds,
-                job.config.seed,
-                job.config.clip_grad_norm,
-                activity,
+                group=group,
+                state=state,
+                strategy=strategy,
+                buffers=StepBuffers(state.module),
+                feed=opened[0],
+                feeds=inputs.feeds,
+                seed=job.config.seed,
+                clip_grad_norm=job.config.clip_grad_norm,
+                activity=inputs.activity,
             )
         except BaseException:
             for feed in opened:
-                feeds.close(feed)
+                inputs.feeds.close(feed)
             if strategy is not None:
                 strategy.close()
             for group in forming:
                 group.close(intact=False)
             raise
 
-    @staticmethod
-    def _share_state(
-        group: ProcessGroup,
-        *,
-        state: TrainState,
-        strategy: Strategy,
-        restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None],
-        activity: Activity,
-    ) -> None:
-        """Brings all ranks to the state of the most advanced, or to their parts of it."""
-
-        def spread() -> Layout | None:
-            strategy.shard(state.optimizers)
-            state.layout = strategy.layout(state.optimizers)
-            return state.layout
-
-        source, receivers = group.assignment.source, group.assignment.receivers
-        if source is None:
-            if (restored := restore(group, spread)) is not None:
-                state.load_state_dict(restored)
-                return
-            if state.load_initial_weights is not None:
-                state.load_initial_weights(group)
-            # Rank 0 speaks for all of them even at the very start: what a model draws its first weights from is the
-            # user's business, that all ranks have the same ones is ours.
-            source, receivers = 0, tuple(range(1, group.world_size))
-        mine = state.state_dict() if group.rank == source and receivers else None
-        received = transfer_state(mine, group, source=source, receivers=receivers, tick=activity.tick)
-        if received is not None:
-            state.load_state_dict(received)
-        spread()
-
     @property
     def number(self) -> int:
-        """As the rendezvous counts them, from 1."""
+        """The generation's number in the session, from 1."""
         return self.group.assignment.generation
 
     def abort(self) -> None:
-        """Breaks whatever this rank and its peers wait for. From any thread."""
+        """Ends every wait of this rank, and of its peers for it. Any thread may call it."""
         self.group.abort()
         self.feed.interrupt()
-        if (other := self.also_reading) is not None:
-            other.interrupt()
+        if (feed := self.evaluation_feed) is not None:
+            feed.interrupt()
 
     def close(self, *, intact: bool) -> None:
-        """Ends the generation. See `ProcessGroup.close` for `intact`."""
+        """Ends the generation on this rank. See `ProcessGroup.close` for `intact`."""
         self.is_closed = True
         self.feeds.close(self.feed)
         self.strategy.close()
         self.group.close(intact=intact)
+
+
+def _share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
+    """Brings all ranks to the state of the most advanced rank, or of the newest commit, and shards it with FSDP."""
+    state = inputs.state
+
+    def shard() -> Layout | None:
+        strategy.shard(state.optimizers)
+        state.layout = strategy.layout(state.optimizers)
+        return state.layout
+
+    source, receivers = group.assignment.source, group.assignment.receivers
+    if source is None:
+        if (restored := inputs.restore(group, shard)) is not None:
+            state.load_state_dict(restored)
+            return
+        if state.load_initial_weights is not None:
+            state.load_initial_weights(group)
+        # A new run starts from the weights of rank 0, however each rank initialized its own.
+        source, receivers = 0, tuple(range(1, group.world_size))
+    own = state.state_dict() if group.rank == source and receivers else None
+    received = transfer_state(own, group, source=source, receivers=receivers, tick=inputs.activity.tick)
+    if received is not None:
+        state.load_state_dict(received)
+    shard()

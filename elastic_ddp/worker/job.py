@@ -1,4 +1,4 @@
-"""What the driver hands to every worker: the run's definition."""
+"""`Job`: the definition of a run, which the driver sends to every worker."""
 
 from __future__ import annotations
 
@@ -21,40 +21,42 @@ COMMITS = "checkpoints"
 
 
 def has_commits(storage: Storage) -> bool:
-    """Whether a run, in its own folder, has anything that other data or other settings could not go on from."""
+    """Returns whether the run in this folder has commits, which other data or settings cannot continue."""
     return bool(storage.list(f"{COMMITS}/commits"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run, as its workers need to know it."""
+    """One run, as its workers see it."""
 
     config: RunConfig
     train: Callable[[Any], Any]
-    """The user's function, which takes a `Run`."""
+    """The training function, which takes a `Run`."""
     index: DatasetIndex
     transform: Transform | None
     storage: Storage
     """The run's own folder, `<storage>/<name>`."""
     session: str = ""
-    """Of the driver, which holds the lease on the run."""
+    """The session of the driver that holds the run's lease."""
 
     def difference_to(self, record: Mapping[str, Any]) -> str | None:
-        """What defines the run of a commit with this record and is something else here; None if it is the same run."""
-        mine = {"identity": self.config.identity(), "data": self.index.fingerprint}
-        different = different_runs(mine, record)
-        there, here = (
-            ", ".join(f"{name} is {identity[name]!r}" for name in different)
-            for identity in (identity_of(record), identity_of(mine))
-        )
-        return f"{there}; here {here}" if different else None
+        """Returns how the run of a commit with this record differs from this run; None if it is the same run."""
+        own = {"identity": self.config.identity(), "data": self.index.fingerprint}
+        names = different_runs(own, record)
+
+        def values(identity: Mapping[str, Any]) -> str:
+            return ", ".join(f"{name} is {identity[name]!r}" for name in names)
+
+        return f"{values(identity_of(record))} there, {values(identity_of(own))} in this run" if names else None
 
     @property
     def shape(self) -> EpochShape:
+        """How an epoch is cut into steps and micro-batches."""
         return EpochShape(self.index.num_rows, self.config.num_micro_batches, self.config.micro_batch_size)
 
     @property
     def total_steps(self) -> int:
+        """The number of steps of the whole run."""
         if self.config.steps is not None:
             return self.config.steps
         assert self.config.epochs is not None

@@ -1,10 +1,11 @@
-"""A worker of a run: from the process that Ray Train started to the user's function and back."""
+"""`work`: what a worker process runs, from Ray Train's call to the end of the run."""
 
 from __future__ import annotations
 
 import gc
 import os
 import traceback
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -26,46 +27,55 @@ from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.seeding import seed_all
 
-_RAY_FAILED = (
+_RAY_ERRORS = (
     ray.exceptions.LocalRayletDiedError,
     ray.exceptions.NodeDiedError,
     ray.exceptions.ObjectLostError,
 )
 
 _NO_GROUP_YET = (
-    "Before the first step there is no process group, and after it another one whenever membership changes. Use "
-    "run.rank and run.world_size (for logging), and collectives of your own within `with step` only"
+    "There is no process group before the first step, and a new one whenever membership changes. Use run.rank and "
+    "run.world_size for logging, and run collectives only inside `with step`."
 )
 
 
-def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None:
-    """What every Ray Train worker runs. It returns when the run is over for this worker, however it ended.
+@dataclass(frozen=True)
+class _End:
+    """How the training function ended: with the outcome of the run, a failure of this worker, or neither."""
 
-    An error of the user's function is told to the rendezvous and ends the run, rather than raised: Ray Train retries
-    what is raised, and a wrong program does not get better by being tried again. A lost peer leads back to the
-    rendezvous, as does everything that follows from one.
+    outcome: dict[str, Any] | None = None
+    """To report to the rendezvous. It ends the run for all workers."""
+    failure: str | None = None
+    """Why Ray Train should replace this worker while the others continue."""
+
+
+def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None:
+    """Runs the training function in this worker, and returns when the run is over for it.
+
+    An error of the training function ends the run: the worker reports it to the rendezvous and returns. Ray Train would
+    retry an error that is raised. After a failure of a peer the worker joins the next generation.
 
     Raises:
-        WorkersFailedError: this worker cannot go on, and the others can. Either the training function let an error of a
-            lost peer through, from a collective of its own, for example; or Ray fails on this node; or this worker
-            failed before it ever trained. Ray Train replaces it.
+        WorkersFailedError: this worker failed and the others can continue. The training function raised a peer's
+            failure, for example from a collective of its own; or Ray failed on this node; or this worker failed before
+            it trained. Ray Train replaces the worker.
     """
     try:
-        _work(job, rendezvous, context)
+        _set_up_process(job.config, context)
+        client = RendezvousClient(rendezvous, context.member, job.config.heartbeat_timeout_s)
+        signals.on_sigterm(lambda: client.leave("SIGTERM", job.config.drain_deadline_s))
+        loop, end = _train(Loop(job, client, context.device), context)
+        failure = _close(loop, end)
+        client.close()
+        if failure is not None:
+            raise WorkersFailedError(failure)
     finally:
         signals.exit_on_sigterm()
 
 
-def _work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None:
-    _make_deterministic(job.config)
-    # Or every worker asks Prometheus for figures of the cluster every ten seconds, and tells an actor of each pipeline.
-    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
-    use_interface_of(context.member.node)
-    client = RendezvousClient(rendezvous, context.member, job.config.heartbeat_timeout_s)
-    signals.on_sigterm(lambda: client.leave("SIGTERM", job.config.drain_deadline_s))
-    loop = Loop(job, client, context.device)
-    outcome: dict[str, Any] = {}
-    failure: str | None = None
+def _train(loop: Loop, context: WorkerContext) -> tuple[Loop, _End]:
+    """Calls the training function until it need not restart. Returns the last loop, and how the function ended."""
+    job = loop.job
     try:
         check_cpus(
             [context.node_resources],
@@ -74,76 +84,74 @@ def _work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> Non
             options=job.config.data,
             has_transform=job.transform is not None,
         )
-        while not outcome:
+        while True:
             seed_all(job.config.seed, "init")
-            begins_again = False
             try:
                 job.train(Run(loop))
-                outcome = {"status": "finished", **loop.finish()}
+                return loop, _End(outcome={"status": "finished", **loop.finish()})
             except RestartTraining:
-                begins_again = True
-            if begins_again:  # here the traceback is gone, which holds what the function has built
-                loop = loop.restart()
-                _forget_what_was_built()
+                pass  # what follows is outside of this block: the traceback keeps what the function has built
+            loop = loop.restart()
+            _free_garbage()
     except RunStopped:
-        # Outside a generation this worker has no say: it came too late, or the run stopped while it waited.
-        outcome = {"status": "stopped", **loop.progress()} if loop.world_size else {}
+        # Without a generation there is nothing to report: the run ended before this worker joined it.
+        return loop, _End(outcome={"status": "stopped", **loop.progress()} if loop.world_size else None)
     except BaseException as error:
-        if is_missing_group(error) and not loop.membership.holds_state:
-            outcome = _failure(error, _NO_GROUP_YET)
-        elif loop.world_size != 1 and is_peer_failure(error):
-            failure = f"the training function was left by an error of a lost peer: {format_exception(error)}"
-        elif _is_rays(error):
-            failure = f"Ray fails on this node: {format_exception(error)}"
-        else:
-            outcome = _failure(error)
-    # From here on outside the except block: a traceback would keep the process group, and its connections, alive.
-    if not outcome and failure is None:
-        loop.shut_down()
-        client.close()
-        return
+        return loop, _end_of(error, loop)
+
+
+def _end_of(error: BaseException, loop: Loop) -> _End:
+    """Decides whether an error that the training function raised ends the run, or only this worker."""
+    if is_missing_group(error) and not loop.membership.holds_state:
+        return _End(outcome=_failed(error, _NO_GROUP_YET))
+    if loop.world_size != 1 and is_peer_failure(error):
+        return _End(failure=f"the training function raised the failure of another worker: {format_exception(error)}")
+    if isinstance(error, _RAY_ERRORS):
+        return _End(failure=f"Ray failed on this node: {format_exception(error)}")
+    return _End(outcome=_failed(error))
+
+
+def _failed(error: BaseException, advice: str = "") -> dict[str, Any]:
+    """Returns the outcome of a run that an error ends: with a traceback, unless the error is one of this package."""
+    if isinstance(error, ElasticDDPError):
+        return {"status": "failed", "kind": type(error).__name__, "error": str(error)}
+    text = "".join(traceback.format_exception(error))
+    return {"status": "failed", "kind": TrainFunctionError.__name__, "error": text + advice}
+
+
+def _close(loop: Loop, end: _End) -> str | None:
+    """Leaves the generation and reports the outcome. Returns why Ray Train should replace this worker, if it should."""
+    failure = end.failure
     if failure is not None:
         loop.close(intact=False)
-    elif outcome["status"] == "failed":
-        # First, so that peers whose collectives break now know why.
-        if not client.end(**outcome):
-            failure = f"this worker failed before it trained, and others train: {outcome['error']}"
+    elif end.outcome is not None and end.outcome["status"] == "failed":
+        # Reported before leaving, so that peers whose collectives fail know the cause.
+        if not loop.client.end(**end.outcome):
+            failure = f"this worker failed before it trained, and others train: {end.outcome['error']}"
         loop.close(intact=False, reason=RUN_FAILED)
-    else:
+    elif end.outcome is not None:
         loop.close(intact=True)
-        client.end(**outcome)  # every worker says so: the first may be lost before it does
+        loop.client.end(**end.outcome)  # every worker reports, because rank 0 may fail before it does
     loop.shut_down()
-    client.close()
-    if failure is not None:
-        raise WorkersFailedError(failure)
+    return failure
 
 
-def _forget_what_was_built() -> None:
-    """Before it is built again, or a model would be in memory twice."""
+def _free_garbage() -> None:
+    """Frees what the training function built, so that a restart does not need the memory twice."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
 
 
-def _is_rays(error: BaseException) -> bool:
-    """Whether Ray failed on this node, rather than code that it ran."""
-    return isinstance(error, _RAY_FAILED)
-
-
-def _failure(error: BaseException, remedy: str = "") -> dict[str, Any]:
-    """Ours say all there is to say; the user's come with their traceback."""
-    if isinstance(error, ElasticDDPError):
-        return {"status": "failed", "kind": type(error).__name__, "error": str(error)}
-    text = "".join(traceback.format_exception(error))
-    return {"status": "failed", "kind": TrainFunctionError.__name__, "error": text + remedy}
-
-
-def _make_deterministic(config: RunConfig) -> None:
-    """Fixes what would make the bits depend on the machine's load or on the world size."""
-    # The number of threads decides how sums inside an operation are split: it may not follow the world size.
+def _set_up_process(config: RunConfig, context: WorkerContext) -> None:
+    """Sets what must be equal on all workers for identical bits, and what Ray and torch read from the environment."""
+    # The number of threads decides in which order sums are added inside an operation.
     torch.set_num_threads(config.num_threads)
     if config.reduction == "canonical":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
+    # Otherwise each worker polls Prometheus every ten seconds, and reports to an actor for each pipeline.
+    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
+    use_interface_of(context.member.node)

@@ -1,4 +1,4 @@
-"""One worker's part in the run's generations: how it gets into one, gets ready for the next, and leaves."""
+"""`WorkerMembership`: one worker's place in the run's generations. It joins, prepares for the next, and leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.telemetry.account import HANDED_ON, PEER_FAILED, RUN_ENDED, Account
 from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
-from elastic_ddp.worker.generation import Generation, feeds_of, micro_batches_of, strategy_of
+from elastic_ddp.worker.generation import Generation, GenerationInputs, feeds_of, micro_batches_of, strategy_of
 from elastic_ddp.worker.retry_limit import ConsecutiveFailures
 from elastic_ddp.worker.warmup_step import WarmupStep
 
@@ -34,26 +34,29 @@ Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
-FORMED_AGAIN = 10
-"""Times that a generation may break while it forms, before something else than a death is taken for the cause."""
+MAX_FORM_ATTEMPTS = 10
+"""A generation of the same members that fails to form this often has another cause than dying workers."""
 LONG_STEP_S = 1.0
-"""Steps beside which the tenth of a second is nothing that the first rows take to come."""
+"""With steps this long, the 0.1 s until the first rows are read do not matter."""
 
 
 class RestartTraining(BaseException):
-    """Ends the user's function in a worker whose state is of no use to the next generation: it is to begin again, with
-    that of a peer, or from the newest commit. Not an Exception: `except Exception` lets it pass."""
+    """Ends the training function in a worker whose state the next generation cannot use.
+
+    The worker calls the function again, with the state of a peer or of the newest commit. Not an Exception, so that
+    `except Exception` does not catch it.
+    """
 
 
 class WorkerMembership:
-    """A worker goes from generation to generation with its state, and the loop over steps runs within them.
+    """Takes a worker and its state from generation to generation. The loop over steps runs inside them.
 
     Attributes:
-        generation: the one that this worker is in, if it is in one.
-        account: of its time in that.
-        activity: where it is, for whoever looks for a hang.
-        holds_state: whether it has been in one, and so has a state that counts.
-        tasks: what it does with all others outside of steps.
+        generation: the current generation, or None.
+        account: how this worker spends its time in the generation.
+        activity: what this worker is doing, for the detection of hangs.
+        holds_state: whether this worker has been in a generation, so that its state counts.
+        tasks: the collective tasks outside of steps.
     """
 
     def __init__(
@@ -64,233 +67,238 @@ class WorkerMembership:
         self.activity = client.activity
         self.holds_state = False
         self.tasks = CollectiveTasks()
-        self._job, self._client, self._state, self._checkpointer, self._device = (
-            job,
-            client,
-            state,
-            checkpointer,
-            device,
+        self._job, self._client, self._state, self._checkpointer = job, client, state, checkpointer
+        self._store, self._feeds = StoreConnection(), feeds_of(job, device)
+        self._inputs = GenerationInputs(
+            job=job,
+            state=state,
+            device=device,
+            store=self._store,
+            feeds=self._feeds,
+            activity=client.activity,
+            restore=checkpointer.restore,
+            on_forming=lambda group: client.abort_when_broken(group.abort),
+            on_formed=lambda: self.account.formed(),
         )
-        self._feeds = feeds_of(job, device)
-        self._store = StoreConnection()
-        self._failure: str | None = None
-        """How a peer of this process's last generation was lost, if the user's function has begun again since."""
-        self._preparing_since: float | None = None
-        """Since when this worker gets ready for another generation."""
-        self._was_first = False
-        self._begins_again = False
-        """Whether this process has been through the user's function before: what is slow the first time was."""
-        self._broken = 0
-        """Times that a generation of the same workers has broken while it formed."""
-        self._failures = ConsecutiveFailures()
-        """Of what all workers do together outside of steps."""
+        self._failure: str | None = None  # how a peer failed, if the training function has restarted since
+        self._preparing_since: float | None = None  # when this worker began to prepare for another generation
+        self._was_rank_0 = False
+        self._has_restarted = False  # whether the training function has run in this process before
+        self._num_broken = 0  # generations of the same members in a row that failed to form
+        self._failures = ConsecutiveFailures()  # in collective tasks
 
-    def join(self, failure: str | None = None, *, amid: str | None = None) -> Generation:
-        """Gets into the next generation in which steps are made, formed again if a peer is lost while it forms.
+    def carry_over_from(self, previous: WorkerMembership) -> None:
+        """Continues the membership of this worker before a restart of the training function."""
+        self.account, self._failure, self._was_rank_0 = previous.account, previous._failure, previous._was_rank_0
+        self._num_broken, self._failures = previous._num_broken, previous._failures
+        self._has_restarted = True
+
+    # Joining.
+
+    def join(self, failure: str | None = None, *, task: str | None = None) -> Generation:
+        """Joins the next generation that makes steps. If a peer fails while it forms, joins again.
 
         Args:
-            lost: how a peer of the last one was lost, if one was.
-            amid: what this worker does together with the others, who have begun it with it, outside of steps.
+            failure: how a peer of the last generation failed, if one did.
+            task: the collective task that this worker is in, outside of steps.
 
         Raises:
-            RestartTraining: it is of no use there as it is.
+            RestartTraining: the next generation cannot use this worker's state.
+            WorkersFailedError: the generation failed to form too often, though no worker died.
         """
         account = self.account.seconds()
         failure, self._failure = failure or self._failure, None
         if not self.holds_state:
-            # A generation's end looks for garbage that holds on to its process group, which takes 0.2 s among all that
-            # has been imported and built, and next to nothing among what is new since now.
+            # Closing a generation collects garbage, which takes 0.2 s unless imported modules are frozen.
             gc.collect()
             gc.freeze()
-        while self._broken < FORMED_AGAIN:
-            if self._state.is_torn:
-                text = "a peer was lost while step %d changed the state (%s): the training function begins again"
-                _log.warning(text, self._state.position.step, failure)
-            if self._state.is_sharded or self._state.is_torn:
-                self._failure = failure
-                raise RestartTraining
-            self.activity.enter("rendezvous")
-            step = self._state.position.step if self.holds_state else None
-            assignment = self._client.join(
-                step=step,
-                between_steps=amid is None,
-                failure=failure,
-                committed=self._checkpointer.durable_step,
-                account=account,
-                resumable=not (self._state.is_changing or self.tasks.steps_have_ended),
-                while_waiting=self._read_ahead,
-            )
+        while self._num_broken < MAX_FORM_ATTEMPTS:
+            self._check_state_usable(failure)
+            assignment = self._request_assignment(failure, account, is_in_task=task is not None)
             failure = None
-            self._broken = self._broken + 1 if assignment.same_members else 0
+            self._num_broken = self._num_broken + 1 if assignment.same_members else 0
             try:
-                self.generation = generation = self._open(assignment, self._broken)
+                generation = self.generation = self._open(assignment)
                 if assignment.in_collective_task:
-                    self._compare_tasks(generation, amid)
+                    self._compare_tasks(generation, task)
                 if not assignment.handover_only:
-                    self._broken = 0
-                    self._failures.forget_unless_again(generation)
+                    self._num_broken = 0
+                    self._failures.reset_for(generation)
                     return generation
-                self._hand_on(generation)
-                self._broken = 0
+                self._hand_over_and_leave(generation)
+                self._num_broken = 0
             except BaseException as error:
                 if not is_peer_failure(error):
                     raise
                 failure = format_exception(error)
-            # Here the traceback is gone, and with it what held the process group.
+            # Outside of the except block: the traceback would keep the process group alive.
             self._client.abort_when_broken(None)
             self.leave(intact=False)
             account = self.account.seconds()
         raise WorkersFailedError(
-            f"a generation of the same workers broke {FORMED_AGAIN} times while it formed, though none of them died. "
-            f"The last time: {failure}. Look at the network between the nodes"
+            f"a generation of the same workers failed to form {MAX_FORM_ATTEMPTS} times in a row, though none of them "
+            f"died. The last failure: {failure}. Check the network between the nodes."
         )
 
-    def carry_over_from(self, before: WorkerMembership) -> None:
-        """This one begins where that of the same worker before it ended."""
-        self.account, self._failure, self._was_first = before.account, before._failure, before._was_first
-        self._broken, self._failures = before._broken, before._failures
-        self._begins_again = True
+    def _check_state_usable(self, failure: str | None) -> None:
+        """Raises RestartTraining if this worker's state is of no use to another generation."""
+        if self._state.is_torn:
+            _log.warning(
+                "a worker failed while step %d changed the state (%s); the training function restarts",
+                self._state.position.step,
+                failure,
+            )
+        if self._state.is_sharded or self._state.is_torn:
+            self._failure = failure
+            raise RestartTraining
 
-    def warm_up(self) -> WarmupStep | None:
-        """What nobody is to wait for when this worker joins for the first time: all that is slow the first time in a
-        process. Returns the step that it should rehearse, if others train meanwhile."""
-        self._checkpointer.warm_up(self._state)
-        self._store.connect_with_retry(self._client.store_address)
-        place = self._client.ask_for_prospect()
-        self._read_ahead(place or PlannedAssignment(rank=0, world_size=1, step=0))
-        self._feeds.wait()  # the first pipeline takes seconds
-        batch = self._feeds.peek()
-        if place is None or batch is None or not batch.num_rows or not strategy_of(self._job.config).replicates_state:
-            return None  # or all begin again together, and the whole model may be too large for one
-        if self._begins_again:
-            return None  # others wait for it
-        self.activity.enter("warm-up")
-        epoch = self._job.shape.epoch_of(place.step)
-        return WarmupStep(self._state, batch, place=place, epoch=epoch, seed=self._job.config.seed)
-
-    def _read_ahead(self, prospect: PlannedAssignment) -> bool:
-        """Has the rows of a place that this worker may get read. Returns whether the first of them are there."""
-        if prospect.step >= self._job.total_steps:
-            return True
-        micro_batches = micro_batches_of(
-            prospect.rank, num_micro_batches=self._job.config.num_micro_batches, world_size=prospect.world_size
+    def _request_assignment(self, failure: str | None, account: dict[str, float], *, is_in_task: bool) -> Assignment:
+        self.activity.enter("rendezvous")
+        return self._client.join(
+            step=self._state.position.step if self.holds_state else None,
+            between_steps=not is_in_task,
+            failure=failure,
+            committed=self._checkpointer.durable_step,
+            account=account,
+            resumable=not (self._state.is_changing or self.tasks.steps_have_ended),
+            while_waiting=self._read_ahead,
         )
-        return self._feeds.prepare(micro_batches, prospect.step)
 
-    def is_ready_to_change(self, steps_done: int) -> bool:
-        """Whether membership may change after the step at hand, for all that this worker knows."""
-        if not self._client.reconfigure_requested:
-            self._preparing_since = None
-            return self._client.disconnected  # it will not hear, and is in nobody's way
-        if self._preparing_since is None:
-            self._preparing_since = time.monotonic()
-        prospect = self._client.prospect
-        if prospect is None or self.account.step_s >= LONG_STEP_S:
-            return True
-        is_ready = self._read_ahead(prospect._replace(step=steps_done))
-        return is_ready or time.monotonic() - self._preparing_since >= PREPARE_S
-
-    def _open(self, assignment: Assignment, attempt: int = 0) -> Generation:
-        """Takes this worker's place in a generation."""
+    def _open(self, assignment: Assignment) -> Generation:
         self.account.begin()
         self.activity.enter("hand-over", self._checkpointer.worked_s)
-        generation = Generation.open(
-            assignment,
-            job=self._job,
-            state=self._state,
-            device=self._device,
-            store=self._store,
-            feeds=self._feeds,
-            restore=self._checkpointer.restore,
-            on_forming=lambda group: self._client.abort_when_broken(group.abort),
-            on_formed=self.account.formed,
-            activity=self.activity,
-            attempt=attempt,
-        )
+        generation = Generation.open(self._inputs, assignment, self._num_broken)
         self._client.abort_when_broken(generation.abort)
         self.account.ready()
         self.activity.enter("between steps")
-        was_first, self._was_first = self._was_first, assignment.rank == 0
+        was_rank_0, self._was_rank_0 = self._was_rank_0, assignment.rank == 0
         self.holds_state = True
         if assignment.rank == 0:
-            resumes = assignment.reason == "start" and self._state.position.step
+            step = self._state.position.step
             self._client.record(
                 GenerationStarted(
                     generation=assignment.generation,
                     world_size=assignment.world_size,
-                    first_step=self._state.position.step,
-                    reason="resume" if resumes else assignment.reason,
+                    first_step=step,
+                    reason="resume" if assignment.reason == "start" and step else assignment.reason,
                 )
             )
-            if not was_first and assignment.source is not None:
-                self._checkpointer.refresh_newest(self._state.position.step)
+            if not was_rank_0 and assignment.source is not None:
+                self._checkpointer.refresh_newest(step)
         return generation
 
-    def _compare_tasks(self, generation: Generation, amid: str | None) -> None:
-        step = self._state.position.step
-        wanted = self.tasks.next(step, amid) if amid is not None else None
+    def _compare_tasks(self, generation: Generation, task: str | None) -> None:
+        wanted = self.tasks.next(self._state.position.step, task) if task is not None else None
         with self.activity.within("collective"):
-            everyone = generation.group.all_gather_bytes(self.tasks.message(wanted))
-        self.tasks.compare(wanted, everyone)
+            messages = generation.group.all_gather_bytes(self.tasks.message(wanted))
+        self.tasks.compare(wanted, messages)
 
-    def _hand_on(self, generation: Generation) -> None:
-        """In a brief generation, whoever was to get the state has it now. If that was nobody, it is committed; what
-        the storage fails of is counted, and no end of a run that has the state in memory."""
+    def _hand_over_and_leave(self, generation: Generation) -> None:
+        """Ends a generation that makes no step. If it had no receiver for the state, commits the state.
+
+        If the storage fails the commit, the members keep the state in memory and rejoin.
+        """
         if not generation.group.assignment.receivers:
             self.commit(may_fail=True)
         failure = self.leave(intact=True, reason=HANDED_ON)
         if failure is not None:
             raise PeerFailedError(failure)
 
-    def run_collective(self, name: str, what: Callable[[Generation], Result], *, failure: str | None = None) -> Result:
-        """Something that all ranks do together outside of steps, done again in a new generation if a peer is lost in
-        it. Nobody can join meanwhile.
+    # Preparing.
+
+    def warm_up(self) -> WarmupStep | None:
+        """Does what is slow the first time in a process, so that no rank waits for it.
+
+        Returns:
+            The step to warm up with, or None if no other worker trains or a warm-up is of no use.
+        """
+        self._checkpointer.warm_up(self._state)
+        self._store.connect_with_retry(self._client.store_address)
+        planned = self._client.ask_for_prospect()
+        self._read_ahead(planned or PlannedAssignment(rank=0, world_size=1, step=0))
+        self._feeds.wait()  # the first pipeline of a process takes seconds
+        batch = self._feeds.peek()
+        # With FSDP all ranks restart together, and the model may be too large for one rank.
+        is_useful = strategy_of(self._job.config).replicates_state and not self._has_restarted
+        if planned is None or batch is None or not batch.num_rows or not is_useful:
+            return None
+        self.activity.enter("warm-up")
+        epoch = self._job.shape.epoch_of(planned.step)
+        return WarmupStep(self._state, batch, planned=planned, epoch=epoch, seed=self._job.config.seed)
+
+    def _read_ahead(self, planned: PlannedAssignment) -> bool:
+        """Starts to read the rows of a planned place. Returns whether the first of them are read."""
+        if planned.step >= self._job.total_steps:
+            return True
+        micro_batches = micro_batches_of(
+            planned.rank, num_micro_batches=self._job.config.num_micro_batches, world_size=planned.world_size
+        )
+        return self._feeds.prepare(micro_batches, planned.step)
+
+    def is_ready_to_change(self, steps_done: int) -> bool:
+        """Returns whether membership may change after the current step, as far as this worker is concerned."""
+        if not self._client.reconfigure_requested:
+            self._preparing_since = None
+            return self._client.disconnected  # it cannot receive the request, and must not block it
+        if self._preparing_since is None:
+            self._preparing_since = time.monotonic()
+        planned = self._client.prospect
+        if planned is None or self.account.step_s >= LONG_STEP_S:
+            return True
+        is_ready = self._read_ahead(planned._replace(step=steps_done))
+        return is_ready or time.monotonic() - self._preparing_since >= PREPARE_S
+
+    # Inside a generation.
+
+    def run_collective(self, name: str, task: Callable[[Generation], Result], *, failure: str | None = None) -> Result:
+        """Runs a task that all ranks do together outside of steps. If a peer fails, runs it again with the survivors.
+
+        No worker can join meanwhile.
 
         Args:
-            name: of it.
-            what: it, told of the generation in which it is done. What it returns is the same on every rank, and is
-                something that JSON has.
-            lost: how a peer was lost before it, if one was.
+            name: the task's name.
+            task: receives the generation. Its result is a JSON value, identical on all ranks.
+            failure: how a peer failed before the task, if one did.
 
         Raises:
-            NotTogetherError: a peer was lost, and not all of the others do it.
-            WorkersFailedError: so it was again and again, though none of them died.
+            TasksDifferError: a peer failed, and not all survivors do this task.
+            WorkersFailedError: it failed too often in a row, though no worker died.
         """
-        self.tasks.next(self._state.position.step, name)  # if it cannot be done, nobody is kept from steps by it
+        self.tasks.next(self._state.position.step, name)  # raises before this worker leaves the generation
         while True:
             if failure is not None:
                 self.account.record_failure(in_step=False)
                 self.leave(intact=False)
-                self.join(failure, amid=name)
+                self.join(failure, task=name)
             assert self.generation is not None
             self.account.mark()
             step = self._state.position.step
-            task = self.tasks.next(step, name)
-            known = self.tasks.result_of_others(task)
+            current = self.tasks.next(step, name)
+            known = self.tasks.result_of_others(current)
             try:
-                result: Result = what(self.generation) if known is None else known[0]
+                result: Result = task(self.generation) if known is None else known[0]
             except BaseException as error:
                 if not is_peer_failure(error):
                     raise
                 failure = format_exception(error)
-                self._failures.count(step)
+                self._failures.record(step)
                 self._failures.check(f"{name!r} after {step} steps", failure)
             else:
-                self.tasks.done(task, result)
-                self._failures.made(step)
+                self.tasks.done(current, result)
+                self._failures.record_success(step)
                 return result
 
     def save(self) -> None:
-        """Begins to make the state durable. Every rank calls it, and goes on when its share is copied."""
+        """Starts to save the state. Every rank calls it; it returns when this rank's share is copied."""
         assert self.generation is not None
         with self.account.checkpoint(), self.activity.within(STORING, self._checkpointer.worked_s):
             self._checkpointer.save(self._state, self.generation.group, account=self.account.seconds())
 
     def commit(self, *, may_fail: bool = False) -> None:
-        """Makes the state durable. Every rank calls it; rank 0 returns when that is so.
+        """Saves the state and waits. Every rank calls it; on rank 0 it returns when the commit is complete.
 
         Args:
-            may_fail: the storage may; then rank 0 returns once it has had time to recover.
+            may_fail: whether to log a failure of the storage, and to wait for the backoff, instead of raising.
         """
         assert self.generation is not None
         self.save()
@@ -300,18 +308,21 @@ class WorkerMembership:
             except StorageError as error:
                 if not may_fail:
                     raise
-                _log.warning("the state is not durable yet: %s", format_exception(error))
+                _log.warning("the state is not committed yet: %s", format_exception(error))
                 self._checkpointer.wait_for_backoff(self.generation.group)
 
-    def shut_down(self, *, save_within_s: float) -> None:
-        """Nothing is read or saved any more, once the save at hand has ended, or so many seconds are over."""
-        self._feeds.shut_down()
-        with self.activity.within(STORING, self._checkpointer.worked_s):
-            self._checkpointer.close(save_within_s)
+    # Leaving.
 
     def leave(self, *, intact: bool, reason: str | None = None) -> str | None:
-        """Leaves the generation, if there is one; `intact` when all its members do. Returns how one of them was lost
-        before all were through: then it was left as if it had broken."""
+        """Leaves the generation, if there is one.
+
+        Args:
+            intact: whether all members leave it now. They meet in a barrier first.
+            reason: why, for the ledger.
+
+        Returns:
+            How a member failed before the barrier, or None. The generation was then left as broken.
+        """
         failure, reason = None, reason or (RUN_ENDED if intact else PEER_FAILED)
         if self.generation is not None and intact:
             try:
@@ -339,3 +350,9 @@ class WorkerMembership:
                 )
             generation.close(intact=intact)
         return failure
+
+    def shut_down(self, *, save_within_s: float) -> None:
+        """Stops reading, and waits up to `save_within_s` for the running save."""
+        self._feeds.shut_down()
+        with self.activity.within(STORING, self._checkpointer.worked_s):
+            self._checkpointer.close(save_within_s)

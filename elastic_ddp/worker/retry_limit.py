@@ -1,4 +1,4 @@
-"""How often in a row the same workers have lost the same thing, which then is taken for a fault in that."""
+"""A limit for steps, and tasks between steps, that keep failing though no worker dies."""
 
 from __future__ import annotations
 
@@ -9,36 +9,35 @@ from elastic_ddp.errors import WorkersFailedError
 if TYPE_CHECKING:
     from elastic_ddp.worker.generation import Generation
 
-LOSSES_IN_A_ROW = 3
-"""Times that the same workers lose it before it is taken for a fault in it rather than in a connection."""
+MAX_FAILURES_IN_A_ROW = 3
+"""After this many failures with the same workers, the step itself is the likely cause, not a connection."""
 
 
 class ConsecutiveFailures:
-    """Of steps, or of what comes after steps."""
+    """Counts how often in a row the same workers failed in the same step."""
 
     def __init__(self) -> None:
-        self._number, self._step = 0, -1
+        self._count, self._step = 0, -1
 
-    def count(self, step: int) -> None:
-        """One more, of this step."""
-        self._number = self._number + 1 if step >= self._step else 1
+    def record(self, step: int) -> None:
+        """Counts a failure in `step`."""
+        self._count = self._count + 1 if step >= self._step else 1
         self._step = step
 
-    def made(self, step: int) -> None:
-        """It was not lost. Steps before the one that was may be made once more, from a commit."""
+    def record_success(self, step: int) -> None:
+        """Resets the count, unless `step` is repeated on the way to the step that failed."""
         if step >= self._step:
-            self._number = 0
+            self._count = 0
 
-    def forget_unless_again(self, generation: Generation) -> None:
-        """Others may fare better: only `again` it was formed by the workers of the one before, none of which died."""
+    def reset_for(self, generation: Generation) -> None:
+        """Resets the count if the new generation has other members, which may succeed."""
         if not generation.group.assignment.same_members:
-            self._number = 0
+            self._count = 0
 
     def check(self, what: str, failure: str) -> None:
-        """WorkersFailedError if that is enough; `lost` says how the last one came."""
-        if self._number >= LOSSES_IN_A_ROW:
+        """Raises a WorkersFailedError at the limit. `failure` describes the last failure in `what`."""
+        if self._count >= MAX_FAILURES_IN_A_ROW:
             raise WorkersFailedError(
-                f"{what} was lost {LOSSES_IN_A_ROW} times in a row by the same workers, none of which died, so it is "
-                f"not tried again. The last time: {failure}. If a rank needs longer than others in it, raise "
-                "collective_timeout_s"
+                f"{what} failed {MAX_FAILURES_IN_A_ROW} times in a row on the same workers, and none of them died. The "
+                f"last failure: {failure}. If one rank is slower than the others there, raise collective_timeout_s."
             )

@@ -1,4 +1,4 @@
-"""What is slow in a model's first step, done by a newcomer alone, while others still train without it."""
+"""`WarmupStep`: the slow parts of a first step, done by a new worker alone while the others train."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ if TYPE_CHECKING:
 
 
 class WarmupStep(Step):
-    """A step that ends where others would be needed, and comes again, like one in which a peer is lost.
+    """A step that ends before the first collective, and is then yielded again as a real step.
 
-    The user's function gets it from `run.steps()` before the first real one: a forward and a backward of a micro-batch
-    compile what is to be compiled, and load what a device needs. It leaves no trace in the model, and the optimizer is
-    not stepped.
+    `Run.steps` yields it to a new worker before its first step. The forward and backward of one micro-batch compile
+    what must be compiled and initialize the device. Model and optimizer do not change.
 
     Args:
-        state: of this worker; its model is used as it is.
-        batch: the rows to do it with; they are not used up.
-        place: where this worker is likely to be, and in which step.
-        epoch: of that step.
-        seed: the run's.
+        state: this worker's state.
+        batch: the micro-batch to compute. A real step computes it again.
+        planned: the expected place of this worker.
+        epoch: the epoch of the expected step.
+        seed: the run's seed.
     """
 
     def __init__(
-        self, state: TrainState, batch: MicroBatch, *, place: PlannedAssignment, epoch: int, seed: int
+        self, state: TrainState, batch: MicroBatch, *, planned: PlannedAssignment, epoch: int, seed: int
     ) -> None:
         self._state, self._batch, self._seed = state, batch, seed
         self._buffers = StepBuffers(state.module)
-        self.place = place
-        self.index = place.step
+        self.planned = planned
+        self.index = planned.step
         self.epoch = epoch
         self.loss = math.nan
         self.agreed = None
@@ -57,8 +56,8 @@ class WarmupStep(Step):
     ) -> bool:
         self._buffers.revert()
         self._state.module.zero_grad(set_to_none=True)
-        # A collective of the user's own needs the others. It is made in the step itself.
-        return isinstance(error, _Over) or (error is not None and is_missing_group(error))
+        # A collective of the training function needs the other ranks. The real step runs it.
+        return isinstance(error, _WarmupEnded) or (error is not None and is_missing_group(error))
 
     def micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         assert self._state.model is not None
@@ -75,9 +74,9 @@ class WarmupStep(Step):
     def optimize(self) -> None:
         self._buffers.end_micro_batch(self._batch.index, None)
         if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # what goes wrong on the device goes wrong here
-        raise _Over
+            torch.accelerator.synchronize()  # raises errors of the device here
+        raise _WarmupEnded
 
 
-class _Over(BaseException):
-    """Ends a rehearsal where a step would need the other ranks. Not an Exception: `except Exception` lets it pass."""
+class _WarmupEnded(BaseException):
+    """Ends the block of a warm-up step. Not an Exception, so that `except Exception` does not catch it."""

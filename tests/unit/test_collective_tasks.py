@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ddp.worker.collective_tasks import CollectiveTasks, NotTogetherError, Task
+from elastic_ddp.worker.collective_tasks import CollectiveTasks, Task, TasksDifferError
 
 LOSS = "validation"
 
@@ -57,7 +57,7 @@ def test_what_only_some_ask_for_is_not_done_until_the_next_step_begins() -> None
     asks, goes_on = worker(), worker()
     meet({asks: LOSS, goes_on: None})
     for name in (LOSS, "another"):
-        with pytest.raises(NotTogetherError, match=f"not all ask for '{name}' after step 4"):
+        with pytest.raises(TasksDifferError, match=f"{name!r} after step 4.*step.index"):
             asks.next(5, name)
     asks.begin_step(5)
     goes_on.begin_step(5)
@@ -68,12 +68,12 @@ def test_things_of_other_places_are_not_taken_for_each_other() -> None:
     asks, other = worker(), worker()
     meet({asks: LOSS, other: "another"})
     for tasks, name in ((asks, LOSS), (other, "another")):
-        with pytest.raises(NotTogetherError):
+        with pytest.raises(TasksDifferError):
             tasks.next(5, name)
     assert asks.next(6, LOSS) == Task(6, False, 1, LOSS), "a step was made"
     before, within = worker(LOSS), worker(begun=5)
     meet({within: LOSS, before: None})
-    with pytest.raises(NotTogetherError):
+    with pytest.raises(TasksDifferError):
         within.next(5, LOSS)
 
 
@@ -91,7 +91,7 @@ def test_at_the_end_everybody_is_waited_for() -> None:
     at_the_end.end_steps()
     meet({at_the_end: "weights", evaluates: LOSS})
     assert at_the_end.next(5, "weights") == Task(5, False, 1, "weights")
-    with pytest.raises(NotTogetherError):
+    with pytest.raises(TasksDifferError):
         evaluates.next(5, LOSS)
     evaluates.end_steps()
     assert evaluates.next(5, "weights") == at_the_end.next(5, "weights")

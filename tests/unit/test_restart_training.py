@@ -15,12 +15,11 @@ from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.errors import ConfigError, StorageError, WorkersFailedError
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.worker.generation import Generation
+from elastic_ddp.worker.generation import Generation, GenerationInputs
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.seeding import seed_all
 from elastic_ddp.worker.step import Step
-from elastic_ddp.worker.train_state import TrainState
 from tests.unit.single_worker import PEER_FAILURE, FakeClient, Model, NewRun, client_of, prepared, train
 
 
@@ -165,7 +164,7 @@ def test_a_loop_that_ends_with_a_step_that_is_lost_every_time_ends_the_run(new_r
             failure.append(index)
             raise dist.DistNetworkError(PEER_FAILURE)
 
-    with pytest.raises(WorkersFailedError, match="step 3 was lost 3 times in a row"):
+    with pytest.raises(WorkersFailedError, match="step 3 failed 3 times in a row"):
         train_until(new_run(), 3, lose)
     assert failure == [3] * 3
 
@@ -194,7 +193,7 @@ def test_an_evaluation_that_a_sharded_run_loses_every_time_ends_the_run(
             if step.index in (2, 4):
                 run.evaluate(lose if step.index == 4 else lambda *_: torch.tensor(0.5), "held-out")
 
-    with pytest.raises(WorkersFailedError, match="'validation_loss' after 5 steps was lost 3 times in a row"):
+    with pytest.raises(WorkersFailedError, match="'validation_loss' after 5 steps failed 3 times in a row"):
         for _ in range(9):
             try:
                 train_once()
@@ -229,14 +228,14 @@ def test_a_generation_that_breaks_whenever_it_forms_ends_the_run(
 ) -> None:
     """Also where the training function begins again each time."""
 
-    def breaks(*_: Any, state: TrainState, **options: Any) -> None:
-        state.layout = (lambda name: None) if is_sharded else None
+    def breaks(inputs: GenerationInputs, *_: Any) -> None:
+        inputs.state.layout = (lambda name: None) if is_sharded else None
         raise dist.DistNetworkError(PEER_FAILURE)
 
     monkeypatch.setattr(Generation, "open", breaks)
     run = new_run()
     client = client_of(run)
-    with pytest.raises(WorkersFailedError, match="broke 10 times while it formed"):
+    with pytest.raises(WorkersFailedError, match="failed to form 10 times in a row"):
         while True:
             try:
                 train(run)

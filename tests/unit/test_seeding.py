@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ddp.worker.seeding import as_before, derive_seed, seed_all
+from elastic_ddp.worker.seeding import derive_seed, preserve_rng_state, seed_all
 
 places = st.lists(st.integers(0, 2**40) | st.text(max_size=8), max_size=3).map(tuple)
 
@@ -61,7 +61,7 @@ def test_generators_are_left_as_they_were_found() -> None:
     seed_all(1, "a")
     expected = draws()
     seed_all(1, "a")
-    with pytest.raises(KeyError), as_before(torch.device("cpu")):
+    with pytest.raises(KeyError), preserve_rng_state(torch.device("cpu")):
         seed_all(2, "b")
         draws()
         raise KeyError

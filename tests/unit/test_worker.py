@@ -36,7 +36,7 @@ CONTEXT = WorkerContext(MEMBER, CPU, {"CPU": 4.0})
 def _in_a_process_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker does to its process is left undone."""
     monkeypatch.setattr(main.signals, "on_sigterm", lambda act: None)
-    monkeypatch.setattr(main, "_make_deterministic", lambda config: None)
+    monkeypatch.setattr(main, "_set_up_process", lambda config, context: None)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_collective_before_the_first_step_is_a_mistake_and_not_a_lost_peer(
 ) -> None:
     outcome = outcome_of(lambda run: call())
     assert outcome["status"] == "failed" and outcome["kind"] == "TrainFunctionError"
-    assert "Before the first step there is no process group" in outcome["error"]
+    assert "no process group before the first step" in outcome["error"]
     assert "Traceback" in outcome["error"]
 
 
@@ -109,7 +109,7 @@ def test_a_lost_peer_that_the_training_function_lets_through_has_the_worker_repl
             monkeypatch.setattr(Loop, "world_size", 2)
             raise dist.DistNetworkError(PEER_FAILURE)
 
-    with pytest.raises(WorkersFailedError, match="was left by an error of a lost peer"):
+    with pytest.raises(WorkersFailedError, match="raised the failure of another worker"):
         outcome_of(train)
 
 
