@@ -1,6 +1,6 @@
 """Reads and writes of large files with O_DIRECT (open(2)), past the page cache, on local disks.
 
-A checkpoint gains nothing from the page cache: copying it there costs as much CPU as all other work on it, and evicts
+A checkpoint gains nothing from the page cache. Copying it there costs as much CPU as all other work on it, and evicts
 pages that other programs use. Bytes that are cached already are read from the cache.
 """
 

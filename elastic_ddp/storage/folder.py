@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -20,43 +19,21 @@ class Upload:
     """Bytes stored so far; 0 on S3, which does not report it."""
 
 
-class Folder(ABC):
+class Folder(Protocol):
     """A folder in one kind of storage. `Storage` checks keys before a call and converts any exception after it."""
 
     uri: str
 
-    @abstractmethod
     def read(self, key: str, max_bytes: int | None = None) -> bytes: ...
-
-    @abstractmethod
     def size(self, key: str) -> int: ...
-
-    @abstractmethod
     def read_into(self, key: str, start: int, buffer: memoryview) -> int: ...
-
-    @abstractmethod
     def write(self, key: str, data: bytes | memoryview) -> None: ...
-
-    @abstractmethod
     def create(self, key: str, data: bytes, before_retry: Callable[[], None]) -> None: ...
-
-    @abstractmethod
     def sizes(self, prefix: str) -> dict[str, int]: ...
-
-    @abstractmethod
-    def modified(self, prefix: str) -> list[float]:
-        """Returns when each object below `prefix` was last written, in seconds since 1970."""
-
-    @abstractmethod
+    def modified(self, prefix: str) -> list[float]: ...
     def delete(self, key: str) -> None: ...
-
-    @abstractmethod
     def delete_tree(self, prefix: str) -> None: ...
-
-    @abstractmethod
     def at(self, name: str) -> Folder: ...
-
-    @abstractmethod
     def filesystem_and_path(self) -> tuple[Any, str]: ...
 
     def delete_if(self, key: str, data: bytes) -> bool:

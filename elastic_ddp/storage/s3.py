@@ -134,8 +134,7 @@ async def _write_in_parts(fs: Any, path: str, data: memoryview) -> None:
     """Sends an object in parallel parts without copying them.
 
     fsspec takes parts as `bytes`, which are copies. It also takes files, but s3fs does not rewind a file before it
-    repeats a request, so the server could get only the rest of a part. botocore does (`reset_stream`), so the parts go
-    to botocore.
+    repeats a request; the server could get only the rest of a part. botocore rewinds it, so parts go to botocore.
     """
     bucket, key, _ = fs.split_path(path)
     upload = {"Bucket": bucket, "Key": key}
