@@ -49,4 +49,4 @@ class Folder(Protocol):
 
     def abort(self, upload: Upload) -> None:
         """Deletes what an unfinished write has stored."""
-        raise NotImplementedError(f"{self.uri} has no unfinished writes")
+        self.delete(upload.key)

@@ -101,9 +101,6 @@ class LocalFolder(Folder):
             if is_temporary(path.name)
         ]
 
-    def abort(self, upload: Upload) -> None:
-        self.delete(upload.key)
-
     def at(self, name: str) -> LocalFolder:
         return LocalFolder(self._path / name)
 
