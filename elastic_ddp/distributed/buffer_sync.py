@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.tensors.state_tree import in_a_row
+from elastic_ddp.tensors.state_tree import ravel
 from elastic_ddp.torch_internals import buffers_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -48,7 +48,7 @@ def _differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.dtype != right.dtype:
         return (left != right).any()
     integer = _INTEGERS.get(left.itemsize, torch.int64)
-    return (in_a_row(left).view(integer) != in_a_row(right).view(integer)).any()
+    return (ravel(left).view(integer) != ravel(right).view(integer)).any()
 
 
 class StepBuffers:
@@ -162,7 +162,7 @@ class StepBuffers:
             for end in ends:
                 raw = end.contiguous()
                 # Rank 0 has micro-batch 0. As bytes, because gloo does not support every dtype.
-                dist.broadcast(in_a_row(raw).view(torch.uint8), 0)
+                dist.broadcast(ravel(raw).view(torch.uint8), 0)
                 end.copy_(raw)
             self._others_end = ends
         total: Changes = fold_to_root(sums, num_leaves, _add)

@@ -18,7 +18,7 @@ from elastic_ddp.distributed.piece_transfer import TransferWindow
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors import host_memory
-from elastic_ddp.tensors.state_tree import dtype_name, dtype_of, flatten, in_a_row, unflatten
+from elastic_ddp.tensors.state_tree import dtype_name, dtype_of, flatten, ravel, unflatten
 
 CHUNK_BYTES = 16 << 20
 SLAB_BYTES = 64 << 20
@@ -87,7 +87,7 @@ def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
     from its device to the host."""
     for tensor in tensors.values():
         if tensor.numel():
-            yield from in_a_row(tensor).view(torch.uint8).split(CHUNK_BYTES)
+            yield from ravel(tensor).view(torch.uint8).split(CHUNK_BYTES)
 
 
 class _Chain:

@@ -1,4 +1,4 @@
-"""Tensors that lie side by side are tensors like any other, and the kernel is asked for huge pages for large ones."""
+"""Tensors in slabs of host memory: they behave like other tensors, and large ones get huge pages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.int
 SHAPES = [(), (0,), (3, 0, 2), (5, 7), (LARGE,), (3, 1, LARGE // 3 + 1)]
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_they_are_tensors_like_torchs_own(together: bool) -> None:
+@pytest.mark.parametrize("grouped", [True, False])
+def test_tensors_in_slabs_behave_like_tensors_of_torch(grouped: bool) -> None:
     wanted = {f"{shape} of {dtype}": (shape, dtype) for shape in SHAPES for dtype in DTYPES}
-    groups = [wanted] if together else [{name: each} for name, each in wanted.items()]
+    groups = [wanted] if grouped else [{name: kind} for name, kind in wanted.items()]
     tensors = host_memory.Memory(groups).tensors
     assert [*tensors] == [*wanted]
     for number, tensor in enumerate(tensors.values()):
@@ -36,10 +36,10 @@ def test_they_are_tensors_like_torchs_own(together: bool) -> None:
         assert tensor.data_ptr() % host_memory.ALIGNMENT == 0 or not tensor.numel()
         assert torch.equal(tensor, other), name
         assert tensor.nbytes == math.prod(shape) * dtype.itemsize
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # so that no more is saved with it
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, "torch.save writes the whole storage"
 
 
-def test_large_ones_of_a_group_follow_each_other_with_gaps_for_small_ones() -> None:
+def test_large_tensors_of_a_group_are_contiguous_with_gaps_for_small_ones() -> None:
     shapes = {"a": ([LARGE + 1], torch.uint8), "b": ([10], torch.float32), "c": ([LARGE // 8, 2], torch.int64)}
     memory = host_memory.Memory([shapes, {"other": ([LARGE], torch.uint8)}])
     a, b, c, other = (memory.tensors[name] for name in ("a", "b", "c", "other"))
@@ -48,9 +48,9 @@ def test_large_ones_of_a_group_follow_each_other_with_gaps_for_small_ones() -> N
     assert [name for name in memory.tensors if memory.is_apart(name)] == ["b"]
     for tensor in (a, b, c, other):
         tensor.zero_()
-    whole = memory.bytes_at(a.data_ptr(), LARGE + 128 + c.nbytes)
-    assert whole is not None
-    whole[:] = bytes([1]) * len(whole)
+    slab = memory.bytes_at(a.data_ptr(), LARGE + 128 + c.nbytes)
+    assert slab is not None
+    slab[:] = bytes([1]) * len(slab)
     assert a.all() and not b.any() and c.all() and not other.any()
     part = memory.bytes_at(c.data_ptr(), 40)
     assert part is not None
@@ -63,7 +63,7 @@ def test_large_ones_of_a_group_follow_each_other_with_gaps_for_small_ones() -> N
     assert host_memory.Memory([]).bytes_at(a.data_ptr(), 1) is None
 
 
-def test_where_gaps_would_be_much_of_a_slab_large_ones_have_their_own() -> None:
+def test_large_tensors_get_their_own_slabs_where_gaps_would_be_too_large() -> None:
     small = {f"{number}": ([1000], torch.uint8) for number in range(LARGE // 1000)}
     memory = host_memory.Memory([{"large": ([LARGE], torch.uint8), **small}])
     assert not any(map(memory.is_apart, memory.tensors))
@@ -72,10 +72,10 @@ def test_where_gaps_would_be_much_of_a_slab_large_ones_have_their_own() -> None:
     assert all(memory.bytes_at(memory.addresses[name], 1) is None for name in small)
 
 
-def test_a_slab_stays_as_long_as_a_tensor_or_bytes_of_it_and_not_for_small_ones() -> None:
+def test_a_slab_is_freed_with_its_last_large_tensor_or_view_of_bytes() -> None:
     kinds = {"a": ([LARGE], torch.uint8), "b": ([LARGE], torch.uint8), "step": ([], torch.float32)}
     memory = host_memory.Memory([kinds])
-    [slab] = [weakref.ref(each.base) for each in memory._slabs]
+    [slab] = [weakref.ref(slab.base) for slab in memory._slabs]
     tensor, step = memory.tensors["b"].fill_(7), memory.tensors["step"]
     data = memory.bytes_at(tensor.data_ptr(), LARGE)
     del memory
@@ -86,32 +86,32 @@ def test_a_slab_stays_as_long_as_a_tensor_or_bytes_of_it_and_not_for_small_ones(
     assert slab() is None and step.fill_(3) == 3
 
 
-def test_bytes_can_be_read_into_and_read() -> None:
+def test_empty_bytes_are_writable_and_contiguous() -> None:
     data = host_memory.empty_bytes(LARGE)
     data[:] = bytes(LARGE)
     assert (len(data), data.readonly, data.contiguous) == (LARGE, False, True)
     assert len(host_memory.empty_bytes(0)) == 0
 
 
-def test_the_kernel_is_asked_for_huge_pages_from_the_size_on_that_is_large() -> None:
+def test_huge_pages_are_requested_from_the_large_size_on() -> None:
     tensors = host_memory.Memory([{f"{number}": ([LARGE], torch.uint8) for number in range(16)}]).tensors
     assert tensors["0"].data_ptr() % host_memory.HUGE_PAGE_BYTES == 0
-    assert all(has_huge_pages(each.data_ptr()) for each in tensors.values())
+    assert all(has_huge_pages(tensor.data_ptr()) for tensor in tensors.values())
     assert not has_huge_pages(torch.empty(16 * LARGE, dtype=torch.uint8).data_ptr() + 8 * LARGE)
 
 
 def has_huge_pages(address: int) -> bool:
-    """Whether they were asked for, for the mapping with this address: whether there are any is the kernel's affair."""
-    is_it = False
+    """Whether they were requested for the mapping with this address; the kernel decides whether it has any."""
+    is_mapping = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            is_it = int(bounds[1], 16) <= address < int(bounds[2], 16)
-        elif is_it and line.startswith("VmFlags:"):
+            is_mapping = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif is_mapping and line.startswith("VmFlags:"):
             return "hg" in line.split()
     raise AssertionError(f"nothing is mapped at {address:x}")
 
 
-def test_a_container_has_no_more_memory_than_it_may_use(tmp_path: Path) -> None:
+def test_the_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     (unlimited := tmp_path / "memory.max").write_text("max\n")
     assert host_memory.total_bytes([unlimited, tmp_path / "missing"]) == machine
