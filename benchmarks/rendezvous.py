@@ -56,7 +56,7 @@ def meet(rendezvous: Any, members: list[Member], after: int, lost: str | None) -
 def measure(num_members: int) -> dict[str, float]:
     options = RendezvousOptions(min_workers=1, max_workers=num_members, heartbeat_timeout_s=60.0)
     rendezvous = start_rendezvous(f"of-{num_members}-{uuid.uuid4().hex[:8]}", 100, options)
-    address = ray.get(rendezvous.pulse_address.remote())
+    address = ray.get(rendezvous.heartbeat_address.remote())
     pid = ray.get(rendezvous.status.remote())["pid"]
     before = resident_mib(pid)
     members = [member(number, num_members) for number in range(num_members)]

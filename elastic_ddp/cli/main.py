@@ -131,7 +131,7 @@ def status(
     _console.print(table if runs else "no run is live on this cluster; the command of an interrupted one resumes it")
     if run is not None:
         _console.print(_members(runs[0]))
-        if (lost := runs[0]["last_loss_of_a_worker"]) is not None:
+        if (lost := runs[0]["last_worker_failure"]) is not None:
             at = datetime.fromtimestamp(lost["time"]).astimezone().strftime("%H:%M:%S")
             _console.print(Text(f"a worker was lost at {at}: {lost['error'].splitlines()[0]}"))
     import ray

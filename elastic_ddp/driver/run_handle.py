@@ -47,7 +47,7 @@ class RunHandle:
             - `wanted`: the number of workers requested by `resize`.
             - `draining`: ids of nodes that are being drained.
             - `last_commit`: steps done in the newest commit.
-            - `last_loss_of_a_worker`: `time` and `error` of the last worker failure.
+            - `last_worker_failure`: `time` and `error` of the last worker failure.
             - `driver`: `host` and `pid` of the driver, and the `uri` of the run's folder.
             - `pid`: process id of the rendezvous.
         """

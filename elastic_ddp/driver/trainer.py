@@ -210,7 +210,7 @@ class ElasticTrainer:
                 heartbeat_timeout_s=self.config.heartbeat_timeout_s,
                 hang_timeout_s=self.config.hang_timeout_s,
                 max_failed_saves=self.config.checkpoint.max_failed_saves,
-                memory=snapshot_folder,
+                snapshot_folder=snapshot_folder,
                 last_commit=resume_from.step if resume_from is not None else None,
                 driver={"host": socket.gethostname(), "pid": os.getpid(), "uri": self._storage.uri},
             ),

@@ -1,1 +1,4 @@
-"""Membership: who trains together, and how they find out."""
+"""The rendezvous of a run: one actor that forms generations and detects failed workers, and a worker's client for it.
+
+Open `actor.py` first, then `coordinator.py` and `membership.py`, which decide.
+"""

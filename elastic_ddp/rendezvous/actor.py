@@ -1,8 +1,8 @@
-"""The rendezvous: the actor that forms generations, hosts their store, and is the ear and the mouth of a run.
+"""The rendezvous actor of a run: it forms generations, hosts their store, and connects workers, controller and driver.
 
-It replaces torchrun's rendezvous. It knows members and nothing of training: what workers tell it (progress, commits,
-the end) it hands to the driver in order, and what the driver asks (to stop) it hands to the workers. What it decides is
-in `assembly`; here is who calls, and who waits.
+It replaces torchrun's rendezvous. It passes what workers report (events, progress, the outcome) to the driver in
+order, and requests (to stop, to commit) to the workers. `Coordinator` decides; this module receives calls and blocks
+them until there is an answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic_ddp.rendezvous.hang import AT_THE_START, ActivityReport
 from elastic_ddp.rendezvous.heartbeat import HeartbeatServer
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import (
-    NOTHING,
+    NO_SIGNALS,
     DriverUpdate,
     Ended,
     PlannedAssignment,
@@ -40,29 +40,31 @@ from elastic_ddp.telemetry.events import Event, ResizeRequested
 _log = logging.getLogger(__name__)
 
 TICK_S = 0.2
-"""How often it looks at what is due by the clock."""
-POLL_S = 1.0
-"""How long a member's or the driver's call is held while there is nothing to say, or a multiple of that."""
+"""Seconds between checks for what is due."""
+LONG_POLL_S = 1.0
+"""How long a call waits for a change before it returns without one."""
+POLLS_WITHOUT_PLAN = 5
+"""Number of long polls that a member without a planned assignment waits: there may be a thousand of them."""
 
 SAVES_KEPT = 20
-"""Generations for which the store keeps what ranks of a save told each other."""
+"""Number of generations for which the store keeps the keys of saves, which may outlive their generation."""
 _OF_GENERATION = re.compile(r"(generation|saves)(\d+)/")
 
-GONE_WITHIN_S = 120.0
-"""How long Ray may take to end the rendezvous of a driver that is gone, with its machine perhaps."""
+OLD_ACTOR_TIMEOUT_S = 120.0
+"""How long Ray may take to end the rendezvous of a driver that has exited."""
 ANSWERS_WITHIN_S = 5.0
-"""What somebody who may be gone is given to answer."""
+"""Timeout for calls of an actor that may be dead."""
 
 RendezvousHandle = Any
-"""The actor's handle. Ray's own type for it loses what the methods return."""
+"""Handle of the actor. Ray's own type loses the return types of methods."""
 
 NAMESPACE = "elastic_ddp"
 RENDEZVOUS_PREFIX = "rendezvous-"
-"""Rendezvous actors are named after their runs, in this namespace."""
+"""A rendezvous actor has this prefix and the name of its run, in this namespace."""
 
 
 class Rendezvous:
-    """Runs as an asyncio actor, one for each run, on the driver's node. Methods return at once, or in some polls."""
+    """An asyncio actor on the driver's node, one for each run. Every method returns within a few long polls."""
 
     def __init__(self, run_name: str, total_steps: int, options: RendezvousOptions) -> None:
         import torch.distributed as dist
@@ -71,261 +73,271 @@ class Rendezvous:
         self._host = ray.util.get_node_ip_address()
         listener = socket.create_server((self._host, 0))
         port = listener.getsockname()[1]
-        # The store listens on the node's own address only, and takes the socket over.
+        # The store takes over the socket, so that it listens on the node's own address only.
         self._store = dist.TCPStore(
             self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        self._assembly = Coordinator(options, (self._host, port))
-        self._pulses = HeartbeatServer(options.heartbeat_timeout_s, self._on_lost, self._is_awaited)
+        self._coordinator = Coordinator(options, (self._host, port))
+        self._heartbeats = HeartbeatServer(options.heartbeat_timeout_s, self._on_failure, self._is_awaited)
         self._ticker: asyncio.Task[None] | None = None
-        self._swept = 0
-        """The generation before which nothing is left in the store."""
+        self._cleaned = 0
+        """The generation up to which the store's keys are deleted."""
         self._lock = asyncio.Lock()
-        self._changed = asyncio.Condition(self._lock)
-        """Something changed for members."""
-        self._news = asyncio.Condition(self._lock)
-        """There is something new for the driver."""
+        self._for_members = asyncio.Condition(self._lock)
+        self._for_driver = asyncio.Condition(self._lock)
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[Coordinator]:
-        """One call at a time decides. Whoever waits hears what came of it."""
+    async def _locked(self) -> AsyncIterator[Coordinator]:
+        """Gives one call at a time access to the coordinator, and wakes the calls that wait for its changes."""
         async with self._lock:
             try:
-                yield self._assembly
+                yield self._coordinator
             finally:
-                self._tell()
+                self._notify()
 
-    def _tell(self) -> None:
-        if self._assembly.changed:
-            self._changed.notify_all()
-        if self._assembly.has_news:
-            self._news.notify_all()
-        self._assembly.changed = self._assembly.has_news = False
+    def _notify(self) -> None:
+        if self._coordinator.notify_members:
+            self._for_members.notify_all()
+        if self._coordinator.notify_driver:
+            self._for_driver.notify_all()
+        self._coordinator.notify_members = self._coordinator.notify_driver = False
 
-    async def _poll(self, condition: asyncio.Condition, polls: int = 1) -> None:
-        """Until something changes, or for a poll, or some. A call that asks again is what survives a lost reply."""
-        self._tell()
+    async def _wait(self, condition: asyncio.Condition, polls: int = 1) -> None:
+        """Waits for a change, or for some long polls: a caller that asks again survives a lost reply."""
+        self._notify()
         with suppress(TimeoutError):
-            async with asyncio.timeout(polls * POLL_S):
+            async with asyncio.timeout(polls * LONG_POLL_S):
                 await condition.wait()
 
-    # Members.
+    # Workers.
 
-    async def pulse_address(self) -> tuple[str, int]:
-        """Where members connect their pulses."""
-        async with self._turn():
-            self._begin()
-            return await self._pulses.start(self._host)
+    async def heartbeat_address(self) -> tuple[str, int]:
+        """Returns the address to which workers send heartbeats."""
+        async with self._locked():
+            self._start_tasks()
+            return await self._heartbeats.start(self._host)
 
     async def store_address(self) -> tuple[str, int]:
-        """Where the store of the generations is."""
+        """Returns the address of the generations' store."""
         return self._host, self._store.port
 
-    def _begin(self) -> None:
-        """What needs a running loop."""
+    def _start_tasks(self) -> None:
+        """Starts the background tasks, which need a running event loop."""
         if self._ticker is None:
             self._ticker = asyncio.create_task(self._tick())
-            if self._assembly.is_second:
-                self._return = asyncio.create_task(self._look_who_came_back(self._assembly.go_on()))
+            if self._coordinator.is_restarted:
+                self._reconnects = asyncio.create_task(self._check_reconnects(self._coordinator.take_over()))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             try:
-                async with self._turn() as assembly:
-                    assembly.tick()
-                    self._sweep(assembly.membership.generation)
-            except Exception:  # a full disk, perhaps, and not for good
-                _log.exception("the rendezvous could not do what was due")
+                async with self._locked() as coordinator:
+                    coordinator.tick()
+                    self._clean_store(coordinator.membership.generation)
+            except Exception:  # such as a full disk, which may be temporary
+                _log.exception("a periodic check of the rendezvous failed")
 
-    def _sweep(self, generation: int) -> None:
-        """Removes from the store what members of generations before this one told each other."""
-        if generation != self._swept:
+    def _clean_store(self, generation: int) -> None:
+        """Deletes the store's keys of earlier generations."""
+        if generation != self._cleaned:
             for key in self._store.list_keys():
                 number = _OF_GENERATION.match(key)
-                # A save may outlive some generations.
                 if number is not None and int(number[2]) < generation - (SAVES_KEPT if number[1] == "saves" else 0):
                     self._store.delete_key(key)
-            self._swept = generation
+            self._cleaned = generation
 
-    async def _look_who_came_back(self, members: list[str]) -> None:
-        """Members connect their pulses again. Who does not died meanwhile."""
+    async def _check_reconnects(self, members: list[str]) -> None:
+        """After a restart, members that do not reconnect their heartbeats have failed."""
         await asyncio.sleep(self._options.heartbeat_timeout_s)
         for member in members:
-            if not self._pulses.hears(member):
-                await self._on_lost(member, "it did not come back after the rendezvous was restarted")
+            if not self._heartbeats.is_connected(member):
+                await self._on_failure(member, "it did not reconnect after a restart of the rendezvous")
 
     def _is_awaited(self, member: str) -> bool:
-        """Whether a worker has come: from then on others may be in a generation with it."""
-        return self._assembly.membership.has_seen(member)
+        """Whether a worker has joined: others may be in a generation with it."""
+        return self._coordinator.membership.has_joined(member)
 
-    async def _on_lost(self, member: str, how: str) -> None:
-        async with self._turn() as assembly:
-            assembly.lose(member, how)
+    async def _on_failure(self, member: str, how: str) -> None:
+        async with self._locked() as coordinator:
+            coordinator.mark_failed(member, how)
 
     async def join(
-        self, arrival: JoinRequest, after: int, failure: str | None, account: dict[str, float] | None = None
+        self, request: JoinRequest, after: int, failure: str | None, account: dict[str, float] | None = None
     ) -> Assignment | Ended | PlannedAssignment | None:
-        """A member's place in the next generation. When that is not formed yet, its place in prospect, or None: ask
-        again.
+        """Returns a member's place in the next generation. While none is formed, it returns the planned one or None,
+        and the member calls again.
 
         Args:
-            arrival: who asks, and what it comes with.
-            after: the generation it comes from, 0 for none.
-            lost: what broke, if it comes because that generation did.
-            account: where its time in the last generation went.
+            request: the member and the state that it holds.
+            after: the member's last generation, 0 for none.
+            failure: how that generation failed, if it did.
+            account: seconds of each phase of that generation.
         """
-        member = arrival.member
-        async with self._turn() as assembly:
-            if assembly.journal.ended:
-                return Ended(assembly.journal.ended)
-            if isinstance(place := assembly.place_of(member.id, after), Assignment):
-                return place  # also where the run is to stop: others wait for it there
-            if assembly.state.stop and after == 0:
-                assembly.retire(member.id)  # nobody is to count on it any more
+        member = request.member
+        async with self._locked() as coordinator:
+            if coordinator.event_log.ended:
+                return Ended(coordinator.event_log.ended)
+            if isinstance(place := coordinator.place_of(member.id, after), Assignment):
+                return place  # also while the run stops: the other members wait for it
+            if coordinator.state.stop and after == 0:
+                coordinator.retire(member.id)
                 return Ended("stopped")
-            arrival = replace(arrival, at_s=time.monotonic())
-            assembly.arrive(arrival, after=after, failure=failure, account=account)
-            if (answer := assembly.place_of(member.id, after)) is None:
-                # Whose place is in sight reads ahead for it; others, and there may be a thousand, only wait.
-                await self._poll(self._changed, 1 if assembly.prospect_of(member.id) is not None else 5)
-                answer = assembly.place_of(member.id, after)
-            return answer or assembly.prospect_of(member.id)
+            request = replace(request, at_s=time.monotonic())
+            coordinator.join(request, after=after, failure=failure, account=account)
+            if (answer := coordinator.place_of(member.id, after)) is None:
+                # A member with a planned assignment reads data ahead for it, so it gets quick updates.
+                has_plan = coordinator.planned_place_of(member.id) is not None
+                await self._wait(self._for_members, 1 if has_plan else POLLS_WITHOUT_PLAN)
+                answer = coordinator.place_of(member.id, after)
+            return answer or coordinator.planned_place_of(member.id)
 
-    async def prospect(self, member: Member) -> PlannedAssignment | None:
-        """The place of somebody who is about to join."""
-        async with self._turn() as assembly:
-            return assembly.prospect_of_one_to_come(member)
+    async def plan_join(self, member: Member) -> PlannedAssignment | None:
+        """Returns the place that a worker would get if it joined now; None if that is not known."""
+        async with self._locked() as coordinator:
+            return coordinator.plan_join(member)
 
-    async def listen(
+    async def poll_signals(
         self,
         member: Member,
         generation: int,
         progress: dict[str, Any] | None,
-        whereabouts: ActivityReport = AT_THE_START,
+        activity: ActivityReport = AT_THE_START,
     ) -> Signals:
-        """Tells a member of a generation what it should know, held for a poll if there is nothing; takes its progress,
-        and where it is."""
-        async with self._turn() as assembly:
-            if assembly.membership.why_gone(member.id) is None:
-                assembly.take([], progress)
-            assembly.hear(member.id, whereabouts)
-            if (signals := assembly.signals(member, generation)) == NOTHING:
-                await self._poll(self._changed)
-                signals = assembly.signals(member, generation)
+        """Returns the signals for a member of a generation, after a long poll if there are none. Takes its progress
+        report and its activity."""
+        async with self._locked() as coordinator:
+            if coordinator.membership.why_gone(member.id) is None:
+                coordinator.report([], progress)
+            coordinator.hangs.update(member.id, activity, time.monotonic())
+            if (signals := coordinator.signals(member, generation)) == NO_SIGNALS:
+                await self._wait(self._for_members)
+                signals = coordinator.signals(member, generation)
             return signals
 
-    async def take(
-        self, messages: list[Event], progress: dict[str, Any] | None, sender: str = "", first: int = 0
+    async def report(
+        self, events: list[Event], progress: dict[str, Any] | None, sender: str = "", first: int = 0
     ) -> None:
-        """Takes a member's messages for the record, and its progress. See `EventLog.take`."""
-        async with self._turn() as assembly:
-            assembly.take(messages, progress, sender, first)
+        """Takes events for the ledger and a progress report. See `EventLog.add`."""
+        async with self._locked() as coordinator:
+            coordinator.report(events, progress, sender, first)
 
     async def why_not_commit(self, member: Member, generation: int) -> str | None:
-        """Why what a member has written in a generation may not be committed; None if it may."""
-        async with self._turn() as assembly:
-            return assembly.why_not_commit(member, generation)
+        """Returns why a member may not commit what it wrote in a generation; None if it may."""
+        async with self._locked() as coordinator:
+            return coordinator.why_not_commit(member, generation)
 
     async def leave(self, member: Member, within_s: float, why: str) -> None:
-        """A member has been told to go, and says so."""
-        async with self._turn() as assembly:
-            assembly.ask_to_leave(member, within_s, why)
+        """Asks that a member may leave at a step boundary, within a number of seconds."""
+        async with self._locked() as coordinator:
+            coordinator.ask_to_leave(member, within_s, why)
 
     async def retire(self, member: Member) -> None:
-        """A member is through."""
-        async with self._turn() as assembly:
-            assembly.retire(member.id)
+        """Removes a member that is done."""
+        async with self._locked() as coordinator:
+            coordinator.retire(member.id)
 
     async def end(self, member: Member, progress: dict[str, Any] | None, outcome: dict[str, Any]) -> bool:
-        """The run is over: finished, stopped or failed, with what is to be known of it. The first word counts, and none
-        of a member that is presumed dead: the run went on without it. Returns False if the run goes on because the
-        member failed before it ever trained, and others train."""
-        async with self._turn() as assembly:
-            if assembly.membership.why_gone(member.id) is None:
-                if outcome["status"] == "failed" and assembly.fail(member, str(outcome["error"])):
+        """Takes how the run ended: finished, stopped or failed. The first outcome counts, and none of failed members.
+        Returns False if the run continues: the member failed before it ever trained, and others train."""
+        async with self._locked() as coordinator:
+            if coordinator.membership.why_gone(member.id) is None:
+                if outcome["status"] == "failed" and coordinator.membership.is_newcomer(member.id):
+                    coordinator.mark_failed(member.id, str(outcome["error"]))
                     return False
-                assembly.take([], progress)
-                assembly.end(outcome)
+                coordinator.report([], progress)
+                coordinator.end(outcome)
             return True
 
     # The controller and the driver.
 
     async def supervise(self, started: list[str], starting: int, draining: dict[str, float]) -> WorkerDirectives | None:
-        """The controller's word, and its answer; None when the run is over and nobody is left in it.
+        """Returns what the controller does about its workers; None if the run is over and all members have left.
 
         Args:
-            started: ids of the workers there are.
-            starting: workers on their way to be.
-            draining: seconds that are left to nodes which Ray is about to take away.
+            started: ids of the running workers.
+            starting: number of workers that are starting.
+            draining: seconds until Ray removes a node, by Ray's node id.
         """
-        async with self._turn() as assembly:
-            self._begin()
-            membership = assembly.membership
-            assembly.expect(started)
-            membership.on_their_way = starting + sum(not membership.has_seen(each) for each in started)
+        async with self._locked() as coordinator:
+            self._start_tasks()
+            membership = coordinator.membership
+            coordinator.check_started(started)
+            membership.num_starting = starting + sum(not membership.has_joined(worker) for worker in started)
             for node_id, seconds in draining.items():
-                assembly.drain(node_id, seconds, "Ray")
-            if (assembly.state.stop or assembly.journal.ended is not None) and not membership.num_alive:
+                coordinator.drain(node_id, seconds, "Ray")
+            if coordinator.is_over and not membership.known():
                 return None
-            assembly.forget(started)
-            return assembly.orders(started)
+            return coordinator.directives(started)
 
     async def wait_for_update(self, after: int) -> DriverUpdate:
-        """The driver's ear, held for a poll if there is nothing after event number `after`."""
-        async with self._turn() as assembly:
-            journal = assembly.journal
-            if journal.num_events <= after and journal.outcome is None:
-                await self._poll(self._news)
-            num_alive, stopping = assembly.membership.num_alive, assembly.state.stop
-            events = journal.after(after)
-            return DriverUpdate(events, journal.progress, journal.outcome, num_alive, stopping, assembly.is_saving)
+        """Returns the events after the first `after`, and the run's state. Waits for a long poll if nothing is new."""
+        async with self._locked() as coordinator:
+            log = coordinator.event_log
+            if log.num_events <= after and log.outcome is None:
+                await self._wait(self._for_driver)
+            return DriverUpdate(
+                events=log.after(after),
+                progress=log.progress,
+                outcome=log.outcome,
+                num_alive=len(coordinator.membership.known()),
+                stopping=coordinator.state.stop,
+                is_saving=coordinator.is_saving,
+            )
 
-    # People.
+    # `RunHandle` and the CLI.
 
     async def stop(self) -> None:
         """Asks the workers to commit and stop at the next step boundary."""
-        async with self._turn() as assembly:
-            assembly.state.stop = True
-            assembly.membership.min_workers = 1  # whoever holds the state can commit it
-            assembly.act()
-            assembly.has_news = True
+        async with self._locked() as coordinator:
+            coordinator.state.stop = True
+            coordinator.membership.min_workers = 1  # any member that holds the state can commit it
+            coordinator.apply_request()
+            coordinator.notify_driver = True
 
     async def drain(self, node: str, within_s: float) -> list[str]:
-        """A person wants the run's workers off a node, named by its address or by Ray. Returns the node's names by Ray;
-        none if the run has no worker there."""
-        async with self._turn() as assembly:
-            node_ids = {each.node_id for each in assembly.membership.known() if node in (each.node, each.node_id)}
+        """Asks the workers of a node to leave, within a number of seconds.
+
+        Args:
+            node: its address or Ray's id.
+
+        Returns:
+            Ray's ids of the node; empty if it has no worker of the run.
+        """
+        async with self._locked() as coordinator:
+            members = coordinator.membership.known()
+            node_ids = {member.node_id for member in members if node in (member.node, member.node_id)}
             for node_id in node_ids:
-                assembly.drain(node_id, within_s, "a person")
+                coordinator.drain(node_id, within_s, "a person")
             return sorted(node_ids)
 
     async def resize(self, num_workers: int) -> None:
-        """A person wants so many workers, at most."""
-        async with self._turn() as assembly:
-            assembly.record(ResizeRequested(num_workers=num_workers))
-            assembly.membership.wanted = num_workers
-            assembly.act()
+        """Sets the maximum number of workers."""
+        async with self._locked() as coordinator:
+            coordinator.record(ResizeRequested(num_workers=num_workers))
+            coordinator.membership.wanted = num_workers
+            coordinator.apply_request()
 
     async def checkpoint(self) -> int:
-        """Asks for a commit at the next step boundary. Returns the request's number, for `committed`."""
-        async with self._turn() as assembly:
-            return assembly.request_commit()
+        """Asks for a commit at the next step boundary. Returns the number of the request, for `committed`."""
+        async with self._locked() as coordinator:
+            return coordinator.request_commit()
 
     async def committed(self, request: int) -> int | None:
-        """Steps done in the commit that answered a request; None while there is none (ask again), held for a poll. A
-        run that has failed gives none: its workers may have had more than there is in its newest commit."""
-        async with self._turn() as assembly:
-            state = assembly.state
-            has_failed = assembly.journal.ended == "failed"
-            if not assembly.membership.num_alive and assembly.last_commit is not None and not has_failed:
-                assembly.meet_requests(request)  # nobody holds anything newer
-            if state.requests_met < request and assembly.journal.outcome is None:
-                await self._poll(self._changed)
-            return None if state.requests_met < request else assembly.last_commit
+        """Returns the steps done in the commit that fulfilled a request, after a long poll if there is none.
+
+        None means that there is none yet. A failed run fulfills no request: its workers may have held a newer state.
+        """
+        async with self._locked() as coordinator:
+            state, log, has_workers = coordinator.state, coordinator.event_log, coordinator.membership.known()
+            if not has_workers and coordinator.last_commit is not None and log.ended != "failed":
+                coordinator.fulfill_requests(request)  # no member holds a newer state
+            if state.fulfilled_requests < request and log.outcome is None:
+                await self._wait(self._for_members)
+            return None if state.fulfilled_requests < request else coordinator.last_commit
 
     async def status(self) -> dict[str, Any]:
-        """The newest facts, for `elastic-ddp status`."""
+        """Returns the state of the run, for `elastic-ddp status`."""
         return {
             "name": self._run_name,
             "total_steps": self._total_steps,
@@ -333,50 +345,51 @@ class Rendezvous:
             "max_workers": self._options.max_workers,
             "driver": self._options.driver,
             "pid": os.getpid(),
-            **self._assembly.facts(),
+            **self._coordinator.status(),
         }
 
 
 def start_rendezvous(run_name: str, total_steps: int, options: RendezvousOptions) -> RendezvousHandle:
-    """Starts the rendezvous of a run on this node: with no CPUs of its own it could land, and die, on any other.
+    """Starts the rendezvous of a run on this node.
 
-    The driver holds the lease on the run. So one that is there already, for the same storage, is of a driver that is
-    gone, and Ray is about to end it.
+    The driver holds the run's lease. An existing rendezvous for the same storage therefore belongs to a driver that
+    has exited, and Ray is about to end it.
 
     Raises:
-        ConfigError: the cluster has one for another run of this name; says where.
+        ConfigError: a run of this name with another storage is live on the cluster.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    # It needs no CPUs, so without this Ray could place it on a node that fails.
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(Rendezvous).options(
         name=RENDEZVOUS_PREFIX + run_name,
         namespace=NAMESPACE,
         num_cpus=0,
         max_concurrency=10_000,
-        max_restarts=-1,  # its process may die: another one goes on from its memory
+        max_restarts=-1,  # a new process resumes from the snapshot
         max_task_retries=-1,
-        scheduling_strategy=here,
+        scheduling_strategy=this_node,
     )
-    end = time.monotonic() + GONE_WITHIN_S
+    end = time.monotonic() + OLD_ACTOR_TIMEOUT_S
     while True:
         try:
             return actor.remote(run_name, total_steps, options)
-        except ValueError as error:  # the name of a live actor
+        except ValueError as error:  # a live actor has the name
             driver = _driver_of(run_name)
-            is_ours = driver is None or driver.get("uri") == options.driver.get("uri")
-            if is_ours and time.monotonic() < end:
-                time.sleep(POLL_S)
+            is_same_run = driver is None or driver.get("uri") == options.driver.get("uri")
+            if is_same_run and time.monotonic() < end:
+                time.sleep(LONG_POLL_S)
                 continue
             where = f", in {driver.get('uri')}, by pid {driver.get('pid')} on {driver.get('host')}" if driver else ""
             raise ConfigError(
-                f"a run {run_name!r} is live on this cluster already{where}; stop it first (`elastic-ddp stop "
-                f"{run_name}`), or use another name"
+                f"a run named {run_name!r} is live on this cluster{where}. Stop it first (`elastic-ddp stop "
+                f"{run_name}`), or use another name."
             ) from error
 
 
 def _driver_of(run_name: str) -> dict[str, Any] | None:
-    """Where the driver of the rendezvous is that the cluster has for a run; None if that does not say."""
+    """Returns where the driver of a run's existing rendezvous runs; None if the rendezvous does not answer."""
     try:
         rendezvous: Any = ray.get_actor(RENDEZVOUS_PREFIX + run_name, namespace=NAMESPACE)
         driver: dict[str, Any] = ray.get(rendezvous.status.remote(), timeout=ANSWERS_WITHIN_S)["driver"]

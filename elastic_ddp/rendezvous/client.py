@@ -1,4 +1,4 @@
-"""A worker's line to the rendezvous: threads that carry messages out and signals in, beside the training loop."""
+"""A worker's client for the rendezvous: threads that send events and receive signals, beside the training loop."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.hang import Activity, stacks
 from elastic_ddp.rendezvous.heartbeat import Heartbeat
 from elastic_ddp.rendezvous.members import JoinRequest, Member
-from elastic_ddp.rendezvous.messages import NOTHING, Ended, PlannedAssignment, Signals
+from elastic_ddp.rendezvous.messages import NO_SIGNALS, Ended, PlannedAssignment, Signals
 from elastic_ddp.telemetry.events import Event, StacksRecorded
 
 _log = logging.getLogger(__name__)
 
-_AGAIN_S = 1.0
-"""How long until something is asked again that failed in the rendezvous."""
-_OF_A_GENERATION: Any = {"broken": None, "reconfigure": False, "prospect": None}
-"""Signals that mean one generation and no other."""
+_RETRY_S = 1.0
+"""Seconds between attempts of a call that fails in the rendezvous."""
+_OF_A_GENERATION: Any = {"failed_generation": None, "reconfigure": False, "planned": None}
+"""Signals that apply to one generation only, and their defaults."""
 
 
 class RunStopped(BaseException):
-    """Ends the user's function in a worker when the run stops. Not an Exception: `except Exception` lets it pass."""
+    """Ends the user's function in a worker when the run stops. Not an Exception, so `except Exception` does not
+    catch it."""
 
 
 @dataclass(frozen=True)
-class _Question:
-    """What the rendezvous is asked, in its turn among messages."""
+class _QueuedCall:
+    """A call of the rendezvous, made in order with the queued events."""
 
     method: Any
     arguments: tuple[Any, ...]
@@ -44,38 +45,40 @@ class _Question:
 
 
 class RendezvousClient:
-    """Everything a worker says to the rendezvous, and hears from it.
+    """A worker's connection to the rendezvous.
 
-    What is said is sent at once and in order. Within a step the training thread calls `record`, `progress`,
-    `abort_when_broken` and the properties alone, which never wait; the rest waits for Ray.
+    Events are sent in order, without delay. Inside a step the training thread calls only `record`, `progress`,
+    `on_failure` and the properties, which never block; the other methods wait for Ray.
 
     Args:
         rendezvous: the run's rendezvous actor.
         member: this worker.
-        heartbeat_timeout_s: silence that the rendezvous takes for this worker's death.
+        heartbeat_timeout_s: seconds without a heartbeat after which the rendezvous considers this worker failed.
     """
 
     def __init__(self, rendezvous: RendezvousHandle, member: Member, heartbeat_timeout_s: float) -> None:
         self.member = member
         self._rendezvous = rendezvous
-        self._outbox: queue.SimpleQueue[Event | _Question | None] = queue.SimpleQueue()
-        """Messages, questions, and None, which ends it."""
+        self._outbox: queue.SimpleQueue[Event | _QueuedCall | None] = queue.SimpleQueue()
+        """Events and calls, and None to end the sender thread."""
         self._progress: dict[str, Any] | None = None
         self.activity = Activity()
-        """Where the training thread is, which tells it."""
+        """What the training thread is doing; that thread updates it."""
         self._signals = Signals()
         self._generation = 0
-        self._cut: Callable[[], None] | None = None
+        self._abort: Callable[[], None] | None = None
         self._closed = threading.Event()
         self.disconnected = False
-        """Whether nothing comes in any more: Ray is gone from this node."""
-        self._said = 0
-        """Messages that were sent."""
-        self._pulse = Heartbeat(lambda: ray.get(rendezvous.pulse_address.remote()), member.id, heartbeat_timeout_s)
-        self._speaker = threading.Thread(target=self._speak, name="rendezvous-link-out", daemon=True)
-        self._listener = threading.Thread(target=self._listen, name="rendezvous-link-in", daemon=True)
-        self._speaker.start()
-        self._listener.start()
+        """Whether Ray on this node is gone, so that no signals arrive any more."""
+        self._num_sent = 0
+        """Number of events sent."""
+        self._heartbeat = Heartbeat(
+            lambda: ray.get(rendezvous.heartbeat_address.remote()), member.id, heartbeat_timeout_s
+        )
+        self._sender = threading.Thread(target=self._send_queued, name="rendezvous-sender", daemon=True)
+        self._receiver = threading.Thread(target=self._receive_signals, name="rendezvous-receiver", daemon=True)
+        self._sender.start()
+        self._receiver.start()
 
     @property
     def stop_requested(self) -> bool:
@@ -87,41 +90,41 @@ class RendezvousClient:
         return self._signals.reconfigure
 
     @property
-    def prospect(self) -> PlannedAssignment | None:
-        """This worker's place after that; None if it has none."""
-        return self._signals.prospect
+    def planned(self) -> PlannedAssignment | None:
+        """This worker's place in the next generation; None if it has none."""
+        return self._signals.planned
 
-    def ask_for_prospect(self) -> PlannedAssignment | None:
-        """The place that it would have if it joined now; None if that cannot be said."""
-        prospect: PlannedAssignment | None = ray.get(self._rendezvous.prospect.remote(self.member))
-        return prospect
+    def plan_join(self) -> PlannedAssignment | None:
+        """Returns the place that this worker would get if it joined now; None if that is not known."""
+        planned: PlannedAssignment | None = ray.get(self._rendezvous.plan_join.remote(self.member))
+        return planned
 
     def store_address(self) -> tuple[str, int]:
-        """Where members of a generation find each other, for now: it moves if the rendezvous is restarted."""
+        """Returns the address of the generations' store. It changes when the rendezvous restarts."""
         address: tuple[str, int] = ray.get(self._rendezvous.store_address.remote())
         return address
 
     @property
     def commit_requested(self) -> int:
-        """The number of a request to commit at the next step boundary; 0 for none."""
+        """Number of a request to commit at the next step boundary; 0 for none."""
         return self._signals.commit
 
     def why_not_commit(self, generation: int) -> str | None:
-        """Why what this worker has written in a generation may not be committed; None if it may. It may be asked at any
-        time, also after `end`."""
-        reason: str | None = self._ask(self._rendezvous.why_not_commit, self.member, generation)
+        """Returns why this worker may not commit what it wrote in a generation; None if it may. It may be called
+        after `end`."""
+        reason: str | None = self._call_in_order(self._rendezvous.why_not_commit, self.member, generation)
         return reason
 
     def leave(self, why: str, within_s: float) -> None:
-        """Asks to be let go at a step boundary."""
-        self._insist(self._rendezvous.leave, self.member, within_s, why)
+        """Asks to leave the run at a step boundary, within a number of seconds."""
+        self._call(self._rendezvous.leave, self.member, within_s, why)
 
     def record(self, event: Event) -> None:
         """Queues an event for the ledger, with the current time as `at`. Never blocks."""
         self._outbox.put(replace(event, at=time.time()))
 
     def progress(self, **newest: Any) -> None:
-        """How far training is; only the newest word is passed on. Costs an assignment."""
+        """Sets this worker's progress report; only the newest one is sent. Never blocks."""
         self._progress = newest
 
     def join(
@@ -133,117 +136,117 @@ class RendezvousClient:
         committed: int | None = None,
         account: dict[str, float] | None = None,
         resumable: bool = True,
-        while_waiting: Callable[[PlannedAssignment], object] = lambda prospect: None,
+        while_waiting: Callable[[PlannedAssignment], object] = lambda planned: None,
     ) -> Assignment:
-        """Waits for the next generation.
+        """Waits for the next generation and returns this worker's place in it.
 
         Args:
-            step, between_steps, committed, resumable: what this worker comes with, as in `JoinRequest`.
-            lost: how its last generation broke, if it did.
-            account: where its time in that went.
-            while_waiting: told now and then of the place it may get.
+            step, between_steps, committed, resumable: as in `JoinRequest`.
+            failure: how its last generation failed, if it did.
+            account: seconds of each phase of that generation.
+            while_waiting: called now and then with the place that it may get.
 
         Raises:
-            RunStopped: there will be none, for this worker.
+            RunStopped: this worker gets no further generation.
         """
-        arrival = JoinRequest(
+        request = JoinRequest(
             member=self.member, step=step, between_steps=between_steps, resumable=resumable, committed=committed
         )
         while True:
             answer: Assignment | Ended | PlannedAssignment | None
-            answer = self._insist(self._rendezvous.join, arrival, self._generation, failure, account)
+            answer = self._call(self._rendezvous.join, request, self._generation, failure, account)
             if isinstance(answer, Ended):
                 raise RunStopped(answer.reason)
             if isinstance(answer, PlannedAssignment):
                 while_waiting(answer)
             elif answer is not None:
                 self._generation = answer.generation
-                self._progress = self._progress if answer.rank == 0 else None  # the first one's word is what counts
-                self._signals = replace(self._signals, **_OF_A_GENERATION)  # said of the one before
+                self._progress = self._progress if answer.rank == 0 else None  # rank 0 alone reports progress
+                self._signals = replace(self._signals, **_OF_A_GENERATION)
                 return answer
 
-    def abort_when_broken(self, cut: Callable[[], None] | None) -> None:
-        """What to call, from the link's thread, when a peer of this generation is lost or the run ends, while this
-        worker may be stuck in a collective."""
-        self._cut = cut
-        if cut is not None and self._must_abort(self._signals):
-            _try_to_abort(cut)
+    def on_failure(self, abort: Callable[[], None] | None) -> None:
+        """Sets the function that aborts this worker's collectives; None for none. A client thread calls it when a
+        member of the current generation fails or the run ends."""
+        self._abort = abort
+        if abort is not None and self._must_abort(self._signals):
+            _try_to_abort(abort)
 
     def _must_abort(self, signals: Signals) -> bool:
-        return signals.ended is not None or signals.broken == self._generation
+        return signals.ended is not None or signals.failed_generation == self._generation
 
     def end(self, **outcome: Any) -> bool:
-        """Says that the run is over and how. Returns when the rendezvous has it, with all messages before it, whether
-        that counts: a failure of a worker that has never trained does not, if others train."""
-        counts: bool = self._ask(self._rendezvous.end, self.member, self._progress, outcome)
+        """Reports how the run ended, after all events before it. Returns False if the run continues: this worker
+        failed before it ever trained, and others train."""
+        counts: bool = self._call_in_order(self._rendezvous.end, self.member, self._progress, outcome)
         return counts
 
     def close(self) -> None:
-        """Ends the threads; what was said before has been delivered."""
+        """Sends the remaining events and ends the threads."""
         self._outbox.put(None)
-        self._speaker.join()
+        self._sender.join()
         self._closed.set()
-        self._listener.join()
+        self._receiver.join()
         ray.get(self._rendezvous.retire.remote(self.member))
-        self._pulse.stop()
-        if remaining := self._drain():  # said after the end
+        self._heartbeat.stop()
+        if remaining := self._remaining_events():
             self._send(remaining)
 
-    def _ask(self, method: Any, *arguments: Any) -> Any:
-        """The answer of the rendezvous, which the link's thread asks for after all that was said before."""
-        question = _Question(method, arguments)
-        self._outbox.put(question)
-        while self._speaker.is_alive():
+    def _call_in_order(self, method: Any, *arguments: Any) -> Any:
+        """Calls the rendezvous after all events before, on the sender thread. Returns its answer."""
+        call = _QueuedCall(method, arguments)
+        self._outbox.put(call)
+        while self._sender.is_alive():
             with suppress(TimeoutError):
-                return question.answer.result(timeout=1.0)
-        # It has ended: the link is closed, or the rendezvous is gone, which is raised here.
-        return question.answer.result() if question.answer.done() else self._insist(method, *arguments)
+                return call.answer.result(timeout=1.0)
+        # The client is closed, or the rendezvous is gone, which raises here.
+        return call.answer.result() if call.answer.done() else self._call(method, *arguments)
 
-    def _drain(self) -> list[Event]:
-        """What waits to be sent, up to the end."""
-        messages = []
-        while not self._outbox.empty() and (message := self._outbox.get()) is not None:
-            if isinstance(message, Event):
-                messages.append(message)
-        return messages
+    def _remaining_events(self) -> list[Event]:
+        events = []
+        while not self._outbox.empty() and (item := self._outbox.get()) is not None:
+            if isinstance(item, Event):
+                events.append(item)
+        return events
 
-    def _speak(self) -> None:
-        while (message := self._outbox.get()) is not None:
+    def _send_queued(self) -> None:
+        while (item := self._outbox.get()) is not None:
             try:
-                if isinstance(message, Event):
-                    self._send([message])
+                if isinstance(item, Event):
+                    self._send([item])
                 else:
-                    message.answer.set_result(self._insist(message.method, *message.arguments))
+                    item.answer.set_result(self._call(item.method, *item.arguments))
             except ray.exceptions.RayError as error:
-                if isinstance(message, _Question):
-                    message.answer.set_exception(error)
-                return  # the driver is gone, and this worker goes with it
+                if isinstance(item, _QueuedCall):
+                    item.answer.set_exception(error)
+                return  # the driver is gone, and Ray ends this worker
 
-    def _send(self, messages: list[Event]) -> None:
-        """Returns when the rendezvous has them. Ray calls again if its process dies, and numbers tell that it did."""
-        self._insist(self._rendezvous.take, messages, self._progress, self.member.id, self._said + 1)
-        self._said += len(messages)
+    def _send(self, events: list[Event]) -> None:
+        """Returns when the rendezvous has the events. Ray repeats the call if the rendezvous process dies; the number
+        of the first event tells a repeated call from a new one."""
+        self._call(self._rendezvous.report, events, self._progress, self.member.id, self._num_sent + 1)
+        self._num_sent += len(events)
 
-    def _insist(self, method: Any, *arguments: Any) -> Any:
-        """Asks the rendezvous until it can do it: the disk of its node may be full for a while."""
-        is_said = False
+    def _call(self, method: Any, *arguments: Any) -> Any:
+        """Calls the rendezvous until it succeeds: the disk of its node may be full for a while."""
+        is_logged = False
         while True:
             try:
                 return ray.get(method.remote(*arguments))
             except ray.exceptions.RayTaskError:
-                if not is_said:
-                    _log.exception("the rendezvous cannot do what it is asked for; it is asked again every second")
-                is_said = True
-                if self._closed.wait(_AGAIN_S):
+                if not is_logged:
+                    _log.exception("a call of the rendezvous failed; retrying every %g s", _RETRY_S)
+                is_logged = True
+                if self._closed.wait(_RETRY_S):
                     raise
 
-    def _listen(self) -> None:
-        cut_in = shown = 0
+    def _receive_signals(self) -> None:
+        aborted = shown = 0
         while not self._closed.is_set():
             generation = self._generation
             try:
-                signals: Signals = self._insist(
-                    self._rendezvous.listen, self.member, generation, self._progress, self.activity.now
+                signals: Signals = self._call(
+                    self._rendezvous.poll_signals, self.member, generation, self._progress, self.activity.now
                 )
             except ray.exceptions.RayError:
                 self.disconnected = True
@@ -254,19 +257,19 @@ class RendezvousClient:
             if signals.show_stacks not in (0, shown):
                 shown = signals.show_stacks
                 self.record(StacksRecorded(member=self.member.id, place=self.activity.now.place, stacks=stacks()))
-            cut = self._cut
-            if cut is not None and self._must_abort(signals) and (signals.ended is not None or cut_in < generation):
-                cut_in = generation
-                _try_to_abort(cut)
+            abort = self._abort
+            if abort is not None and self._must_abort(signals) and (signals.ended is not None or aborted < generation):
+                aborted = generation
+                _try_to_abort(abort)
             if signals.ended is not None:
                 return
-            if signals != NOTHING:
-                self._closed.wait(0.05)  # the rendezvous answers at once from here on
+            if signals != NO_SIGNALS:
+                self._closed.wait(0.05)  # the rendezvous does not hold such a call
 
 
-def _try_to_abort(cut: Callable[[], None]) -> None:
-    """Whatever comes of it: the thread that does it has other things to do, and those that wait will tell."""
+def _try_to_abort(abort: Callable[[], None]) -> None:
+    """Calls it, and logs any error: this thread must go on."""
     try:
-        cut()
+        abort()
     except Exception:
-        _log.exception("a process group could not be cut")
+        _log.exception("the collectives of a failed generation could not be aborted")

@@ -1,6 +1,4 @@
-"""What a rendezvous decides and puts on record, without Ray, threads or asyncio: who is in which generation, what its
-members should know, and what is due by the clock.
-"""
+"""The rendezvous' decisions and records, without Ray, threads or asyncio: generations, signals, and what is due."""
 
 from __future__ import annotations
 
@@ -10,225 +8,176 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_ddp.distributed.process_group import Assignment
-from elastic_ddp.errors import StorageError
+from elastic_ddp.errors import ElasticDDPError, StorageError
 from elastic_ddp.rendezvous.event_log import EventLog
-from elastic_ddp.rendezvous.hang import ActivityReport, HangWatch
+from elastic_ddp.rendezvous.hang import HangDetector
 from elastic_ddp.rendezvous.members import DrainNotice, JoinRequest, Member
 from elastic_ddp.rendezvous.membership import LEFT, Membership
 from elastic_ddp.rendezvous.messages import Ended, PlannedAssignment, RendezvousOptions, Signals, WorkerDirectives
 from elastic_ddp.rendezvous.snapshot import Snapshot, State
-from elastic_ddp.telemetry.events import (
-    CommitFailed,
-    CommitStarted,
-    CommitSucceeded,
-    DrainNoticed,
-    DrainOverdue,
-    EvaluationFinished,
-    EvaluationStarted,
-    Event,
-    FirstStep,
-    GenerationAccount,
-    GenerationEnded,
-    GenerationFormed,
-    GenerationStarted,
-    HangDetected,
-    NewcomerFailed,
-    RendezvousRestarted,
-    ReportIgnored,
-    Resumed,
-    StepsCompleted,
-    WorkerFailed,
-    WorkerLeft,
-)
+from elastic_ddp.telemetry import events
 
 PREPARE_S = 5.0
-"""How long training goes on while members read the first rows of their parts in the next generation."""
-START_S = 120.0
-"""What a worker may take to get ready to train, at least; longer if `hang_timeout_s` is longer."""
-STACKS_S = 2.0
-"""How long workers that hang may take to say where."""
-_OF_TRAINING = (
-    GenerationStarted,
-    FirstStep,
-    StepsCompleted,
-    EvaluationStarted,
-    EvaluationFinished,
-    GenerationEnded,
-)
-"""What members say of the generation that they are in."""
+"""How long training continues while members read the first rows of their parts in the next generation."""
+START_TIMEOUT_S = 120.0
+"""Minimum time in which a worker must get ready to train; `hang_timeout_s` if that is longer."""
+STACKS_WITHIN_S = 2.0
+"""How long hanging workers have to record their stacks."""
 
 
 class Coordinator:
-    """Every call that changes anything is made under one lock, and may leave something to tell.
+    """Holds the state of a rendezvous. All calls are made under one lock.
 
     Args:
-        options: what it goes by.
-        store: host and port of the store in which members of a generation find each other.
+        options: the settings of the run.
+        store: host and port of the generations' store.
 
     Attributes:
-        changed: there is something new for members, who have not been told.
-        has_news: the same for the driver.
+        notify_members, notify_driver: whether calls that wait for a change have something new to return.
     """
 
     def __init__(self, options: RendezvousOptions, store: tuple[str, int]) -> None:
         self._options = options
-        self._host, self._port = store
-        self._memory = Snapshot(options.memory)
-        state = self._memory.load()
-        self.is_second = state is not None
-        """Whether another process was the rendezvous before this one."""
+        self._store = store
+        self._snapshot = Snapshot(options.snapshot_folder)
+        state = self._snapshot.load()
+        self.is_restarted = state is not None
         self.state = state or State(Membership(min_workers=options.min_workers, max_workers=options.max_workers))
         self.membership = self.state.membership
-        self.journal = EventLog(self._memory)
-        self.changed = self.has_news = False
+        self.event_log = EventLog(self._snapshot)
+        self.hangs = HangDetector(options.hang_timeout_s)
+        self.notify_members = self.notify_driver = False
         self._formed: dict[str, Assignment] = {}
-        self._prospects: dict[str, tuple[int, int]] = {}
-        self._wanted_change = False
+        self._planned: dict[str, tuple[int, int]] = {}
+        self._change_wanted = False
         self._account: dict[str, float] = {}
-        """The longest that those who come from the current generation gave."""
-        self._watch = HangWatch(options.hang_timeout_s)
-        self._expected: dict[str, float] = {}
-        """Workers that were started and have not come, and since when."""
-        self._stacks_wanted_at: float | None = None
+        """The longest account among members that came from the current generation."""
+        self._not_joined: dict[str, float] = {}
+        """Workers that were started and have not joined, and since when."""
+        self._stacks_requested_at: float | None = None
         self._saver = ""
-        """The member that has begun the newest save, until that ends."""
+        """The member that is writing a checkpoint."""
 
-    def go_on(self) -> list[str]:
-        """Takes up what the process before this one left, whose members it returns."""
+    def take_over(self) -> list[str]:
+        """Resumes from the state of the previous process. Returns the ids of the members."""
         members = [member.id for member in self.membership.known()]
-        self.record(RendezvousRestarted(generation=self.membership.generation, pid=os.getpid()))
-        self._watch.begin(members, time.monotonic())
+        self.record(events.RendezvousRestarted(generation=self.membership.generation, pid=os.getpid()))
+        self.hangs.begin(members, time.monotonic())
         return members
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended or is stopping."""
+        return self.event_log.ended is not None or self.state.stop
 
     # Members.
 
-    def arrive(
-        self, arrival: JoinRequest, *, after: int, failure: str | None, account: dict[str, float] | None
-    ) -> None:
-        """A member comes from generation `after`, 0 for none."""
-        healthy = self.membership.failure is None
-        counts = after == self.membership.generation and self.membership.why_gone(arrival.member.id) in (None, LEFT)
+    def join(self, request: JoinRequest, *, after: int, failure: str | None, account: dict[str, float] | None) -> None:
+        """Takes the join request of a member that comes from generation `after`, 0 for none."""
+        was_healthy = self.membership.failure is None
+        counts = after == self.membership.generation and self._is_in_good_standing(request.member.id)
         if account and counts:
-            self._account = max(self._account, account, key=lambda each: sum(each.values()))
-        if self.membership.arrive(arrival, failure=failure) is not None:
+            self._account = max(self._account, account, key=lambda phases: sum(phases.values()))
+        if self.membership.join(request, failure=failure) is not None:
             self._record_dismissals()
             return
-        if healthy and self.membership.failure is not None:
-            number, error = self.membership.generation, self.membership.failure
-            self.record(WorkerFailed(generation=number, reported_by=arrival.member.id, error=error))
-            self.changed = True
+        if was_healthy and self.membership.failure is not None:
+            self._record_failure(self.membership.failure, reported_by=request.member.id)
         self.form()
 
+    def _is_in_good_standing(self, member: str) -> bool:
+        """Whether a member has not failed; it may have left."""
+        return self.membership.why_gone(member) in (None, LEFT)
+
     def place_of(self, member: str, after: int) -> Assignment | Ended | None:
-        """A member's place in a generation later than `after`, or why it gets none; None if that is open."""
+        """Returns a member's place in a generation later than `after`, or why it gets none; None if that is open."""
         assignment = self._formed.get(member)
         if assignment is not None and assignment.generation > after:
             return assignment
         gone = self.membership.why_gone(member)
         return Ended(gone) if gone is not None else None
 
-    def prospect_of(self, member: str) -> PlannedAssignment | None:
-        """The place that a member may get."""
-        place = self._prospects.get(member)
-        return None if place is None else PlannedAssignment(*place, self._steps_done)
+    def planned_place_of(self, member: str) -> PlannedAssignment | None:
+        """Returns the place that a member may get in the next generation."""
+        return self._as_planned(self._planned.get(member))
 
-    def prospect_of_one_to_come(self, member: Member) -> PlannedAssignment | None:
-        """The place that somebody may get who has not come yet."""
-        places = self.membership.prospects(time.monotonic(), also=member)
-        return PlannedAssignment(*places[member.id], self._steps_done) if member.id in places else None
+    def plan_join(self, member: Member) -> PlannedAssignment | None:
+        """Returns the place that a worker would get if it joined now."""
+        return self._as_planned(self.membership.plan(time.monotonic(), joining=member).get(member.id))
 
-    @property
-    def _steps_done(self) -> int:
-        """By the newest word of rank 0, which may be a poll old."""
-        return int(self.journal.progress.get("step", 0))
+    def _as_planned(self, place: tuple[int, int] | None) -> PlannedAssignment | None:
+        return None if place is None else PlannedAssignment(*place, step=self.event_log.progress.get("step", 0))
 
-    def lose(self, member: str, how: str) -> None:
-        """A member's pulse ended."""
-        known = self.membership.why_gone(member) is not None
-        generation, current = self.membership.generation, self.membership.current
-        was_in_it = not known and current is not None and member in current.ids
-        if self.membership.lose(member, how) or was_in_it:
-            self.record(WorkerFailed(generation=generation, member=member, error=how))
-        elif not known and self.journal.ended is None:
-            self.record(NewcomerFailed(generation=generation, member=member, error=how))
-        self._prospects = {}  # of a generation that does not come to be
+    def mark_failed(self, member: str, how: str) -> None:
+        """Records that a member has failed, and ends its generation."""
+        membership = self.membership
+        if membership.why_gone(member) is None:
+            membership.mark_failed(member, how)
+            if membership.is_current(member):
+                self._record_failure(how, member=member)
+            elif self.event_log.ended is None:
+                self.record(events.NewcomerFailed(generation=membership.generation, member=member, error=how))
+        self._planned = {}
         self.form()
-        self.changed = True
+        self.notify_members = True
+
+    def _record_failure(self, error: str, *, member: str | None = None, reported_by: str | None = None) -> None:
+        generation = self.membership.generation
+        self.record(events.WorkerFailed(generation=generation, member=member, reported_by=reported_by, error=error))
+        self.notify_members = True
 
     def retire(self, member: str) -> None:
-        """A member is through. If the run is not, and goes on with it, that is a loss."""
-        current = self.membership.current
-        is_in_it = current is not None and member in current.ids and self.membership.why_gone(member) is None
-        if is_in_it and self.journal.ended is None:
-            self.lose(member, "it left its generation, and was not asked to")
+        """Removes a member that is done. It has failed if its generation continues."""
+        is_alive = self.membership.is_current(member) and self.membership.why_gone(member) is None
+        if is_alive and self.event_log.ended is None:
+            self.mark_failed(member, "it left its generation without being asked to")
         self.membership.retire(member)
         self.form()
 
-    def hear(self, member: str, whereabouts: ActivityReport) -> None:
-        """A member says where it is."""
-        self._watch.hear(member, whereabouts, time.monotonic())
-
     def signals(self, member: Member, generation: int) -> Signals:
-        """What a member of a generation should know."""
-        membership = self.membership
+        """Returns the signals for a member of a generation."""
+        membership, now_s = self.membership, time.monotonic()
         is_current = generation == membership.generation
-        reconfigure = is_current and self._wanted_change and membership.wants_change(time.monotonic())
+        reconfigure = is_current and self._change_wanted and membership.wants_change(now_s)
         return Signals(
             stop=self.state.stop,
-            ended=self.journal.ended or membership.why_gone(member.id),
-            broken=generation if is_current and membership.failure is not None else None,
+            ended=self.event_log.ended or membership.why_gone(member.id),
+            failed_generation=generation if is_current and membership.failure is not None else None,
             reconfigure=reconfigure,
-            prospect=self.prospect_of(member.id) if reconfigure and self._has_time() else None,
+            planned=self.planned_place_of(member.id) if reconfigure and membership.has_time(now_s, PREPARE_S) else None,
             commit=self.state.open_request,
-            show_stacks=self.state.stacks_requests if is_current and self._stacks_wanted_at is not None else 0,
+            show_stacks=self.state.stacks_requests if is_current and self._stacks_requested_at is not None else 0,
         )
 
-    def _has_time(self) -> bool:
-        """Whether those who are to go can wait for others to get ready."""
-        return self.membership.has_time(time.monotonic(), PREPARE_S)
-
     def why_not_commit(self, member: Member, generation: int) -> str | None:
-        """Why what a member has written in a generation may not be committed; None if it may. It may if the member
-        takes part in the run, or did until it left in peace, and no generation has begun from a commit since."""
-        gone = self.membership.why_gone(member.id)
-        if not self.membership.has_seen(member.id) or gone not in (None, LEFT):
-            return f"this worker was presumed dead: {gone or 'it is not known'}"
+        """Returns why a member may not commit what it wrote in a generation, or None: it has failed, or a generation
+        has started from a commit since."""
+        if not self.membership.has_joined(member.id) or not self._is_in_good_standing(member.id):
+            reason = self.membership.why_gone(member.id) or "the rendezvous does not know it"
+            return f"this worker counts as failed: {reason}"
         if generation < self.state.restored:
-            return f"generation {self.state.restored} has begun from a commit since generation {generation}"
+            return f"generation {self.state.restored} has started from a commit since generation {generation}"
         return None
 
-    def expect(self, started: list[str]) -> None:
-        """These workers there are. One that does not come at all is given up."""
-        now_s, timeout_s = time.monotonic(), max(self._options.hang_timeout_s, START_S)
-        self._expected = {
-            each: self._expected.get(each, now_s) for each in started if not self.membership.has_seen(each)
-        }
-        for member, since_s in self._expected.items():
+    def check_started(self, started: list[str]) -> None:
+        """Marks running workers as failed that have not joined within the start timeout."""
+        now_s, timeout_s = time.monotonic(), max(self._options.hang_timeout_s, START_TIMEOUT_S)
+        not_joined = [worker for worker in started if not self.membership.has_joined(worker)]
+        self._not_joined = {worker: self._not_joined.get(worker, now_s) for worker in not_joined}
+        for worker, since_s in self._not_joined.items():
             if now_s - since_s >= timeout_s:
-                self.lose(
-                    member,
-                    f"it was not ready to train {timeout_s:g} s after its start (hang_timeout_s): it hangs in an "
-                    "import, or where it builds the model. Raise hang_timeout_s if that may take longer",
+                self.mark_failed(
+                    worker,
+                    f"not ready to train {timeout_s:g} s after its start (hang_timeout_s): it hangs in an import or "
+                    "while it builds the model. Raise hang_timeout_s if that may take longer.",
                 )
-
-    def fail(self, member: Member, error: str) -> bool:
-        """A member failed. Returns whether it was a newcomer to a run that trains, and so is replaced."""
-        if not self.membership.is_newcomer(member.id):
-            return False
-        self.lose(member.id, error)
-        return True
-
-    def forget(self, started: list[str]) -> None:
-        """What is of use only for workers that there are."""
-        self._record_dismissals()
-        self.membership.forget(started)
-        self.state.recorded_dismissals = len(self.membership.dismissed)
 
     # Generations.
 
     def form(self) -> None:
-        """Forms the next generation if that can be."""
-        self._meet_request()
+        """Forms the next generation if possible."""
+        if self.state.open_request and self.membership.all_wait() and self.membership.has_committed():
+            self.fulfill_requests(self.state.requests)  # too few workers train, and their state is committed
         self.membership.commit_wanted = bool(self.state.open_request)
         formed = self.membership.form(time.monotonic())
         self._record_dismissals()
@@ -236,257 +185,216 @@ class Coordinator:
             return
         if formed.source is None:
             self.state.restored = formed.number
-        self.save()
-        self._watch.begin([member.id for member in formed.members], time.monotonic())
-        self._stacks_wanted_at = None
-        self._prospects = {}
-        self._formed = {
-            member.id: Assignment(
-                generation=formed.number,
-                rank=rank,
-                world_size=len(formed.members),
-                store_host=self._host,
-                store_port=self._port,
-                source=formed.source,
-                receivers=formed.receivers,
-                reason=formed.reason,
-                first_step=formed.first_step,
-                handover_only=formed.brief,
-                same_members=formed.again,
-                in_collective_task=formed.amid,
-            )
-            for rank, member in enumerate(formed.members)
-        }
+        self._snapshot.save(self.state)
+        self.hangs.begin([member.id for member in formed.members], time.monotonic())
+        self._stacks_requested_at, self._planned = None, {}
+        self._formed = formed.assignments(*self._store)
         if self._account:
-            self.record(GenerationAccount(generation=formed.number - 1, account=self._account))
+            self.record(events.GenerationAccount(generation=formed.number - 1, account=self._account))
             self._account = {}
-        members = [{"rank": rank, "node": member.node, "pid": member.pid} for rank, member in enumerate(formed.members)]
-        self.record(
-            GenerationFormed(
-                generation=formed.number,
-                world_size=len(members),
-                reason=formed.reason,
-                first_step=formed.first_step,
-                waited_s=formed.waited_s,
-                members=members,
-            )
-        )
-        self.changed = True
+        self.record(formed.event())
+        self.notify_members = True
 
     def _record_dismissals(self) -> None:
-        for member, kind in list(self.membership.dismissed.items())[self.state.recorded_dismissals :]:
-            self.record(WorkerLeft(generation=self.membership.generation, member=member, kind=kind))
-            self.changed = True
-        if self.state.recorded_dismissals < len(self.membership.dismissed):
-            self.state.recorded_dismissals = len(self.membership.dismissed)
-            self.save()
+        dismissed = list(self.membership.dismissed.items())[self.state.recorded_dismissals :]
+        for member, kind in dismissed:
+            self.record(events.WorkerLeft(generation=self.membership.generation, member=member, kind=kind))
+        if dismissed:
+            self.state.recorded_dismissals += len(dismissed)
+            self.notify_members = True
+            self._snapshot.save(self.state)
 
-    # By the clock.
+    # What is due by the clock.
 
     def tick(self) -> None:
-        """What is due: members who waited long enough, notices that run out, hangs."""
+        """Forms a generation that is due, interrupts overdue steps, and ends hangs."""
         now_s = time.monotonic()
         self.form()
-        self._look_ahead(now_s)
-        if self.membership.break_if_overdue(now_s):
-            self.record(DrainOverdue(generation=self.membership.generation))
-            self.changed = True
-        self._look_for_a_hang(now_s)
-        self.save()
+        self._plan(now_s)
+        if self.membership.interrupt_if_overdue(now_s):
+            self.record(events.DrainOverdue(generation=self.membership.generation))
+            self.notify_members = True
+        self._check_for_hang(now_s)
+        self._snapshot.save(self.state)
 
-    def _look_ahead(self, now_s: float) -> None:
-        """Whether membership is to change, and who would be where then: members are told both at once."""
-        before = (self._wanted_change, self._prospects)
-        self._wanted_change, self._prospects = self.membership.wants_change(now_s), self.membership.prospects(now_s)
-        if before != (self._wanted_change, self._prospects):
-            self.changed = True
+    def _plan(self, now_s: float) -> None:
+        """Updates whether membership should change and the places that members get then, both at once."""
+        before = (self._change_wanted, self._planned)
+        self._change_wanted, self._planned = self.membership.wants_change(now_s), self.membership.plan(now_s)
+        self.notify_members |= before != (self._change_wanted, self._planned)
 
-    def _look_for_a_hang(self, now_s: float) -> None:
-        """First everybody says where its threads are, then those whom others wait for are given up."""
-        for member in self._watch.places():
+    def _check_for_hang(self, now_s: float) -> None:
+        """On a hang, first asks all members for their stacks, then decides."""
+        for member in self.hangs.places():
             if self.membership.why_gone(member) is not None:
-                self._watch.forget(member)
-        if self.membership.all_wait():  # for others to come, as long as that takes
-            self._watch.begin(self._watch.places(), now_s)
-        if self.journal.ended is not None or not self._watch.is_hung(now_s):
-            self._stacks_wanted_at = None
-        elif self._stacks_wanted_at is None:
+                self.hangs.remove(member)
+        if self.membership.all_wait():  # waiting for workers is not a hang
+            self.hangs.begin(self.hangs.places(), now_s)
+        if self.event_log.ended is not None or not self.hangs.is_hung(now_s):
+            self._stacks_requested_at = None
+        elif self._stacks_requested_at is None:
             self.state.stacks_requests += 1
-            self._stacks_wanted_at = now_s
-            self.changed = True
-        elif now_s - self._stacks_wanted_at >= STACKS_S:
-            self._stacks_wanted_at = None
+            self._stacks_requested_at = now_s
+            self.notify_members = True
+        elif now_s - self._stacks_requested_at >= STACKS_WITHIN_S:
+            self._stacks_requested_at = None
             self._end_hang(now_s)
 
     def _end_hang(self, now_s: float) -> None:
-        generation, places = self.membership.generation, self._watch.places()
-        verdict = self._watch.judge(is_broken=self.membership.failure is not None)
-        culprits, silent_s = [*verdict.culprits], self._watch.timeout_s
-        self.record(HangDetected(generation=generation, places=places, culprits=culprits, seconds=silent_s))
+        generation, places, seconds = self.membership.generation, self.hangs.places(), self.hangs.timeout_s
+        verdict = self.hangs.decide(is_broken=self.membership.failure is not None)
+        culprits = [*verdict.culprits]
+        self.record(events.HangDetected(generation=generation, places=places, culprits=culprits, seconds=seconds))
         for member, how in verdict.culprits.items():
-            self.membership.lose(member, how)
-            self.record(WorkerFailed(generation=generation, member=member, error=how))
+            self.membership.mark_failed(member, how)
+            self._record_failure(how, member=member)
         if verdict.failure is not None:
             self.membership.failure = verdict.failure
-            self.record(WorkerFailed(generation=generation, error=verdict.failure))
+            self._record_failure(verdict.failure)
         if verdict.end is not None:
-            self.end({"status": "failed", "kind": type(verdict.end).__name__, "error": str(verdict.end)})
-        self._watch.begin(places, now_s)  # one more timeout for those who are left
+            self._fail(verdict.end)
+        self.hangs.begin(places, now_s)  # the other members get another timeout
         self.form()
-        self.changed = True
 
-    # What others want of it.
-
-    def act(self) -> None:
-        """Somebody is to go, or to come: does what follows from that, whatever happens to this process."""
-        self.save()
+    def apply_request(self) -> None:
+        """Saves a request that changes membership or asks for a commit, and does what follows from it."""
+        self._snapshot.save(self.state)
         self.form()
-        self._look_ahead(time.monotonic())
-        self.changed = True
+        self._plan(time.monotonic())
+        self.notify_members = True
 
     def ask_to_leave(self, member: Member, within_s: float, why: str) -> None:
-        """A member has been told to go."""
+        """Asks a member to leave within a number of seconds."""
         if self.membership.why_gone(member.id) is None:
-            self.record(DrainNoticed(member=member.id, node=member.node, within_s=within_s, by=why))
+            self.record(events.DrainNoticed(member=member.id, node=member.node, within_s=within_s, by=why))
             self.membership.ask_to_leave([member.id], DrainNotice(time.monotonic(), within_s))
-            self.act()
+            self.apply_request()
 
     def drain(self, node_id: str, within_s: float, by: str) -> None:
-        """A node is to go, if that was not known."""
+        """Asks all members on a node to leave within a number of seconds, unless they were asked before."""
         if self.membership.drain(node_id, DrainNotice(time.monotonic(), within_s)):
-            if any(each.node_id == node_id for each in self.membership.known()):
-                self.record(DrainNoticed(node_id=node_id, within_s=within_s, by=by))
-            self.act()
+            if any(member.node_id == node_id for member in self.membership.known()):
+                self.record(events.DrainNoticed(node_id=node_id, within_s=within_s, by=by))
+            self.apply_request()
 
     def request_commit(self) -> int:
-        """Asks for a commit at the next step boundary; returns the request's number."""
+        """Asks for a commit at the next step boundary. Returns the number of the request."""
         self.state.requests += 1
-        request = self.state.requests
-        self.act()
-        return request
+        self.apply_request()
+        return self.state.requests
 
-    def _meet_request(self) -> None:
-        """Where all wait, for there are too few, what they hold may be committed already."""
-        if self.state.open_request and self.membership.all_wait() and self.membership.has_committed():
-            self.meet_requests(self.state.requests)
+    def fulfill_requests(self, newest: int) -> None:
+        """Marks all commit requests up to this one as fulfilled."""
+        if newest > self.state.fulfilled_requests:
+            self.state.fulfilled_requests = newest
+            self._snapshot.save(self.state)
+            self.notify_members = True
 
-    def meet_requests(self, newest: int) -> None:
-        """There is a commit for all requests up to this one."""
-        if newest > self.state.requests_met:
-            self.state.requests_met = newest
-            self.save()
-            self.changed = True
-
-    def orders(self, started: list[str]) -> WorkerDirectives:
-        """For the controller, of the workers that it has started."""
+    def directives(self, started: list[str]) -> WorkerDirectives:
+        """Returns what the controller does about its running workers. Deletes details of all others."""
         membership = self.membership
+        self._record_dismissals()
+        membership.prune(started)
+        self.state.recorded_dismissals = len(membership.dismissed)
         failed = membership.failed()
         return WorkerDirectives(
-            failed={each: failed[each] for each in started if each in failed},
-            newcomers=[each for each in started if membership.is_newcomer(each)],
-            dismissed=[each for each in started if each in membership.dismissed],
+            failed={worker: failed[worker] for worker in started if worker in failed},
+            newcomers=[worker for worker in started if membership.is_newcomer(worker)],
+            dismissed=[worker for worker in started if worker in membership.dismissed],
             leaving=membership.leaving,
-            avoid=membership.draining,
+            avoid=list(membership.draining),
             limit=membership.limit,
-            is_over=self.journal.ended is not None or self.state.stop,
+            is_over=self.is_over,
         )
 
     @property
     def is_saving(self) -> bool:
-        """Whether a member that is there has begun a save that has not ended."""
+        """Whether a member is writing a checkpoint."""
         return bool(self._saver) and self.membership.why_gone(self._saver) is None
 
     @property
     def last_commit(self) -> int | None:
         """Steps done in the newest commit."""
-        newest = self.journal.last(CommitSucceeded) or self.journal.last(Resumed)
+        newest = self.event_log.last(events.CommitSucceeded) or self.event_log.last(events.Resumed)
         return self._options.last_commit if newest is None else newest.step
 
-    def doing(self) -> str:
-        """The run's state, for `status`: starting, training, waiting, stopping, or how it ended."""
-        if self.journal.ended or self.state.stop:
-            return self.journal.ended or "stopping"
-        if not self.journal.last(GenerationStarted):
-            return "starting"
-        return "training" if self.membership.is_training() else "waiting"
-
-    def facts(self) -> dict[str, Any]:
-        """For `elastic-ddp status`."""
-        membership, state, facts = self.membership, self.doing(), self.journal.facts()
+    def status(self) -> dict[str, Any]:
+        """Returns the state of the run, for `elastic-ddp status`."""
+        membership, progress = self.membership, self.event_log.status()
+        if self.is_over:
+            state = self.event_log.ended or "stopping"
+        elif progress["generation"] is None:
+            state = "starting"
+        else:
+            state = "training" if membership.is_training() else "waiting"
         return {
             "state": state,
             "wanted": membership.wanted,
             "members": [
-                {"rank": rank, "node": each.node, "node_id": each.node_id, "pid": each.pid, "id": each.id}
-                for rank, each in enumerate(membership.current.members if membership.current is not None else ())
-                if membership.why_gone(each.id) is None
+                {"rank": rank, "node": member.node, "node_id": member.node_id, "pid": member.pid, "id": member.id}
+                for rank, member in enumerate(membership.current.members if membership.current is not None else ())
+                if membership.why_gone(member.id) is None
             ],
-            "draining": membership.draining,
+            "draining": list(membership.draining),
             "last_commit": self.last_commit,
-            **facts,
-            "world_size": 0 if state == "waiting" else facts["world_size"],
+            **progress,
+            "world_size": 0 if state == "waiting" else progress["world_size"],
         }
 
-    # The record.
-
-    def take(
-        self, messages: list[Event], progress: dict[str, Any] | None = None, sender: str = "", first: int = 0
+    def report(
+        self, reports: list[events.Event], progress: dict[str, Any] | None, sender: str = "", first: int = 0
     ) -> None:
-        """Takes messages for the record, and how far training is. See `EventLog.take`."""
-        is_lost = self.membership.why_gone(sender) not in (None, LEFT)
-        if is_lost:
-            # What it counted meanwhile was no time of the run's, and how far it is nobody's word any more.
+        """Takes events for the ledger and a progress report, and does what follows from them. See `EventLog.add`."""
+        has_failed = not self._is_in_good_standing(sender)
+        if has_failed:  # the run continues without the sender
             progress = None
-            messages = [self._without_hindsight(each) for each in messages]
-        messages = self.journal.take(messages, progress, sender, first)
-        for each in messages:
-            match each:
-                case FirstStep():
-                    self.membership.made_a_step(each.generation)
-                case CommitStarted():
+            reports = [self._without_stale_training(event) for event in reports]
+        new = self.event_log.add(reports, progress, sender, first)
+        for event in new:
+            match event:
+                case events.FirstStep():
+                    self.membership.mark_trained(event.generation)
+                case events.CommitStarted():
                     self._saver = sender
-                case CommitSucceeded():
+                case events.CommitSucceeded():
                     self._saver, self.state.failed_saves = "", 0
-                    self.meet_requests(each.request or 0)
-                case CommitFailed():
+                    self.fulfill_requests(event.request or 0)
+                case events.CommitFailed():
                     self._saver = ""
-                    if each.counts and not is_lost:
-                        self._count_failed_save(each.error, "the storage" if each.of_storage else "what that names")
-        self.has_news = self.has_news or bool(messages)
+                    if event.counts and not has_failed:
+                        self._count_failed_save(event)
+        self.notify_driver = self.notify_driver or bool(new)
 
-    def _without_hindsight(self, message: Event) -> Event:
-        """What a lost member says of training, when that has gone on without it, is put on record, but not as news."""
-        if not isinstance(message, _OF_TRAINING):
-            return message
-        if message.generation < self.membership.generation:
-            return ReportIgnored(generation=message.generation, what=message.event, at=message.at)
-        return replace(message, account=None) if isinstance(message, GenerationEnded) else message
+    def _without_stale_training(self, event: events.Event) -> events.Event:
+        """Replaces what a failed member reports about an ended generation, which others have continued."""
+        if not isinstance(event, events.TrainingEvent):
+            return event
+        if event.generation < self.membership.generation:
+            return events.ReportIgnored(generation=event.generation, what=event.event, at=event.at)
+        return replace(event, account=None) if isinstance(event, events.GenerationEnded) else event
 
-    def _count_failed_save(self, error: str, to_mend: str) -> None:
-        """Ends the run when there are too many."""
+    def _count_failed_save(self, failed: events.CommitFailed) -> None:
+        """Ends the run after too many consecutive failures."""
         self.state.failed_saves += 1
         if self.state.failed_saves > self._options.max_failed_saves:
-            newest = "no commit" if self.last_commit is None else f"a commit of step {self.last_commit}"
-            self.end(
-                {
-                    "status": "failed",
-                    "kind": StorageError.__name__,
-                    "error": f"{self.state.failed_saves} saves in a row failed (checkpoint.max_failed_saves="
-                    f"{self._options.max_failed_saves}), the last one: {error}. There is {newest}; mend {to_mend}, "
-                    "and run the same command again",
-                }
+            newest = "no commit" if self.last_commit is None else f"step {self.last_commit}"
+            self._fail(
+                StorageError(
+                    f"{self.state.failed_saves} saves in a row failed (checkpoint.max_failed_saves="
+                    f"{self._options.max_failed_saves}). Last error: {failed.error}. Newest commit: {newest}. Repair "
+                    f"{'the storage' if failed.of_storage else 'the cause'} and run the same command again."
+                )
             )
-        self.save()
+        self._snapshot.save(self.state)
 
-    def record(self, event: Event) -> None:
+    def record(self, event: events.Event) -> None:
         """Records an event of the rendezvous itself, with the current time as `at`."""
-        self.take([replace(event, at=time.time())])
+        self.report([replace(event, at=time.time())], None)
+
+    def _fail(self, error: ElasticDDPError) -> None:
+        self.end({"status": "failed", "kind": type(error).__name__, "error": str(error)})
 
     def end(self, outcome: dict[str, Any]) -> None:
-        """The run is over. The first word counts."""
-        if self.journal.end(outcome):
-            self.changed = self.has_news = True
-
-    def save(self) -> None:
-        """For a process after this one."""
-        self._memory.save(self.state)
+        """Ends the run. The first outcome counts."""
+        if self.event_log.end(outcome):
+            self.notify_members = self.notify_driver = True

@@ -1,4 +1,4 @@
-"""What the rendezvous has heard of a run, for the driver and for those who ask."""
+"""The events, the newest progress and the outcome of a run, as the rendezvous received them."""
 
 from __future__ import annotations
 
@@ -11,73 +11,76 @@ from elastic_ddp.telemetry.progress import MovingRate
 
 E = TypeVar("E", bound=Event)
 
-FORGET_TOGETHER = 10_000
-"""Events that the driver has written down, and are then left out of the memory at once."""
+COMPACT_EVERY = 10_000
+"""Number of delivered events after which the snapshot's file is rewritten without them."""
 
 
 class EventLog:
-    """Events in order, the newest progress, and how the run ended.
+    """Holds the events that the driver has not received yet.
+
+    Args:
+        snapshot: keeps the log for a restarted rendezvous.
 
     Attributes:
-        progress: the newest word of a worker on how far training is.
-        outcome: how the run ended, once it has; the first word counts.
+        progress: the newest progress report of rank 0.
+        outcome: how the run ended; None while it runs. The first reported outcome counts.
     """
 
-    def __init__(self, memory: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot) -> None:
         self.progress: dict[str, Any] = {}
         self.outcome: dict[str, Any] | None = None
-        self._memory = memory
+        self._snapshot = snapshot
         self._events: list[Event] = []
-        self._forgotten = 0
-        """Events before those."""
-        self._remembered = 0
-        """Of the forgotten ones, those that the memory still has."""
+        self._num_delivered = 0
+        """Number of events before `_events`."""
+        self._num_deletable = 0
+        """Number of delivered events that the snapshot still holds."""
         self._newest: dict[str, Event] = {}
-        self._heard: dict[str, int] = {}
-        """The number of the last message of every sender."""
+        self._last_numbers: dict[str, int] = {}
+        """Number of the last event of each sender."""
         self._rate = MovingRate()
-        for line in memory.lines():
+        for line in snapshot.lines():
             self._restore(line)
 
     @property
     def ended(self) -> str | None:
-        """The status that the run ended with."""
+        """The status that the run ended with; None while it runs."""
         return None if self.outcome is None else str(self.outcome["status"])
 
-    def take(
+    def add(
         self, events: list[Event], progress: dict[str, Any] | None, sender: str = "", first: int = 0
     ) -> list[Event]:
-        """Takes messages, and returns those that were not known.
+        """Adds the events of a sender, and returns those that were not known.
 
         Args:
             events: in order.
-            progress: the sender's newest.
-            sender, first: whose they are, and the first one's number. Senders number their messages from 1, and may
-                send one twice; without a sender none is.
+            progress: the newest progress report of the sender.
+            sender: id of the member that sends them. It numbers its events from 1, and may send an event twice.
+            first: number of the first event. Without a sender, events have no numbers, and all of them are new.
         """
         if progress is not None:
             self.progress = progress
             self._rate.add(time.monotonic(), progress.get("step", 0), progress.get("samples", 0))
-        known = self._heard.get(sender, 0) if sender else 0
-        new = [(first + place, event) for place, event in enumerate(events) if not sender or first + place > known]
-        self._memory.append([_line(event, sender, number) for number, event in new])
+        known = self._last_numbers.get(sender, 0) if sender else 0
+        new = [(number, event) for number, event in enumerate(events, start=first) if not sender or number > known]
+        self._snapshot.append([_line(event, sender, number) for number, event in new])
         for number, event in new:
             self._add(event, sender, number)
         return [event for _, event in new]
 
     def end(self, outcome: dict[str, Any]) -> bool:
-        """Takes how the run ended. Returns whether that is news."""
+        """Sets how the run ended. Returns False if that was known."""
         if self.outcome is not None:
             return False
-        self._memory.append([{"outcome": outcome}])
+        self._snapshot.append([{"outcome": outcome}])
         self.outcome = outcome
         return True
 
     def _restore(self, line: dict[str, Any]) -> None:
         if "outcome" in line:
             self.outcome = line["outcome"]
-        elif "forgotten" in line:
-            self._forgotten, self._heard = line["forgotten"], line["heard"]
+        elif "delivered" in line:
+            self._num_delivered, self._last_numbers = line["delivered"], line["last_numbers"]
             self._newest = {name: parse(event) for name, event in line["newest"].items()}
         else:
             self._add(parse(line["event"]), line["sender"], line["number"])
@@ -86,28 +89,28 @@ class EventLog:
         self._events.append(event)
         self._newest[event.event] = event
         if sender:
-            self._heard[sender] = number
+            self._last_numbers[sender] = number
         if isinstance(event, GenerationStarted):
-            self._rate.clear()  # time without training is no measure of it
+            self._rate.clear()  # the rate covers time with training only
 
     @property
     def num_events(self) -> int:
-        """Of the whole run."""
-        return self._forgotten + len(self._events)
+        """Number of events of the run so far."""
+        return self._num_delivered + len(self._events)
 
     def after(self, number: int) -> list[Event]:
-        """The events after so many. Those have been written down by who asks, and are forgotten."""
-        written = min(len(self._events), max(0, number - self._forgotten))
-        del self._events[:written]
-        self._forgotten += written
-        self._remembered += written
-        if self._remembered >= FORGET_TOGETHER:
-            self._remembered = 0
+        """Returns the events after the first `number`, and deletes those: the caller has stored them."""
+        delivered = min(len(self._events), max(0, number - self._num_delivered))
+        del self._events[:delivered]
+        self._num_delivered += delivered
+        self._num_deletable += delivered
+        if self._num_deletable >= COMPACT_EVERY:
+            self._num_deletable = 0
             newest = {name: event.to_json() for name, event in self._newest.items()}
-            summary = {"forgotten": self._forgotten, "newest": newest, "heard": self._heard}
-            kept = [_line(event, "", 0) for event in self._events]
-            ended = [{"outcome": self.outcome}] if self.outcome is not None else []
-            self._memory.replace([summary, *kept, *ended])
+            header = {"delivered": self._num_delivered, "newest": newest, "last_numbers": self._last_numbers}
+            remaining = [_line(event, "", 0) for event in self._events]
+            outcome = [{"outcome": self.outcome}] if self.outcome is not None else []
+            self._snapshot.replace([header, *remaining, *outcome])
         return list(self._events)
 
     def last(self, kind: type[E]) -> E | None:
@@ -115,8 +118,8 @@ class EventLog:
         event = self._newest.get(kind.event)
         return event if isinstance(event, kind) else None
 
-    def facts(self) -> dict[str, Any]:
-        """How far the run is, for `elastic-ddp status`."""
+    def status(self) -> dict[str, Any]:
+        """Returns the progress of the run, for `elastic-ddp status`."""
         generation, failure = self.last(GenerationStarted), self.last(WorkerFailed)
         return {
             "generation": None if generation is None else generation.generation,
@@ -124,7 +127,7 @@ class EventLog:
             "step": self.progress.get("step"),
             "steps_per_s": self._rate.steps_per_s,
             "loss": self.progress.get("loss"),
-            "last_loss_of_a_worker": {"time": failure.at, "error": failure.error} if failure else None,
+            "last_worker_failure": None if failure is None else {"time": failure.at, "error": failure.error},
         }
 
 

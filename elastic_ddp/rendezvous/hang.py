@@ -1,4 +1,4 @@
-"""How a hang is told from slowness: workers count what they do, and one that hangs counts no more."""
+"""Tells a hang from slow progress: workers count what they complete, and a worker that hangs stops counting."""
 
 from __future__ import annotations
 
@@ -30,181 +30,183 @@ Place = Literal[
     "commit",
     "leaving",
 ]
-"""Where the training thread of a worker may be."""
+"""What the training thread of a worker is doing."""
 WAITING: tuple[Place, ...] = ("reduction", "rendezvous", "hand-over", "collective", "leaving", "shares")
-"""Where it waits for its peers."""
+"""Places where it waits for its peers."""
 MAY_BE_WAITING: tuple[Place, ...] = ("forward", "backward", "optimizer", "evaluation", "between steps")
-"""Where it may do so too, and nobody can tell: a forward gathers parameters, or the user has a collective there."""
+"""Places where it may wait for peers: FSDP gathers parameters there, or user code runs a collective."""
 STORING: Place = "commit"
-"""Where it waits for its storage."""
+"""The place where it waits for the storage."""
 
 
 class ActivityReport(NamedTuple):
-    """Where a worker is in its loop."""
+    """What a worker is doing, and how far it got."""
 
     number: int
-    """Grows whenever the worker goes from one place to the next, and with what it gets done in one."""
+    """Increases whenever the worker enters a place or completes a part of its work there."""
     place: Place
     worked_s: float = 0.0
-    """Grows while that is at work which it waits for there."""
+    """Seconds for which a background operation that it waits for has been active."""
 
 
 AT_THE_START = ActivityReport(0, "start")
 
 
-def _nothing() -> float:
+def _zero() -> float:
     return 0.0
 
 
 class Activity:
-    """A worker's side. Moving costs an assignment. The training thread moves it; any thread may ask where it is.
+    """What a worker's training thread is doing. That thread updates it; any thread may read it, without a lock.
 
     Args:
-        clock: Seconds that only go forward.
+        clock: monotonic time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._at, self._worked_s = AT_THE_START, _nothing
-        self._clock, self._moved_at = clock, clock()
+        self._report, self._worked_s = AT_THE_START, _zero
+        self._clock, self._progressed_at = clock, clock()
 
     @property
     def now(self) -> ActivityReport:
-        return self._at._replace(worked_s=self._worked_s())
+        return self._report._replace(worked_s=self._worked_s())
 
     @property
-    def still_s(self) -> float:
-        """Seconds since it got anywhere. For the training thread."""
-        return self._clock() - self._moved_at
+    def idle_s(self) -> float:
+        """Seconds since the last progress. For the training thread."""
+        return self._clock() - self._progressed_at
 
-    def enter(self, place: Place, worked_s: Callable[[], float] = _nothing) -> None:
-        """Goes to a place.
+    def enter(self, place: Place, worked_s: Callable[[], float] = _zero) -> None:
+        """Enters a place.
 
         Args:
-            worked_s: tells, from any thread, for how long that has been at work by now which is waited for there.
+            worked_s: returns the seconds for which the awaited operation has been active; called on any thread.
         """
-        self._at, self._worked_s = ActivityReport(self._at.number + 1, place), worked_s
-        self._moved_at = self._clock()
+        self._report, self._worked_s = ActivityReport(self._report.number + 1, place), worked_s
+        self._progressed_at = self._clock()
 
     def tick(self) -> None:
-        """Some of what is done in this place is done."""
-        self._at = self._at._replace(number=self._at.number + 1)
-        self._moved_at = self._clock()
+        """Reports progress in the current place."""
+        self._report = self._report._replace(number=self._report.number + 1)
+        self._progressed_at = self._clock()
 
     @contextmanager
-    def within(self, place: Place, worked_s: Callable[[], float] = _nothing) -> Iterator[None]:
-        """A place for the time of a block, then the one before it."""
-        before = self._at.place, self._worked_s
+    def within(self, place: Place, worked_s: Callable[[], float] = _zero) -> Iterator[None]:
+        """Enters a place for a block, and then returns to the previous one."""
+        before = self._report.place, self._worked_s
         self.enter(place, worked_s)
         try:
             yield
         except BaseException:
-            moved_at = self._moved_at
+            progressed_at = self._progressed_at
             self.enter(*before)
-            self._moved_at = moved_at  # what failed got nowhere
+            self._progressed_at = progressed_at  # a failed block made no progress
             raise
         self.enter(*before)
 
 
 @dataclass
-class _Seen:
-    whereabouts: ActivityReport
+class _LastReport:
+    activity: ActivityReport
     since_s: float
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to become of a hang: one of these."""
+    """What to do about a hang. One field is set."""
 
     culprits: Mapping[str, str] = field(default_factory=dict)
-    """Members that are given up, and how they are lost."""
+    """Members that count as failed, and how they failed."""
     failure: str | None = None
-    """How the generation breaks, if nobody is to blame."""
+    """Why the generation ends, if no single member is responsible."""
     end: ElasticDDPError | None = None
-    """What the run ends with."""
+    """The error that ends the run."""
 
 
-class HangWatch:
-    """The rendezvous' side: without Ray, clocks or threads.
+class HangDetector:
+    """Detects that no member of a generation makes progress, without Ray, clocks or threads.
 
     Args:
-        timeout_s: for how long nobody may get anywhere.
+        timeout_s: seconds without progress on any member that count as a hang.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._seen: dict[str, _Seen] = {}
+        self._last: dict[str, _LastReport] = {}
 
     def begin(self, members: Iterable[str], now_s: float) -> None:
-        """These are to be watched from now on."""
-        self._seen = {member: _Seen(ActivityReport(-1, "start"), now_s) for member in members}
+        """Starts to watch these members, and only these."""
+        self._last = {member: _LastReport(ActivityReport(-1, "start"), now_s) for member in members}
 
-    def hear(self, member: str, whereabouts: ActivityReport, now_s: float) -> None:
-        seen = self._seen.get(member)
-        if seen is not None and seen.whereabouts != whereabouts:
-            self._seen[member] = _Seen(whereabouts, now_s)
+    def update(self, member: str, activity: ActivityReport, now_s: float) -> None:
+        """Takes a member's report."""
+        last = self._last.get(member)
+        if last is not None and last.activity != activity:
+            self._last[member] = _LastReport(activity, now_s)
 
-    def forget(self, member: str) -> None:
-        """It is dead, or gone."""
-        self._seen.pop(member, None)
+    def remove(self, member: str) -> None:
+        """Stops watching a member that failed or left."""
+        self._last.pop(member, None)
 
     def is_hung(self, now_s: float) -> bool:
-        """Whether none of them has got anywhere for the timeout."""
-        return bool(self._seen) and all(now_s - each.since_s >= self.timeout_s for each in self._seen.values())
+        """Whether no member has made progress for the timeout."""
+        return bool(self._last) and all(now_s - last.since_s >= self.timeout_s for last in self._last.values())
 
     def places(self) -> dict[str, Place]:
-        """Where each was last."""
-        return {member: seen.whereabouts.place for member, seen in self._seen.items()}
+        """Returns the last reported place of each member."""
+        return {member: last.activity.place for member, last in self._last.items()}
 
     def culprits(self, *, is_broken: bool) -> list[str]:
-        """Those that others wait for; nobody, if none of them waits, or all do.
+        """Returns the members that others wait for; none if all members wait, or no member does.
 
         Args:
-            is_broken: the generation has ended, and all should have come to the rendezvous since.
+            is_broken: the generation has failed, and its members should have come to the rendezvous since.
         """
         waiting = ("rendezvous",) if is_broken else WAITING
         stuck = [member for member, place in self.places().items() if place not in waiting]
-        return stuck if len(stuck) < len(self._seen) else []
+        return stuck if len(stuck) < len(self._last) else []
 
-    def judge(self, *, is_broken: bool) -> Verdict:
-        """What is to become of those that hang, and of the run.
+    def decide(self, *, is_broken: bool) -> Verdict:
+        """Returns what to do about a hang.
 
         Args:
             is_broken: as in `culprits`.
         """
-        places, so_long = self.places(), f"for {self.timeout_s:g} s (hang_timeout_s)"
+        places, duration = self.places(), f"for {self.timeout_s:g} s (hang_timeout_s)"
         where = ", ".join(sorted(set(places.values())))
         if culprits := self.culprits(is_broken=is_broken):
             return Verdict(
-                {each: f"it hung in '{places[each]}' {so_long} while others waited for it" for each in culprits}
+                {member: f"hung in '{places[member]}' {duration} while others waited for it" for member in culprits}
             )
         all_wait = all(place in WAITING for place in places.values())
-        # Cut off, those who wait come to the rendezvous, and those who hang do not.
+        # After an abort, members that wait come to the rendezvous, and members that hang do not.
         some_may_wait = len(places) > 1 and any(place in MAY_BE_WAITING for place in places.values())
-        nobody_came = is_broken and "rendezvous" not in places.values()  # though they were cut off
-        if (all_wait or some_may_wait) and not nobody_came:
+        none_came_after_abort = is_broken and "rendezvous" not in places.values()
+        if (all_wait or some_may_wait) and not none_came_after_abort:
             return Verdict(
-                failure=f"nobody got anywhere {so_long}, in '{where}', and nobody is to blame; the ledger's 'stacks' "
-                "events say where everybody was. Raise hang_timeout_s if a step may take longer"
+                failure=f"no progress on any worker {duration}, in '{where}', and no single worker is responsible. "
+                "The ledger's 'stacks' events show where. Raise hang_timeout_s if a step may take longer."
             )
         if not all_wait and all(place in (*WAITING, STORING) for place in places.values()):
             return Verdict(
                 end=StorageError(
-                    f"no worker's save got anywhere {so_long}: the storage does not answer; where exactly is in the "
-                    "ledger's 'stacks' events. Mend it, and run the same command again"
+                    f"no save made progress {duration}: the storage does not respond. The ledger's 'stacks' events "
+                    "show where. Repair the storage and run the same command again."
                 )
             )
         return Verdict(
             end=TrainFunctionError(
-                f"all workers have been in '{where}' {so_long} and got nowhere; where exactly is in the ledger's "
-                "'stacks' events. Raise hang_timeout_s if that may take longer"
+                f"all workers were in '{where}' without progress {duration}. The ledger's 'stacks' events show where. "
+                "Raise hang_timeout_s if that may take longer."
             )
         )
 
 
 def stacks() -> str:
-    """The Python stacks of all threads of this process, the training thread's first."""
+    """Returns the Python stacks of all threads of this process, the training thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames().items()
-    ordered = sorted(frames, key=lambda each: not names.get(each[0], "").startswith("TrainingThread"))
+    ordered = sorted(
+        sys._current_frames().items(), key=lambda item: not names.get(item[0], "").startswith("TrainingThread")
+    )
     parts = [f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in ordered]
     return "\n".join(parts)

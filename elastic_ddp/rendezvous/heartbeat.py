@@ -1,8 +1,8 @@
-"""How a death is noticed: every worker holds a connection to the rendezvous, over which it says again and again that it
-lives. A process that dies closes it, at once; one that is stopped, or cut off, falls silent.
+"""Detects failed workers. Each worker holds a connection to the rendezvous and sends a heartbeat over it.
 
-The pulse has a thread of its own in the worker, so a rank that computes for long keeps it. Only what stops all of its
-threads is taken for death: a signal, a machine that froze, code that holds Python's global lock for good.
+If a process dies, its connection closes at once. If it is stopped or disconnected, its heartbeats stop. The heartbeat
+has its own thread in the worker, so long computations do not delay it. Only what stops all threads does: a signal, a
+frozen machine, or native code that holds Python's global interpreter lock.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from contextlib import suppress
 from elastic_ddp.distributed.sockets import exempt
 
 BEATS_PER_TIMEOUT = 5
-PATIENCE_S = 60.0
-"""Silence of a worker that nobody waits for yet: imports, and a compiler, may hold Python's global lock for long."""
+IDLE_TIMEOUT_S = 60.0
+"""Minimum timeout for a worker that no other waits for yet: imports and compilers may hold the interpreter lock."""
 CONNECT_WITHIN_S = 60.0
-"""How long a worker that starts looks for the rendezvous."""
+"""How long a worker that starts tries to connect to the rendezvous."""
 BACKLOG = 4096
-"""Workers that may connect at the same time; with asyncio's 100, others of a thousand try again seconds later."""
-LOOK_AGAIN_S = 0.1
-"""How long beats may take to be read that have come while the rendezvous was busy."""
+"""Number of workers that may connect at the same time; asyncio's default is 100."""
+REREAD_S = 0.1
+"""How long to read heartbeats that arrived while the rendezvous was busy."""
 
 
 class Heartbeat:
-    """A worker's side. If the connection ends, it looks for the rendezvous again, which may have been restarted.
+    """Sends a worker's heartbeats from a thread. It reconnects if the connection breaks.
 
     Args:
-        address: tells that of the rendezvous' `HeartbeatServer`; may wait for it, and raise if there will be none.
-        member: whose pulse it is.
-        timeout_s: silence that is taken for death.
+        address: returns the address of the `HeartbeatServer`. It may block, and raises if the run has no rendezvous.
+        member: id of the worker.
+        timeout_s: seconds without a heartbeat that count as a failure.
     """
 
     def __init__(self, address: Callable[[], tuple[str, int]], member: str, timeout_s: float) -> None:
         self._address, self._member = address, member
         self._interval_s = timeout_s / BEATS_PER_TIMEOUT
         self._stopped, self._stopping = os.pipe()
-        self._connection = self._connect_patiently()
-        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._connection = self._connect_with_retries()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def _connect(self) -> socket.socket:
@@ -53,8 +53,8 @@ class Heartbeat:
         connection.sendall(self._member.encode() + b"\n")
         return connection
 
-    def _connect_patiently(self) -> socket.socket:
-        """The rendezvous may have died just now, and be on its way again."""
+    def _connect_with_retries(self) -> socket.socket:
+        """Connects; the rendezvous may be restarting."""
         end = time.monotonic() + CONNECT_WITHIN_S
         while True:
             try:
@@ -64,20 +64,21 @@ class Heartbeat:
                     raise
                 time.sleep(self._interval_s)
 
-    def _beat(self) -> None:
-        while not self._is_stopped_before_it_breaks():
+    def _run(self) -> None:
+        while not self._beat_until_stopped():
             self._connection.close()
             while True:
                 try:
                     self._connection = self._connect()
                     break
-                except OSError:  # it is on its way, or its address is an old one
+                except OSError:  # the rendezvous is restarting, or its address is an old one
                     if self._wait_for([self._stopped]):
                         return
-                except Exception:  # there is none any more, which others will say
+                except Exception:  # the run has no rendezvous any more; the client reports that
                     return
 
-    def _is_stopped_before_it_breaks(self) -> bool:
+    def _beat_until_stopped(self) -> bool:
+        """Sends heartbeats. Returns True once `stop` is called, False if the connection breaks."""
         with suppress(OSError):
             while not (ready := self._wait_for([self._stopped, self._connection.fileno()])):
                 self._connection.sendall(b".")
@@ -85,13 +86,13 @@ class Heartbeat:
         return False
 
     def _wait_for(self, descriptors: list[int]) -> list[int]:
-        ready = select.poll()  # select.select refuses descriptors from 1024 on
-        for each in descriptors:
-            ready.register(each, select.POLLIN)
-        return [each for each, _ in ready.poll(1000 * self._interval_s)]
+        poll = select.poll()  # select.select refuses descriptors from 1024 on
+        for descriptor in descriptors:
+            poll.register(descriptor, select.POLLIN)
+        return [descriptor for descriptor, _ in poll.poll(1000 * self._interval_s)]
 
     def stop(self) -> None:
-        """Ends it in peace: the member leaves, and did not die."""
+        """Ends the heartbeat and tells the server that the worker leaves."""
         os.write(self._stopping, b"!")
         self._thread.join()
         with suppress(OSError):
@@ -102,39 +103,39 @@ class Heartbeat:
 
 
 class HeartbeatServer:
-    """The rendezvous' side.
+    """Receives the heartbeats of all workers, in the rendezvous.
 
     Args:
-        timeout_s: silence that is taken for death.
-        on_lost: told of a member that is dead or presumed so, and of how that was seen.
-        is_awaited: whether others wait for a member, or would; `PATIENCE_S` is for those for whom they do not.
+        timeout_s: seconds without a heartbeat that count as a failure.
+        on_failure: called with the id of a failed member, and how it failed.
+        is_awaited: whether other members wait for this one, or may soon; if not, the timeout is `IDLE_TIMEOUT_S`.
     """
 
     def __init__(
         self,
         timeout_s: float,
-        on_lost: Callable[[str, str], Awaitable[None]],
+        on_failure: Callable[[str, str], Awaitable[None]],
         is_awaited: Callable[[str], bool] = lambda member: True,
     ) -> None:
         self._timeout_s = timeout_s
-        self._on_lost = on_lost
+        self._on_failure = on_failure
         self._is_awaited = is_awaited
         self._server: asyncio.Server | None = None
         self._newest: dict[str, asyncio.StreamReader] = {}
-        """The connection of every member whose pulse is heard: the newest, if it has connected again."""
+        """The newest connection of each connected member."""
 
-    def hears(self, member: str) -> bool:
-        """Whether a member's pulse is heard."""
+    def is_connected(self, member: str) -> bool:
+        """Whether a member has a connection."""
         return member in self._newest
 
     async def start(self, host: str) -> tuple[str, int]:
-        """Starts listening, the first time; returns the address."""
+        """Starts to listen on the first call. Returns the address."""
         if self._server is None:
-            self._server = await asyncio.start_server(self._follow, host, backlog=BACKLOG)
+            self._server = await asyncio.start_server(self._serve, host, backlog=BACKLOG)
         address: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return address
 
-    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 member = (await reader.readline()).decode().strip()
@@ -142,38 +143,38 @@ class HeartbeatServer:
             member = ""
         if member:
             self._newest[member] = reader
-            how = await self._listen(member, reader)
-            if self._newest[member] is reader:  # else it is heard over another one
+            failure = await self._receive(member, reader)
+            if self._newest[member] is reader:  # the member has not reconnected
                 del self._newest[member]
-                if how is not None:
-                    await self._on_lost(member, how)
+                if failure is not None:
+                    await self._on_failure(member, failure)
         writer.close()
 
-    async def _listen(self, member: str, reader: asyncio.StreamReader) -> str | None:
-        """How the pulse ended; None if in peace."""
+    async def _receive(self, member: str, reader: asyncio.StreamReader) -> str | None:
+        """Reads heartbeats until they end. Returns how the member failed, or None if it left."""
         loop = asyncio.get_running_loop()
-        heard = loop.time()
+        received_at = loop.time()
         while True:
-            begun = loop.time()
+            begun_at = loop.time()
             try:
                 try:
                     async with asyncio.timeout(self._timeout_s):
                         beats = await reader.read(1024)
                 except TimeoutError:
-                    if loop.time() - begun > self._timeout_s * 1.5:
-                        continue  # this process was stopped itself, and heard nobody meanwhile
-                    # Beats may have come while this process was busy, and the clock was looked at before them.
-                    async with asyncio.timeout(LOOK_AGAIN_S):
+                    if loop.time() - begun_at > self._timeout_s * 1.5:
+                        continue  # this process was stopped itself
+                    # The timeout fires before unread data is seen if this process was busy.
+                    async with asyncio.timeout(REREAD_S):
                         beats = await reader.read(1024)
             except TimeoutError:
-                silent_s = self._timeout_s if self._is_awaited(member) else max(self._timeout_s, PATIENCE_S)
-                if loop.time() - heard < silent_s:
+                timeout_s = self._timeout_s if self._is_awaited(member) else max(self._timeout_s, IDLE_TIMEOUT_S)
+                if loop.time() - received_at < timeout_s:
                     continue
-                return f"it was silent for {silent_s:g} s"
+                return f"no heartbeat for {timeout_s:g} s"
             except OSError as error:
                 return f"its connection broke: {error}"
-            heard = loop.time()
+            received_at = loop.time()
             if beats.endswith(b"!"):
                 return None
             if not beats:
-                return "its process ended"
+                return "its process exited"

@@ -1,131 +1,193 @@
-"""What is known of workers: who they are, what they come with, why they are to go, and which of them hold the state."""
+"""Workers as the rendezvous knows them: their identity, their join requests, their drain notices."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.telemetry.events import GenerationFormed
+
 DRAIN, RESIZE = "drain", "resize"
-"""Why a member is to go: its node or its process is, or there are to be fewer."""
+"""Why a member leaves: its node or process is going to stop, or the run needs fewer workers."""
+
+GROUP_WAIT_S = 10.0
+"""How long the first generation waits for all workers that started together."""
 
 
 @dataclass(frozen=True)
 class DrainNotice:
-    """That a member is to go, at a step boundary."""
+    """A request that a member leaves at a step boundary."""
 
     given_s: float = 0.0
+    """Monotonic time of the notice, in seconds."""
     within_s: float = 0.0
-    """How long it may stay; 0 for not at all."""
+    """Seconds until the deadline; 0 for no deadline."""
 
     @property
     def ends_s(self) -> float:
         return self.given_s + self.within_s
 
     def is_urgent(self, now_s: float) -> bool:
-        """The first half of a notice is for a replacement to come in, the second to leave in."""
+        """Whether the first half has passed. That half is for a replacement to start, the second one for leaving."""
         return now_s - self.given_s >= self.within_s / 2
 
     def is_overdue(self, now_s: float) -> bool:
-        """When three quarters are over a step is not waited for any more."""
+        """Whether three quarters have passed; from then on the member does not finish its step."""
         return self.within_s > 0 and now_s - self.given_s >= 0.75 * self.within_s
-
-
-AT_ONCE = DrainNotice()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One worker process, as it presents itself."""
+    """One worker process."""
 
     id: str
     """Unique for the process."""
     group_size: int
-    """Workers that were started together with it."""
+    """Number of workers that started together with it."""
     rank_in_group: int
+    """Its rank among those."""
     node: str
-    """The address of where it runs; ranks of a node are neighbours."""
+    """Address of its node; ranks on one node are adjacent."""
     node_id: str = ""
-    """Ray's name for the same."""
+    """Ray's id of its node."""
     pid: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinRequest:
-    """A member that waits for a generation."""
+    """A member's request for a place in the next generation."""
 
     member: Member
     step: int | None
     """Steps done in the state that it holds; None if it holds none."""
     between_steps: bool
-    """Whether it may be joined by others; not in the midst of an evaluation, which only those who began it can do."""
+    """Whether new members can join it; False inside a collective task such as an evaluation, which only the members
+    that started it can finish."""
     resumable: bool = True
-    """Whether training can go on from that state elsewhere; not in the midst of a step's block, nor after the loop."""
+    """Whether another member can continue from its state; False inside a step's block and after the loop."""
     committed: int | None = None
     """Steps done in the newest commit that it wrote itself."""
     at_s: float = 0.0
-    """When it came, by the rendezvous' clock."""
+    """Monotonic time of the request, by the rendezvous' clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormedGeneration:
+    """The members of a generation, and the state that it starts from."""
+
     number: int
     members: tuple[Member, ...]
     """In rank order."""
     source: int | None
-    """The rank of the most advanced, whose state all begin with; None if nobody has any: the newest commit counts."""
+    """Rank of the most advanced member, which sends its state; None if no member holds a state."""
     receivers: tuple[int, ...]
-    """The ranks that are to get it; the others have it already."""
+    """Ranks that receive the state; all others hold it already."""
     first_step: int | None
     """Steps done in that state."""
     reason: str
-    brief: bool = False
-    """It makes no step: those who leave hand over the state, or commit it, and all come back."""
-    again: bool = False
-    """It has the members of the one before it."""
-    amid: bool = False
-    """Some of its members do something together outside of steps, and others may have done it already."""
+    handover_only: bool = False
+    """It makes no step: leaving members transfer the state, or commit it, and all request another generation."""
+    same_members: bool = False
+    """Whether it has the members of the previous generation."""
+    in_collective_task: bool = False
+    """Some members are inside a collective task outside of steps, which others may have finished."""
     waited_s: float = 0.0
-    """How long there had been too few for it."""
+    """Seconds for which there had been too few workers."""
 
     @cached_property
     def ids(self) -> frozenset[str]:
-        """Of its members."""
-        return frozenset(each.id for each in self.members)
+        """Ids of the members."""
+        return frozenset(member.id for member in self.members)
+
+    def assignments(self, store_host: str, store_port: int) -> dict[str, Assignment]:
+        """Returns the place of each member, by its id."""
+        return {
+            member.id: Assignment(
+                generation=self.number,
+                rank=rank,
+                world_size=len(self.members),
+                store_host=store_host,
+                store_port=store_port,
+                source=self.source,
+                receivers=self.receivers,
+                reason=self.reason,
+                first_step=self.first_step,
+                handover_only=self.handover_only,
+                same_members=self.same_members,
+                in_collective_task=self.in_collective_task,
+            )
+            for rank, member in enumerate(self.members)
+        }
+
+    def event(self) -> GenerationFormed:
+        """Returns the ledger's event of the generation."""
+        members = [{"rank": rank, "node": member.node, "pid": member.pid} for rank, member in enumerate(self.members)]
+        return GenerationFormed(
+            generation=self.number,
+            world_size=len(members),
+            reason=self.reason,
+            first_step=self.first_step,
+            waited_s=self.waited_s,
+            members=members,
+        )
 
 
 def earlier(one: DrainNotice | None, other: DrainNotice) -> DrainNotice:
-    """Of two notices, the one that leaves less time. Without a deadline there is none to keep."""
+    """Returns the notice with the earlier deadline. A notice without a deadline counts as the later one."""
     if one is None or not one.within_s:
         return other
     return other if other.within_s and other.ends_s < one.ends_s else one
 
 
-def newest_step(arrivals: list[JoinRequest]) -> int | None:
-    return max((each.step for each in arrivals if each.step is not None), default=None)
+def newest_step(requests: list[JoinRequest]) -> int | None:
+    """Returns the number of steps done in the newest state among the requests, or None if there is no state."""
+    return max((request.step for request in requests if request.step is not None), default=None)
 
 
-def is_committed(arrivals: list[JoinRequest]) -> bool:
-    """Whether the newest state that there is was committed by one of those who hold it."""
-    newest = newest_step(arrivals)
-    return newest is None or any(each.committed == newest for each in arrivals)
+def is_committed(requests: list[JoinRequest]) -> bool:
+    """Whether one of the requesting members has committed the newest state among them."""
+    newest = newest_step(requests)
+    return newest is None or any(request.committed == newest for request in requests)
 
 
-def is_held(some: list[JoinRequest], everyone: list[JoinRequest]) -> bool:
-    """Whether the newest state that there is is not lost with those who are not among `some`."""
-    return newest_step(some) == newest_step(everyone) or is_committed(everyone)
+def keeps_state(remaining: list[JoinRequest], requests: list[JoinRequest]) -> bool:
+    """Whether the newest state survives if only `remaining` of all `requests` stay: held by one, or committed."""
+    return newest_step(remaining) == newest_step(requests) or is_committed(requests)
 
 
-def with_the_newest(arrivals: list[JoinRequest], most: int) -> list[JoinRequest]:
-    """The most senior, and among them one who holds the newest state that any of them has."""
-    chosen, newest = arrivals[:most], newest_step(arrivals)
+def select_with_newest(requests: list[JoinRequest], most: int) -> list[JoinRequest]:
+    """Returns the `most` senior requests. The last one makes room for a holder of the newest state if needed."""
+    chosen, newest = requests[:most], newest_step(requests)
     if newest is None or newest_step(chosen) == newest:
         return chosen
-    return [*chosen[:-1], next(each for each in arrivals if each.step == newest)]
+    return [*chosen[:-1], next(request for request in requests if request.step == newest)]
 
 
-def by_node(arrivals: list[JoinRequest]) -> list[JoinRequest]:
-    """Members of a node get neighbouring ranks, nodes in the order of their senior member. The sort is stable."""
+def by_node(requests: list[JoinRequest]) -> list[JoinRequest]:
+    """Returns the requests in rank order: nodes by their most senior member, and by seniority within a node."""
     first: dict[str, int] = {}
-    for place, each in enumerate(arrivals):
-        first.setdefault(each.member.node, place)
-    return sorted(arrivals, key=lambda each: first[each.member.node])
+    for index, request in enumerate(requests):
+        first.setdefault(request.member.node, index)
+    return sorted(requests, key=lambda request: first[request.member.node])
+
+
+def by_seniority(requests: Iterable[JoinRequest], survivors: list[str]) -> list[JoinRequest]:
+    """Returns the requests of survivors of the last generation in its order, then all others by time."""
+    rank = {member: index for index, member in enumerate(survivors)}
+
+    def seniority(request: JoinRequest) -> tuple[float, ...]:
+        if not survivors:  # they start together, in their group's order
+            return (request.member.rank_in_group, request.at_s)
+        return (rank.get(request.member.id, len(rank)), request.at_s, request.member.rank_in_group)
+
+    return sorted(requests, key=seniority)
+
+
+def has_group_joined(requests: Collection[JoinRequest], now_s: float) -> bool:
+    """Whether all workers that started together have joined, or had `GROUP_WAIT_S` to."""
+    if not requests:
+        return False
+    group_size = max(request.member.group_size for request in requests)
+    return len(requests) >= group_size or now_s - min(request.at_s for request in requests) >= GROUP_WAIT_S

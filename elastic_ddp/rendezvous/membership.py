@@ -1,4 +1,4 @@
-"""Who forms the next generation: a plain state machine, without Ray, clocks or threads."""
+"""Decides who forms the next generation: a state machine without Ray, clocks or threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from elastic_ddp.rendezvous.members import (
-    AT_ONCE,
     DRAIN,
     RESIZE,
     DrainNotice,
@@ -14,443 +13,385 @@ from elastic_ddp.rendezvous.members import (
     JoinRequest,
     Member,
     by_node,
+    by_seniority,
     earlier,
+    has_group_joined,
     is_committed,
-    is_held,
+    keeps_state,
     newest_step,
-    with_the_newest,
+    select_with_newest,
 )
-from elastic_ddp.telemetry.summary import WORKER_FAILED
+from elastic_ddp.telemetry.events import STARTED, WORKER_FAILED
 
 LEFT = "it left"
-LONG_GONE = "it is gone, and so is its process"
-OVERDUE = "the time of a member that is to go was nearly up"
-GATHER_S = 10.0
-"""How long the first generation waits for workers that were started with those that have come."""
-SETTLE_S = 0.5
-"""How long a newcomer that is ready waits for others, before training is asked to let it in."""
-PATIENCE_S = 5.0
-"""The same where others are known to be on their way. Training goes on meanwhile."""
+PROCESS_GONE = "its process is gone"
+OVERDUE = "the drain deadline of a member was near"
+BATCH_S = 0.5
+"""How long a newcomer waits for others before it asks training to let it join."""
+STARTING_WAIT_S = 5.0
+"""The same while other workers are starting. Training continues meanwhile."""
 _SHORTER_BY_S = 1.0
-"""By how much less a notice has to leave than one before it, to be another."""
+"""By how much a drain deadline must move forward to count as a new one."""
 
 
 @dataclass
 class Membership:
-    """Decides when a generation is over and who is in the next one.
+    """Decides when a generation ends and which members are in the next one.
 
-    A generation ends when a member is lost, or when its members were asked to let others in or go. The next one forms
-    when every member of the last one waits or is known to be dead, of all who wait, newcomers included. Who was
-    presumed dead takes no part any more, however late it notices.
-
-    Args:
-        min_workers, max_workers: bounds of a generation's size.
+    A generation ends when a member fails, or when its members were asked to let others join or to leave. The next one
+    forms when every surviving member of the last one waits. It consists of all who wait, newcomers included. A member
+    that counts as failed never joins again, even if its process still runs.
     """
 
     min_workers: int = 1
     max_workers: int = 1
+    """Bounds of a generation's size."""
     wanted: int | None = None
-    """Of those, how many somebody asked for; None for as many as there are."""
+    """Number of workers that a resize asked for; None for as many as fit."""
     generation: int = 0
     current: FormedGeneration | None = None
     failure: str | None = None
-    """How the current generation broke, if it did."""
+    """How the current generation failed, if it did."""
     commit_wanted: bool = False
-    """Somebody waits for a commit, also where there are too few to train."""
-    on_their_way: int = 0
-    """Workers that were started, or are about to be, and have not come yet."""
+    """Whether a commit is requested, even with too few workers to train."""
+    num_starting: int = 0
+    """Number of workers that have been or will be started and have not joined yet."""
     dismissed: dict[str, str] = field(default_factory=dict)
-    """Members that were let go, and why: `DRAIN` or `RESIZE`."""
+    """Members that left because they were asked to, and why: `DRAIN` or `RESIZE`."""
+    draining: dict[str, DrainNotice] = field(default_factory=dict)
+    """Draining nodes, by Ray's id."""
     _waiting: dict[str, JoinRequest] = field(default_factory=dict)
     _trained: set[str] = field(default_factory=set)
-    """Members that have ever made a step, or hold the state after one."""
-    _listed: set[str] = field(default_factory=set)
-    """Workers that the controller has ever counted."""
+    """Members that have completed a step, or hold a state with steps."""
+    _supervised: set[str] = field(default_factory=set)
+    """Workers that the controller has listed as running."""
     _gone: dict[str, str] = field(default_factory=dict)
+    """Members that failed or left, and why."""
     _leaving: dict[str, DrainNotice] = field(default_factory=dict)
-    _draining: dict[str, DrainNotice] = field(default_factory=dict)
-    """Nodes that are to go, by Ray's name."""
-    _broken_for: set[str] = field(default_factory=set)
-    """Members for whose notices a step was broken off: once is enough."""
-    _short_since: float | None = None
-    """Since when all survivors wait and are too few."""
+    _interrupted_for: set[str] = field(default_factory=set)
+    """Members for whose deadline a step was interrupted, which happens once."""
+    _too_few_since: float | None = None
+    """When all survivors waited and were too few; None while that is not so."""
 
-    # What happens.
-
-    def arrive(self, arrival: JoinRequest, *, failure: str | None = None) -> str | None:
-        """A member wants a generation. Returns why it gets none any more, if so.
-
-        Args:
-            arrival: who, and with what.
-            lost: how it lost its last generation, if it did.
-        """
-        member = arrival.member
-        if member.node_id in self._draining:
-            self.ask_to_leave([member.id], self._draining[member.node_id])
-        if member.id in self._leaving and not self._is_current(member.id):
+    def join(self, request: JoinRequest, *, failure: str | None = None) -> str | None:
+        """Takes a join request, and how the member's last generation failed. Returns why it is refused, or None."""
+        member = request.member
+        if member.node_id in self.draining:
+            self.ask_to_leave([member.id], self.draining[member.node_id])
+        if member.id in self._leaving and not self.is_current(member.id):
             self._dismiss(member.id)
         if member.id in self._gone:
             return self._gone[member.id]
-        if failure is not None and self._is_current(member.id):
+        if failure is not None and self.is_current(member.id):
             self.failure = self.failure or failure
-        if arrival.step is not None:
+        if request.step is not None:
             self._trained.add(member.id)
-        before = self._waiting.get(member.id)  # who asks again has waited since the first time
-        self._waiting[member.id] = replace(arrival, at_s=before.at_s) if before is not None else arrival
+        before = self._waiting.get(member.id)  # a repeated request keeps the time of the first one
+        self._waiting[member.id] = replace(request, at_s=before.at_s) if before is not None else request
         return None
 
-    def lose(self, member: str, how: str) -> bool:
-        """A member is dead, or presumed so. Returns whether the current generation breaks by it just now."""
-        if member in self._gone:
-            return False
-        self._gone[member] = how
-        self._waiting.pop(member, None)
-        breaks = self._is_current(member) and self.failure is None
-        if breaks:
-            self.failure = how
-        return breaks
+    def mark_failed(self, member: str, how: str) -> None:
+        """Records that a member has failed, and with it the current generation if the member is in it."""
+        if member not in self._gone:
+            self._gone[member] = how
+            self._waiting.pop(member, None)
+            if self.is_current(member):
+                self.failure = self.failure or how
 
     def retire(self, member: str) -> None:
-        """A member is through with the run, or left it when nothing was waiting for it any more."""
+        """Removes a member that is done with the run."""
         self._gone.setdefault(member, LEFT)
         self._waiting.pop(member, None)
 
-    def forget(self, workers: Iterable[str]) -> None:
-        """Keeps of members whose processes are gone nothing but that they are.
-
-        Args:
-            workers: those that the controller counts. A new one comes here before it is among them.
-        """
-        there = {*workers, *(each.id for each in self.known())}
-        self._listed |= set(workers)
-        gone = self._listed - there
+    def prune(self, running: Iterable[str]) -> None:
+        """Deletes details of members whose processes are gone: once listed as running, and now neither listed nor
+        known. That they are gone stays known."""
+        self._supervised |= set(running)
+        gone = self._supervised - {*running, *(member.id for member in self.known())}
+        self._supervised -= gone
         self._trained -= gone
-        self._broken_for -= gone
-        self._leaving = {each: notice for each, notice in self._leaving.items() if each not in gone}
-        self.dismissed = {each: kind for each, kind in self.dismissed.items() if each not in gone}
-        self._gone = {each: LONG_GONE if each in gone else how for each, how in self._gone.items()}
-        self._listed -= gone
+        self._interrupted_for -= gone
+        self._leaving = {member: notice for member, notice in self._leaving.items() if member not in gone}
+        self.dismissed = {member: kind for member, kind in self.dismissed.items() if member not in gone}
+        self._gone = {member: PROCESS_GONE if member in gone else how for member, how in self._gone.items()}
 
-    def ask_to_leave(self, members: Iterable[str], notice: DrainNotice = AT_ONCE) -> None:
-        """Members are to go at a step boundary: at the next one if the others are enough, or can wait, without them."""
+    def ask_to_leave(self, members: Iterable[str], notice: DrainNotice) -> None:
+        """Makes members leave at a step boundary: the next one if the others can train, or wait, without them."""
         for member in members:
             self._leaving[member] = earlier(self._leaving.get(member), notice)
-            if member in self._waiting and not self._is_current(member):
+            if member in self._waiting and not self.is_current(member):
                 self._dismiss(member)
 
     def drain(self, node_id: str, notice: DrainNotice) -> bool:
-        """A node is to go: its members leave, and who comes from it is not let in. Returns whether that is news; a
-        shorter notice is."""
-        before = self._draining.get(node_id)
+        """Makes all members on a node leave, and admits none from it. Returns False if an earlier notice covers it."""
+        before = self.draining.get(node_id)
         if before is not None and notice.ends_s >= before.ends_s - _SHORTER_BY_S:
             return False
-        self._draining[node_id] = notice
-        self.ask_to_leave([each.id for each in self.known() if each.node_id == node_id], notice)
+        self.draining[node_id] = notice
+        self.ask_to_leave([member.id for member in self.known() if member.node_id == node_id], notice)
         return True
 
-    def _dismiss(self, member: str) -> None:
-        """Lets a member go in peace."""
-        if member not in self._gone:
-            self.dismissed[member] = DRAIN if member in self._leaving else RESIZE
-            self._gone[member] = LEFT
-            self._waiting.pop(member, None)
-
-    # What follows.
-
-    def why_gone(self, member: str) -> str | None:
-        """Why a member takes no part any more, if so."""
-        return self._gone.get(member)
-
-    @property
-    def num_alive(self) -> int:
-        return len(self.known())
-
-    def is_training(self) -> bool:
-        """Whether there is a healthy generation, none of whose members waits for another."""
-        return self._is_healthy() and not any(each.id in self._waiting for each in self._members())
-
-    def _is_healthy(self) -> bool:
-        """Whether there is a generation that has lost nobody, and has not been left by all."""
-        return self.current is not None and self.failure is None and not self.current.ids <= self._gone.keys()
-
-    def made_a_step(self, generation: int) -> None:
-        """All members of a generation did, if it is the current one."""
+    def mark_trained(self, generation: int) -> None:
+        """Records that the members of a generation have completed a step, if it is the current one."""
         if self.current is not None and self.current.number == generation:
             self._trained |= self.current.ids - self._gone.keys()
 
+    def interrupt_if_overdue(self, now_s: float) -> bool:
+        """Ends the current generation inside a step if a leaving member is overdue. Returns whether it does now."""
+        if self.current is None or self.failure is not None or self.current.handover_only:
+            return False
+        running = {member for member in self._split()[1] if member not in self._waiting} - self._interrupted_for
+        overdue = {member for member in running if self._is_overdue(member, now_s)}
+        self._interrupted_for |= overdue
+        self.failure = OVERDUE if overdue else None
+        return bool(overdue)
+
+    def _dismiss(self, member: str) -> None:
+        if member not in self._gone:
+            self.dismissed[member] = DRAIN if member in self._leaving else RESIZE
+            self.retire(member)
+
+    def why_gone(self, member: str) -> str | None:
+        """Returns why a member failed or left, or None."""
+        return self._gone.get(member)
+
+    def known(self) -> list[Member]:
+        """Returns all members that train or wait."""
+        waiting = (request.member for request in self._waiting.values())
+        return list({member.id: member for member in (*self._alive(), *waiting)}.values())
+
+    def is_current(self, member: str) -> bool:
+        """Whether a member is in the current generation, or was when it failed or left."""
+        return self.current is not None and member in self.current.ids
+
+    def is_training(self) -> bool:
+        """Whether the current generation is healthy and none of its members waits for another."""
+        return self._is_healthy() and not any(member.id in self._waiting for member in self._alive())
+
+    def _is_healthy(self) -> bool:
+        """Whether there is a generation without a failure, which not all members have left."""
+        return self.failure is None and bool(self._alive())
+
     def is_newcomer(self, member: str) -> bool:
-        """Whether a worker has never trained, and others that are there have, or are to without it."""
+        """Whether a worker has never trained, while other workers have, or will without it."""
         if member in self._trained:
             return False
-        others = {each.id for each in self.known()} - {member}
-        return bool(others & self._trained) or (not self._is_current(member) and any(map(self._is_current, others)))
+        others = {other.id for other in self.known()} - {member}
+        return bool(others & self._trained) or (not self.is_current(member) and any(map(self.is_current, others)))
 
     def all_wait(self) -> bool:
-        """Whether everybody there is waits for a generation, and there are too few for one."""
-        return bool(self._waiting) and all(each.id in self._waiting for each in self.known())
+        """Whether all members wait because they are too few for a generation."""
+        return bool(self._waiting) and all(member.id in self._waiting for member in self._alive())
 
     def has_committed(self) -> bool:
-        """Whether nobody who waits holds anything that is not committed."""
-        return is_committed(list(self._waiting.values()))
+        """Whether the newest state among waiting members is committed."""
+        return is_committed([*self._waiting.values()])
 
-    def has_seen(self, member: str) -> bool:
-        """Whether a worker has ever come."""
-        return member in self._gone or member in self._waiting or self._is_current(member)
+    def has_joined(self, member: str) -> bool:
+        """Whether a worker has ever sent a join request, or failed before."""
+        return member in self._gone or member in self._waiting or self.is_current(member)
 
     def failed(self) -> dict[str, str]:
-        """Members that are dead or presumed so, and why."""
-        return {member: how for member, how in self._gone.items() if how not in (LEFT, LONG_GONE)}
+        """Returns the failed members, and how they failed."""
+        return {member: how for member, how in self._gone.items() if how not in (LEFT, PROCESS_GONE)}
 
     @property
     def leaving(self) -> list[str]:
-        """Members that are to go and have not gone."""
-        return [each for each in self._leaving if each not in self._gone]
-
-    @property
-    def draining(self) -> list[str]:
-        """Nodes that are to go, by Ray's name."""
-        return list(self._draining)
+        """Members that must leave and have not left."""
+        return [member for member in self._leaving if member not in self._gone]
 
     @property
     def limit(self) -> int:
-        """Members that a generation may have."""
+        """Maximum size of a generation."""
         return self.max_workers if self.wanted is None else min(self.wanted, self.max_workers)
 
     def wants_change(self, now_s: float) -> bool:
         """Whether the members of a healthy generation should end it at their next step boundary."""
-        if not self._is_healthy():
+        if not self._is_healthy() or not self._is_change_due(now_s):
             return False
-        return self._is_due(now_s) and self._would_change(now_s)
+        chosen, handover_only = self._choose(self._expected_requests(now_s), now_s)
+        return handover_only or {request.member.id for request in chosen} != {member.id for member in self._alive()}
 
-    def _would_change(self, now_s: float) -> bool:
-        """Whether the next generation would not just be this one again."""
-        assert self.current is not None
-        chosen, brief = self._choose(self._in_prospect(now_s), now_s)
-        return brief or {each.member.id for each in chosen} != self.current.ids - self._gone.keys()
-
-    def _is_due(self, now_s: float) -> bool:
+    def _is_change_due(self, now_s: float) -> bool:
         staying, leaving = self._split()
         newcomers = self._newcomers()
         if leaving and len(staying) + len(newcomers) >= max(1, self.min_workers):
             return True
-        if len(staying) + len(leaving) < self.min_workers:  # others were lost where nobody could join
+        if len(staying) + len(leaving) < self.min_workers:  # members failed while none could join
             return True
-        if any(self._leaving[each].is_urgent(now_s) for each in leaving) or len(staying) > self.limit:
+        if any(self._leaving[member].is_urgent(now_s) for member in leaving) or len(staying) > self.limit:
             return True
+        wait_s = STARTING_WAIT_S if self.num_starting else BATCH_S
+        has_waited = any(now_s - request.at_s >= wait_s for request in newcomers)
         room = self.limit - len(staying)
-        patience = PATIENCE_S if self.on_their_way else SETTLE_S
-        settled = any(now_s - each.at_s >= patience for each in newcomers)
-        return room > 0 and (settled or 0 < room <= len(newcomers))
-
-    def break_if_overdue(self, now_s: float) -> bool:
-        """Ends a generation in the midst of a step, if three quarters of the time of a member that is to go are over.
-        Returns whether it does just now."""
-        if self.current is None or self.failure is not None or self.current.brief:
-            return False
-        leaving = {each for each in self._split()[1] if each not in self._waiting}
-        overdue = {each for each in leaving if self._leaving[each].is_overdue(now_s)} - self._broken_for
-        if overdue:
-            self._broken_for |= overdue
-            self.failure = OVERDUE
-        return bool(overdue)
+        return room > 0 and (has_waited or room <= len(newcomers))
 
     def has_time(self, now_s: float, needed_s: float) -> bool:
-        """Whether members that are to go can stay for so long."""
-        notices = [self._leaving[each] for each in self._split()[1]]
-        return not any(each.within_s and each.is_overdue(now_s + needed_s) for each in notices)
+        """Whether no leaving member becomes overdue within `needed_s`."""
+        return not any(self._is_overdue(member, now_s + needed_s) for member in self._split()[1])
 
-    def _split(self) -> tuple[list[str], list[str]]:
-        """Members of the current generation who stay, and who are to go."""
-        alive = [each.id for each in self._members() if each.id not in self._gone]
-        return [each for each in alive if each not in self._leaving], [each for each in alive if each in self._leaving]
+    def plan(self, now_s: float, joining: Member | None = None) -> dict[str, tuple[int, int]]:
+        """Returns the rank of each member in the next generation and its size; empty if that is not known. A worker
+        that has not joined yet can be included."""
+        if not self._is_healthy():
+            return {}
+        chosen, handover_only = self._choose(self._expected_requests(now_s, joining), now_s)
+        ranks = {} if handover_only else {request.member.id: rank for rank, request in enumerate(by_node(chosen))}
+        return {member: (rank, len(ranks)) for member, rank in ranks.items()}
 
-    def _newcomers(self) -> list[JoinRequest]:
-        """Those who wait and were not in the last generation, seniors first."""
-        newcomers = [each for each in self._waiting.values() if not self._is_current(each.member.id)]
-        return sorted(newcomers, key=lambda each: (each.at_s, each.member.rank_in_group))
+    # The next generation.
 
     def form(self, now_s: float) -> FormedGeneration | None:
-        """The next generation, if it can be formed now. Who is not in it and not needed for another is dismissed."""
-        if any(each.id not in self._waiting and each.id not in self._gone for each in self._members()):
+        """Forms the next generation if possible. Dismisses members that are neither in it nor needed later."""
+        if any(member.id not in self._waiting for member in self._alive()):
             self._dismiss_surplus()
             return None
-        if (amid := self._form_amid(now_s)) is not None:
-            return amid
-        survivors = [each.id for each in self._members() if each.id not in self._gone]
-        if not survivors and not self._gathered(now_s):
+        if (formed := self._form_for_task(now_s)) is not None:
+            return formed
+        survivors = [member.id for member in self._alive()]
+        if not survivors and not has_group_joined(self._waiting.values(), now_s):
             return None
-        arrivals = self._by_seniority(survivors)
-        chosen, brief = self._choose(arrivals, now_s)
-        taken = {each.member.id for each in chosen}
-        left_out = [each.member.id for each in arrivals if each.member.id not in taken]
+        requests = by_seniority(self._waiting.values(), survivors)
+        chosen, handover_only = self._choose(requests, now_s)
+        taken = {request.member.id for request in chosen}
+        left_out = [request.member.id for request in requests if request.member.id not in taken]
         if not chosen:
-            self._short_since = now_s if self._short_since is None else self._short_since
-            if is_held([each for each in arrivals if each.member.id not in self._leaving], arrivals):
+            self._too_few_since = now_s if self._too_few_since is None else self._too_few_since
+            if keeps_state(self._staying(requests), requests):
                 for member in left_out:
                     if member in self._leaving and self._leaving[member].is_urgent(now_s):
                         self._dismiss(member)
             return None
-        formed = self._formed(by_node(chosen), now_s, brief=brief)
-        room = self.limit - sum(each.member.id not in self._leaving for each in chosen)
+        formed = self._begin(chosen, now_s, handover_only=handover_only)
+        room = self.limit - len(self._staying(chosen))
         for member in left_out:
             room -= member not in survivors
-            is_too_many = (member in survivors and not brief) or (self.wanted is not None and room < 0)
-            if member in self._leaving or is_too_many:
-                self._dismiss(member)  # others wait, for the place of one that goes
+            is_surplus = (member in survivors and not handover_only) or (self.wanted is not None and room < 0)
+            if member in self._leaving or is_surplus:
+                self._dismiss(member)  # all others wait for the place of a member that leaves
         return formed
 
     def _dismiss_surplus(self) -> None:
-        """Lets newcomers go for which there is no room any more since somebody asked for fewer workers."""
+        """Dismisses newcomers for which a resize leaves no room."""
         if self.wanted is not None:
             room = max(0, self.limit - len(self._split()[0]))
-            for each in self._newcomers()[room:]:
-                if each.step is None:
-                    self._dismiss(each.member.id)
+            for request in self._newcomers()[room:]:
+                if request.step is None:
+                    self._dismiss(request.member.id)
 
-    def _form_amid(self, now_s: float) -> FormedGeneration | None:
-        """The next generation where members of the last one are amid something outside of steps, with which they go on
-        and in which nobody can join them; None where nobody is, or is any more.
+    def _form_for_task(self, now_s: float) -> FormedGeneration | None:
+        """Forms the next generation if members of the last one are inside a collective task, which only they can
+        finish. Returns None if none is, or if the task is given up: all of its members are overdue.
 
-        Whose time is nearly up goes once the newest state is not lost with it. Before that one of them hands it over,
-        to others of the last generation if there are any, or commits it. So what they are amid is given up where all of
-        them have to go: it was not over in the last quarter of a notice, and would begin anew in what is left of it.
-
-        Who is behind those in the midst of a step's block waits until that is through: what they would hand over by
-        then is the state of no step.
+        Overdue members leave once the newest state is held by others or committed. Before that, one of them transfers
+        or commits it. Members that lag behind wait while others are inside a step's block, which has no state to send.
         """
-        arrivals = [self._waiting[each.id] for each in self._members() if each.id not in self._gone]
-        if all(each.between_steps for each in arrivals):
+        requests = [self._waiting[member.id] for member in self._alive()]
+        if all(request.between_steps for request in requests):
             return None
-        if not all(each.resumable for each in arrivals):
-            newest = newest_step(arrivals)
-            for each in arrivals:
-                if each.step != newest and each.member.id in self._leaving:
-                    self._dismiss(each.member.id)
-            arrivals = [each for each in arrivals if each.step == newest]
-        going = [each for each in arrivals if self._is_overdue(each.member.id, now_s)]
-        staying = [each for each in arrivals if each not in going]
-        if not staying or not is_held(staying, arrivals):
-            newest = newest_step(arrivals)
-            sources = [each for each in going if each.resumable and each.step == newest]
-            if not sources:  # nobody else can do the rest of what they are amid
-                return self._formed(by_node(arrivals), now_s)
-            if not is_committed(arrivals):
+        if not all(request.resumable for request in requests):
+            newest = newest_step(requests)
+            for request in requests:
+                if request.step != newest and request.member.id in self._leaving:
+                    self._dismiss(request.member.id)
+            requests = [request for request in requests if request.step == newest]
+        going = [request for request in requests if self._is_overdue(request.member.id, now_s)]
+        staying = [request for request in requests if request not in going]
+        if not staying or not keeps_state(staying, requests):
+            newest = newest_step(requests)
+            sources = [request for request in going if request.resumable and request.step == newest]
+            if not sources:  # no other member can finish the task
+                return self._begin(requests, now_s)
+            if not is_committed(requests):
                 chosen = [sources[0], *(staying or self._newcomers()[: self.limit - 1])]
-                formed = self._formed(by_node(chosen), now_s, brief=True)
-                for each in going:
-                    if each is not sources[0]:
-                        self._dismiss(each.member.id)
+                formed = self._begin(chosen, now_s, handover_only=True)
+                for request in going:
+                    if request is not sources[0]:
+                        self._dismiss(request.member.id)
                 return formed
-        for each in going:
-            self._dismiss(each.member.id)
-        are_amid = any(not each.between_steps for each in staying)
-        return self._formed(by_node(staying), now_s) if are_amid else None
+        for request in going:
+            self._dismiss(request.member.id)
+        in_task = any(not request.between_steps for request in staying)
+        return self._begin(staying, now_s) if in_task else None
 
-    def prospects(self, now_s: float, also: Member | None = None) -> dict[str, tuple[int, int]]:
-        """Ranks in the next generation, and its size, as things stand; of nobody, if that cannot be said.
-
-        Args:
-            also: somebody who has not come yet.
-        """
-        if not self._is_healthy():
-            return {}
-        chosen, brief = self._choose(self._in_prospect(now_s, also), now_s)
-        if brief:
-            return {}
-        return {each.member.id: (rank, len(chosen)) for rank, each in enumerate(by_node(chosen))}
-
-    def _in_prospect(self, now_s: float, also: Member | None = None) -> list[JoinRequest]:
-        """Those who would wait if the members of the current generation ended it, seniors first."""
-        there = [JoinRequest(member=each, step=0, between_steps=True, at_s=now_s) for each in self._members()]
-        newcomers = self._newcomers()
-        if also is not None and all(each.member.id != also.id for each in newcomers):
-            newcomers.append(JoinRequest(member=also, step=None, between_steps=True, at_s=now_s))
-        return [*(each for each in there if each.member.id not in self._gone), *newcomers]
-
-    def _is_overdue(self, member: str, now_s: float) -> bool:
-        return member in self._leaving and self._leaving[member].is_overdue(now_s)
-
-    def _gathered(self, now_s: float) -> bool:
-        """Without a generation to go on from, workers that were started together begin together."""
-        arrivals = self._waiting.values()
-        if not arrivals:
-            return False
-        together = max(each.member.group_size for each in arrivals)
-        return len(arrivals) >= together or now_s - min(each.at_s for each in arrivals) >= GATHER_S
-
-    def _by_seniority(self, survivors: list[str]) -> list[JoinRequest]:
-        """Those who wait: members of the last generation first, in its order."""
-        rank = {member: place for place, member in enumerate(survivors)}
-
-        def seniority(each: JoinRequest) -> tuple[float, ...]:
-            if not survivors:  # they begin together, whoever was ready first
-                return (each.member.rank_in_group, each.at_s)
-            return (rank.get(each.member.id, len(rank)), each.at_s, each.member.rank_in_group)
-
-        return sorted(self._waiting.values(), key=seniority)
-
-    def _choose(self, arrivals: list[JoinRequest], now_s: float) -> tuple[list[JoinRequest], bool]:
-        """Who is in the next generation, seniors first, and whether it is a brief one; nobody, if there are not
-        enough."""
+    def _choose(self, requests: list[JoinRequest], now_s: float) -> tuple[list[JoinRequest], bool]:
+        """Returns the members of the next generation, senior ones first, and whether it only transfers the state.
+        Returns no members if there are too few."""
         least, most = max(1, self.min_workers), self.limit
-        staying = [each for each in arrivals if each.member.id not in self._leaving]
-        notices = [self._leaving[each.member.id] for each in arrivals if each.member.id in self._leaving]
+        staying = self._staying(requests)
+        notices = [self._leaving[request.member.id] for request in requests if request.member.id in self._leaving]
         if len(staying) < least and notices and not any(notice.is_urgent(now_s) for notice in notices):
-            staying, notices = arrivals, []  # they are needed, and have the time
-        if is_held(staying, arrivals):
-            chosen = with_the_newest(staying, most)
-            if len(chosen) >= least:
-                return chosen, False
-            if self.commit_wanted and not is_committed(arrivals):
-                return with_the_newest(arrivals, 1), True
-            return [], False
-        # Those who go alone hold the newest state. It counts more than min_workers: one of them hands it over, if there
-        # is somebody to take it, or commits it.
-        takers = staying[: most - 1]
-        return [*with_the_newest(arrivals, 1), *takers], True
+            staying = requests  # leaving members are needed, and have the time
+        if not keeps_state(staying, requests):
+            # Only leaving members hold the newest state. One of them transfers it, or commits it if no member can
+            # receive it. That matters more than min_workers.
+            return [*select_with_newest(requests, 1), *staying[: most - 1]], True
+        chosen = select_with_newest(staying, most)
+        if len(chosen) >= least:
+            return chosen, False
+        if self.commit_wanted and not is_committed(requests):
+            return select_with_newest(requests, 1), True
+        return [], False
 
-    def _formed(self, chosen: list[JoinRequest], now_s: float, *, brief: bool = False) -> FormedGeneration:
-        newest = newest_step(chosen)
-        source = next((rank for rank, each in enumerate(chosen) if newest is not None and each.step == newest), None)
-        receivers = tuple(rank for rank, each in enumerate(chosen) if each.step is None or each.step != newest)
+    def _begin(self, chosen: list[JoinRequest], now_s: float, *, handover_only: bool = False) -> FormedGeneration:
+        """Makes the chosen members the current generation."""
+        chosen, newest = by_node(chosen), newest_step(chosen)
         self.generation += 1
+        ids = {request.member.id for request in chosen}
         formed = FormedGeneration(
             number=self.generation,
-            members=tuple(each.member for each in chosen),
-            source=source,
-            receivers=receivers,
+            members=tuple(request.member for request in chosen),
+            source=None if newest is None else [request.step for request in chosen].index(newest),
+            receivers=tuple(rank for rank, request in enumerate(chosen) if newest is None or request.step != newest),
             first_step=newest,
-            reason=self._reason(chosen, brief=brief),
-            brief=brief,
-            amid=not brief and any(not each.between_steps for each in chosen),
-            again=self.current is not None and self.current.ids == {each.member.id for each in chosen},
-            waited_s=0.0 if self._short_since is None else now_s - self._short_since,
+            reason=self._reason(ids, handover_only=handover_only),
+            handover_only=handover_only,
+            same_members=self.current is not None and self.current.ids == ids,
+            in_collective_task=not handover_only and any(not request.between_steps for request in chosen),
+            waited_s=0.0 if self._too_few_since is None else now_s - self._too_few_since,
         )
-        self._short_since = None
-        for each in formed.members:
-            del self._waiting[each.id]
+        self._too_few_since = None
+        for member in ids:
+            del self._waiting[member]
         self.current, self.failure = formed, None
         return formed
 
-    def _reason(self, chosen: list[JoinRequest], *, brief: bool) -> str:
+    def _reason(self, chosen: set[str], *, handover_only: bool) -> str:
         if self.current is None:
-            return "start"
+            return STARTED
         if self.failure not in (None, OVERDUE):
             return WORKER_FAILED
-        if brief:
+        if handover_only:
             return "workers leave"
-        before = {each.id for each in self.current.members}
-        after = {each.member.id for each in chosen}
-        changes = [word for word, moved in (("joined", after - before), ("left", before - after)) if moved]
+        moved = {"joined": chosen - self.current.ids, "left": self.current.ids - chosen}
+        changes = [change for change, members in moved.items() if members]
         return f"workers {' and '.join(changes)}" if changes else "formed again"
 
-    def known(self) -> list[Member]:
-        """Members that train or wait to."""
-        everyone = {each.id: each for each in [*self._members(), *(each.member for each in self._waiting.values())]}
-        return [each for each in everyone.values() if each.id not in self._gone]
+    def _alive(self) -> list[Member]:
+        """Members of the current generation that have not failed or left, in rank order."""
+        members = self.current.members if self.current is not None else ()
+        return [member for member in members if member.id not in self._gone]
 
-    def _members(self) -> list[Member]:
-        return list(self.current.members) if self.current is not None else []
+    def _split(self) -> tuple[list[str], list[str]]:
+        """Ids of those that stay, and of those that must leave."""
+        alive = [member.id for member in self._alive()]
+        return [id for id in alive if id not in self._leaving], [id for id in alive if id in self._leaving]
 
-    def _is_current(self, member: str) -> bool:
-        return self.current is not None and member in self.current.ids
+    def _staying(self, requests: list[JoinRequest]) -> list[JoinRequest]:
+        return [request for request in requests if request.member.id not in self._leaving]
+
+    def _newcomers(self) -> list[JoinRequest]:
+        """Waiting members that were not in the last generation, senior ones first."""
+        newcomers = [request for request in self._waiting.values() if not self.is_current(request.member.id)]
+        return sorted(newcomers, key=lambda request: (request.at_s, request.member.rank_in_group))
+
+    def _expected_requests(self, now_s: float, joining: Member | None = None) -> list[JoinRequest]:
+        """The requests that would wait if the current generation ended now, senior ones first."""
+        requests = [JoinRequest(member=member, step=0, between_steps=True, at_s=now_s) for member in self._alive()]
+        requests += self._newcomers()
+        if joining is not None and all(request.member.id != joining.id for request in requests):
+            requests.append(JoinRequest(member=joining, step=None, between_steps=True, at_s=now_s))
+        return requests
+
+    def _is_overdue(self, member: str, now_s: float) -> bool:
+        return member in self._leaving and self._leaving[member].is_overdue(now_s)

@@ -1,4 +1,4 @@
-"""What the rendezvous says to members, to the driver and to the controller."""
+"""What the rendezvous returns to members, to the driver and to the controller."""
 
 from __future__ import annotations
 
@@ -10,91 +10,91 @@ from elastic_ddp.telemetry.events import Event
 
 @dataclass(frozen=True)
 class Ended:
-    """What a member gets instead of a generation when there is none to come."""
+    """The answer to a join request of a member that gets no further generation."""
 
     reason: str
 
 
 class PlannedAssignment(NamedTuple):
-    """A member's place in a generation that was not formed yet, as things stand."""
+    """The place that a member would get if a generation formed now."""
 
     rank: int
     world_size: int
     step: int
-    """Steps done a while ago."""
+    """Steps done by the newest report of rank 0."""
 
 
 @dataclass(frozen=True)
 class Signals:
-    """What a member should know, whenever it asks."""
+    """What the rendezvous asks of a member of a generation."""
 
     stop: bool = False
     """Commit and stop at the next step boundary."""
     ended: str | None = None
-    """The run is over for this member, wherever it is, and why."""
-    broken: int | None = None
-    """The generation that lost a member: who is in it leaves what it does."""
+    """Why the run is over for this member, wherever it is; None if it is not."""
+    failed_generation: int | None = None
+    """Number of the member's generation if one of its members failed: abort its collectives."""
     reconfigure: bool = False
-    """End the generation at the next step boundary: others wait to join, or are to go."""
-    prospect: PlannedAssignment | None = None
-    """Its place after that; None if it has none."""
+    """End the generation at the next step boundary: workers wait to join, or must leave."""
+    planned: PlannedAssignment | None = None
+    """The member's place in the next generation; None if it has none."""
     commit: int = 0
-    """The number of a request to commit at the next step boundary; 0 for none."""
+    """Number of a request to commit at the next step boundary; 0 for none."""
     show_stacks: int = 0
-    """The number of a request to record where all threads are; 0 for none."""
+    """Number of a request to record the stacks of all threads; 0 for none."""
 
 
-NOTHING = Signals()
+NO_SIGNALS = Signals()
 
 
 class DriverUpdate(NamedTuple):
-    """What the driver hears."""
+    """What the driver receives on each poll."""
 
     events: list[Event]
     progress: dict[str, Any]
-    """The newest."""
+    """The newest progress report of rank 0."""
     outcome: dict[str, Any] | None
-    """How the run ended, once it has."""
+    """How the run ended; None while it runs."""
     num_alive: int
-    """Members that train or wait to."""
+    """Number of members that train, or wait to."""
     stopping: bool
     """Whether the run was asked to stop."""
     is_saving: bool = False
-    """Whether one of them has begun a save that has not ended."""
+    """Whether a member is writing a checkpoint."""
 
 
 class WorkerDirectives(NamedTuple):
-    """What the controller hears, about workers by the ids of their actors."""
+    """What the controller does about its workers. Workers are named by the ids of their actors."""
 
     failed: dict[str, str]
-    """Members that are dead or presumed so, and why."""
+    """Failed members, and how they failed."""
     newcomers: list[str]
-    """Workers that have never trained, while others do: if they are lost, that costs nothing but their start."""
+    """Workers that have never trained, while others have. Their failure costs only their start."""
     dismissed: list[str]
-    """Members that were let go in peace."""
+    """Members that left because they were asked to."""
     leaving: list[str]
-    """Members that are to go, and whose places others may take."""
+    """Members that must leave; replacements may start."""
     avoid: list[str]
-    """Nodes that no worker is to be started on, by Ray's name."""
+    """Ray's ids of nodes on which no worker may start."""
     limit: int
-    """Workers that there may be."""
+    """Maximum number of workers."""
     is_over: bool
-    """Whether the run has ended, or is to stop: then workers return."""
+    """Whether the run has ended or is stopping, so that workers return."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousOptions:
-    """What of a run's configuration concerns its rendezvous."""
+    """The part of a run's configuration that its rendezvous needs."""
 
     min_workers: int
     max_workers: int
     heartbeat_timeout_s: float
     hang_timeout_s: float = 600.0
     max_failed_saves: int = 3
-    """Saves in a row that may fail, whoever makes them."""
-    memory: str | None = None
-    """A folder on the driver's node, for what has to outlive the rendezvous' process."""
+    """Number of consecutive saves that may fail, on any rank."""
+    snapshot_folder: str | None = None
+    """A folder on the driver's node for the state that outlives the rendezvous process; None to keep none."""
     last_commit: int | None = None
-    """Steps done in the commit that it goes on from; None if there is none."""
+    """Steps done in the commit that the run resumes from; None if there is none."""
     driver: dict[str, Any] = field(default_factory=dict)
-    """Where the driver is, for people."""
+    """Host and process id of the driver and the run's URI, for `status`."""

@@ -1,7 +1,7 @@
-"""What a rendezvous knows, on the disk of the driver's node: its process may die, and another go on from there.
+"""The rendezvous state on the disk of the driver's node. A new rendezvous process resumes from it.
 
-A file with the state is replaced whenever that changes. Events are appended to another, each before the sender is told
-that it arrived; a sender that hears nothing sends again, under the same number.
+One file holds the state and is replaced on every change. Events are appended to another file before the sender gets
+its acknowledgement; a sender without acknowledgement sends again, with the same number.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ from elastic_ddp.rendezvous.membership import Membership
 
 @dataclass
 class State:
-    """Everything that has to outlive the process."""
+    """The state that outlives the rendezvous process."""
 
     membership: Membership
     stop: bool = False
-    """The run was asked to commit and stop."""
+    """Whether the run was asked to commit and stop."""
     requests: int = 0
-    """Requests to commit so far."""
-    requests_met: int = 0
-    """Those that were met. A commit meets all that had come when it began."""
+    """Number of commit requests so far."""
+    fulfilled_requests: int = 0
+    """Number of those that are fulfilled. A commit fulfills all requests made before it started."""
     restored: int = 0
-    """The newest generation in which nobody held a state, and that began from the newest commit therefore."""
+    """The newest generation in which no member held a state, so that it started from the newest commit."""
     failed_saves: int = 0
-    """Since the newest commit. Those who made them may be gone."""
+    """Number of failed saves since the newest commit, on any rank."""
     recorded_dismissals: int = 0
+    """Number of dismissed members that have a `worker_left` event."""
     stacks_requests: int = 0
-    """Requests to say where all threads are so far."""
+    """Number of requests to record stacks so far."""
 
     @property
     def open_request(self) -> int:
-        """The newest that was not met yet; 0 if there is none."""
-        return self.requests if self.requests > self.requests_met else 0
+        """The newest commit request if it is not fulfilled yet, otherwise 0."""
+        return self.requests if self.requests > self.fulfilled_requests else 0
 
 
 _STATE = TypeAdapter(State)
-_PASSING: Any = {"membership": {"_waiting"}}
-"""Those who wait ask again."""
+_EXCLUDED: Any = {"membership": {"_waiting"}}
+"""Waiting members repeat their requests, so the file does not hold them."""
 
 
 class Snapshot:
-    """The two files. Without a folder nothing is kept.
+    """The two files.
 
     Args:
-        folder: of this run alone, on a disk of this node.
+        folder: a folder on this node for this run alone; None to keep nothing.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -60,38 +61,38 @@ class Snapshot:
         self._saved = b""
 
     def load(self) -> State | None:
-        """The state that a process before this one left; None for the first."""
+        """Returns the state of the previous rendezvous process; None in the first one."""
         if self._state is None or not self._state.exists():
             return None
         return _STATE.validate_json(self._state.read_bytes())
 
     def save(self, state: State) -> None:
-        """Costs nothing if nothing changed."""
-        if self._state is None or (data := _STATE.dump_json(state, exclude=_PASSING)) == self._saved:
+        """Replaces the state file if the state has changed."""
+        if self._state is None or (data := _STATE.dump_json(state, exclude=_EXCLUDED)) == self._saved:
             return
-        temporary = self._state.with_suffix(".new")
-        temporary.write_bytes(data)
-        os.replace(temporary, self._state)
+        _replace(self._state, data)
         self._saved = data
 
     def lines(self) -> list[dict[str, Any]]:
-        """What was appended so far. The last line may be torn, and then was not acknowledged."""
+        """Returns all lines appended so far. A torn last line was never acknowledged, and is removed."""
         if self._events is None or not self._events.exists():
             return []
-        whole, _, torn = self._events.read_bytes().rpartition(b"\n")
+        complete, _, torn = self._events.read_bytes().rpartition(b"\n")
         if torn:
-            self._events.write_bytes(whole + b"\n")
-        return [json.loads(line) for line in whole.split(b"\n") if line]
+            self._events.write_bytes(complete + b"\n")
+        return [json.loads(line) for line in complete.split(b"\n") if line]
 
     def replace(self, lines: list[dict[str, Any]]) -> None:
-        """Puts these in the place of all that was appended so far."""
+        """Replaces all lines appended so far."""
         if self._events is not None:
-            temporary = self._events.with_suffix(".new")
-            temporary.write_bytes(_as_bytes(lines))
-            os.replace(temporary, self._events)
+            _replace(self._events, _as_bytes(lines))
 
     def append(self, lines: list[dict[str, Any]]) -> None:
-        """All of them or none, if the disk is full."""
+        """Appends all lines, or none of them if the disk is full.
+
+        Raises:
+            OSError: the lines could not be written.
+        """
         if self._events is not None and lines:
             data = _as_bytes(lines)
             with self._events.open("ab", buffering=0) as file:
@@ -102,6 +103,12 @@ class Snapshot:
                 except OSError:
                     file.truncate(end)
                     raise
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
 
 
 def _as_bytes(lines: list[dict[str, Any]]) -> bytes:

@@ -10,10 +10,6 @@ from contextlib import contextmanager
 from elastic_ddp.telemetry.stopwatch import Stopwatch, split_lost
 
 _TYPICAL_OF = 20
-RUN_ENDED, RUN_FAILED, PEER_FAILED = "the run ended", "the run failed", "a worker was lost"
-CHANGED, HANDED_ON = "workers were to join or leave", "those who go handed the state on"
-UNMADE = "the loop ended with a step that was lost, and begins again"
-"""What a generation was ended by, in its own words."""
 
 
 class Account:
@@ -22,12 +18,12 @@ class Account:
 
     Args:
         watch: that it goes by.
-        still_s: tells for how many seconds the worker has got nowhere.
+        idle_s: tells for how many seconds the worker has got nowhere.
     """
 
-    def __init__(self, watch: Stopwatch | None = None, still_s: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, watch: Stopwatch | None = None, idle_s: Callable[[], float] = lambda: 0.0) -> None:
         self._watch = watch or Stopwatch()
-        self._still_s = still_s
+        self._idle_s = idle_s
         self._steps: deque[float] = deque(maxlen=_TYPICAL_OF)
         self._is_first = False
         self._ended: dict[str, float] | None = None
@@ -83,7 +79,7 @@ class Account:
         """A peer was lost since the last mark: that time was for nothing. In a step, what is longer than a typical one
         went into noticing it; where there is no typical one, what came after the last that the worker got done."""
         lost_s = self._watch.since_mark()
-        worked_s = self._typical_s if in_step and self._steps else lost_s - self._still_s()
+        worked_s = self._typical_s if in_step and self._steps else lost_s - self._idle_s()
         redone_s, detection_s = split_lost(lost_s, worked_s)
         self._watch.move("useful", "redone", redone_s)
         self._watch.move("useful", "detection", detection_s)

@@ -12,6 +12,21 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import Any, ClassVar
 
+STARTED, RESUMED, WORKER_FAILED = "start", "resume", "worker failed"
+"""Reasons for which a generation forms; there are others."""
+RUN_ENDED, RUN_FAILED, PEER_FAILED = "the run ended", "the run failed", "a worker failed"
+MEMBERSHIP_CHANGED, STATE_TRANSFERRED = "workers join or leave", "leaving workers transferred the state"
+STEP_REPEATS = "the loop ended with a step that repeats"
+"""Reasons for which a generation ends."""
+_FORMER_REASONS = {
+    "worker lost": WORKER_FAILED,
+    "a worker was lost": PEER_FAILED,
+    "workers were to join or leave": MEMBERSHIP_CHANGED,
+    "those who go handed the state on": STATE_TRANSFERRED,
+    "the loop ended with a step that was lost, and begins again": STEP_REPEATS,
+}
+"""Reasons in ledgers of version 0.1.0, and what they are called now."""
+
 Account = Mapping[str, float]
 """Seconds of a generation by phase (see `stopwatch.Phase`), as one worker measured them since it began."""
 
@@ -60,6 +75,11 @@ class GenerationEvent(Event):
 
     generation: int
     """Number of the generation in its session, from 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingEvent(GenerationEvent):
+    """An event about training in a generation, as its rank 0 reports it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +148,7 @@ class GenerationFormed(GenerationEvent):
     world_size: int
     """Number of workers."""
     reason: str
-    """Why it was formed, such as `start`, `worker lost` or `workers joined`."""
+    """Why it was formed, such as `start`, `worker failed` or `workers joined`."""
     first_step: int | None = None
     """Steps done in the state it starts from; null if no member holds a state."""
     waited_s: float = 0.0
@@ -138,7 +158,7 @@ class GenerationFormed(GenerationEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationStarted(GenerationEvent):
+class GenerationStarted(TrainingEvent):
     """All ranks have the state and the process group, and training starts. Rank 0 reports it."""
 
     event: ClassVar[str] = "generation"
@@ -151,7 +171,7 @@ class GenerationStarted(GenerationEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstStep(GenerationEvent):
+class FirstStep(TrainingEvent):
     """The first step of a generation is done. Rank 0 reports it."""
 
     event: ClassVar[str] = "first_step"
@@ -160,7 +180,7 @@ class FirstStep(GenerationEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationEnded(GenerationEvent):
+class GenerationEnded(TrainingEvent):
     """Rank 0 has left the generation."""
 
     event: ClassVar[str] = "generation_ended"
@@ -182,7 +202,7 @@ class GenerationAccount(GenerationEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepsCompleted(GenerationEvent):
+class StepsCompleted(TrainingEvent):
     """`log_every_steps` more steps are done. Rank 0 reports it."""
 
     event: ClassVar[str] = "steps"
@@ -203,7 +223,7 @@ class StepsCompleted(GenerationEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationStarted(GenerationEvent):
+class EvaluationStarted(TrainingEvent):
     """Ranks start an evaluation. Rank 0 reports it."""
 
     event: ClassVar[str] = "evaluating"
@@ -212,7 +232,7 @@ class EvaluationStarted(GenerationEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationFinished(GenerationEvent):
+class EvaluationFinished(TrainingEvent):
     """An evaluation is done. Rank 0 reports it."""
 
     event: ClassVar[str] = "evaluation"
@@ -467,4 +487,7 @@ def parse(entry: Mapping[str, Any]) -> Event:
     if kind is None or not _REQUIRED[kind] <= entry.keys():
         content = {name: value for name, value in entry.items() if name != "event" and name not in _ENVELOPE}
         return UnknownEvent(event=entry["event"], content=content, **envelope)
-    return kind(**envelope, **{name: entry[name] for name in _own_fields(kind) if name in entry})
+    fields = {name: entry[name] for name in _own_fields(kind) if name in entry}
+    if isinstance(reason := fields.get("reason"), str):
+        fields["reason"] = _FORMER_REASONS.get(reason, reason)
+    return kind(**envelope, **fields)

@@ -27,8 +27,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_ddp.telemetry.account import CHANGED, HANDED_ON
 from elastic_ddp.telemetry.events import (
+    MEMBERSHIP_CHANGED,
+    RESUMED,
+    STARTED,
+    STATE_TRANSFERRED,
     Account,
     CommitSucceeded,
     Event,
@@ -52,7 +55,7 @@ STALLS = ("detection_s", "rendezvous_s", "hand_over_s", "first_step_s")
 
 _LAG_S = 1.0
 """How much earlier than a loss was written down a survivor may have ended its account of it."""
-_BEGINS_ANEW = ("start", "resume")
+_BEGINS_ANEW = (STARTED, RESUMED)
 """Reasons of generations that nobody brings a state to."""
 
 
@@ -263,7 +266,7 @@ def _rest(
     if following is not None:
         waiting_s = min(following.waited_s, rest_s)
         return {"waiting": waiting_s, "rendezvous": rest_s - waiting_s}
-    is_over = generation.lost_at is None and generation.ended_by not in (CHANGED, HANDED_ON)
+    is_over = generation.lost_at is None and generation.ended_by not in (MEMBERSHIP_CHANGED, STATE_TRANSFERRED)
     return {"shut_down" if is_over else "waiting": rest_s}
 
 

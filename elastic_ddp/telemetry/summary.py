@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from elastic_ddp.errors import WorkersFailedError
-from elastic_ddp.telemetry.account import PEER_FAILED
 from elastic_ddp.telemetry.events import (
+    PEER_FAILED,
+    WORKER_FAILED,
     CommitSucceeded,
     EvaluationFinished,
     Event,
@@ -25,9 +26,6 @@ from elastic_ddp.telemetry.events import (
 from elastic_ddp.telemetry.goodput import STALLS, goodput, stalls
 
 E = TypeVar("E", bound=Event)
-
-WORKER_FAILED = "worker lost"
-"""What a generation is formed for that replaces one which broke."""
 
 
 def summarize(

@@ -29,6 +29,7 @@ from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.watchdog import STALL_TIMEOUT_S
 from elastic_ddp.telemetry.events import (
+    WORKER_FAILED,
     CommitFailed,
     CommitRejected,
     CommitSkipped,
@@ -36,7 +37,6 @@ from elastic_ddp.telemetry.events import (
     CommitSucceeded,
     Resumed,
 )
-from elastic_ddp.telemetry.summary import WORKER_FAILED
 from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.worker.commit_schedule import CommitSchedule, retention_of
 from elastic_ddp.worker.job import COMMITS

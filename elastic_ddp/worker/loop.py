@@ -11,8 +11,14 @@ from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.errors import CheckpointError, ConfigError, ReplicasDifferError, format_exception
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STORING
-from elastic_ddp.telemetry.account import CHANGED, UNMADE
-from elastic_ddp.telemetry.events import EvaluationFinished, EvaluationStarted, FirstStep, StepsCompleted
+from elastic_ddp.telemetry.events import (
+    MEMBERSHIP_CHANGED,
+    STEP_REPEATS,
+    EvaluationFinished,
+    EvaluationStarted,
+    FirstStep,
+    StepsCompleted,
+)
 from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.collective_tasks import TasksDifferError
 from elastic_ddp.worker.generation import Generation
@@ -167,7 +173,7 @@ class Loop:
             if more_steps and step.agreed.votes["reconfigure"] == self.world_size:
                 if self.state.is_sharded and not self._make_durable(step.generation):
                     return None  # the next generation would start from an older commit
-                return membership.leave(intact=True, reason=CHANGED)
+                return membership.leave(intact=True, reason=MEMBERSHIP_CHANGED)
         except Exception as error:
             if not is_peer_failure(error):
                 raise
@@ -271,7 +277,7 @@ class Loop:
             )
         membership.run_collective("the last commit", self._commit_final_state)
         if self.position.step == repeated:
-            membership.leave(intact=True, reason=UNMADE)
+            membership.leave(intact=True, reason=STEP_REPEATS)
             raise RestartTraining
         return {"weights_sha256": digests[0], **self.progress()}
 

@@ -13,8 +13,16 @@ from elastic_ddp.errors import PeerFailedError, StorageError, WorkersFailedError
 from elastic_ddp.rendezvous.coordinator import PREPARE_S
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.rendezvous.messages import PlannedAssignment
-from elastic_ddp.telemetry.account import HANDED_ON, PEER_FAILED, RUN_ENDED, Account
-from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
+from elastic_ddp.telemetry.account import Account
+from elastic_ddp.telemetry.events import (
+    PEER_FAILED,
+    RESUMED,
+    RUN_ENDED,
+    STARTED,
+    STATE_TRANSFERRED,
+    GenerationEnded,
+    GenerationStarted,
+)
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
 from elastic_ddp.worker.generation import Generation, GenerationInputs, feeds_of, micro_batches_of, strategy_of
 from elastic_ddp.worker.retry_limit import ConsecutiveFailures
@@ -63,7 +71,7 @@ class WorkerMembership:
         self, job: Job, client: RendezvousClient, *, state: TrainState, checkpointer: Checkpointer, device: torch.device
     ) -> None:
         self.generation: Generation | None = None
-        self.account = Account(still_s=lambda: client.activity.still_s)
+        self.account = Account(idle_s=lambda: client.activity.idle_s)
         self.activity = client.activity
         self.holds_state = False
         self.tasks = CollectiveTasks()
@@ -77,7 +85,7 @@ class WorkerMembership:
             feeds=self._feeds,
             activity=client.activity,
             restore=checkpointer.restore,
-            on_forming=lambda group: client.abort_when_broken(group.abort),
+            on_forming=lambda group: client.on_failure(group.abort),
             on_formed=lambda: self.account.formed(),
         )
         self._failure: str | None = None  # how a peer failed, if the training function has restarted since
@@ -132,7 +140,7 @@ class WorkerMembership:
                     raise
                 failure = format_exception(error)
             # Outside of the except block: the traceback would keep the process group alive.
-            self._client.abort_when_broken(None)
+            self._client.on_failure(None)
             self.leave(intact=False)
             account = self.account.seconds()
         raise WorkersFailedError(
@@ -168,7 +176,7 @@ class WorkerMembership:
         self.account.begin()
         self.activity.enter("hand-over", self._checkpointer.worked_s)
         generation = Generation.open(self._inputs, assignment, self._num_broken)
-        self._client.abort_when_broken(generation.abort)
+        self._client.on_failure(generation.abort)
         self.account.ready()
         self.activity.enter("between steps")
         was_rank_0, self._was_rank_0 = self._was_rank_0, assignment.rank == 0
@@ -180,7 +188,7 @@ class WorkerMembership:
                     generation=assignment.generation,
                     world_size=assignment.world_size,
                     first_step=step,
-                    reason="resume" if assignment.reason == "start" and step else assignment.reason,
+                    reason=RESUMED if assignment.reason == STARTED and step else assignment.reason,
                 )
             )
             if not was_rank_0 and assignment.source is not None:
@@ -200,7 +208,7 @@ class WorkerMembership:
         """
         if not generation.group.assignment.receivers:
             self.commit(may_fail=True)
-        failure = self.leave(intact=True, reason=HANDED_ON)
+        failure = self.leave(intact=True, reason=STATE_TRANSFERRED)
         if failure is not None:
             raise PeerFailedError(failure)
 
@@ -214,7 +222,7 @@ class WorkerMembership:
         """
         self._checkpointer.warm_up(self._state)
         self._store.connect_with_retry(self._client.store_address)
-        planned = self._client.ask_for_prospect()
+        planned = self._client.plan_join()
         self._read_ahead(planned or PlannedAssignment(rank=0, world_size=1, step=0))
         self._feeds.wait()  # the first pipeline of a process takes seconds
         batch = self._feeds.peek()
@@ -242,7 +250,7 @@ class WorkerMembership:
             return self._client.disconnected  # it cannot receive the request, and must not block it
         if self._preparing_since is None:
             self._preparing_since = time.monotonic()
-        planned = self._client.prospect
+        planned = self._client.planned
         if planned is None or self.account.step_s >= LONG_STEP_S:
             return True
         is_ready = self._read_ahead(planned._replace(step=steps_done))
@@ -338,7 +346,7 @@ class WorkerMembership:
         if generation is not None:
             intact = intact and failure is None
             self._checkpointer.generation_ended(intact=intact)
-            self._client.abort_when_broken(None)
+            self._client.on_failure(None)
             if generation.group.rank == 0:
                 self._client.record(
                     GenerationEnded(

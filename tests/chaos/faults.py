@@ -143,7 +143,7 @@ def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
             client, generation = run._loop.client, run._loop.membership.generation
             if client.reconfigure_requested or client.stop_requested or generation is None:
                 return
-            if client._signals.broken == generation.number:
+            if client._signals.failed_generation == generation.number:
                 return
             time.sleep(0.01)
 

@@ -132,7 +132,7 @@ def test_a_worker_that_dies_again_and_again_right_after_it_joined(folder: Path, 
     assert sizes(since_all_were_there(summary, 2))[:2] == [2, 1]
 
 
-@pytest.mark.parametrize(("how", "said"), [("raise", "a mistake of the user's"), ("SIGSEGV", "its process ended")])
+@pytest.mark.parametrize(("how", "said"), [("raise", "a mistake of the user's"), ("SIGSEGV", "its process exited")])
 def test_newcomers_that_fail_are_replaced_and_do_not_end_the_run(
     folder: Path, calm: Mapping[str, Any], how: str, said: str
 ) -> None:

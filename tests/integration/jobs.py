@@ -79,7 +79,7 @@ class Counter:
 
 def get_ready(run: ed.Run, at: int) -> None:
     """Steps are so short here that the run would be over before a worker has the first rows of its next place."""
-    while run._loop.client.reconfigure_requested and run._loop.client._signals.broken is None:
+    while run._loop.client.reconfigure_requested and run._loop.client._signals.failed_generation is None:
         if run._loop.membership.is_ready_to_change(at + 1):
             return
         time.sleep(0.01)

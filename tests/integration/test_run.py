@@ -149,7 +149,7 @@ def test_a_run_whose_worker_is_killed_ends_with_the_same_bits(folder: Path, calm
     assert marker.exists()
     assert_same(result, calm)
     first, second = result.summary["generations"]
-    assert (first["reason"], second["reason"]) == ("start", "worker lost")
+    assert (first["reason"], second["reason"]) == ("start", "worker failed")
     assert second["first_step"] == first["last_step"] == 27, "no step is done again"
     assert result.summary["restarts"] == 1
 
@@ -166,7 +166,7 @@ def test_a_worker_that_is_stopped_is_taken_for_dead_and_replaced(folder: Path, c
     first, second = result.summary["generations"]
     assert second["first_step"] == first["last_step"] == 27
     failure = next(event for event in read_ledger(Storage(result.uri)) if event.event == "worker_lost")
-    assert failure.error == "it was silent for 5 s"
+    assert failure.error == "no heartbeat for 5 s"
     assert second["detection_s"] > 3, "the silence, but for a beat and a step"
     assert second["rendezvous_s"] is not None and second["hand_over_s"] is not None
     assert second["first_step_s"] > 0
@@ -239,7 +239,7 @@ def test_survivors_go_on_alone_and_a_replacement_joins_them(folder: Path, calm: 
     result = fit(folder, "alone", 3, train=train, min_workers=1)
     assert_same(result, calm)
     generations = [(g["world_size"], g["first_step"], g["reason"]) for g in result.summary["generations"]]
-    assert generations[:2] == [(3, 0, "start"), (2, 12, "worker lost")]
+    assert generations[:2] == [(3, 0, "start"), (2, 12, "worker failed")]
     assert generations[2:] in ([(3, 31, "workers joined")], [(3, 32, "workers joined")]), "once all are ready for it"
 
 

@@ -77,7 +77,7 @@ def new_run(
 def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     """Runs a scenario against a rendezvous of its own, whose polls are short."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(rendezvous_module, "POLL_S", 0.05)
+    monkeypatch.setattr(rendezvous_module, "LONG_POLL_S", 0.05)
 
     def run(scenario: Callable[[Rendezvous], Awaitable[Any]], options: RendezvousOptions = OPTIONS) -> Any:
         async def within_time() -> Any:
@@ -85,8 +85,8 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
             try:
                 return await asyncio.wait_for(scenario(rendezvous), LIMIT_S)
             finally:
-                if rendezvous._pulses._server is not None:
-                    rendezvous._pulses._server.close()
+                if rendezvous._heartbeats._server is not None:
+                    rendezvous._heartbeats._server.close()
 
         return asyncio.run(within_time())
 
@@ -97,7 +97,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 def rendezvous_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., InProcessRendezvous]]:
     """Starts rendezvous in this process, for links and drivers in it."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(rendezvous_module, "POLL_S", 0.05)
+    monkeypatch.setattr(rendezvous_module, "LONG_POLL_S", 0.05)
     monkeypatch.setattr("elastic_ddp.rendezvous.client.ray", RAY_HERE)
     monkeypatch.setattr("elastic_ddp.driver.session.ray", RAY_HERE)
     started: list[InProcessRendezvous] = []
@@ -114,7 +114,7 @@ def rendezvous_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., I
 @pytest.fixture
 def long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that comes at all comes because of a change."""
-    monkeypatch.setattr(rendezvous_module, "POLL_S", 1000.0)
+    monkeypatch.setattr(rendezvous_module, "LONG_POLL_S", 1000.0)
 
 
 @pytest.fixture

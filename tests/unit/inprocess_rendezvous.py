@@ -44,7 +44,7 @@ class InProcessRendezvous:
 
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         answer = await getattr(self.actor, method)(*arguments)
-        if self.actor._assembly.journal.outcome is not None:
+        if self.actor._coordinator.event_log.outcome is not None:
             self.has_ended.set()
         return answer
 
@@ -53,11 +53,11 @@ class InProcessRendezvous:
 
     def events(self, name: str) -> list[Event]:
         """Those of a name that nobody has written down."""
-        return [each for each in self.actor._assembly.journal._events if each.event == name]
+        return [each for each in self.actor._coordinator.event_log._events if each.event == name]
 
     def close(self) -> None:
-        if self.actor._pulses._server is not None:
-            self._loop.call_soon_threadsafe(self.actor._pulses._server.close)
+        if self.actor._heartbeats._server is not None:
+            self._loop.call_soon_threadsafe(self.actor._heartbeats._server.close)
         self._loop.call_soon_threadsafe(self._closed.set)
         self._thread.join(LIMIT_S)
 

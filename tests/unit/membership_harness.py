@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic_ddp.rendezvous.members import FormedGeneration, JoinRequest, Member
+from elastic_ddp.rendezvous.members import DrainNotice, FormedGeneration, JoinRequest, Member
 from elastic_ddp.rendezvous.membership import Membership
 
-DEAD = "its process ended"
+DEAD = "its process exited"
+AT_ONCE = DrainNotice()
 BROKEN = "connection closed by peer"
 
 
@@ -24,7 +25,7 @@ class MembershipHarness:
         self.now = 100.0
         self.members: dict[str, Member] = {}
 
-    def arrive(
+    def join(
         self,
         name: str,
         step: int | None = None,
@@ -46,11 +47,11 @@ class MembershipHarness:
             committed=committed,
             at_s=self.now,
         )
-        return self.membership.arrive(arrival, failure=failure)
+        return self.membership.join(arrival, failure=failure)
 
-    def all_arrive(self, names: Iterable[str], step: int | None = None) -> None:
+    def all_join(self, names: Iterable[str], step: int | None = None) -> None:
         for name in names:
-            assert self.arrive(name, step) is None
+            assert self.join(name, step) is None
 
     def form(self) -> FormedGeneration | None:
         return self.membership.form(self.now)
@@ -69,12 +70,12 @@ class MembershipHarness:
         return self.membership.wants_change(self.now)
 
 
-def club_of(
+def harness_of(
     names: str, max_workers: int = 8, min_workers: int = 1, nodes: dict[str, str] | None = None
 ) -> MembershipHarness:
-    """A club with a healthy first generation."""
-    club = MembershipHarness(max_workers, min_workers, size=len(names))
+    """A harness with a healthy first generation."""
+    harness = MembershipHarness(max_workers, min_workers, size=len(names))
     for name in names:
-        assert club.arrive(name, node=(nodes or {}).get(name, "n")) is None
-    assert sorted(club.names()) == sorted(names)
-    return club
+        assert harness.join(name, node=(nodes or {}).get(name, "n")) is None
+    assert sorted(harness.names()) == sorted(names)
+    return harness

@@ -68,7 +68,7 @@ async def until_held(*calls: asyncio.Task[Any]) -> None:
 
 async def heard(rendezvous: Rendezvous, who: Member, generation: int, what: Callable[[Signals], object]) -> Signals:
     """Listens, as a link does, until a member is told something."""
-    while not what(signals := await rendezvous.listen(who, generation, None)):
+    while not what(signals := await rendezvous.poll_signals(who, generation, None)):
         await asyncio.sleep(0)
     return signals
 

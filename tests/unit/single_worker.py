@@ -35,10 +35,10 @@ class FakeClient:
     def __init__(self, store_port: int) -> None:
         self.stop_requested = False
         self.reconfigure_requested = False
-        self.prospect: PlannedAssignment | None = None
+        self.planned: PlannedAssignment | None = None
         self.disconnected = False
         self.commit_requested = 0
-        self.planned: PlannedAssignment | None = None
+        self.planned_join: PlannedAssignment | None = None
         self.presumed_dead = False
         self.same_members = True
         """Whether a generation after the first has the members of the one before."""
@@ -64,7 +64,7 @@ class FakeClient:
         self.joins.append((step, between_steps))
         self.are_resumable.append(resumable)
         self.failures.append(failure)
-        reason = "worker lost" if failure is not None else "workers joined" if self.reconfigure_requested else "start"
+        reason = "worker failed" if failure is not None else "workers joined" if self.reconfigure_requested else "start"
         self.reconfigure_requested = False
         return Assignment(
             generation=len(self.joins),
@@ -82,8 +82,8 @@ class FakeClient:
     def store_address(self) -> tuple[str, int]:
         return "127.0.0.1", self._store_port
 
-    def ask_for_prospect(self) -> PlannedAssignment | None:
-        return self.planned
+    def plan_join(self) -> PlannedAssignment | None:
+        return self.planned_join
 
     def why_not_commit(self, generation: int) -> str | None:
         return "this worker was presumed dead" if self.presumed_dead else None
@@ -93,7 +93,7 @@ class FakeClient:
 
     def progress(self, **newest: Any) -> None: ...
 
-    def abort_when_broken(self, cut: Callable[[], None] | None) -> None: ...
+    def on_failure(self, cut: Callable[[], None] | None) -> None: ...
 
     def events_of(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == name]

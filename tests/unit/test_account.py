@@ -19,7 +19,7 @@ class Worker:
     def __init__(self) -> None:
         self.now = 1000.0
         self.activity = Activity(lambda: self.now)
-        self.account = Account(Stopwatch(lambda: self.now), lambda: self.activity.still_s)
+        self.account = Account(Stopwatch(lambda: self.now), lambda: self.activity.idle_s)
         self.account.begin()
         self.account.formed()
         self.account.ready()

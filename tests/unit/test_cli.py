@@ -25,6 +25,7 @@ from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.lease_holder import Driver
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import Ledger, summarize
+from tests.unit.ledger_events import ledger_event
 
 SETTINGS = """
 name = "lm"
@@ -43,12 +44,14 @@ data = "data/"
 def ledger_of_a_run(folder: Path) -> None:
     seconds = iter(range(1_000_000, 2_000_000))
     ledger = Ledger(Storage(folder), "s1", lambda: float(next(seconds)))
-    ledger.append("session_started", resumed_from_step=None, config={"name": "lm"}, versions={"torch": "2.13"})
-    ledger.append("generation", generation=1, world_size=3, first_step=0, reason="start")
-    ledger.append("steps", step=40, loss=2.5, samples=160, metrics={"loss": 2.5})
-    ledger.append("commit", step=40, seconds=0.1)
-    ledger.append("generation_ended", generation=1, last_step=40, reason="the run ended")
-    ledger.append("finished", status="finished", steps=40, samples=160, weights_sha256="ab" * 32)
+    ledger.append(
+        ledger_event("session_started", resumed_from_step=None, config={"name": "lm"}, versions={"torch": "2.13"})
+    )
+    ledger.append(ledger_event("generation", generation=1, world_size=3, first_step=0, reason="start"))
+    ledger.append(ledger_event("steps", step=40, loss=2.5, samples=160, metrics={"loss": 2.5}))
+    ledger.append(ledger_event("commit", step=40, seconds=0.1))
+    ledger.append(ledger_event("generation_ended", generation=1, last_step=40, reason="the run ended"))
+    ledger.append(ledger_event("finished", status="finished", steps=40, samples=160, weights_sha256="ab" * 32))
     ledger.close()
 
 
@@ -104,10 +107,10 @@ def test_show_prints_the_facts_and_the_generations_of_a_run(tmp_path: Path) -> N
 def test_show_of_a_stopped_run_says_what_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger_of_a_run(tmp_path / "runs" / "lm")
     with closing(Ledger(Storage(tmp_path / "runs" / "lm"), "s2")) as ledger:
-        ledger.append("session_started", resumed_from_step=40, config={"name": "lm"}, versions={})
-        ledger.append("generation", generation=1, world_size=3, first_step=40, reason="resume")
-        ledger.append("generation_ended", generation=1, last_step=50, reason="the run ended")
-        ledger.append("finished", status="stopped", steps=50, total_steps=2000, samples=200)
+        ledger.append(ledger_event("session_started", resumed_from_step=40, config={"name": "lm"}, versions={}))
+        ledger.append(ledger_event("generation", generation=1, world_size=3, first_step=40, reason="resume"))
+        ledger.append(ledger_event("generation_ended", generation=1, last_step=50, reason="the run ended"))
+        ledger.append(ledger_event("finished", status="stopped", steps=50, total_steps=2000, samples=200))
     shown = invoke("show", str(tmp_path / "runs" / "lm")).output
     assert "50 of 2,000" in shown and "the run was stopped" in shown
     monkeypatch.chdir(tmp_path)
@@ -126,8 +129,8 @@ def test_show_prints_json_that_a_program_can_read(tmp_path: Path) -> None:
 
 def test_show_of_a_live_run_says_that_it_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(Storage(tmp_path), "s1")
-    ledger.append("session_started", resumed_from_step=None, config={"name": "lm"}, versions={})
-    ledger.append("generation", generation=1, world_size=3, first_step=0, reason="start")
+    ledger.append(ledger_event("session_started", resumed_from_step=None, config={"name": "lm"}, versions={}))
+    ledger.append(ledger_event("generation", generation=1, world_size=3, first_step=0, reason="start"))
     ledger.close()
     assert "unfinished" in (killed := invoke("show", str(tmp_path)).output) and "nothing that was logged" in killed
     with DriverLease(Storage(tmp_path), "lm", "s1", print) as lease:
@@ -136,7 +139,7 @@ def test_show_of_a_live_run_says_that_it_is_running(tmp_path: Path, monkeypatch:
         live = invoke("show", str(tmp_path)).output
         assert "running" in live and "nothing that was logged" not in live
         with closing(Ledger(Storage(tmp_path), "s2")) as again:  # resumed, and nobody trains yet
-            again.append("session_started", resumed_from_step=None, config={"name": "lm"}, versions={})
+            again.append(ledger_event("session_started", resumed_from_step=None, config={"name": "lm"}, versions={}))
         live = invoke("show", str(tmp_path)).output
         assert "running" in live and "nothing that was logged" in live
         monkeypatch.setattr(Driver, "is_alive", lambda driver: None)

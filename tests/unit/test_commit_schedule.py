@@ -192,7 +192,7 @@ def test_the_failure_of_all_workers_counts_for_those_that_resume(new_run: NewRun
     train(new_run(checkpoint=settings))
     resumed = new_run(checkpoint=settings, steps=8)
     join = client_of(resumed).join
-    client_of(resumed).join = lambda **request: replace(join(**request), reason="worker lost")  # type: ignore[method-assign]
+    client_of(resumed).join = lambda **request: replace(join(**request), reason="worker failed")  # type: ignore[method-assign]
     train(resumed)
     assert checkpointer_of(resumed).schedule.to_record()["losses"] == 1
 

@@ -319,7 +319,7 @@ def test_a_worker_that_dies_during_the_start_of_its_group_does_not_end_the_run(
 
 
 def test_a_failed_start_is_recorded_once_and_delays_the_next_one(controller: Any, clock: Clock) -> None:
-    async def take(events: list[StartFailed], _: Any) -> None:
+    async def report(events: list[StartFailed], _: Any) -> None:
         errors.extend(event.error for event in events)
         if len(errors) == 2:
             raise ActorDiedError
@@ -328,7 +328,7 @@ def test_a_failed_start_is_recorded_once_and_delays_the_next_one(controller: Any
         return asyncio.run(controller._in_start_backoff(state))
 
     errors: list[str] = []
-    controller.rendezvous = SimpleNamespace(take=SimpleNamespace(remote=take))
+    controller.rendezvous = SimpleNamespace(report=SimpleNamespace(remote=report))
     failed = [
         ReschedulingState(ControllerError(WorkerGroupStartupFailedError(f"number {number}"))) for number in (1, 2)
     ]

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ddp.telemetry.account import CHANGED, RUN_ENDED
 from elastic_ddp.telemetry.events import (
+    MEMBERSHIP_CHANGED,
+    RUN_ENDED,
     Event,
     GenerationEnded,
     RunFailed,
@@ -37,7 +38,7 @@ def finished(at: float, session: str = "s1", status: str = "finished") -> Event:
 
 
 def formed(number: int, at: float, step: int | None, session: str = "s1", **fields: Any) -> Event:
-    reason = fields.pop("reason", "start" if step is None else "worker lost")
+    reason = fields.pop("reason", "start" if step is None else "worker failed")
     return event("rendezvous", at, session, generation=number, world_size=2, first_step=step, reason=reason, **fields)
 
 
@@ -118,7 +119,7 @@ def test_what_a_commit_holds_is_not_lost_when_everybody_dies_but_what_came_after
         told("steps", 1, 15.0, step=20, hand_over=1.0, useful=11.0, checkpoint=1.0),
         event("worker_lost", 18.0, generation=1, error="killed"),
         event("worker_lost", 19.0, generation=1, error="killed"),
-        formed(2, 30.0, None, reason="worker lost", waited_s=1.0),
+        formed(2, 30.0, None, reason="worker failed", waited_s=1.0),
         event("generation", 30.5, generation=2, first_step=10),
         told("generation_ended", 2, 40.0, last_step=30, hand_over=0.5, useful=9.5),
         finished(40.0),
@@ -252,7 +253,7 @@ def test_training_functions_that_begin_again_are_no_useful_time_and_wait_for_nob
         told("commit", 1, 9.0, step=8, useful=8.0),
         event("worker_lost", 11.0, generation=1),
         told(teller, 1, 11.0, useful=8.0, redone=2.0),
-        formed(2, 31.0, None, reason="worker lost"),
+        formed(2, 31.0, None, reason="worker failed"),
         event("generation", 31.0, generation=2, first_step=8),
         told("generation_ended", 2, 41.0, last_step=18, useful=10.0),
         finished(41.0),
@@ -286,7 +287,7 @@ def test_a_run_whose_workers_were_all_drained_waits_until_it_is_stopped() -> Non
     events = [
         started(0.0),
         formed(1, 1.0, None),
-        told("generation_ended", 1, 5.0, last_step=4, useful=4.0, reason=CHANGED),
+        told("generation_ended", 1, 5.0, last_step=4, useful=4.0, reason=MEMBERSHIP_CHANGED),
         event("worker_left", 5.5, kind="drain"),
         finished(55.0, status="stopped"),
     ]
@@ -342,7 +343,7 @@ def test_parts_are_what_they_were(data: st.DataObject) -> None:
         spend("start_up")
         waited, gap, anew = 0.0, 0.0, True
         for number in range(1, 1 + data.draw(st.integers(0, 4))):
-            reason = "start" if anew else "worker lost"
+            reason = "start" if anew else "worker failed"
             events.append(
                 formed(number, now, None if anew else step, session, reason=reason, waited_s=waited, late=0.0)
             )
@@ -398,7 +399,7 @@ anything = st.fixed_dictionaries(
         "last_step": st.integers(0, 30),
         "seconds": st.floats(0, 10),
         "resumed_from_step": st.one_of(st.none(), st.integers(0, 30)),
-        "reason": st.sampled_from(["start", "worker lost", "workers joined"]),
+        "reason": st.sampled_from(["start", "worker failed", "workers joined"]),
         "status": st.sampled_from(["finished", "stopped", "failed"]),
     },
 )  # fmt: skip

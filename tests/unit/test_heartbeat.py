@@ -39,11 +39,11 @@ class Ear:
     """A pulse server and what it has heard."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.server = HeartbeatServer(timeout_s, self._on_lost)
+        self.server = HeartbeatServer(timeout_s, self._on_failure)
         self.failure: list[tuple[str, str]] = []
         self._heard = asyncio.Condition()
 
-    async def _on_lost(self, member: str, how: str) -> None:
+    async def _on_failure(self, member: str, how: str) -> None:
         async with self._heard:
             self.failure.append((member, how))
             self._heard.notify_all()
@@ -102,7 +102,7 @@ def test_the_death_of_a_process_is_heard_at_once() -> None:
         ended(process)
         (failure,) = await ear.until_lost()  # within much less than the silence it may keep
         assert failure[0] == "worker"
-        assert failure[1] == "its process ended" or failure[1].startswith("its connection broke: ")
+        assert failure[1] == "its process exited" or failure[1].startswith("its connection broke: ")
 
     listening(LONG_S, scenario)
 
@@ -112,7 +112,7 @@ def test_a_process_that_ends_without_a_word_is_dead_however_well_it_ended() -> N
         process = await started_process(address, LONG_S)
         await asyncio.to_thread(process.communicate)
         assert process.returncode == 0
-        assert await ear.until_lost() == [("worker", "its process ended")]
+        assert await ear.until_lost() == [("worker", "its process exited")]
 
     listening(LONG_S, scenario)
 
@@ -122,7 +122,7 @@ def test_a_process_that_is_stopped_falls_silent() -> None:
         process = await started_process(address, SHORT_S)
         process.send_signal(signal.SIGSTOP)
         try:
-            assert await ear.until_lost() == [("worker", f"it was silent for {SHORT_S} s")]
+            assert await ear.until_lost() == [("worker", f"no heartbeat for {SHORT_S} s")]
         finally:
             ended(process)
 
@@ -134,7 +134,7 @@ def test_a_connection_that_is_closed_is_a_death() -> None:
         writer = await connected(address, "worker")
         writer.write(b"..")
         writer.close()
-        assert await ear.until_lost() == [("worker", "its process ended")]
+        assert await ear.until_lost() == [("worker", "its process exited")]
 
     listening(LONG_S, scenario)
 
@@ -149,7 +149,7 @@ def test_a_connection_that_is_reset_is_a_death() -> None:
         await ear.until_lost()
         connection.close()
         failure = dict(await ear.until_lost(2))
-        assert failure["worker"].startswith(("its connection broke: ", "its process ended"))
+        assert failure["worker"].startswith(("its connection broke: ", "its process exited"))
 
     listening(LONG_S, scenario)
 
@@ -158,7 +158,7 @@ def test_silence_is_taken_for_death() -> None:
     async def scenario(ear: Ear, address: tuple[str, int]) -> None:
         began = time.monotonic()
         writer = await connected(address, "worker")
-        assert await ear.until_lost() == [("worker", f"it was silent for {SHORT_S} s")]
+        assert await ear.until_lost() == [("worker", f"no heartbeat for {SHORT_S} s")]
         assert time.monotonic() - began >= SHORT_S * 0.9
         writer.close()
 
@@ -183,7 +183,7 @@ def test_a_peaceful_stop_is_no_loss() -> None:
         pulse = await asyncio.to_thread(Heartbeat, lambda: address, "peaceful", BEATING_S)
         await asyncio.to_thread(pulse.stop)
         other = await connected(address, "silent")  # from now on; it is lost after the other would have been
-        assert await ear.until_lost() == [("silent", f"it was silent for {BEATING_S:g} s")]
+        assert await ear.until_lost() == [("silent", f"no heartbeat for {BEATING_S:g} s")]
         other.close()
 
     listening(BEATING_S, scenario)
@@ -209,7 +209,7 @@ def test_a_connection_of_nobody_is_nobodys_death(said: bytes) -> None:
         stranger.close()
         worker = await connected(address, "worker")
         worker.close()
-        assert await ear.until_lost() == [("worker", "its process ended")]
+        assert await ear.until_lost() == [("worker", "its process exited")]
 
     listening(LONG_S, scenario)
 
@@ -268,7 +268,7 @@ def test_a_server_is_started_once() -> None:
 def test_the_end_of_an_older_connection_means_nothing_where_a_newer_one_is_heard() -> None:
     async def scenario(ear: Ear, address: tuple[str, int]) -> None:
         older = await connected(address, "a")
-        while not ear.server.hears("a"):
+        while not ear.server.is_connected("a"):
             await asyncio.sleep(0)
         _, newer = await asyncio.open_connection(*address)
         newer.write(b"a\n.")
@@ -277,23 +277,23 @@ def test_the_end_of_an_older_connection_means_nothing_where_a_newer_one_is_heard
         older.close()
         other = await connected(address, "b")
         other.close()
-        assert await ear.until_lost() == [("b", "its process ended")], "a is heard"
+        assert await ear.until_lost() == [("b", "its process exited")], "a is heard"
         newer.close()
-        assert (await ear.until_lost(2))[1] == ("a", "its process ended")
+        assert (await ear.until_lost(2))[1] == ("a", "its process exited")
 
     listening(LONG_S, scenario)
 
 
 def test_one_that_nobody_waits_for_yet_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It imports, or compiles, and holds Python's global lock."""
-    monkeypatch.setattr("elastic_ddp.rendezvous.heartbeat.PATIENCE_S", 4 * SHORT_S)
+    monkeypatch.setattr("elastic_ddp.rendezvous.heartbeat.IDLE_TIMEOUT_S", 4 * SHORT_S)
     begun = time.monotonic()
 
     async def scenario(ear: Ear, address: tuple[str, int]) -> None:
         ear.server._is_awaited = lambda member: member == "awaited"
         connections = [await connected(address, member) for member in ("starting", "awaited")]
-        assert await ear.until_lost() == [("awaited", f"it was silent for {SHORT_S:g} s")]
-        assert (await ear.until_lost(2))[1] == ("starting", f"it was silent for {4 * SHORT_S:g} s")
+        assert await ear.until_lost() == [("awaited", f"no heartbeat for {SHORT_S:g} s")]
+        assert (await ear.until_lost(2))[1] == ("starting", f"no heartbeat for {4 * SHORT_S:g} s")
         assert time.monotonic() - begun >= 4 * SHORT_S
         assert len(connections) == 2
 
@@ -305,7 +305,7 @@ def test_a_worker_that_starts_finds_a_rendezvous_that_was_restarted_just_then() 
         with socket.create_server((HOST, 0)) as gone:
             addresses = iter([gone.getsockname()[:2], address])
         pulse = await asyncio.to_thread(Heartbeat, lambda: next(addresses), "a", BEATING_S)
-        while not ear.server.hears("a"):
+        while not ear.server.is_connected("a"):
             await asyncio.sleep(0.01)
         await asyncio.to_thread(pulse.stop)
 

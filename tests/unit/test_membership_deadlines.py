@@ -124,7 +124,7 @@ class History:
             committed=worker.committed,
             at_s=self.now,
         )
-        self.membership.arrive(arrival, failure=failure)
+        self.membership.join(arrival, failure=failure)
         self.let_go()
 
     def let_go(self) -> None:
@@ -177,7 +177,7 @@ class History:
 
     def dies(self, worker: Worker) -> None:
         worker.alive = False
-        self.membership.lose(worker.member.id, DEAD)
+        self.membership.mark_failed(worker.member.id, DEAD)
 
     def notice_a_loss(self) -> bool:
         survivors = self.training()
@@ -205,7 +205,7 @@ class History:
 
     def step_is_broken_off(self) -> None:
         """If it is not to be waited for any more."""
-        self.membership.break_if_overdue(self.now)
+        self.membership.interrupt_if_overdue(self.now)
         overdue = [each for each in self.training() if self.is_overdue(each) and not each.is_stuck]
         assert not overdue or self.membership.failure is not None, "a step is waited for"
 
@@ -239,7 +239,9 @@ class History:
             return
         self.generation, members = formed, [self.workers[each.id] for each in formed.members]
         assert all(each.alive and each.waits for each in members)
-        assert len(members) <= self.most and (formed.brief or formed.amid or len(members) >= self.least)
+        assert len(members) <= self.most and (
+            formed.handover_only or formed.in_collective_task or len(members) >= self.least
+        )
         steps = [each.step for each in self.living() if each.step is not None]
         if steps and max(steps) > self.stored:
             assert formed.first_step == max(steps), "the newest state counts"
@@ -253,15 +255,15 @@ class History:
         for rank, each in enumerate(members):
             if formed.source is None or rank in formed.receivers:
                 each.step = self.stored if formed.first_step is None else formed.first_step
-        assert formed.amid == (not formed.brief and any(each.is_amid for each in members))
-        if not formed.brief and any(self.is_overdue(each) for each in members):
+        assert formed.in_collective_task == (not formed.handover_only and any(each.is_amid for each in members))
+        if not formed.handover_only and any(self.is_overdue(each) for each in members):
             assert any(not each.resumable for each in members), "one whose time is nearly up is to go on"
             for each in members:
                 each.is_stuck = True
-        if not formed.brief and not all(each.is_amid for each in members):
+        if not formed.handover_only and not all(each.is_amid for each in members):
             for each in members:
                 each.is_amid, each.resumable = False, True
-        if formed.brief:
+        if formed.handover_only:
             if not formed.receivers:
                 members[0].committed = self.stored = max(self.stored, members[0].step or 0)
             for each in members:

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from elastic_ddp.rendezvous.members import FormedGeneration, JoinRequest, Member
-from elastic_ddp.rendezvous.membership import GATHER_S, SETTLE_S, Membership
-from tests.unit.membership_harness import BROKEN, DEAD, member
+from elastic_ddp.rendezvous.members import GROUP_WAIT_S, FormedGeneration, JoinRequest, Member
+from elastic_ddp.rendezvous.membership import BATCH_S, Membership
+from tests.unit.membership_harness import AT_ONCE, BROKEN, DEAD, member
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Histories(RuleBasedStateMachine):
         arrival = JoinRequest(
             member=worker.member, step=worker.step, between_steps=worker.between_steps, at_s=worker.at_s
         )
-        assert self.membership.arrive(arrival, failure=failure) is None
+        assert self.membership.join(arrival, failure=failure) is None
 
     def comes_back(self, worker: Worker, failure: str | None, between_steps: bool = True) -> None:
         worker.waits, worker.at_s, worker.between_steps = True, self.now, between_steps
@@ -101,7 +101,7 @@ class Histories(RuleBasedStateMachine):
         self.says_arrival(self.any_of(data, self.waiting()))
         self.form()
 
-    @rule(seconds=st.sampled_from([SETTLE_S / 2, SETTLE_S, GATHER_S]))
+    @rule(seconds=st.sampled_from([BATCH_S / 2, BATCH_S, GROUP_WAIT_S]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.form()
@@ -113,7 +113,7 @@ class Histories(RuleBasedStateMachine):
             each.step = (each.step or 0) + 1
 
     @precondition(lambda self: self.training() or self.waiting())
-    @rule(data=st.data(), how=st.sampled_from([DEAD, "it was silent for 5 s"]), nearly_done=st.booleans())
+    @rule(data=st.data(), how=st.sampled_from([DEAD, "no heartbeat for 5 s"]), nearly_done=st.booleans())
     def a_worker_dies(self, data: st.DataObject, how: str, nearly_done: bool) -> None:
         dead = self.any_of(data, self.training() + self.waiting())
         in_generation = dead in self.current()
@@ -121,7 +121,7 @@ class Histories(RuleBasedStateMachine):
             for each in self.training():  # some made the step in which it died, and others did not
                 each.step = (each.step or 0) + data.draw(st.integers(0, 1))
         dead.alive = False
-        assert self.membership.lose(dead.member.id, how) == (in_generation and not self.broken)
+        self.membership.mark_failed(dead.member.id, how)
         self.broken = self.broken or in_generation
         self.form()
 
@@ -138,7 +138,7 @@ class Histories(RuleBasedStateMachine):
     def one_presumed_dead_returns(self, data: st.DataObject) -> None:
         gone = self.any_of(data, [each for each in self.workers.values() if not each.alive])
         arrival = JoinRequest(member=gone.member, step=gone.step, between_steps=True, at_s=self.now)
-        assert self.membership.arrive(arrival, failure=BROKEN) is not None
+        assert self.membership.join(arrival, failure=BROKEN) is not None
         self.form()
 
     @precondition(lambda self: self.training())
@@ -168,7 +168,7 @@ class Histories(RuleBasedStateMachine):
     def a_worker_is_asked_to_leave(self, data: st.DataObject) -> None:
         leaving = self.any_of(data, [each for each in self.survivors() if not each.leaving])
         leaving.leaving = True
-        self.membership.ask_to_leave([leaving.member.id])
+        self.membership.ask_to_leave([leaving.member.id], AT_ONCE)
         self.form()
 
     @precondition(lambda self: self.waiting() or self.training())
@@ -185,7 +185,7 @@ class Histories(RuleBasedStateMachine):
         for each in self.workers.values():
             if each.alive:
                 each.alive = False
-                self.membership.lose(each.member.id, DEAD)
+                self.membership.mark_failed(each.member.id, DEAD)
         for _ in range(self.size):
             self.a_worker_starts(node="x")
 
@@ -212,8 +212,8 @@ class Histories(RuleBasedStateMachine):
         if before is None:
             expected = "start"
         elif broken:
-            expected = "worker lost"
-        elif formed.brief:
+            expected = "worker failed"
+        elif formed.handover_only:
             expected = "workers leave"
         else:
             words = [word for word, moved in (("joined", ids - before_ids), ("left", before_ids - ids)) if moved]
@@ -232,7 +232,7 @@ class Histories(RuleBasedStateMachine):
             assert too_few
             assert all(each.between_steps for each in survivors) or len(waiting) == len(survivors)
             return
-        gathered = len(waiting) >= self.size or self.now - min(each.at_s for each in waiting) >= GATHER_S
+        gathered = len(waiting) >= self.size or self.now - min(each.at_s for each in waiting) >= GROUP_WAIT_S
         assert too_few or not gathered
 
     def check_members(self, members: list[Worker], waiting: list[Worker], survivors: list[Worker]) -> None:
@@ -241,7 +241,7 @@ class Histories(RuleBasedStateMachine):
         assert len({each.member.id for each in members}) == len(members)
         assert 1 <= len(members) <= self.membership.max_workers
         if not survivors:
-            assert len(waiting) >= self.size or self.now - min(each.at_s for each in waiting) >= GATHER_S
+            assert len(waiting) >= self.size or self.now - min(each.at_s for each in waiting) >= GROUP_WAIT_S
         if all(each.between_steps for each in survivors):
             assert len(members) >= self.membership.min_workers or any(each.leaving for each in members)
         else:
@@ -288,7 +288,7 @@ class Histories(RuleBasedStateMachine):
         leaving = any(each.leaving and each.alive for each in self.current())
         newcomers = [each for each in self.newcomers() if not each.leaving]
         room = self.membership.max_workers - len(self.current())
-        if leaving or (room > 0 and any(self.now - each.at_s >= SETTLE_S for each in newcomers)):
+        if leaving or (room > 0 and any(self.now - each.at_s >= BATCH_S for each in newcomers)):
             assert wanted
         elif len(self.survivors()) < self.membership.min_workers:
             assert wanted, "they are too few to go on"
@@ -299,7 +299,7 @@ class Histories(RuleBasedStateMachine):
     def places_in_prospect_are_those_of_a_generation(self) -> None:
         if self.generation is None:
             return
-        places = self.membership.prospects(self.now)
+        places = self.membership.plan(self.now)
         assert sorted(places.values()) == [(rank, len(places)) for rank in range(len(places))]
         alive = {each.member.id for each in [*self.waiting(), *self.training()]}
         assert places.keys() <= alive and len(places) <= self.membership.max_workers
@@ -307,7 +307,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def the_living_are_counted(self) -> None:
-        assert self.membership.num_alive == len(self.waiting()) + len(self.training())
+        assert len(self.membership.known()) == len(self.waiting()) + len(self.training())
 
 
 Histories.TestCase.settings = settings(

@@ -13,7 +13,7 @@ from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.heartbeat import Heartbeat
 from elastic_ddp.rendezvous.members import RESIZE
 from elastic_ddp.rendezvous.membership import LEFT
-from elastic_ddp.rendezvous.messages import NOTHING, Ended, PlannedAssignment, RendezvousOptions, Signals
+from elastic_ddp.rendezvous.messages import NO_SIGNALS, Ended, PlannedAssignment, RendezvousOptions, Signals
 from tests.unit.rendezvous_harness import BROKEN, Play, events_of, heard, join, joined, member, started, until_held
 
 # Joining.
@@ -59,10 +59,10 @@ def test_a_member_whose_answer_was_lost_gets_it_again(play: Play, long_polls: No
 def test_members_that_wait_go_without_those_who_do_not_come(
     play: Play, long_polls: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership_module, "GATHER_S", 0.05)
+    monkeypatch.setattr("elastic_ddp.rendezvous.members.GROUP_WAIT_S", 0.05)
 
     async def scenario(rendezvous: Rendezvous) -> None:
-        await rendezvous.pulse_address()  # the clock runs from here on
+        await rendezvous.heartbeat_address()  # the clock runs from here on
         alone = await join(rendezvous, member("a", 1))
         assert isinstance(alone, Assignment)
         assert (alone.rank, alone.world_size) == (0, 1)
@@ -73,10 +73,10 @@ def test_members_that_wait_go_without_those_who_do_not_come(
 def test_members_that_wait_longer_than_a_poll_go_without_those_who_do_not_come(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership_module, "GATHER_S", 0.5)  # many polls, as in truth
+    monkeypatch.setattr("elastic_ddp.rendezvous.members.GROUP_WAIT_S", 0.5)  # many polls, as in truth
 
     async def scenario(rendezvous: Rendezvous) -> None:
-        await rendezvous.pulse_address()
+        await rendezvous.heartbeat_address()
         async with asyncio.timeout(3):
             while await join(rendezvous, member("a", 1)) is None:
                 pass
@@ -96,8 +96,8 @@ def test_members_that_all_survived_a_broken_connection_get_a_new_generation(play
         )
         assert [answer.generation for answer in before] == [1, 1]
         assert [(each.generation, each.rank, each.source, each.receivers, each.reason) for each in after] == [
-            (2, 0, 1, (0,), "worker lost"),
-            (2, 1, 1, (0,), "worker lost"),
+            (2, 0, 1, (0,), "worker failed"),
+            (2, 1, 1, (0,), "worker failed"),
         ]
         # Its answer was lost, and it asks again.
         assert await join(rendezvous, member("a", 1), after=1, step=6, failure=BROKEN) == after[1]
@@ -107,7 +107,7 @@ def test_members_that_all_survived_a_broken_connection_get_a_new_generation(play
 
 def test_a_survivor_goes_on_as_soon_as_the_pulse_of_the_dead_one_ends(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
-        address = await rendezvous.pulse_address()
+        address = await rendezvous.heartbeat_address()
         await started(rendezvous)
         _, dying = await asyncio.open_connection(*address)
         dying.write(b"a1\n")
@@ -117,26 +117,26 @@ def test_a_survivor_goes_on_as_soon_as_the_pulse_of_the_dead_one_ends(play: Play
         dying.close()
         answer = await survivor
         assert (answer.generation, answer.rank, answer.world_size, answer.source) == (2, 0, 1, 0)
-        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).failed == {"a1": "its process ended"}
+        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).failed == {"a1": "its process exited"}
         late = await join(rendezvous, member("a", 1), after=1, step=5)
-        assert late == Ended("its process ended")
+        assert late == Ended("its process exited")
 
     play(scenario)
 
 
 def test_a_member_in_a_collective_is_told_that_its_generation_is_broken(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
-        address = await rendezvous.pulse_address()
+        address = await rendezvous.heartbeat_address()
         await started(rendezvous)
-        training = asyncio.create_task(heard(rendezvous, member("a", 0), 1, lambda signals: signals.broken))
+        training = asyncio.create_task(heard(rendezvous, member("a", 0), 1, lambda signals: signals.failed_generation))
         await until_held(training)
         _, dying = await asyncio.open_connection(*address)
         dying.write(b"a1\n")
         await dying.drain()
         dying.close()
-        assert await training == Signals(broken=1)
+        assert await training == Signals(failed_generation=1)
         failure = await events_of(rendezvous, "worker_lost")
-        assert [(each.generation, each.member, each.error) for each in failure] == [(1, "a1", "its process ended")]
+        assert [(each.generation, each.member, each.error) for each in failure] == [(1, "a1", "its process exited")]
 
     play(scenario)
 
@@ -157,14 +157,14 @@ def test_a_loss_is_recorded_once_with_its_generation(play: Play) -> None:
 
 
 def test_a_newcomer_is_let_in_at_a_step_boundary(play: Play, long_polls: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_module, "SETTLE_S", 0.05)
+    monkeypatch.setattr(membership_module, "BATCH_S", 0.05)
 
     async def scenario(rendezvous: Rendezvous) -> None:
-        await rendezvous.pulse_address()
+        await rendezvous.heartbeat_address()
         await started(rendezvous)
         asked = asyncio.create_task(heard(rendezvous, member("a", 0), 1, lambda signals: signals.reconfigure))
         newcomer = asyncio.create_task(joined(rendezvous, member("a", 2)))
-        assert await asked == Signals(reconfigure=True, prospect=PlannedAssignment(rank=0, world_size=3, step=0))
+        assert await asked == Signals(reconfigure=True, planned=PlannedAssignment(rank=0, world_size=3, step=0))
         assert not newcomer.done()
         answers = [
             *await asyncio.gather(*(joined(rendezvous, member("a", rank), after=1, step=7) for rank in range(2))),
@@ -179,12 +179,12 @@ def test_a_newcomer_is_let_in_at_a_step_boundary(play: Play, long_polls: None, m
 
 
 def test_nobody_is_asked_to_let_in_more_than_there_is_room_for(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_module, "SETTLE_S", 0.0)
+    monkeypatch.setattr(membership_module, "BATCH_S", 0.0)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         assert await join(rendezvous, member("a", 2)) is None
-        assert await rendezvous.listen(member("a", 0), 1, None) == NOTHING
+        assert await rendezvous.poll_signals(member("a", 0), 1, None) == NO_SIGNALS
 
     play(scenario, RendezvousOptions(min_workers=1, max_workers=2, heartbeat_timeout_s=30.0))
 
@@ -216,7 +216,7 @@ def test_one_that_has_to_go_amid_an_evaluation_commits_if_its_state_is_that_of_a
         await rendezvous.leave(alone, 1e-6, "SIGTERM")
         again = await join(rendezvous, alone, 1, 5, False, BROKEN, resumable=resumable)
         assert isinstance(again, Assignment)
-        assert (again.brief, again.amid) == (resumable, not resumable)
+        assert (again.handover_only, again.in_collective_task) == (resumable, not resumable)
 
     play(scenario)
 
@@ -248,21 +248,21 @@ def test_the_driver_hears_how_many_are_alive(play: Play) -> None:
 
 def test_all_members_connect_their_pulses_to_one_address(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
-        first = await rendezvous.pulse_address()
-        assert await rendezvous.pulse_address() == first
+        first = await rendezvous.heartbeat_address()
+        assert await rendezvous.heartbeat_address() == first
 
     play(scenario)
 
 
 def test_a_member_that_falls_silent_is_lost_and_one_that_beats_is_not(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
-        address = await rendezvous.pulse_address()
+        address = await rendezvous.heartbeat_address()
         await started(rendezvous)
         pulse = await asyncio.to_thread(Heartbeat, lambda: address, "a0", 1.0)
         _, silent = await asyncio.open_connection(*address)
         silent.write(b"a1\n")
-        await heard(rendezvous, member("a", 0), 1, lambda signals: signals.broken)
-        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).failed == {"a1": "it was silent for 1 s"}
+        await heard(rendezvous, member("a", 0), 1, lambda signals: signals.failed_generation)
+        assert (await rendezvous.supervise(["a0", "a1"], 0, {})).failed == {"a1": "no heartbeat for 1 s"}
         await asyncio.to_thread(pulse.stop)
         silent.close()
 
@@ -301,11 +301,11 @@ def test_who_fails_where_nobody_trains_ends_the_run(play: Play, long_polls: None
 def test_a_newcomer_that_is_killed_costs_nothing_but_its_start(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await rendezvous._on_lost("a2", "its process ended")
+        await rendezvous._on_failure("a2", "its process exited")
         orders = await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})
-        assert orders is not None and orders.failed == {"a2": "its process ended"}
+        assert orders is not None and orders.failed == {"a2": "its process exited"}
         assert orders.newcomers == ["a2", "a3"], "of one that dies before it ever comes the controller knows first"
-        await rendezvous._on_lost("a1", "its process ended")
+        await rendezvous._on_failure("a1", "its process exited")
         orders = await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})
         assert orders is not None and "a1" not in orders.newcomers
 
@@ -317,8 +317,8 @@ def test_who_leaves_a_generation_unasked_is_a_loss(play: Play, long_polls: None)
         await started(rendezvous)
         await rendezvous.retire(member("a", 1))
         (failure,) = await events_of(rendezvous, "worker_lost")
-        assert (failure.member, failure.error) == ("a1", "it left its generation, and was not asked to")
-        assert (await rendezvous.listen(member("a", 0), 1, None)).broken == 1
+        assert (failure.member, failure.error) == ("a1", "it left its generation without being asked to")
+        assert (await rendezvous.poll_signals(member("a", 0), 1, None)).failed_generation == 1
         alone = await join(rendezvous, member("a", 0), 1, 5)
         assert isinstance(alone, Assignment) and alone.world_size == 1
 

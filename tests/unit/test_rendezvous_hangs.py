@@ -8,7 +8,7 @@ import pytest
 
 from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.rendezvous.actor import Rendezvous
-from elastic_ddp.rendezvous.messages import NOTHING, RendezvousOptions, Signals
+from elastic_ddp.rendezvous.messages import NO_SIGNALS, RendezvousOptions, Signals
 from tests.unit.rendezvous_harness import Play, events_of, join, joined, member, started, where
 
 
@@ -19,39 +19,39 @@ def hang_options(timeout_s: float) -> RendezvousOptions:
 def test_a_worker_that_hangs_is_given_up_after_all_have_said_where_they_are(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.3)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.3)
 
     async def scenario(rendezvous: Rendezvous) -> None:
-        await rendezvous.pulse_address()
+        await rendezvous.heartbeat_address()
         await started(rendezvous)
 
         async def listens(rank: int, place: str) -> list[Signals]:
             everything = []
-            while not (everything and (everything[-1].broken or everything[-1].ended)):
-                everything.append(await rendezvous.listen(member("a", rank), 1, None, where(7, place)))
+            while not (everything and (everything[-1].failed_generation or everything[-1].ended)):
+                everything.append(await rendezvous.poll_signals(member("a", rank), 1, None, where(7, place)))
                 await asyncio.sleep(0)  # an answer that comes at once leaves no time to others
             return everything
 
         waits, hangs = await asyncio.gather(listens(0, "reduction"), listens(1, "forward"))
         assert any(each.show_stacks for each in waits) and any(each.show_stacks for each in hangs)
-        assert "it hung in 'forward' for 0.3 s (hang_timeout_s)" in str(hangs[-1].ended)
+        assert "hung in 'forward' for 0.3 s (hang_timeout_s)" in str(hangs[-1].ended)
         (hang,) = await events_of(rendezvous, "hang")
         assert hang.culprits == ["a1"] and hang.places == {"a0": "reduction", "a1": "forward"}
         assert isinstance(await join(rendezvous, member("a", 0), 1, 5), Assignment)
-        assert await rendezvous.listen(member("a", 0), 2, None) == NOTHING, "nobody asks for stacks any more"
+        assert await rendezvous.poll_signals(member("a", 0), 2, None) == NO_SIGNALS, "nobody asks for stacks any more"
 
     play(scenario, hang_options(0.3))
 
 
 def test_a_collective_that_nobody_completes_is_tried_again(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.1)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.1)
 
     async def scenario(rendezvous: Rendezvous) -> None:
-        await rendezvous.pulse_address()
+        await rendezvous.heartbeat_address()
         await started(rendezvous)
         for rank in (0, 1):
-            await rendezvous.listen(member("a", rank), 1, None, where(7, "reduction"))
-        while not (await rendezvous.listen(member("a", 0), 1, None, where(7, "reduction"))).broken:
+            await rendezvous.poll_signals(member("a", rank), 1, None, where(7, "reduction"))
+        while not (await rendezvous.poll_signals(member("a", 0), 1, None, where(7, "reduction"))).failed_generation:
             await asyncio.sleep(0)
         assert not (await rendezvous.supervise(["a0", "a1"], 0, {})).failed  # type: ignore[union-attr]
 
@@ -62,17 +62,17 @@ def test_of_workers_that_seem_to_be_stuck_in_a_forward_those_who_are_cut_off_go_
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With FSDP a forward waits for the others, to gather parameters."""
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.1)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.1)
 
     async def scenario(rendezvous: Rendezvous) -> None:
-        await rendezvous.pulse_address()
+        await rendezvous.heartbeat_address()
         await started(rendezvous)
         for rank in (0, 1):
-            await rendezvous.listen(member("a", rank), 1, None, where(7, "forward"))
-        while not (await rendezvous.listen(member("a", 0), 1, None, where(7, "forward"))).broken:
+            await rendezvous.poll_signals(member("a", rank), 1, None, where(7, "forward"))
+        while not (await rendezvous.poll_signals(member("a", 0), 1, None, where(7, "forward"))).failed_generation:
             await asyncio.sleep(0)
         at = where(8, "rendezvous")
-        await rendezvous.listen(member("a", 0), 1, None, at)
+        await rendezvous.poll_signals(member("a", 0), 1, None, at)
         assert isinstance(await joined(rendezvous, member("a", 0), 1, 5), Assignment)
         first, second = await events_of(rendezvous, "hang")
         assert (first.culprits, second.culprits) == ([], ["a1"])
@@ -85,15 +85,15 @@ def test_of_workers_that_seem_to_be_stuck_in_a_forward_those_who_are_cut_off_go_
 def test_a_function_in_which_all_workers_are_stuck_ends_the_run(
     play: Play, monkeypatch: pytest.MonkeyPatch, num_workers: int, place: str, times: int
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.1)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.1)
 
     async def scenario(rendezvous: Rendezvous) -> None:
-        await rendezvous.pulse_address()
+        await rendezvous.heartbeat_address()
         await started(rendezvous, size=num_workers)
 
         async def stays(rank: int) -> None:
             while True:
-                await rendezvous.listen(member("a", rank), 1, None, where(7, place))
+                await rendezvous.poll_signals(member("a", rank), 1, None, where(7, place))
                 await asyncio.sleep(0)
 
         workers = [asyncio.create_task(stays(rank)) for rank in range(num_workers)]
@@ -102,7 +102,7 @@ def test_a_function_in_which_all_workers_are_stuck_ends_the_run(
         for each in workers:
             each.cancel()
         assert news.outcome["status"] == "failed"
-        assert f"all workers have been in '{place}' for 0.3 s (hang_timeout_s)" in news.outcome["error"]
+        assert f"'{place}' without progress for 0.3 s (hang_timeout_s)" in news.outcome["error"]
         assert len([each for each in news.events if each.event == "hang"]) == times
 
     play(scenario, hang_options(0.3))
@@ -111,29 +111,29 @@ def test_a_function_in_which_all_workers_are_stuck_ends_the_run(
 def test_saves_that_go_on_are_no_hang_and_those_that_do_not_are_the_storages_fault(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.3)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.3)
 
     async def scenario(rendezvous: Rendezvous) -> None:
-        await rendezvous.pulse_address()
+        await rendezvous.heartbeat_address()
         await started(rendezvous)
         clock = asyncio.get_running_loop().time
         begun = clock()
         while (saving_s := clock() - begun) < 1.0:  # several times the timeout
             for rank in (0, 1):
                 at = where(7, "commit")._replace(worked_s=saving_s)
-                await rendezvous.listen(member("a", rank), 1, None, at)
+                await rendezvous.poll_signals(member("a", rank), 1, None, at)
         assert await events_of(rendezvous, "hang") == []
         news = await rendezvous.wait_for_update(10_000)
         while news.outcome is None:
             news = await rendezvous.wait_for_update(10_000)
         assert news.outcome["status"] == "failed" and news.outcome["kind"] == "StorageError"
-        assert "no worker's save got anywhere for 0.3 s (hang_timeout_s)" in news.outcome["error"]
+        assert "for 0.3 s (hang_timeout_s)" in news.outcome["error"]
 
     play(scenario, hang_options(0.3))
 
 
 def test_a_worker_that_never_comes_is_given_up(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.START_S", 0.0)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.START_TIMEOUT_S", 0.0)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
@@ -150,13 +150,13 @@ def test_a_worker_that_never_comes_is_given_up(play: Play, monkeypatch: pytest.M
 
 
 def test_waiting_for_workers_is_no_hang_however_long_it_takes(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_S", 0.0)
+    monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.0)
 
     async def scenario(rendezvous: Rendezvous) -> None:
-        await rendezvous.pulse_address()
+        await rendezvous.heartbeat_address()
         await started(rendezvous)
-        await rendezvous._on_lost("a1", "its process ended")
-        await rendezvous.listen(member("a", 0), 1, None, where(8, "rendezvous"))
+        await rendezvous._on_failure("a1", "its process exited")
+        await rendezvous.poll_signals(member("a", 0), 1, None, where(8, "rendezvous"))
         waited, clock = 0.0, asyncio.get_running_loop().time
         begun = clock()
         while waited < 1.0:  # many times the timeout
@@ -165,7 +165,7 @@ def test_waiting_for_workers_is_no_hang_however_long_it_takes(play: Play, monkey
         assert await events_of(rendezvous, "hang") == []
         assert len(await events_of(rendezvous, "worker_lost")) == 1
         newcomer, _ = await asyncio.gather(join(rendezvous, member("a", 2)), joined(rendezvous, member("a", 0), 1, 5))
-        assert isinstance(newcomer, Assignment) and newcomer.reason == "worker lost"
+        assert isinstance(newcomer, Assignment) and newcomer.reason == "worker failed"
 
     options = RendezvousOptions(min_workers=2, max_workers=4, heartbeat_timeout_s=30.0, hang_timeout_s=0.1)
     play(scenario, options)

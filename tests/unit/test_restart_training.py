@@ -129,12 +129,12 @@ def test_a_loop_that_ends_with_a_step_that_others_are_at_is_begun_again(new_run:
     def lose_once(index: int) -> None:
         if index == 3 and not failure and whom == "one that begins again":
             failure.append(index)
-            client.planned = others
+            client.planned_join = others
             raise dist.DistNetworkError(PEER_FAILURE)
 
     run, others = new_run(), PlannedAssignment(rank=0, world_size=1, step=3)
     client = client_of(run)
-    client.planned = others if whom == "a newcomer" else None
+    client.planned_join = others if whom == "a newcomer" else None
     assert train_until(run, 3, lose_once) == train_until(new_run(folder="calm"), 3, lambda _: None)
 
 

@@ -43,7 +43,7 @@ def drive(
     def run(then: Callable[[InProcessRendezvous], Any]) -> list[Event]:
         def work(*_: Any, **__: Any) -> None:
             rendezvous.ask("join", JoinRequest(member=WORKER, step=None, between_steps=True), 0, None)
-            rendezvous.ask("take", [ledger_event("commit_begun", at=0.0, step=2)], None, WORKER.id, 1)
+            rendezvous.ask("report", [ledger_event("commit_begun", at=0.0, step=2)], None, WORKER.id, 1)
             rendezvous.ask("end", WORKER, None, {"status": "failed", "error": "the loss is no number"})
             then(rendezvous)
 
@@ -61,7 +61,7 @@ def test_the_driver_waits_for_a_save_that_is_in_progress_when_the_run_fails(driv
     def save(rendezvous: InProcessRendezvous) -> None:
         threading.Event().wait(0.5)  # longer than the exit timeout
         event = ledger_event("commit", at=0.0, step=2, seconds=0.5, num_bytes=1)
-        rendezvous.ask("take", [event], None, WORKER.id, 2)
+        rendezvous.ask("report", [event], None, WORKER.id, 2)
 
     assert [event.step for event in drive(save) if isinstance(event, CommitSucceeded)] == [2]
 
@@ -89,12 +89,12 @@ def test_shown_progress_never_returns_to_an_earlier_generation(monkeypatch: pyte
         shown.append((step, world_size, state))
 
     monkeypatch.setattr(Progress, "update", update)
-    generation = ledger_event("generation", reason="worker lost", world_size=1, generation=2, first_step=40)
+    generation = ledger_event("generation", reason="worker failed", world_size=1, generation=2, first_step=40)
     progress = {"step": 31, "samples": 31, "world_size": 2, "generation": 1, "loss": 0.5}
     display = RunDisplay(100, 2, None)
     display.record(replace(generation, reason="start", world_size=2, generation=1, first_step=0))
     display.update(running := DriverUpdate([], progress, None, num_alive=2, stopping=False, is_saving=False))
-    display.record(ledger_event("worker_lost", generation=1, error="its process ended"))
+    display.record(ledger_event("worker_lost", generation=1, error="its process exited"))
     display.update(running)
     display.update(running._replace(num_alive=1))
     display.record(generation)
@@ -113,8 +113,8 @@ def test_shown_progress_never_returns_to_an_earlier_generation(monkeypatch: pyte
 def test_a_failed_worker_and_its_replacement_are_printed_with_their_step() -> None:
     failed = ledger_event("worker_lost", generation=3, error="exit signal SIGKILL\nmore")
     assert describe_event(failed) == "generation 3: a worker failed: exit signal SIGKILL"
-    formed = ledger_event("generation", generation=4, first_step=188, world_size=1, reason="worker lost")
-    assert describe_event(formed) == "[step 188] generation 4 (worker lost): 1 worker"
+    formed = ledger_event("generation", generation=4, first_step=188, world_size=1, reason="worker failed")
+    assert describe_event(formed) == "[step 188] generation 4 (worker failed): 1 worker"
     commit = ledger_event("commit", step=200, seconds=0.134)
     assert describe_event(commit) == "[step 200] checkpoint committed in 0.13 s"
     assert describe_event(ledger_event("first_step")) is None
@@ -125,7 +125,7 @@ def test_the_driver_does_not_wait_for_a_worker_that_hangs(drive: Drive) -> None:
 
     def hang(rendezvous: InProcessRendezvous) -> None:
         event = ledger_event("commit_failed", at=0.0, step=2, error="full", counts=True, of_storage=True)
-        rendezvous.ask("take", [event], None, WORKER.id, 2)
+        rendezvous.ask("report", [event], None, WORKER.id, 2)
         assert go.wait(LIMIT_S)
 
     assert drive(hang)[-1].event == "finished"

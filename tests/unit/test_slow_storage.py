@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_ddp.checkpoint import Save
-from elastic_ddp.rendezvous.hang import Activity, HangWatch
+from elastic_ddp.rendezvous.hang import Activity, HangDetector
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.run import Run
 from tests.saving import LocalMailbox
@@ -63,13 +63,13 @@ def is_at(activity: Activity, place: str) -> None:
         time.sleep(0.001)
 
 
-def hung(**activities: Activity) -> HangWatch | None:
+def hung(**activities: Activity) -> HangDetector | None:
     """What saw these hang; None if they did not for many times the timeout."""
-    watch, begun = HangWatch(TIMEOUT_S), time.monotonic()
+    watch, begun = HangDetector(TIMEOUT_S), time.monotonic()
     watch.begin(activities, begun)
     while (now := time.monotonic()) < begun + 10 * TIMEOUT_S:
         for name, each in activities.items():
-            watch.hear(name, each.now, now)
+            watch.update(name, each.now, now)
         if watch.is_hung(now):
             return watch
         time.sleep(TIMEOUT_S / 10)

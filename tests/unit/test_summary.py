@@ -47,8 +47,8 @@ RUN = [
         steps(10, 2.5, accuracy=0.1),
         ("commit", {"step": 10}),
         ("worker_lost", {"member": "one"}),
-        ("generation_ended", {"generation": 0, "last_step": 14, "reason": "worker lost"}),
-        generation(1, 1, 14, "worker lost"),
+        ("generation_ended", {"generation": 0, "last_step": 14, "reason": "worker failed"}),
+        generation(1, 1, 14, "worker failed"),
         steps(20, 2.0),
         ("commit", {"step": 20}),
         steps(26, 1.5),
@@ -86,8 +86,8 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
         [1, 1, 14, 26],  # killed: the last step heard of
         [2, 3, 20, 40],
     ]
-    assert [row["reason"] for row in generations] == ["start", "worker lost", "resume"]
-    assert [row["ended_by"] for row in generations] == ["worker lost", "the driver was lost", "finished"]
+    assert [row["reason"] for row in generations] == ["start", "worker failed", "resume"]
+    assert [row["ended_by"] for row in generations] == ["worker failed", "the driver was lost", "finished"]
     assert [row["session"] for row in generations] == ["s1", "s1", "s2"]
     assert [row["session_number"] for row in generations] == [1, 1, 2]
     assert {row[name] for row in generations for name in STALLS} == {None}
@@ -161,7 +161,7 @@ def test_the_time_until_a_loss_was_noticed_is_part_of_the_stall() -> None:
 
 def test_nothing_is_said_of_what_was_not_measured() -> None:
     text = shown(summarize(RUN))
-    assert "goodput" not in text and "drained" not in text and "worker lost" in text
+    assert "goodput" not in text and "drained" not in text and "worker failed" in text
     assert "2.5 → 1 (step 30)" in text
 
 
@@ -187,9 +187,9 @@ def test_a_failed_run_keeps_its_error_until_it_is_resumed() -> None:
 
 def test_a_generation_in_which_the_training_function_failed_did_not_end_by_a_loss() -> None:
     """Its peers see a connection that breaks."""
-    ended = ("generation_ended", {"generation": 0, "last_step": 3, "reason": "a worker was lost"})
+    ended = ("generation_ended", {"generation": 0, "last_step": 3, "reason": "a worker failed"})
     events = session("s1", 0.0, STARTED, generation(0, 2, 0, "start"), steps(3), ended)
-    for kind, by in {"TrainFunctionError": "an error", "WorkersFailedError": "a worker was lost"}.items():
+    for kind, by in {"TrainFunctionError": "an error", "WorkersFailedError": "a worker failed"}.items():
         failed = events + session("s1", 4.0, ("failed", {"error": "boom", "kind": kind}))
         assert summarize(failed)["generations"][0]["ended_by"] == by
 
@@ -214,7 +214,7 @@ def test_the_table_shows_the_facts_and_one_line_for_each_generation() -> None:
         assert part in text
     rows = [line.split() for line in text.splitlines()]
     formed = [each["reason"].split() for each in summarize(RUN)["generations"]]
-    assert ["1.0", "2", "0", "14", *formed[0], "worker", "lost"] in rows
+    assert ["1.0", "2", "0", "14", *formed[0], "worker", "failed"] in rows
     assert ["1.1", "1", "14", "26", *formed[1], "the", "driver", "was", "lost"] in rows
     assert ["2.2", "3", "20", "40", *formed[2], "finished"] in rows
 
@@ -245,15 +245,15 @@ def test_a_generation_whose_first_worker_died_before_it_could_speak_is_told_by_t
         0.0,
         ("session_started", {}),
         ("rendezvous", {"generation": 1, "world_size": 2, "reason": "start"}),
-        ("rendezvous", {"generation": 2, "world_size": 1, "reason": "worker lost"}),
-        ("generation", {"generation": 2, "world_size": 1, "reason": "worker lost", "first_step": 20}),
+        ("rendezvous", {"generation": 2, "world_size": 1, "reason": "worker failed"}),
+        ("generation", {"generation": 2, "world_size": 1, "reason": "worker failed", "first_step": 20}),
     )
     rows = summarize(events)["generations"]
     assert [(row["generation"], row["world_size"], row["first_step"], row["last_step"]) for row in rows] == [
         (1, 2, 0, 20),
         (2, 1, 20, 20),
     ]
-    assert rows[0]["ended_by"] == "a worker was lost"
+    assert rows[0]["ended_by"] == "a worker failed"
 
 
 def test_a_word_on_a_generation_that_comes_after_the_next_was_formed_is_not_about_that() -> None:
@@ -265,15 +265,15 @@ def test_a_word_on_a_generation_that_comes_after_the_next_was_formed_is_not_abou
         ("rendezvous", formed[0]),
         ("generation", {**formed[0], "first_step": 0}),
         ("rendezvous", formed[1]),
-        ("generation_ended", {"generation": 1, "last_step": 7, "reason": "workers were to join or leave"}),
+        ("generation_ended", {"generation": 1, "last_step": 7, "reason": "workers join or leave"}),
         ("generation", {**formed[1], "first_step": 7}),
         ("rendezvous", formed[2]),
         ("generation", {**formed[2], "first_step": 8}),
     )
     rows = summarize(events)["generations"]
     assert [(row["first_step"], row["last_step"], row["ended_by"]) for row in rows] == [
-        (0, 7, "workers were to join or leave"),
-        (7, 8, "a worker was lost"),
+        (0, 7, "workers join or leave"),
+        (7, 8, "a worker failed"),
         (8, 8, None),
     ]
 

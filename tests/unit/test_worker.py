@@ -152,12 +152,12 @@ def test_a_save_under_way_ends_though_the_training_function_fails(
                 step.optimize()
 
     rendezvous, commits = worked(train, checkpoint={"every_steps": 2})
-    outcome = rendezvous.actor._assembly.journal.outcome
+    outcome = rendezvous.actor._coordinator.event_log.outcome
     assert outcome is not None and outcome["status"] == "failed" and "the loss is no number" in outcome["error"]
     newest = commits.latest()
     assert newest is not None and newest.step == 2
     assert [each.step for each in rendezvous.events("commit")] == [2] and not rendezvous.events("commit_failed")
-    assert not rendezvous.actor._assembly.is_saving
+    assert not rendezvous.actor._coordinator.is_saving
 
 
 def test_too_many_saves_that_fail_end_the_run_with_what_to_mend(
@@ -187,7 +187,7 @@ def test_too_many_saves_that_fail_end_the_run_with_what_to_mend(
 
     monkeypatch.setattr(Storage, "write", fail)
     rendezvous, _ = worked(train, checkpoint={"every_steps": 1, "max_failed_saves": 2})
-    outcome = rendezvous.actor._assembly.journal.outcome
+    outcome = rendezvous.actor._coordinator.event_log.outcome
     assert failure and outcome is not None and (outcome["status"], outcome["kind"]) == ("failed", "StorageError")
-    message = r"^3 saves in a row failed \(checkpoint\.max_failed_saves=2\).*step=3.*no space left.* commit of step 2;"
+    message = r"^3 saves in a row failed \(checkpoint\.max_failed_saves=2\).*step=3.*no space left.* commit: step 2"
     assert re.search(message, outcome["error"])

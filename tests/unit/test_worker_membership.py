@@ -66,7 +66,7 @@ def test_a_step_that_loses_a_peer_comes_again_and_ends_the_same(new_run: NewRun)
     generations = [said for said in client_of(run).events if said["event"] == "generation"]
     assert [(said["generation"], said["first_step"], said["reason"]) for said in generations] == [
         (1, 0, "start"),
-        (2, 3, "worker lost"),
+        (2, 3, "worker failed"),
     ]
     assert train(new_run(folder="calm")) == disturbed
 
@@ -269,7 +269,7 @@ def test_a_request_to_reconfigure_ends_the_generation_at_the_step_boundary_and_c
     assert client_of(run).failures == [None, None]
     ended = [said for said in client_of(run).events if said["event"] == "generation_ended"]
     assert [(said["generation"], said["last_step"], said["reason"]) for said in ended] == [
-        (1, 3, "workers were to join or leave")
+        (1, 3, "workers join or leave")
     ]
     begun = [said for said in client_of(run).events if said["event"] == "generation"]
     assert [(said["generation"], said["first_step"], said["reason"]) for said in begun] == [
@@ -298,7 +298,7 @@ def test_training_goes_on_until_the_first_rows_of_the_next_generation_are_there(
     def ask(step: Step) -> None:
         generations.append(len(client_of(run).joins))
         if step.index == 2:
-            client_of(run).reconfigure_requested, client_of(run).prospect = True, PlannedAssignment(0, 1, step=0)
+            client_of(run).reconfigure_requested, client_of(run).planned = True, PlannedAssignment(0, 1, step=0)
         if step.index == 5:
             opened[-1][1].is_ready = True
 
@@ -319,7 +319,7 @@ def test_training_does_not_wait_forever_for_the_rows_of_the_next_generation(
     def ask(step: Step) -> None:
         if step.index == 2:
             monkeypatch.setattr(FakeFeed, "is_ready", never_ready, raising=False)
-            client_of(run).reconfigure_requested, client_of(run).prospect = True, PlannedAssignment(0, 1, step=0)
+            client_of(run).reconfigure_requested, client_of(run).planned = True, PlannedAssignment(0, 1, step=0)
 
     assert train(run, ask)["steps"] == 6
     assert client_of(run).joins == [(None, True), (3, True)]
@@ -429,7 +429,7 @@ def test_a_peer_that_is_lost_while_all_leave_for_a_change_costs_nobody_his_state
     assert client_of(run).joins == [(None, True), (3, True)]
     assert client_of(run).failures == [None, f"DistNetworkError: {PEER_FAILURE}"]
     ended = [said["reason"] for said in client_of(run).events if said["event"] == "generation_ended"]
-    assert ended == ["a worker was lost"]
+    assert ended == ["a worker failed"]
     assert train(new_run(folder="calm")) == changed
 
 
@@ -672,7 +672,7 @@ def test_the_weights_that_are_compared_are_those_of_the_state_that_all_have(
 def test_a_newcomer_makes_its_first_step_alone_before_others_wait_for_it(new_run: NewRun) -> None:
     """What is slow in it, such as a compiler, is done by then."""
     run = new_run()
-    client_of(run).planned = PlannedAssignment(rank=2, world_size=3, step=4)
+    client_of(run).planned_join = PlannedAssignment(rank=2, world_size=3, step=4)
     model = prepared(run)
     seen: list[tuple[int, int, int, int]] = []
     made = []
@@ -701,7 +701,7 @@ def test_a_rehearsal_leaves_no_trace(new_run: NewRun) -> None:
     alone, newcomer = new_run(folder="alone"), None
     calm = train(alone)
     newcomer = new_run(folder="newcomer")
-    client_of(newcomer).planned = PlannedAssignment(rank=1, world_size=2, step=3)
+    client_of(newcomer).planned_join = PlannedAssignment(rank=1, world_size=2, step=3)
     rehearsed = train(newcomer)
     assert rehearsed["weights_sha256"] == calm["weights_sha256"]
     assert rehearsed["samples_sha256"] == calm["samples_sha256"]
@@ -709,7 +709,7 @@ def test_a_rehearsal_leaves_no_trace(new_run: NewRun) -> None:
 
 def test_what_goes_wrong_in_a_rehearsal_is_the_users_to_hear(new_run: NewRun) -> None:
     run = new_run()
-    client_of(run).planned = PlannedAssignment(rank=1, world_size=2, step=3)
+    client_of(run).planned_join = PlannedAssignment(rank=1, world_size=2, step=3)
 
     def fail(step: Step) -> None:
         raise ZeroDivisionError("the user's own")
@@ -721,7 +721,7 @@ def test_what_goes_wrong_in_a_rehearsal_is_the_users_to_hear(new_run: NewRun) ->
 
 def test_a_collective_of_the_users_own_ends_a_rehearsal_and_nothing_else(new_run: NewRun) -> None:
     run = new_run()
-    client_of(run).planned = PlannedAssignment(rank=1, world_size=2, step=3)
+    client_of(run).planned_join = PlannedAssignment(rank=1, world_size=2, step=3)
     sizes = []
 
     def ask(step: Step) -> None:
