@@ -1,7 +1,8 @@
-"""The command line: what it shows, what it refuses, and how it ends."""
+"""The command line: its output, its errors and its exit status."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import socket
@@ -41,22 +42,28 @@ data = "data/"
 """
 
 
+def write_ledger(folder: Path, session: str, *events: tuple[str, dict[str, Any]]) -> None:
+    seconds = itertools.count(1_000_000)
+    with closing(Ledger(Storage(folder), session, lambda: float(next(seconds)))) as ledger:
+        for name, fields in events:
+            ledger.append(ledger_event(name, **fields))
+
+
 def ledger_of_a_run(folder: Path) -> None:
-    seconds = iter(range(1_000_000, 2_000_000))
-    ledger = Ledger(Storage(folder), "s1", lambda: float(next(seconds)))
-    ledger.append(
-        ledger_event("session_started", resumed_from_step=None, config={"name": "lm"}, versions={"torch": "2.13"})
+    write_ledger(
+        folder,
+        "s1",
+        ("session_started", {"config": {"name": "lm"}, "versions": {"torch": "2.13"}}),
+        ("generation", {"generation": 1, "world_size": 3, "reason": "start"}),
+        ("steps", {"step": 40, "loss": 2.5, "samples": 160, "metrics": {"loss": 2.5}}),
+        ("commit", {"step": 40, "seconds": 0.1}),
+        ("generation_ended", {"generation": 1, "last_step": 40, "reason": "the run ended"}),
+        ("finished", {"status": "finished", "steps": 40, "samples": 160, "weights_sha256": "ab" * 32}),
     )
-    ledger.append(ledger_event("generation", generation=1, world_size=3, first_step=0, reason="start"))
-    ledger.append(ledger_event("steps", step=40, loss=2.5, samples=160, metrics={"loss": 2.5}))
-    ledger.append(ledger_event("commit", step=40, seconds=0.1))
-    ledger.append(ledger_event("generation_ended", generation=1, last_step=40, reason="the run ended"))
-    ledger.append(ledger_event("finished", status="finished", steps=40, samples=160, weights_sha256="ab" * 32))
-    ledger.close()
 
 
 def invoke(*arguments: str) -> Any:
-    """Our errors are raised, as `main` gets them."""
+    """Runs a command. Raises its error, as `main` receives it."""
     result = CliRunner().invoke(cli_main.app, list(arguments))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -74,7 +81,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A job's files. What a command adds to the path of modules is gone afterwards."""
+    """The files of a job. `sys.path` is restored afterwards."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "job", raising=False)
     (tmp_path / "job.py").write_text("def train(run): ...\n\ndef transform(rows, rng): ...\n\nnumber = 3\n")
@@ -83,7 +90,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class FakeTrainer:
-    """Remembers what it was made of."""
+    """Records its arguments."""
 
     made: dict[str, Any]
 
@@ -104,17 +111,20 @@ def test_show_prints_the_facts_and_the_generations_of_a_run(tmp_path: Path) -> N
         assert fact in shown
 
 
-def test_show_of_a_stopped_run_says_what_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_of_a_stopped_run_has_its_total_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger_of_a_run(tmp_path / "runs" / "lm")
-    with closing(Ledger(Storage(tmp_path / "runs" / "lm"), "s2")) as ledger:
-        ledger.append(ledger_event("session_started", resumed_from_step=40, config={"name": "lm"}, versions={}))
-        ledger.append(ledger_event("generation", generation=1, world_size=3, first_step=40, reason="resume"))
-        ledger.append(ledger_event("generation_ended", generation=1, last_step=50, reason="the run ended"))
-        ledger.append(ledger_event("finished", status="stopped", steps=50, total_steps=2000, samples=200))
+    write_ledger(
+        tmp_path / "runs" / "lm",
+        "s2",
+        ("session_started", {"resumed_from_step": 40, "config": {"name": "lm"}}),
+        ("generation", {"generation": 1, "world_size": 3, "first_step": 40, "reason": "resume"}),
+        ("generation_ended", {"generation": 1, "last_step": 50, "reason": "the run ended"}),
+        ("finished", {"status": "stopped", "steps": 50, "total_steps": 2000, "samples": 200}),
+    )
     shown = invoke("show", str(tmp_path / "runs" / "lm")).output
     assert "50 of 2,000" in shown and "the run was stopped" in shown
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"^lm: there is no run here; give {re.escape(str(Path('runs', 'lm')))}$"):
+    with pytest.raises(ConfigError, match=f"^lm: .* {re.escape(str(Path('runs', 'lm')))}\\.$"):
         invoke("show", "lm")
 
 
@@ -127,115 +137,171 @@ def test_show_prints_json_that_a_program_can_read(tmp_path: Path) -> None:
     assert summary["storage"] == str(tmp_path)
 
 
-def test_show_of_a_live_run_says_that_it_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger(Storage(tmp_path), "s1")
-    ledger.append(ledger_event("session_started", resumed_from_step=None, config={"name": "lm"}, versions={}))
-    ledger.append(ledger_event("generation", generation=1, world_size=3, first_step=0, reason="start"))
-    ledger.close()
-    assert "unfinished" in (killed := invoke("show", str(tmp_path)).output) and "nothing that was logged" in killed
+def test_show_of_a_live_run_has_the_status_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = ("session_started", {"config": {"name": "lm"}})
+    write_ledger(tmp_path, "s1", started, ("generation", {"generation": 1, "world_size": 3, "reason": "start"}))
+    assert "unfinished" in (killed := invoke("show", str(tmp_path)).output) and "not recorded" in killed
     with DriverLease(Storage(tmp_path), "lm", "s1", print) as lease:
         lease.acquire()
-        monkeypatch.setattr(Driver, "is_alive", lambda driver: True)  # as another process sees it
+        monkeypatch.setattr(Driver, "is_alive", lambda driver: True)  # seen from another process
         live = invoke("show", str(tmp_path)).output
-        assert "running" in live and "nothing that was logged" not in live
-        with closing(Ledger(Storage(tmp_path), "s2")) as again:  # resumed, and nobody trains yet
-            again.append(ledger_event("session_started", resumed_from_step=None, config={"name": "lm"}, versions={}))
+        assert "running" in live and "not recorded" not in live
+        write_ledger(tmp_path, "s2", started)  # resumed, and no generation has formed yet
         live = invoke("show", str(tmp_path)).output
-        assert "running" in live and "nothing that was logged" in live
+        assert "running" in live and "not recorded" in live
         monkeypatch.setattr(Driver, "is_alive", lambda driver: None)
-        assert "unfinished" in invoke("show", str(tmp_path)).output, "on another machine, it cannot be told"
+        assert "unfinished" in invoke("show", str(tmp_path)).output, "on another machine, this is not known"
     monkeypatch.setattr(Driver, "is_alive", lambda driver: True)
     assert "unfinished" in invoke("show", str(tmp_path)).output
 
 
-def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(monkeypatch, capsys, "--version") == (0, f"elastic_ddp {version('elastic_ddp')}\n", "")
 
 
-def test_show_of_nothing_says_what_to_give_and_makes_no_folder(tmp_path: Path) -> None:
+def test_show_of_a_folder_without_a_run_is_refused_and_creates_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "nothing"
     with pytest.raises(ConfigError) as caught:
         invoke("show", str(folder))
-    assert str(caught.value) == f"{folder}: there is no run here; give <storage>/<name>"
+    assert str(caught.value).startswith(f"{folder}: ") and "<storage>/<name>" in str(caught.value)
     assert not folder.exists()
 
 
-def test_our_errors_are_one_line_and_a_failed_exit(
+def test_an_error_is_printed_in_one_line_and_the_exit_status_is_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out, err = main(monkeypatch, capsys, "show", str(tmp_path))
     assert (status, out) == (1, "")
-    assert err == f"error: {tmp_path}: there is no run here; give <storage>/<name>\n"
+    assert err.startswith(f"error: {tmp_path}: ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:70000", "no-such-host.invalid:1"])
-def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    with socket.socket() as bound:  # and does not listen
+def test_an_address_at_which_no_cluster_responds_is_in_the_error(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    with socket.socket() as bound:  # but not listening
         bound.bind(("127.0.0.1", 0))
         address = address.format(port=bound.getsockname()[1])
         monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ConfigError, match=f"no Ray cluster at {re.escape(address)} to ask; set RAY_ADDRESS"):
+        with pytest.raises(ConfigError, match=f"no Ray cluster responds at {re.escape(address)}.*RAY_ADDRESS"):
             invoke("status")
 
 
-def test_a_run_whose_driver_was_killed_is_resumed_by_the_same_command(
+def test_status_of_a_run_whose_driver_was_killed_explains_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cluster that it started may be gone as well: nobody is to look for that."""
+    """The cluster that the driver started may be gone as well."""
     driver = Driver.this_process("s1")
     lease = {**asdict(driver), "ray_address": "127.0.0.1:1", "count": 0, "released": False}
     Storage(tmp_path).write("driver/000001.json", json.dumps(lease).encode())
-    with pytest.raises(ConfigError, match=r"no Ray cluster at 127\.0\.0\.1:1 .* the same command resumes it from"):
+    with pytest.raises(ConfigError, match=r"no Ray cluster responds at 127\.0\.0\.1:1\..*the same command resumes it"):
         invoke("status", str(tmp_path))
     monkeypatch.setattr(Driver, "is_alive", lambda driver: False)
     with pytest.raises(ConfigError) as caught:
         invoke("status", str(tmp_path))
     assert str(caught.value).startswith(f"{tmp_path}: the driver of this run was killed, and the same command resumes")
-    assert f"It was pid {driver.pid} of" in str(caught.value)
+    assert f"pid {driver.pid} of" in str(caught.value)
 
 
-def test_status_of_no_run_says_what_becomes_of_an_interrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_without_live_runs_explains_how_to_resume_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.driver.run_handle.live_runs", list)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
     shown = invoke("status").output
-    assert shown.startswith("no run is live on this cluster; the command of an interrupted one resumes it\n")
+    assert shown.startswith("No run is live on this cluster.") and "resumes" in shown
+
+
+LONG_STATUS: dict[str, Any] = {
+    "name": "gpt-large-pretraining-with-a-rather-long-name-2026-11-26",
+    "state": "training",
+    "step": 12_345_678,
+    "total_steps": 100_000_000,
+    "loss": 0.0012345678,
+    "steps_per_s": 1234.5678,
+    "generation": 1234,
+    "world_size": 1024,
+    "last_commit": 12_345_600,
+    "draining": ["f" * 56],
+    "last_worker_failure": {"time": 1_795_169_703.0, "error": "exit signal SIGKILL"},
+    "members": [
+        {"rank": 1023, "pid": 4_194_304, "node": "2001:0db8:85a3:0000:0000:8a2e:0370:7334", "node_id": "f" * 56}
+    ],
+}
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["status", "lm"]])
+def test_status_fits_80_columns_with_long_values(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("elastic_ddp.driver.run_handle.live_runs", lambda: ["lm"])
+    run = SimpleNamespace(status=lambda: LONG_STATUS)
+    monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", {"lm": run}.__getitem__)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
+    text = invoke(*arguments).output
+    assert all(len(line) <= 80 for line in text.splitlines()) and "…" not in text
+    for fact in ("12,345,678 of 100,000,000", "0.001235", "1,024 workers, generation 1,234", "commit 12,345,600"):
+        assert fact in text
+    if arguments == ["status", "lm"]:
+        assert "1023  4194304" in text and "SIGKILL" in text
+        assert text.replace("\n", "").replace(" ", "").count("f" * 17) >= 3, "the node id is complete, perhaps folded"
+
+
+def test_show_fits_80_columns_with_long_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    generation = {"generation": 123, "world_size": 1024, "first_step": 12_345_000, "reason": "workers joined and left"}
+    for session in range(12):
+        write_ledger(
+            tmp_path,
+            f"s{session:02}",
+            ("session_started", {"config": {"name": "lm"}, "versions": {"torch": "2.13.0+cu130", "ray": "2.60.0"}}),
+            ("generation", generation),
+            (
+                "steps",
+                {"generation": 123, "step": 12_345_678, "loss": 2.5, "samples": 10**12, "metrics": {"a" * 90: 1.5}},
+            ),
+            ("generation_ended", {"generation": 123, "last_step": 12_345_678, "reason": "a worker failed"}),
+            ("finished", {"status": "stopped", "steps": 12_345_678, "total_steps": 10**8, "weights_sha256": "ab" * 32}),
+        )
+    text = invoke("show", str(tmp_path)).output
+    lines = text.splitlines()
+    assert all(len(line) <= 80 for line in lines) and "…" not in text
+    assert any("ab" * 32 in line for line in lines)
+    headings = next(line for line in lines if line.split()[:1] == ["gen"])
+    assert headings.split() == ["gen", "workers", "first", "step", "last", "step", "stall", "reason", "ended", "by"]
+    assert any(line.split()[:4] == ["12.123", "1024", "12,345,000", "12,345,678"] for line in lines)
 
 
 @pytest.mark.parametrize(
-    ("command", "asked", "said"),
+    ("command", "call", "printed"),
     [
         (
             ["resize", "lm", "1"],
             ("resize", 1),
-            "run lm is to have 1 worker: `elastic-ddp status` tells how many it has",
+            "run lm: 1 worker requested",
         ),
-        (["checkpoint", "lm"], ("checkpoint",), "run lm committed step 40"),
-        (["stop", "lm"], ("stop",), "run lm commits and stops at its next step boundary; its own command resumes it"),
+        (["checkpoint", "lm"], ("checkpoint",), "run lm: committed step 40"),
+        (["stop", "lm"], ("stop",), "run lm: stopping"),
         (
             ["drain", "lm", "10.0.0.1", "--deadline-s", "9"],
             ("drain", "10.0.0.1", 9.0),
-            "1 worker of run lm left 10.0.0.1",
+            "run lm: 1 worker left 10.0.0.1",
         ),
     ],
     ids=lambda value: value[0],
 )
-def test_a_live_run_is_asked_for_what_was_typed(
-    monkeypatch: pytest.MonkeyPatch, command: list[str], asked: tuple[Any, ...], said: str
+def test_commands_for_a_live_run_call_its_handle(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], call: tuple[Any, ...], printed: str
 ) -> None:
-    heard: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
     run = SimpleNamespace(
-        resize=lambda num_workers: heard.append(("resize", num_workers)),
-        checkpoint=lambda: heard.append(("checkpoint",)) or 40,  # type: ignore[func-returns-value]
-        stop=lambda: heard.append(("stop",)),
-        drain=lambda node, deadline_s: heard.append(("drain", node, deadline_s)) or 1,  # type: ignore[func-returns-value]
+        resize=lambda num_workers: calls.append(("resize", num_workers)),
+        checkpoint=lambda: calls.append(("checkpoint",)) or 40,  # type: ignore[func-returns-value]
+        stop=lambda: calls.append(("stop",)),
+        drain=lambda node, deadline_s: calls.append(("drain", node, deadline_s)) or 1,  # type: ignore[func-returns-value]
         status=lambda: {"state": "training"},
     )
     monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", {"lm": run}.__getitem__)
-    assert invoke(*command).output.strip() == said
-    assert heard == [asked]
+    assert invoke(*command).output.startswith(printed)
+    assert calls == [call]
 
 
-def test_a_command_that_succeeds_exits_with_zero(
+def test_a_command_that_succeeds_exits_with_status_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger_of_a_run(tmp_path)
@@ -244,7 +310,7 @@ def test_a_command_that_succeeds_exits_with_zero(
     assert "finished" in out
 
 
-def test_run_hands_the_job_of_a_file_to_the_trainer(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_passes_the_job_of_a_file_to_the_trainer(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
     job.write_text(SETTINGS + JOB + 'transform = "job.py:transform"')
     invoke("run", str(job))
@@ -265,10 +331,10 @@ def test_a_function_of_an_installed_module_is_loaded_by_its_name(job: Path, monk
 CALLS_WHAT_IT_READS = "import pickle, sys; print(pickle.load(sys.stdin.buffer)(3))"
 
 
-def test_functions_beside_a_job_reach_processes_that_do_not_have_their_file(
+def test_functions_of_a_job_reach_processes_that_do_not_have_the_file(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As workers on other nodes, whose folder is another one too."""
+    """Such as workers on other nodes, with another working directory."""
     monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
     (job.parent / "job.py").write_text("FACTOR = 2\n\ndef train(run):\n    return run * FACTOR\n")
     invoke("run", str(job))
@@ -277,18 +343,20 @@ def test_functions_beside_a_job_reach_processes_that_do_not_have_their_file(
     assert (done.stdout, done.stderr) == (b"6\n", b"")
 
 
-def test_a_job_is_found_beside_its_file_whatever_else_has_its_name(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_with_the_name_of_an_installed_module_is_loaded_from_its_folder(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
     (job.parent / "json.py").write_text("def train(run): ...\n\ndef transform(rows, rng): ...\n")
     job.write_text(SETTINGS + JOB.replace("job.py", "json.py") + 'transform = "json.py:transform"\n')
     invoke("run", str(job))
     made = FakeTrainer.made
     assert made["train"].__code__.co_filename == str(job.parent / "json.py")
-    assert made["train"].__globals__ is made["transform"].__globals__, "the file is read once"
+    assert made["train"].__globals__ is made["transform"].__globals__, "the file is imported once"
     assert sys.modules["json"] is json
 
 
-def test_what_follows_a_script_is_the_scripts(tmp_path: Path) -> None:
+def test_arguments_after_a_script_are_passed_to_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys\nprint(sys.argv[1:])\n")
     assert invoke("run", str(tmp_path / "script.py"), "--help", "-x", "1").output == "['--help', '-x', '1']\n"
 
@@ -307,20 +375,18 @@ def test_run_needs_no_transform(job: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ],
     ids=["data-missing", "unknown-key"],
 )
-def test_a_job_table_with_other_keys_is_refused_with_those_it_takes(job: Path, table: str, held: str) -> None:
+def test_a_job_table_with_other_keys_is_refused(job: Path, table: str, held: str) -> None:
     job.write_text(SETTINGS + table)
     with pytest.raises(ConfigError) as caught:
         invoke("run", str(job))
-    assert str(caught.value) == (
-        f"{job}: [job] holds {held}; it takes train and data, and may have transform: "
-        'train = "file.py:function", data = "s3://bucket/train/"'
-    )
+    message = str(caught.value)
+    assert message.startswith(f"{job}: ") and held in message and "train and data" in message
 
 
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("train", "'train' names no function; write module:function or file.py:function"),
+        ("train", "'train' does not name a function. Use module:function or file.py:function."),
         (
             "nowhere.py:train",
             "'nowhere.py:train' cannot be loaded: FileNotFoundError: [Errno 2] No such file or directory: "
@@ -330,7 +396,7 @@ def test_a_job_table_with_other_keys_is_refused_with_those_it_takes(job: Path, t
             "job.py:missing",
             "'job.py:missing' cannot be loaded: AttributeError: module 'job' has no attribute 'missing'",
         ),
-        ("job.py:number", "'job.py:number' is a int, not a function"),
+        ("job.py:number", "'job.py:number' is a int, not a function."),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_refused(job: Path, reference: str, message: str) -> None:
@@ -342,31 +408,31 @@ def test_a_function_that_cannot_be_loaded_is_refused(job: Path, reference: str, 
 
 def test_a_job_without_a_table_or_with_a_number_for_a_function_is_refused(job: Path) -> None:
     job.write_text(SETTINGS)
-    with pytest.raises(ConfigError, match=r"there is no \[job\] table; it says what to run: train = "):
+    with pytest.raises(ConfigError, match=r"the \[job\] table is missing.*train = "):
         invoke("run", str(job))
     job.write_text(SETTINGS + '[job]\ntrain = 3\ndata = "data/"')
-    with pytest.raises(ConfigError, match=r"3 names no function; write module:function or file.py:function"):
+    with pytest.raises(ConfigError, match=r"3 does not name a function.*module:function or file.py:function"):
         invoke("run", str(job))
 
 
-def test_a_setting_that_is_wrong_is_refused_before_anything_starts(job: Path) -> None:
+def test_an_unknown_setting_is_refused(job: Path) -> None:
     job.write_text(SETTINGS.replace("steps = 10", "stepz = 10") + JOB)
     with pytest.raises(ConfigError, match=r"stepz=10: .*did you mean steps"):
         invoke("run", str(job))
 
 
-def test_a_file_takes_no_further_arguments(job: Path) -> None:
+def test_arguments_after_a_toml_file_are_refused(job: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         invoke("run", str(job), "--steps", "5")
-    assert str(caught.value) == f"--steps 5: a TOML file takes no further arguments; put them into {job}"
+    assert str(caught.value).startswith("--steps 5: ") and str(job) in str(caught.value)
 
 
-def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"missing\.toml: there is no such file; give a Python script or a TOML file"):
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.toml: no such file"):
         invoke("run", str(tmp_path / "missing.toml"))
 
 
-def test_a_script_runs_as_the_main_program_with_its_arguments_and_neighbours(
+def test_a_script_runs_as_the_main_program_and_can_import_its_neighbours(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, seen = job.parent / "script.py", job.parent / "seen.json"

@@ -1,4 +1,4 @@
-"""The command line, of what a run has committed."""
+"""`elastic-ddp checkpoints`: list, verify, prune and export."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def invoke(*arguments: str) -> Any:
     return result
 
 
-def test_commits_are_listed_with_what_is_wrong_with_them(tmp_path: Path, commits: list[Commit]) -> None:
+def test_ls_lists_commits_with_their_errors(tmp_path: Path, commits: list[Commit]) -> None:
     storage, run = Storage(tmp_path / "lm").at(COMMITS), str(tmp_path / "lm")
     corrupt(storage, commits[1].objects[0].key, "missing")
     rows = json.loads(invoke("ls", run, "--json").stdout)
@@ -71,11 +71,11 @@ def test_commits_are_listed_with_what_is_wrong_with_them(tmp_path: Path, commits
         and "complete" in text
         and f"{commits[1].objects[0].key} is missing" in " ".join(text.split())
     )
-    with pytest.raises(ConfigError, match="other: there are no commits of a run here; give <storage>/<name>"):
+    with pytest.raises(ConfigError, match=r"other: there are no commits .*<storage>/<name>"):
         invoke("ls", str(tmp_path / "other"))
 
 
-def test_a_commit_that_cannot_be_read_is_named_and_the_others_are_looked_at(
+def test_a_commit_that_cannot_be_read_is_listed_and_the_others_are_checked(
     tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Storage.read
@@ -93,15 +93,31 @@ def test_a_commit_that_cannot_be_read_is_named_and_the_others_are_looked_at(
     assert result.exit_code == 1 and bad == [True, True, False]
 
 
-def test_names_in_a_manifest_give_a_terminal_no_orders(tmp_path: Path) -> None:
+def test_tables_fit_80_columns_with_long_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    store, run = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9), str(tmp_path / "lm")
+    values = {"validation_loss_of_the_held_out_set": {"value": 0.251234, "step": 10_000_000}}
+    record = {"time": 1_795_169_703.0, "epoch": 12_345, "samples": 10**12, "metrics": values}
+    for step in (10_000_500, 10_001_000):
+        store.save(make_state(step), step=step, record=record)
+    lines = invoke("ls", run).stdout.splitlines()
+    assert lines[0].split() == ["step", "committed", "epoch", "size", "state", "metrics"]
+    assert all(number in " ".join(lines) for number in ("10,001,000", "12345", "0.2512", "10,000,000)"))
+    lines += (
+        invoke("verify", run).stdout.splitlines() + invoke("prune", run, "--keep", "1", "--dry-run").stdout.splitlines()
+    )
+    assert all(len(line) <= 80 for line in lines) and "…" not in "".join(lines)
+
+
+def test_control_characters_in_a_manifest_are_not_printed(tmp_path: Path) -> None:
     store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9)
     record = {"metrics": {"\x1b]0;a title\x07\x1b[2Jloss": {"value": 5.5, "step": 200}}}
     store.save(make_state(200), step=200, record=record)
     text = invoke("ls", str(tmp_path / "lm")).stdout
-    assert "loss 5.5" in text and all(each.isprintable() for each in text.replace("\n", ""))
+    assert "loss 5.5" in text and text.replace("\n", "").isprintable()
 
 
-def test_a_value_that_is_older_than_its_commit_is_listed_with_its_step(tmp_path: Path) -> None:
+def test_ls_prints_the_step_of_a_metric_that_is_older_than_its_commit(tmp_path: Path) -> None:
     store, of_before = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9), {"value": 5.5, "step": 0}
     store.save(make_state(200), step=200, record={"metrics": {"validation": of_before}})
     assert "validation 5.5 (step 0)" in invoke("ls", str(tmp_path / "lm")).stdout
@@ -109,20 +125,20 @@ def test_a_value_that_is_older_than_its_commit_is_listed_with_its_step(tmp_path:
     assert row["metrics"] == {"validation": 5.5} and row["measured_at"] == {"validation": 0}
 
 
-def test_verify_reads_everything_and_exits_with_1_if_anything_is_bad(tmp_path: Path, commits: list[Commit]) -> None:
+def test_verify_reads_all_bytes_and_exits_with_1_if_a_commit_is_bad(tmp_path: Path, commits: list[Commit]) -> None:
     run = str(tmp_path / "lm")
     good = invoke("verify", run)
-    assert good.exit_code == 0 and good.stdout.count("every byte is as it was committed") == 3
+    assert good.exit_code == 0 and good.stdout.count("all bytes are intact") == 3
     corrupt(Storage(run).at(COMMITS), commits[0].objects[0].key, "flip")
     bad = invoke("verify", run)
     assert bad.exit_code == 1
     assert f"step 10: bad: {commits[0].objects[0].key} does not have the checksum" in " ".join(bad.stdout.split())
     assert invoke("verify", run, "--step", "30").exit_code == 0
-    with pytest.raises(ConfigError, match="there is no commit at step 7; there are those at 30, 20, 10"):
+    with pytest.raises(ConfigError, match=r"no commit at step 7.* 30, 20, 10"):
         invoke("verify", run, "--step", "7")
 
 
-def test_verify_calls_bad_what_no_restore_takes(tmp_path: Path) -> None:
+def test_verify_finds_a_state_that_cannot_be_restored(tmp_path: Path) -> None:
     store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     store.save({**make_state(7), "position": {"step": 8}}, step=7, record={})
     found = invoke("verify", str(tmp_path / "lm"))
@@ -132,7 +148,7 @@ def test_verify_calls_bad_what_no_restore_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_weights_are_exported_for_other_tools(tmp_path: Path, commits: list[Commit], suffix: str) -> None:
+def test_exported_weights_are_those_of_the_commit(tmp_path: Path, commits: list[Commit], suffix: str) -> None:
     file = tmp_path / f"weights.{suffix}"
     invoke("export", str(tmp_path / "lm"), str(file), "--step", "20")
     found = load_file(file) if suffix == "safetensors" else torch.load(file, weights_only=True)
@@ -142,12 +158,12 @@ def test_weights_are_exported_for_other_tools(tmp_path: Path, commits: list[Comm
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_an_export_is_on_the_disk_and_a_link_to_its_place_stays_one(
+def test_an_export_is_synced_and_a_symbolic_link_to_it_stays(
     tmp_path: Path, commits: list[Commit], suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, file = tmp_path / f"newest.{suffix}", tmp_path / "shelf" / f"weights.{suffix}"
     file.parent.mkdir()
-    file.write_text("what was there before")
+    file.write_text("the previous file")
     file.chmod(0o640)
     client.symlink_to(file)
     done: list[str] = []
@@ -175,7 +191,7 @@ def test_an_export_is_on_the_disk_and_a_link_to_its_place_stays_one(
     assert fresh.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_verify_does_not_call_a_commit_bad_that_a_live_run_removed_meanwhile(
+def test_verify_tolerates_a_commit_that_a_live_run_removes_during_the_check(
     tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = Storage(tmp_path / "lm").at(COMMITS)
@@ -189,12 +205,12 @@ def test_verify_does_not_call_a_commit_bad_that_a_live_run_removed_meanwhile(
 
     monkeypatch.setattr(CommitCatalog, "skeleton", skeleton)
     result = invoke("verify", str(tmp_path / "lm"))
-    assert result.exit_code == 0 and result.stdout.count("every byte is as it was committed") == 1
-    assert "step 20: it was removed meanwhile" in result.stdout and "step 10: it was removed" in result.stdout
+    assert result.exit_code == 0 and result.stdout.count("all bytes are intact") == 1
+    assert "step 20: removed" in result.stdout and "step 10: removed" in result.stdout
     assert steps_left(tmp_path) == [30]
 
 
-def test_a_commit_that_goes_while_it_is_looked_for_is_none(
+def test_ls_leaves_out_a_commit_that_is_removed_meanwhile(
     tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = Storage(tmp_path / "lm").at(COMMITS)
@@ -215,7 +231,7 @@ def removals_of(storage: Storage, keep: int) -> list[pruning.Removal]:
     return going
 
 
-def test_export_reads_the_weights_alone(tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_reads_only_the_weights(tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     plain: Any = reader.check
 
@@ -228,14 +244,14 @@ def test_export_reads_the_weights_alone(tmp_path: Path, commits: list[Commit], m
     assert sorted(read) == ["model.bias", "model.weight"]
 
 
-def test_what_is_no_tensor_in_the_weights_is_kept_for_torch_and_otherwise_left_out_by_name(tmp_path: Path) -> None:
+def test_weights_that_are_not_tensors_are_exported_to_pt_and_left_out_of_safetensors(tmp_path: Path) -> None:
     store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     weights = {"layer.weight": torch.ones(3), "layer._extra_state": {"scale": 2.0}}
     store.save({"model": weights}, step=1, record={})
     text = " ".join(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.safetensors")).stdout.split())
-    assert "without what is no tensor, which .pt has room for: layer._extra_state" in text
+    assert "left out" in text and text.endswith("layer._extra_state")
     assert load_file(tmp_path / "w.safetensors").keys() == {"layer.weight"}
-    assert "without" not in invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt")).stdout
+    assert "left out" not in invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt")).stdout
     assert torch.load(tmp_path / "w.pt", weights_only=True)["layer._extra_state"] == {"scale": 2.0}
 
 
@@ -251,17 +267,17 @@ EXTRA_STATES: list[tuple[Any, bool]] = [
 
 
 @pytest.mark.parametrize(("extra", "is_plain"), EXTRA_STATES, ids=repr)
-def test_what_torch_does_not_load_plainly_is_said_by_name(tmp_path: Path, extra: Any, is_plain: bool) -> None:
+def test_export_names_the_values_that_torch_load_refuses_by_default(tmp_path: Path, extra: Any, is_plain: bool) -> None:
     store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     store.save({"model": {"w": torch.ones(3), "q._extra_state": extra}}, step=1, record={})
     text = " ".join(invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt")).stdout.split())
-    said = "torch.load takes it with weights_only=False alone, for what is in q._extra_state"
-    assert (said in text) != is_plain
+    note = "torch.load needs weights_only=False, because of q._extra_state"
+    assert (note in text) != is_plain
     with nullcontext() if is_plain else pytest.raises(pickle.UnpicklingError):
         assert torch.load(tmp_path / "w.pt", weights_only=True).keys() == {"w", "q._extra_state"}
 
 
-def test_a_dtype_that_safetensors_has_not_is_named_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_dtype_that_safetensors_does_not_support_is_refused_before_writing(tmp_path: Path) -> None:
     store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     weights = {
         "w": torch.ones(2),
@@ -272,9 +288,7 @@ def test_a_dtype_that_safetensors_has_not_is_named_before_anything_is_written(tm
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "w.safetensors").write_text("good")
-    message = (
-        r"the format .safetensors has not the dtype of phases \(torch.complex128\); export to a file that ends in .pt"
-    )
+    message = r"does not support the dtype of phases \(torch.complex128\).*\.pt file"
     with pytest.raises(ConfigError, match=message):
         invoke("export", str(tmp_path / "lm"), str(folder / "w.safetensors"))
     assert {file.name: file.read_text() for file in folder.iterdir()} == {"w.safetensors": "good"}
@@ -285,7 +299,7 @@ def test_a_dtype_that_safetensors_has_not_is_named_before_anything_is_written(tm
 
 @contextmanager
 def limited(what: int, most: int) -> Iterator[None]:
-    """This process may have no more of something."""
+    """Sets a resource limit of this process."""
     before = resource.getrlimit(what)
     resource.setrlimit(what, (most, before[1]))
     try:
@@ -294,7 +308,7 @@ def limited(what: int, most: int) -> Iterator[None]:
         resource.setrlimit(what, before)
 
 
-def test_an_export_that_finds_no_room_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_export_to_a_full_disk_leaves_the_previous_file_unchanged(tmp_path: Path) -> None:
     store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1)
     store.save({"model": {"weight": torch.zeros(1 << 19)}}, step=1, record={})
     folder = tmp_path / "out"
@@ -304,38 +318,41 @@ def test_an_export_that_finds_no_room_leaves_what_was_there(tmp_path: Path) -> N
         with limited(resource.RLIMIT_FSIZE, 1 << 20), pytest.raises(StorageError) as caught:
             invoke("export", str(tmp_path / "lm"), f"{folder}/weights.{suffix}")
         message = str(caught.value)
-        assert f"cannot write {folder}/weights.{suffix}" in message and f"Is there room in {folder}" in message
+        assert (
+            f"cannot write {folder}/weights.{suffix}" in message
+            and f"free space and the permissions of {folder}" in message
+        )
         assert "File too large" in message
     assert {file.name: file.read_text() for file in folder.iterdir()} == {
         "weights.safetensors": "good",
         "weights.pt": "good",
     }
-    with pytest.raises(ConfigError, match=f"there is no folder {tmp_path}/nowhere; make it, or give another"):
+    with pytest.raises(ConfigError, match=f"folder {tmp_path}/nowhere does not exist"):
         invoke("export", str(tmp_path / "lm"), f"{tmp_path}/nowhere/weights.pt")
 
 
-def test_export_refuses_other_files_and_bad_commits(tmp_path: Path, commits: list[Commit]) -> None:
+def test_export_refuses_unknown_suffixes_and_bad_commits(tmp_path: Path, commits: list[Commit]) -> None:
     run = str(tmp_path / "lm")
-    with pytest.raises(ConfigError, match=r"end the file's name in \.safetensors"):
+    with pytest.raises(ConfigError, match=r"weights\.bin: .*\.safetensors"):
         invoke("export", run, str(tmp_path / "weights.bin"))
     corrupt(Storage(run).at(COMMITS), commits[2].key, "flip")
-    with pytest.raises(CheckpointError, match=r"commits/30\.json .* that of step 20: --step 20"):
+    with pytest.raises(CheckpointError, match=r"commits/30\.json .* --step 20"):
         invoke("export", run, str(tmp_path / "weights.pt"))
     assert not (tmp_path / "weights.pt").exists()
 
 
-# What a person removes.
+# Prune.
 
 
 def prune(tmp_path: Path, *options: str) -> Any:
-    """What went, or would go, as (step, what)."""
+    """Returns what was, or would be, removed as (step, what)."""
     answer = json.loads(invoke("prune", str(tmp_path / "lm"), *options, "--json").stdout)
     assert answer["removed"] is ("--dry-run" not in options)
     return [(item["step"], item["what"]) for item in answer["items"]]
 
 
 def steps_left(tmp_path: Path) -> list[int]:
-    """Of commits that are there with every byte; nothing else may be."""
+    """Returns the steps of the commits, which must be intact. Checks that nothing else is there."""
     storage = Storage(tmp_path / "lm").at(COMMITS)
     store = SingleRankStore(storage, keep=1)
     found = [(step, commit) for step, commit in store.all_commits() if isinstance(commit, Commit)]
@@ -357,7 +374,7 @@ def steps_left(tmp_path: Path) -> list[int]:
     ],
     ids=str,
 )
-def test_what_is_not_to_be_kept_is_removed_with_every_byte(
+def test_prune_removes_all_objects_of_commits_that_are_not_kept(
     tmp_path: Path, commits: list[Commit], options: list[str], left: list[int]
 ) -> None:
     gone = [(step, "commit") for step in (10, 20) if step not in left]
@@ -366,17 +383,17 @@ def test_what_is_not_to_be_kept_is_removed_with_every_byte(
     assert prune(tmp_path, *options) == []
 
 
-def test_a_person_reads_what_went_and_how_much_that_is(tmp_path: Path, commits: list[Commit]) -> None:
+def test_prune_prints_what_it_removes_and_its_size(tmp_path: Path, commits: list[Commit]) -> None:
     run = str(tmp_path / "lm")
     text = invoke("prune", run, "--keep", "1", "--dry-run").stdout
     assert commits[0].prefix in text and commits[1].prefix in text and "would be removed" in text
     items = json.loads(invoke("prune", run, "--keep", "1", "--json").stdout)["items"]
     manifest = len(commits[0].to_bytes())
     assert items[0]["num_bytes"] == commits[0].num_bytes + manifest and items[0]["manifest"] == commits[0].key
-    assert "there is nothing to remove" in invoke("prune", run).stdout
+    assert "nothing to remove" in invoke("prune", run).stdout
 
 
-def test_the_newest_complete_commit_always_stays_and_what_may_be_newer(tmp_path: Path, commits: list[Commit]) -> None:
+def test_prune_keeps_the_newest_complete_commit_and_newer_bad_ones(tmp_path: Path, commits: list[Commit]) -> None:
     storage = Storage(tmp_path / "lm").at(COMMITS)
     corrupt(storage, commits[2].objects[0].key, "missing")
     assert prune(tmp_path, "--keep", "1") == [(10, "commit")]
@@ -386,60 +403,58 @@ def test_the_newest_complete_commit_always_stays_and_what_may_be_newer(tmp_path:
     assert prune(tmp_path, "--keep", "1", "--orphans-older-than-s", "0") == [], "none is complete"
 
 
-def test_prune_reads_the_newest_commit_before_it_removes_the_good_ones_before_it(
-    tmp_path: Path, commits: list[Commit]
-) -> None:
+def test_prune_verifies_the_newest_commit_before_it_removes_older_ones(tmp_path: Path, commits: list[Commit]) -> None:
     storage, run = Storage(tmp_path / "lm").at(COMMITS), str(tmp_path / "lm")
     corrupt(storage, commits[2].objects[0].key, "flip")
     assert prune(tmp_path, "--keep", "1", "--dry-run") == [(10, "commit")]
     text = " ".join(invoke("prune", run, "--keep", "1").stdout.split())
-    assert "step 30 stays, with all that was written at it" in text and "does not have the checksum" in text
+    assert "step 30 is kept, with all of its objects" in text and "does not have the checksum" in text
     assert storage.list("commits") == [commits[1].key, commits[2].key]
     SingleRankStore(storage, keep=1).verify(commits[1])
     corrupt(storage, commits[1].objects[0].key, "flip")
     assert prune(tmp_path, "--keep", "1") == [], "none verifies"
 
 
-def test_prune_names_the_bad_commits_that_stay(tmp_path: Path, commits: list[Commit]) -> None:
+def test_prune_prints_the_bad_commits_that_it_keeps(tmp_path: Path, commits: list[Commit]) -> None:
     storage, run = Storage(tmp_path / "lm").at(COMMITS), str(tmp_path / "lm")
     storage.write(commits[2].key, b"{}")
     corrupt(storage, commits[0].objects[0].key, "missing")
     text = " ".join(invoke("prune", run).stdout.split())
-    assert "step 30 stays, with all that was written at it" in text
-    assert f"step 10 stays, with all that was written at it: {commits[0].objects[0].key} is missing" in text
+    assert "step 30 is kept, with all of its objects" in text
+    assert f"step 10 is kept, with all of its objects: {commits[0].objects[0].key} is missing" in text
     text = " ".join(invoke("prune", run, "--keep", "1").stdout.split())
-    assert "step 30 stays, with all that was written at it" in text and "step 10 stays" not in text
+    assert "step 30 is kept, with all of its objects" in text and "step 10 is kept" not in text
     assert storage.list("commits") == [commits[1].key, commits[2].key]
 
 
-def test_what_was_set_aside_is_told(tmp_path: Path, commits: list[Commit]) -> None:
+def test_ls_and_verify_print_the_number_of_commits_that_were_set_aside(tmp_path: Path, commits: list[Commit]) -> None:
     run = str(tmp_path / "lm")
-    assert "set aside" not in invoke("ls", run).stdout + invoke("verify", run).stdout
+    assert "set-aside" not in invoke("ls", run).stdout + invoke("verify", run).stdout
     CommitCatalog(Storage(tmp_path / "lm").at(COMMITS)).set_aside(commits[2].key, commits[2].attempt)
     for command in ("ls", "verify"):
         text = " ".join(invoke(command, run).stdout.split())
-        assert "1 commit that did not verify was set aside, into set-aside/ beside commits/" in text
+        assert "set-aside/: 1 commit" in text
     assert len(json.loads(invoke("ls", run, "--json").stdout)) == 2
 
 
-def test_a_run_whose_commits_were_all_set_aside_is_told_from_a_wrong_folder(
-    tmp_path: Path, commits: list[Commit]
-) -> None:
+def test_the_error_of_a_run_with_only_bad_commits_says_where_they_are(tmp_path: Path, commits: list[Commit]) -> None:
     for each in commits:
         CommitCatalog(Storage(tmp_path / "lm").at(COMMITS)).set_aside(each.key, each.attempt)
     for command in (["ls"], ["verify"], ["export"]):
         more = [str(tmp_path / "w.pt")] if command == ["export"] else []
-        with pytest.raises(ConfigError, match="no commit is left; 3 commits that did not verify were set aside, into"):
+        with pytest.raises(ConfigError, match=r"no commit is left.*set-aside/: 3 commits"):
             invoke(*command, str(tmp_path / "lm"), *more)
 
 
 @pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/commits/30.json"])
-def test_what_lies_in_a_run_is_told_from_the_run(tmp_path: Path, commits: list[Commit], inside: str) -> None:
-    with pytest.raises(ConfigError, match=rf"give the run's folder, {tmp_path}/lm$"):
+def test_a_folder_inside_a_run_is_refused_with_the_folder_of_the_run(
+    tmp_path: Path, commits: list[Commit], inside: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"the run's folder, {tmp_path}/lm\.$"):
         invoke("ls", f"{tmp_path}/lm/{inside}")
 
 
-def test_prune_removes_nothing_where_commits_of_another_run_would_stay(tmp_path: Path) -> None:
+def test_prune_refuses_a_folder_with_commits_of_several_runs(tmp_path: Path) -> None:
     store = SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=9)
     for step, batch, data in ((10, 64, "a"), (20, 64, "a"), (30, 32, "a"), (40, 64, "b")):
         record = {"identity": {"global_batch_size": batch}, "data": data}
@@ -457,7 +472,7 @@ def test_prune_removes_nothing_where_commits_of_another_run_would_stay(tmp_path:
     assert steps_left(tmp_path) == [20]
 
 
-def test_prune_reads_nothing_where_nothing_goes_and_asks_for_its_lease_before_it_removes(
+def test_prune_verifies_only_if_it_removes_and_renews_its_lease_before(
     tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
@@ -483,7 +498,7 @@ def test_prune_reads_nothing_where_nothing_goes_and_asks_for_its_lease_before_it
     assert steps_left(tmp_path) == [30, 20, 10]
 
 
-def test_what_was_never_committed_goes_when_it_is_old(tmp_path: Path, commits: list[Commit]) -> None:
+def test_prune_removes_uncommitted_objects_that_are_old(tmp_path: Path, commits: list[Commit]) -> None:
     storage = Storage(tmp_path / "lm").at(COMMITS)
     for step in (5, 30, 70):  # before, beside and after the commits
         storage.write(f"step={step}/attempt={'a' * 32}/0-0.bin", b"half")
@@ -493,28 +508,28 @@ def test_what_was_never_committed_goes_when_it_is_old(tmp_path: Path, commits: l
         os.utime(file, (time.time() - 7200, time.time() - 7200))
     assert prune(tmp_path, "--orphans-older-than-s", "7500") == []
     orphans = [(5, "orphan"), (30, "orphan"), (70, "orphan")]
-    with patch.object(Storage, "write", side_effect=StorageError("AccessDenied")):  # to look takes no right to write
+    with patch.object(Storage, "write", side_effect=StorageError("AccessDenied")):  # a dry run needs no right to write
         assert sorted(prune(tmp_path, "--orphans-older-than-s", "7000", "--dry-run")) == orphans
     assert sorted(prune(tmp_path, "--orphans-older-than-s", "7000")) == orphans
     assert steps_left(tmp_path) == [30, 20, 10]
 
 
-def test_what_was_set_aside_stays_until_it_is_asked_for(tmp_path: Path, commits: list[Commit]) -> None:
+def test_prune_removes_commits_that_were_set_aside_only_on_request(tmp_path: Path, commits: list[Commit]) -> None:
     storage = Storage(tmp_path / "lm").at(COMMITS)
     store = SingleRankStore(storage, keep=1)
     corrupt(storage, commits[0].key, "flip")
     store.set_aside(commits[0].key, None)
     store.set_aside(commits[1].key, commits[1].attempt)
     options = ["--keep", "1", "--orphans-older-than-s", "0"]
-    assert prune(tmp_path, *options) == [], "which attempt 10 was is not known"
+    assert prune(tmp_path, *options) == [], "the attempt of step 10 is unknown"
     assert storage.list(commits[0].prefix) and storage.list(commits[1].prefix)
     went = prune(tmp_path, *options, "--set-aside")
     assert sorted(went) == [(10, "orphan"), (10, "set aside"), (20, "set aside")]
     assert steps_left(tmp_path) == [30]
 
 
-def test_a_commit_that_was_half_set_aside_keeps_its_objects(tmp_path: Path, commits: list[Commit]) -> None:
-    """Whoever set it aside died before its manifest was gone."""
+def test_a_commit_that_is_also_set_aside_keeps_its_objects(tmp_path: Path, commits: list[Commit]) -> None:
+    """The process that set it aside died before it removed the manifest."""
     storage = Storage(tmp_path / "lm").at(COMMITS)
     manifest = storage.read(commits[2].key)
     storage.write(set_aside_key(30, commits[2].attempt, manifest), manifest)
@@ -522,7 +537,7 @@ def test_a_commit_that_was_half_set_aside_keeps_its_objects(tmp_path: Path, comm
     assert steps_left(tmp_path) == [30, 20, 10]
 
 
-def test_what_cannot_be_read_stays_and_is_named_and_the_rest_goes(
+def test_prune_keeps_and_prints_what_it_cannot_read(
     tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, storage = Storage.read, Storage(tmp_path / "lm").at(COMMITS)
@@ -539,7 +554,7 @@ def test_what_cannot_be_read_stays_and_is_named_and_the_rest_goes(
     answer = json.loads(invoke("prune", str(tmp_path / "lm"), *options, "--dry-run", "--json").stdout)
     assert answer["doubtful"] == {"10": "InvalidObjectState, 403"}
     text = " ".join(invoke("prune", str(tmp_path / "lm"), *options).stdout.split())
-    assert "step 10 stays, with all that was written at it: InvalidObjectState, 403" in text
+    assert "step 10 is kept, with all of its objects: InvalidObjectState, 403" in text
     assert storage.list("commits") == [commits[0].key, commits[2].key]
     assert len(storage.list("step=10")) == len(commits[0].all_objects) + 1 and not storage.list("step=5")
     storage.write(set_aside_key(10, "b" * 32, b"torn"), b"torn")
@@ -549,7 +564,7 @@ def test_what_cannot_be_read_stays_and_is_named_and_the_rest_goes(
     assert steps_left(tmp_path) == [30]
 
 
-def test_what_was_left_before_the_first_commit_was_complete_is_something_to_prune(tmp_path: Path) -> None:
+def test_prune_removes_objects_of_a_run_without_a_complete_commit(tmp_path: Path) -> None:
     folder = tmp_path / "lm" / COMMITS / attempt_prefix(5, "0" * 32)
     folder.mkdir(parents=True)
     (folder / f"{TEMPORARY_PREFIX}1").write_bytes(b"half")
@@ -557,11 +572,11 @@ def test_what_was_left_before_the_first_commit_was_complete_is_something_to_prun
     assert not folder.exists()
 
 
-def test_nothing_of_a_live_run_is_removed(tmp_path: Path, commits: list[Commit]) -> None:
+def test_prune_removes_nothing_while_the_run_is_live(tmp_path: Path, commits: list[Commit]) -> None:
     driver = replace(Driver.this_process("another"), started=started(1), pid=1)
     with DriverLease(Storage(tmp_path / "lm"), "lm", "another", print, driver=driver) as lease:
         lease.acquire()
-        message = rf"nothing is removed while the run is live\. Its driver is pid 1 of .*{socket.gethostname()}"
+        message = rf"the run is live.*pid 1 of .*{socket.gethostname()}"
         with pytest.raises(ConfigError, match=message):
             invoke("prune", str(tmp_path / "lm"), "--keep", "1")
         assert steps_left(tmp_path) == [30, 20, 10]
@@ -569,7 +584,7 @@ def test_nothing_of_a_live_run_is_removed(tmp_path: Path, commits: list[Commit])
     assert prune(tmp_path, "--keep", "1") == [(10, "commit"), (20, "commit")]
 
 
-def test_no_driver_begins_while_something_is_removed(
+def test_prune_holds_the_lease_of_the_run(
     tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Driver | None] = []
@@ -588,21 +603,21 @@ def test_no_driver_begins_while_something_is_removed(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--keep-every-steps", "5"], "give --keep, too, for without it all commits stay"),
-        (["--keep", "1", "--keep-best", "2"], "--keep-best 2 without --best-metric: the best by what"),
-        (["--keep", "1", "--best-metric", "x"], "--best-metric x without --keep-best: nothing is kept by it"),
+        (["--keep-every-steps", "5"], "--keep-every-steps .* need --keep"),
+        (["--keep", "1", "--keep-best", "2"], "--keep-best 2 needs --best-metric"),
+        (["--keep", "1", "--best-metric", "x"], "--best-metric x needs --keep-best"),
         (
             ["--keep", "1", "--keep-best", "1", "--best-metric", "validatoin"],
             "'validatoin'.* validation",
         ),
         (
             ["--keep", "1", "--keep-best", "2", "--best-metric", "x", "--best-mode", "most"],
-            "--best-mode most: the best value of a metric is the min or the max; give one of them",
+            "--best-mode most: use min or max",
         ),
     ],
     ids=str,
 )
-def test_options_that_do_not_fit_each_other_are_refused(
+def test_prune_options_that_exclude_each_other_are_refused(
     tmp_path: Path, commits: list[Commit], options: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -610,8 +625,8 @@ def test_options_that_do_not_fit_each_other_are_refused(
     assert steps_left(tmp_path) == [30, 20, 10]
 
 
-def test_a_place_without_a_run_is_left_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is nothing to prune here; give <storage>/<name>"):
+def test_prune_of_a_folder_without_a_run_is_refused_and_creates_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing to prune .*<storage>/<name>"):
         invoke("prune", str(tmp_path / "other"))
     assert not (tmp_path / "other").exists()
     assert invoke("prune", str(tmp_path), "--keep", "0").exit_code == 2

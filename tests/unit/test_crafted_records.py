@@ -66,7 +66,7 @@ def test_a_commit_with_a_crafted_record_is_a_bad_one(tmp_path: Path, record: dic
     result = CliRunner().invoke(main.app, ["checkpoints", "ls", str(tmp_path / "lm")])
     assert result.exit_code == 0 and "its record is malformed" in " ".join(result.stdout.split())
     result = CliRunner().invoke(main.app, ["checkpoints", "verify", str(tmp_path / "lm")])
-    assert result.exit_code == 1 and "step 1: every byte is as it was committed" in result.stdout
+    assert result.exit_code == 1 and "step 1: all bytes are intact" in result.stdout
 
 
 @pytest.mark.parametrize("record", WRONG, ids=names)

@@ -84,7 +84,7 @@ def test_verify_names_any_damage_and_exits_with_1(tmp_path: Path, commits: list[
         result = CliRunner().invoke(main.app, ["checkpoints", "verify", str(copy)])
         said = "".join(result.stdout.split())  # lines are wrapped
         assert result.exit_code == 1, name
-        assert f"step2:bad:{key}" in said and "step1:everybyteisasitwascommitted" in said, f"{name}: {result.stdout}"
+        assert f"step2:bad:{key}" in said and "step1:allbytesareintact" in said, f"{name}: {result.stdout}"
     assert CliRunner().invoke(main.app, ["checkpoints", "verify", str(tmp_path / "run")]).exit_code == 0
 
 
