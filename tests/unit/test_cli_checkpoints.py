@@ -23,9 +23,10 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from elastic_ddp.checkpoint import Commit, CommitCatalog, Retention, reader
+from elastic_ddp.checkpoint import Commit, CommitCatalog, Retention
 from elastic_ddp.checkpoint import prune as pruning
 from elastic_ddp.checkpoint.manifest import attempt_prefix, set_aside_key
+from elastic_ddp.checkpoint.pieces import Piece
 from elastic_ddp.cli import main
 from elastic_ddp.errors import CheckpointError, ConfigError, DriverReplacedError, StorageError
 from elastic_ddp.storage.lease import DriverLease, find_holder
@@ -233,13 +234,13 @@ def removals_of(storage: Storage, keep: int) -> list[pruning.Removal]:
 
 def test_export_reads_only_the_weights(tmp_path: Path, commits: list[Commit], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    plain: Any = reader.check
+    plain = Piece.verify
 
-    def check(piece: reader.Piece, data: memoryview) -> None:
+    def verify(piece: Piece, data: memoryview) -> None:
         read.extend(name for name, _ in piece.blocks)
         plain(piece, data)
 
-    monkeypatch.setattr(reader, "check", check)
+    monkeypatch.setattr(Piece, "verify", verify)
     invoke("export", str(tmp_path / "lm"), str(tmp_path / "weights.pt"))
     assert sorted(read) == ["model.bias", "model.weight"]
 
