@@ -1,4 +1,4 @@
-"""The weights of another run, for a run to begin with."""
+"""Loads the weights of another run, for `run.load_weights`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 MODEL = "model"
-"""The component of a state with the weights."""
+"""The component of a state that holds the weights."""
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Those of a model in another run's commits.
+class PretrainedWeights:
+    """The weights in the commits of another run.
 
     Attributes:
         uri: the run's folder.
-        step: of the commit; None for the newest that can be used.
-        strict: refuse names that only one of the two has.
+        step: of the commit; None for the newest usable one.
+        strict: whether the names of both models must be equal.
     """
 
     uri: str
@@ -47,19 +47,20 @@ class Weights:
     def load(
         self, module: torch.nn.Module, group: ProcessGroup, record: Callable[[Event], None], activity: Activity
     ) -> None:
-        """Every rank calls it, and gets the same or raises the same: rank 0's word counts, as the run that they are of
-        may go on meanwhile.
+        """Loads the weights into a module. Every rank calls it, and every rank loads or raises the same.
 
         Args:
+            module: the model.
+            group: the open process group. Rank 0 chooses the commit, because the other run may be live.
             record: appends an event to the ledger; rank 0 reports what was loaded, and each unusable commit.
-            activity: told of what is read, which is no hang however long it takes.
+            activity: the time that the storage takes does not count as a hang.
 
         Raises:
-            ConfigError: there is no such commit, or it does not fit the model.
-            CheckpointError: none can be used.
-            StorageError: the storage could not be read.
+            ConfigError: there is no such commit, or its weights do not fit the model.
+            CheckpointError: no commit is usable.
+            StorageError: the storage failed.
         """
-        storage = self._storage()
+        storage = RetryingStorage(Storage(self.uri).at(COMMITS))
         store = CommitCatalog(storage)
         fits: dict[int, Fit] = {}
 
@@ -74,9 +75,9 @@ class Weights:
             return read_shared(commit, skeleton, storage, group, components={MODEL}, tick=activity.tick)
 
         with activity.within("hand-over", storage.worked_s):
-            found = first_usable(store, self._candidates(store), group, read)
-        assert found is not None, "the candidates end in an error"
-        commit, state = found
+            usable = first_usable(store, self._candidates(store), group, read)
+        assert usable is not None, "the candidates end in an error"
+        commit, state = usable
         module.load_state_dict(state[MODEL], strict=self.strict)
         if group.rank == 0:
             self._report(commit.step, fits[commit.step], store.rejected, record)
@@ -91,83 +92,86 @@ class Weights:
         )
         differences = {"missing": fit.missing, "unexpected": fit.unexpected, "converted": fit.converted}
         if any(differences.values()):
-            text = "; ".join(f"{len(names)} {what}: {shorten(names)}" for what, names in differences.items() if names)
-            _log.warning("of the weights of step %d in %s are %s", step, self.uri, text)
-
-    def _storage(self) -> RetryingStorage:
-        return RetryingStorage(Storage(self.uri).at(COMMITS))
+            text = "; ".join(f"{len(names)} {kind}: {shorten(names)}" for kind, names in differences.items() if names)
+            _log.warning("loaded the weights of step %d in %s with differences: %s", step, self.uri, text)
 
     def _candidates(self, store: CommitCatalog) -> Iterator[Commit]:
-        """Those that may be used, and an error when there are no more."""
+        """Yields the commits to try, and raises an error when there are no more."""
         yield from store.manifests(self.step)
-        if not store.rejected:
-            if self.step is not None and (there := store.steps()):
-                raise ConfigError(
-                    f"run.load_weights: there is no commit at step {self.step} in {self.uri}; there are those at "
-                    f"{', '.join(map(str, there))}"
-                )
-            raise ConfigError(f"run.load_weights: there is no commit in {self.uri}; give a run's <storage>/<name>")
-        reasons = "; ".join(f"{key}: {reason}" for key, reason in store.rejected)
-        raise CheckpointError(f"the weights in {self.uri} cannot be used: {reasons}")
+        if store.rejected:
+            reasons = "; ".join(f"{key}: {reason}" for key, reason in store.rejected)
+            raise CheckpointError(f"no commit in {self.uri} is usable: {reasons}")
+        if self.step is not None and (steps := store.steps()):
+            raise ConfigError(
+                f"run.load_weights: {self.uri} has no commit at step {self.step}. Use one of "
+                f"{', '.join(map(str, steps))}."
+            )
+        raise ConfigError(f"run.load_weights: {self.uri} has no commit. Give the folder of a run, <storage>/<name>.")
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How the weights of a commit fit a model, by name."""
+    """How the weights of a commit fit a model.
+
+    Attributes:
+        matching: names that both have, with equal shapes.
+        missing: names that only the model has.
+        unexpected: names that only the commit has.
+        reshaped: for each name with different shapes, what they are.
+        converted: for each name with different dtypes, what they are.
+    """
 
     matching: list[str]
-    """Tensors that both have."""
     missing: list[str]
-    """What the model alone has."""
     unexpected: list[str]
-    """What the commit alone has."""
     reshaped: list[str]
-    """Where shapes differ, and how."""
     converted: list[str]
-    """Where dtypes do, and how."""
 
     @classmethod
     def of(cls, module: torch.nn.Module, commit: Commit, skeleton: bytes) -> Fit:
-        """CheckpointError if the commit does not hold the weights of a model."""
-        shapes = meta_tensors(commit, {MODEL})
-        theirs: Any = build_state(commit, skeleton, shapes, {MODEL})[MODEL]
-        if not isinstance(theirs, dict) or not all(isinstance(name, str) for name in theirs):
+        """Compares a commit with a model. Raises CheckpointError if the commit does not hold a model's weights."""
+        saved: Any = build_state(commit, skeleton, meta_tensors(commit, {MODEL}), {MODEL})[MODEL]
+        if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
             raise CheckpointError(f"{commit.key} does not hold the weights of a model")
-        ours = module.state_dict()
-        both = [name for name in sorted(ours.keys() & theirs.keys()) if isinstance(ours[name], torch.Tensor)]
-        same = [name for name in both if _shape_of(ours[name]) == _shape_of(theirs[name])]
-        other = [name for name in both if _shape_of(ours[name]) != _shape_of(theirs[name])]
+        built = module.state_dict()
+        shared = [name for name in sorted(built.keys() & saved.keys()) if isinstance(built[name], torch.Tensor)]
+        shapes = {name: (_shape(saved[name]), _shape(built[name])) for name in shared}
+        matching = [name for name, (saved_shape, built_shape) in shapes.items() if saved_shape == built_shape]
         return cls(
-            matching=same,
-            missing=sorted(ours.keys() - theirs.keys()),
-            unexpected=sorted(theirs.keys() - ours.keys()),
-            reshaped=[f"{name} is {_shape_of(theirs[name])} there and {_shape_of(ours[name])} here" for name in other],
+            matching=matching,
+            missing=sorted(built.keys() - saved.keys()),
+            unexpected=sorted(saved.keys() - built.keys()),
+            reshaped=[
+                f"{name} is {saved_shape} in the commit and {built_shape} in the model"
+                for name, (saved_shape, built_shape) in shapes.items()
+                if saved_shape != built_shape
+            ],
             converted=[
-                f"{name} from {dtype_name(theirs[name].dtype)} to {dtype_name(ours[name].dtype)}"
-                for name in same
-                if theirs[name].dtype != ours[name].dtype
+                f"{name} from {dtype_name(saved[name].dtype)} to {dtype_name(built[name].dtype)}"
+                for name in matching
+                if saved[name].dtype != built[name].dtype
             ],
         )
 
-    def check(self, which: str, *, strict: bool) -> None:
-        """Raises a ConfigError that names what does not fit the model."""
-        wrong = [*self.reshaped]
+    def check(self, source: str, *, strict: bool) -> None:
+        """Raises ConfigError if the weights of `source` do not fit the model."""
+        problems = [*self.reshaped]
         if strict:
-            wrong += [f"{name} is missing there" for name in self.missing]
-            wrong += [f"{name} is unexpected: the model has no such tensor" for name in self.unexpected]
-        if not wrong and not self.matching:
-            wrong = [f"not one name is the same: there {shorten(self.unexpected)}, and here {shorten(self.missing)}"]
-        if wrong:
-            remedy = "Build the model that they are of, or use strict=False where some of the names differ"
+            problems += [f"{name} is missing in the commit" for name in self.missing]
+            problems += [f"{name} is missing in the model" for name in self.unexpected]
+        if not problems and not self.matching:
+            problems = [
+                f"no name is in both: the commit has {shorten(self.unexpected)}, and the model {shorten(self.missing)}"
+            ]
+        if problems:
+            fix = "Build the same model, or use strict=False if only some names differ."
             if self.reshaped:
-                remedy = (
-                    "Build the model that they are of; or give what has another shape, such as a new head, another "
-                    "name in the model: with strict=False it is left as it was built"
+                fix = (
+                    "Build the same model. Or rename what has another shape, such as a new head, and use strict=False: "
+                    "it keeps its initial values."
                 )
-            raise ConfigError(
-                f"the weights of {which} do not fit the model: {shorten(wrong, separator='; ')}. {remedy}"
-            )
+            raise ConfigError(f"the weights of {source} do not fit: {shorten(problems, separator='; ')}. {fix}")
 
 
-def _shape_of(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "no tensor"
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "not a tensor"

@@ -14,7 +14,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.evaluation import evaluate
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.loop import Loop
-from elastic_ddp.worker.pretrained import Weights
+from elastic_ddp.worker.pretrained import PretrainedWeights
 from elastic_ddp.worker.state_checks import check_model
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import Position, Stateful
@@ -128,7 +128,7 @@ class Run:
             raise ConfigError("run.load_weights was called inside run.steps(). Call it before the loop.")
         if self._state.model is None:
             raise ConfigError("run.load_weights was called before a model was prepared. Call run.prepare(model) first.")
-        weights = Weights(Storage(uri).uri, step, strict)
+        weights = PretrainedWeights(Storage(uri).uri, step, strict)
         module, client = self._state.module, self._loop.client
         self._state.load_initial_weights = lambda group: weights.load(module, group, client.record, client.activity)
 

@@ -23,7 +23,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import gather_full
 from elastic_ddp.worker.generation import Generation, strategy_of
 from elastic_ddp.worker.job import COMMITS
-from elastic_ddp.worker.pretrained import Weights
+from elastic_ddp.worker.pretrained import PretrainedWeights
 from elastic_ddp.worker.restore import restore
 from elastic_ddp.worker.train_state import TrainState
 from tests.ranks import run_ranks
@@ -257,7 +257,7 @@ def _tuned(group: ProcessGroup, folder: Path) -> tuple[str, str, bool]:
     first, strategy = begin_generation(group, "SGD")
     train_on(strategy, group, first, ROWS, range(1))
     save(group, folder / COMMITS, first.state_dict())
-    weights = Weights(str(folder), step=None, strict=True)
+    weights = PretrainedWeights(str(folder), step=None, strict=True)
 
     def load(module: torch.nn.Module, group: ProcessGroup) -> None:
         weights.load(module, group, lambda *event, **details: None, Activity())
