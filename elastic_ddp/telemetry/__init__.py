@@ -1,4 +1,7 @@
-"""What happened in a run, as events, as a summary and on the screen."""
+"""What happened in a run: typed events, the ledger that stores them, and figures from them.
+
+Open `events.py` first, then `ledger.py`.
+"""
 
 from elastic_ddp.telemetry.ledger import Ledger, new_session, read_ledger
 from elastic_ddp.telemetry.progress import Progress

@@ -1,23 +1,23 @@
 """Where a run's wall time went, from the events of its ledger: pure functions of plain values.
 
-A session lasts from the call of `fit` (the `at` of `session_started`) until its workers are gone (`session_ended`, or
-`finished` or `failed` without one), otherwise to its last event. Each second of it is in one part. What happens in a
-generation is told by its *account*: seconds of each phase (see `stopwatch`) since it was formed, until it is left, as
-one of its members measured them. The longest one counts; one longer than its generation is scaled down.
+A session lasts from the call of `fit` (`session_started.at`) until its workers have exited (`session_ended`, or
+`finished` or `failed` without one), or to its last event. Each second of it belongs to one part. Inside a generation,
+members account for their time by phase (see `stopwatch`). The longest account counts; one that is longer than its
+generation is scaled down.
 
-useful: as accounted, but for what turns out to be lost. `goodput` is this over the whole.
-redone: as accounted; where nobody survived a loss, also the time from the account's end to the loss; and the useful
-    time of steps beyond the one that the run went on from.
+useful: as accounted, without work that was discarded later. `goodput` is its share of the total.
+redone: as accounted; useful time of steps after the one that the run resumed from; and, where all members failed, the
+    time from the end of the account to the failure.
 detection, hand_over, checkpoint: as accounted.
-rendezvous: as accounted, and from the account's end until the next generation is formed, but for waiting. That is also
-    where training functions begin again, as those of a sharded run do whenever membership changes.
-waiting: too few workers. `waited_s` before a generation is formed; where nobody survived, from the loss on. After the
-    last generation, if it lost a worker and the run did not finish, or ended for another one.
-start_up: until the first generation is formed; all of a session that forms none.
-shut_down: after the last generation's account.
+rendezvous: as accounted, and from the end of the account until the next generation forms, without waiting. Training
+    functions that restart, as in a sharded run, restart in this time.
+waiting: too few workers. `waited_s` before a generation forms; where all members failed, from the failure on; and after
+    the last generation if it failed or changed membership and the run did not finish.
+start_up: until the first generation forms; all of a session that forms none.
+shut_down: after the account of the last generation.
 
-Nobody survived a loss if none of the members told that the generation ended, or came to the rendezvous with an account
-of it, and either the next one has no state to begin with or the account ends more than a second before the loss.
+All members failed if none of them reported the end of the generation or came to the rendezvous with an account, and
+either the next generation starts without a state or the account ends more than a second before the failure.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ PARTS = ("useful", "redone", "detection", "rendezvous", "hand_over", "checkpoint
 STALLS = ("detection_s", "rendezvous_s", "hand_over_s", "first_step_s")
 
 _LAG_S = 1.0
-"""How much earlier than a loss was written down a survivor may have ended its account of it."""
-_BEGINS_ANEW = (STARTED, RESUMED)
-"""Reasons of generations that nobody brings a state to."""
+"""How long before the recorded failure a survivor's account may end."""
+_WITHOUT_STATE = (STARTED, RESUMED)
+"""Reasons of generations to which no member brings a state."""
 
 
 def goodput(events: Iterable[Event]) -> dict[str, float | None]:
-    """Seconds of each part over all sessions, to the millisecond, their `total`, and `goodput`, the useful share of it;
-    None where nothing was measured, as in ledgers of versions without accounts.
+    """Returns the seconds of each part over all sessions, their `total`, and the useful share of it as `goodput`.
+
+    Seconds are rounded to milliseconds. `goodput` is None if no worker accounted for its time.
 
     Args:
         events: in the order of `read_ledger`.
@@ -78,28 +79,28 @@ def goodput(events: Iterable[Event]) -> dict[str, float | None]:
 
 
 def partition(events: Iterable[Event]) -> dict[str, float]:
-    """Seconds of each part over all sessions."""
+    """Returns the seconds of each part over all sessions."""
     total = dict.fromkeys(PARTS, 0.0)
     work: list[_Work] = []
     for session in _sessions(events):
-        total["redone"] += _go_back(work, session.first_step)
+        total["redone"] += _discard_after(session.first_step, work)
         total["start_up"] += session.start_up_s
         for generation, accounted, rest in _intervals(session):
-            total["redone"] += _go_back(work, generation.first_step)
-            work += _work(generation, accounted.pop("useful", 0.0))
+            total["redone"] += _discard_after(generation.first_step, work)
+            work += _split_work(generation, accounted.pop("useful", 0.0))
             for part, seconds in [*accounted.items(), *rest.items()]:
                 total[part] += seconds
-    return {**total, "useful": math.fsum(each.seconds for each in work)}
+    return {**total, "useful": math.fsum(interval.seconds for interval in work)}
 
 
 def stalls(events: Iterable[Event]) -> dict[tuple[str, int], dict[str, float | None]]:
-    """What it cost to get to each generation, by its session and number; None where that is not known.
+    """Returns the cost of getting to each generation, by session and number; None where it is not known.
 
-    `detection_s` is of the loss that ended the one before. `rendezvous_s` is from the end of that one's account until
-    the process group was formed, without waiting. `hand_over_s` is as accounted, and `first_step_s` from being ready to
-    the end of the first step.
+    `detection_s` is of the failure that ended the previous generation. `rendezvous_s` is from the end of its account
+    until the process group formed, without waiting. `hand_over_s` is as accounted. `first_step_s` is from the start of
+    training to the end of the first step.
     """
-    found: dict[tuple[str, int], dict[str, float | None]] = {}
+    rows: dict[tuple[str, int], dict[str, float | None]] = {}
     for session in _sessions(events):
         detection_s, between_s = None, 0.0
         for generation, accounted, rest in _intervals(session):
@@ -109,32 +110,33 @@ def stalls(events: Iterable[Event]) -> dict[tuple[str, int], dict[str, float | N
                 row["rendezvous_s"] = between_s + accounted.get("rendezvous", 0.0)
                 row["hand_over_s"] = accounted.get("hand_over", 0.0)
             row["first_step_s"] = generation.first_step_s
-            row = {name: None if seconds is None else round(seconds, 3) for name, seconds in row.items()}
-            found[session.name, generation.number] = row
+            rows[session.name, generation.number] = {
+                name: None if seconds is None else round(seconds, 3) for name, seconds in row.items()
+            }
             detection_s = accounted.get("detection", 0.0) if accounted else None
             between_s = rest.get("rendezvous", 0.0)
-    return found
+    return rows
 
 
 @dataclass
 class _Generation:
-    """What a session's events tell of one of its generations; times are seconds since the session began."""
+    """What a session's events say about one generation; times are seconds since the session began."""
 
     number: int
     formed_at: float
     waited_s: float
     first_step: int | None
-    """Steps done in the state that it began with."""
-    begins_anew: bool
-    """None of its members brought a state."""
+    """Steps done in the state that it started from."""
+    starts_without_state: bool
+    """Whether no member brought a state."""
     account: dict[str, float] = field(default_factory=dict)
     progress: list[tuple[float, int]] = field(default_factory=list)
-    """Useful seconds, and steps behind the run by then."""
-    lost_at: float | None = None
+    """Useful seconds so far and steps done by then, for each account with a step."""
+    failed_at: float | None = None
     ended_by: str | None = None
-    """If it told."""
-    was_left: bool = False
-    """One of its members told of its end, or came from it for the next one."""
+    """Why it ended, if a member reported that."""
+    has_survivor: bool = False
+    """Whether a member reported its end, or came from it to the rendezvous."""
     first_step_s: float | None = None
 
     @property
@@ -151,13 +153,13 @@ class _Generation:
             case StepsCompleted() | CommitSucceeded():
                 self._add_account(event.account, event.step)
             case GenerationEnded():
-                self.ended_by, self.was_left = event.reason, True
+                self.ended_by, self.has_survivor = event.reason, True
                 self._add_account(event.account, event.last_step)
             case GenerationAccount():
-                self.was_left = True
+                self.has_survivor = True
                 self._add_account(event.account, None)
-            case WorkerFailed() if self.lost_at is None:
-                self.lost_at = at
+            case WorkerFailed() if self.failed_at is None:
+                self.failed_at = at
 
     def _add_account(self, account: Account | None, step: int | None) -> None:
         account = account or {}
@@ -174,7 +176,7 @@ class _Session:
     length_s: float
     finished: bool
     first_step: int | None
-    """Steps behind the run when it began, if known."""
+    """Steps done when it began, if known."""
     generations: list[_Generation]
 
     @property
@@ -195,14 +197,14 @@ def _sessions(events: Iterable[Event]) -> list[_Session]:
     by_name: dict[str, list[Event]] = {}
     for event in events:
         by_name.setdefault(event.session, []).append(event)
-    return [_session(name, each) for name, each in by_name.items()]
+    return [_session(name, session_events) for name, session_events in by_name.items()]
 
 
 def _session(name: str, events: list[Event]) -> _Session:
     started = next((event for event in events if isinstance(event, SessionStarted)), None)
-    over = [event for event in events if isinstance(event, RunFinished | RunFailed | SessionEnded)]
+    ends = [event for event in events if isinstance(event, RunFinished | RunFailed | SessionEnded)]
     began_at = _moment(started or events[0])
-    length_s = max(0.0, max(_moment(event) for event in over or events) - began_at)
+    length_s = max(0.0, max(_moment(event) for event in ends or events) - began_at)
     generations: dict[int, _Generation] = {}
     formed_at = 0.0
     for event in events:
@@ -216,21 +218,21 @@ def _session(name: str, events: list[Event]) -> _Session:
                 formed_at=formed_at,
                 waited_s=_positive(event.waited_s),
                 first_step=event.first_step,
-                begins_anew=event.first_step is None or event.reason in _BEGINS_ANEW,
+                starts_without_state=event.first_step is None or event.reason in _WITHOUT_STATE,
             )
         if number in generations:
             generations[number].add(event, at)
     return _Session(
         name=name,
         length_s=length_s,
-        finished=any(isinstance(event, RunFinished) and event.status == "finished" for event in over),
+        finished=any(isinstance(event, RunFinished) and event.status == "finished" for event in ends),
         first_step=(started.resumed_from_step or 0) if started is not None else None,
         generations=list(generations.values()),
     )
 
 
 def _moment(event: Event) -> float:
-    """When it happened: not after it was written down, which a worker's clock may say."""
+    """When an event happened. A worker's clock may be ahead; it happened before the driver recorded it."""
     return event.time if event.at is None else min(event.at, event.time)
 
 
@@ -239,8 +241,8 @@ def _positive(seconds: Any) -> float:
 
 
 def _intervals(session: _Session) -> Iterator[tuple[_Generation, dict[str, float], dict[str, float]]]:
-    """Each generation, with the parts of the time until the next one is formed: its account's, and those of the rest.
-    That of the last one lasts to the session's end."""
+    """Yields each generation with the parts of its account, and those of the rest of the time until the next
+    generation forms or the session ends."""
     for generation, following in zip(session.generations, [*session.generations[1:], None], strict=False):
         until = following.formed_at if following is not None else session.length_s
         length_s = until - generation.formed_at
@@ -257,21 +259,21 @@ def _intervals(session: _Session) -> Iterator[tuple[_Generation, dict[str, float
 def _rest(
     generation: _Generation, following: _Generation | None, accounted_until: float, rest_s: float
 ) -> dict[str, float]:
-    """The parts of the time from the end of a generation's account, unless the run finished in it."""
-    if generation.lost_at is not None and not generation.was_left:
-        unaccounted_s = max(0.0, generation.lost_at - accounted_until)
-        if unaccounted_s > _LAG_S or (following is not None and following.begins_anew):  # nobody survived
+    """Returns the parts of the time after a generation's account, unless the run finished in it."""
+    if generation.failed_at is not None and not generation.has_survivor:
+        unaccounted_s = max(0.0, generation.failed_at - accounted_until)
+        if unaccounted_s > _LAG_S or (following is not None and following.starts_without_state):  # all members failed
             redone_s = min(unaccounted_s, rest_s)
             return {"redone": redone_s, "waiting": rest_s - redone_s}
     if following is not None:
         waiting_s = min(following.waited_s, rest_s)
         return {"waiting": waiting_s, "rendezvous": rest_s - waiting_s}
-    is_over = generation.lost_at is None and generation.ended_by not in (MEMBERSHIP_CHANGED, STATE_TRANSFERRED)
+    is_over = generation.failed_at is None and generation.ended_by not in (MEMBERSHIP_CHANGED, STATE_TRANSFERRED)
     return {"shut_down" if is_over else "waiting": rest_s}
 
 
-def _work(generation: _Generation, useful_s: float) -> list[_Work]:
-    """A generation's useful time, cut where an account told how many steps were behind the run."""
+def _split_work(generation: _Generation, useful_s: float) -> list[_Work]:
+    """Splits a generation's useful time at the accounts that say how many steps were done."""
     work, done, booked_s = [], generation.first_step or 0, 0.0
     scale = useful_s / generation.account["useful"] if generation.account.get("useful") else 0.0
     for seconds, step in sorted(generation.progress):
@@ -284,15 +286,16 @@ def _work(generation: _Generation, useful_s: float) -> list[_Work]:
     return [*work, _Work(done, done, useful_s - booked_s)]
 
 
-def _go_back(work: list[_Work], step: int | None) -> float:
-    """Takes away the useful time of steps beyond the one that the run goes on from. Returns how much that was."""
+def _discard_after(step: int | None, work: list[_Work]) -> float:
+    """Removes the useful time of steps after the one that the run continues from. Returns the removed seconds."""
     if step is None:
         return 0.0
-    lost_s = 0.0
-    for each in work:
-        if each.last_step > step:
-            # Not all of an interval that the step is in: its steps are taken to be of one length.
-            kept_s = each.seconds * max(0, step - each.first_step) / (each.last_step - each.first_step or 1)
-            lost_s += each.seconds - kept_s
-            each.seconds, each.last_step = kept_s, max(step, each.first_step)
-    return lost_s
+    removed_s = 0.0
+    for interval in work:
+        if interval.last_step > step:
+            # The steps of an interval count as equally long.
+            num_steps = interval.last_step - interval.first_step or 1
+            kept_s = interval.seconds * max(0, step - interval.first_step) / num_steps
+            removed_s += interval.seconds - kept_s
+            interval.seconds, interval.last_step = kept_s, max(step, interval.first_step)
+    return removed_s

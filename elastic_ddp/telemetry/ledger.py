@@ -22,15 +22,15 @@ _SEGMENT = re.compile(r"ledger/(?P<session>[^/]+)-[0-9]{6}\.jsonl")
 
 
 def new_session(clock: Callable[[], float] = time.time) -> str:
-    """A name for one life of the driver that sorts by time, such as `20261120T101500Z-3f9a1c`."""
+    """Returns a name for a driver's session that sorts by time, such as `20261120T101500Z-3f9a1c`."""
     return f"{datetime.fromtimestamp(clock(), UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:6]}"
 
 
 class Ledger:
-    """Appends one session's events. Only the driver writes, from one thread.
+    """Appends the events of one session. Only the driver writes it, from one thread.
 
-    Objects cannot be appended to, so events are kept in numbered segments of about 64 KiB, and a flush writes the
-    newest segment again as a whole: what was flushed once stays readable, whatever happens to the writer.
+    Object storage has no append. Events are therefore kept in numbered segments of about 64 KiB, and a flush rewrites
+    the newest segment. Flushed events stay readable if the driver dies.
     """
 
     def __init__(self, storage: Storage, session: str, clock: Callable[[], float] = time.time) -> None:
@@ -42,7 +42,7 @@ class Ledger:
         self._lines: list[bytes] = []
         self._size = 0
         self._unwritten: dict[str, bytes] = {}
-        """Full segments that are not in the storage yet, oldest first."""
+        """Full segments that are not stored yet, oldest first."""
         self._dirty = False
         self._failure: StorageError | None = None
 
@@ -63,7 +63,7 @@ class Ledger:
         self._dirty = True
 
     def flush(self) -> None:
-        """Store what was appended. A failing storage is logged, and the events are stored by a later flush."""
+        """Stores the appended events. If the storage fails, logs that and keeps the events for a later flush."""
         try:
             for key, data in list(self._unwritten.items()):
                 self._storage.write(key, data)
@@ -72,17 +72,17 @@ class Ledger:
                 self._storage.write(self._key(), b"".join(self._lines))
                 self._dirty = False
         except StorageError as error:
-            if self._failure is None:  # one line for an outage, not one for every flush in it
-                _log.warning("events are kept in memory until the storage takes them: %s", error)
+            if self._failure is None:  # one line for an outage
+                _log.warning("ledger events stay in memory until the storage accepts them: %s", error)
             self._failure = error
         else:
             self._failure = None
 
     def close(self) -> None:
-        """Flush for the last time.
+        """Flushes for the last time.
 
         Raises:
-            StorageError: events are lost, as the storage still refuses them.
+            StorageError: the storage still fails, so events are lost.
         """
         self.flush()
         if self._failure is not None:
@@ -93,16 +93,16 @@ class Ledger:
 
 
 def read_ledger(storage: Storage) -> list[Event]:
-    """The events of all sessions: sessions in the order they began, events as they were appended.
+    """Returns the events of all sessions, in the order of the sessions' start and then of `Event.seq`.
 
-    Lines that are not JSON (the last one of a segment may be torn) are left out; others than the last with a warning.
+    A line that is not valid JSON is skipped, with a warning unless it is the last of its segment, which may be torn.
     """
     sessions: dict[str, list[Event]] = {}
     for key in storage.list("ledger"):
         if match := _SEGMENT.fullmatch(key):
             sessions.setdefault(match["session"], []).extend(_parse(key, storage.read(key)))
     for events in sessions.values():
-        # By number: a clock that is set back must not reorder what happened.
+        # Not by time: the clock may be set back.
         events.sort(key=lambda event: event.seq)
     begun = sorted((events[0].time, session) for session, events in sessions.items() if events)
     return [event for _, session in begun for event in sessions[session]]
@@ -117,18 +117,18 @@ def _parse(key: str, data: bytes) -> list[Event]:
         try:
             entry = json.loads(line)
             if not isinstance(entry["seq"], int) or not isinstance(entry["time"], int | float):
-                raise ValueError("it has no number and time")
+                raise ValueError("seq or time is missing")
             event = parse(entry)
         except (KeyError, TypeError, ValueError) as error:
             if number < len(lines):
-                _log.warning("line %d of %s is left out: %s", number, key, error)
+                _log.warning("line %d of %s is skipped: %s", number, key, error)
             continue
         events.append(event)
     return events
 
 
 def _plain(value: Any) -> Any:
-    """The value in strict JSON, which has no NaN; an event is worth more than the exact type of its fields."""
+    """Returns the value in strict JSON, which has no NaN; other types become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or type(value) in (bool, int, float, str):

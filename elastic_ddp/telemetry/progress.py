@@ -1,4 +1,4 @@
-"""How far the run is, live on a terminal and as plain lines elsewhere."""
+"""Shows the progress of a run: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LINE_S = 5.0
 
 
 class Progress:
-    """Shows a run's progress while its context is open: one live line on a terminal, else a line now and then.
+    """Shows a run's progress inside its context.
 
     Args:
-        total_steps: Steps of the whole run, if known yet.
-        console: Where to show it; standard error by default, so that a program's output stays its own.
-        clock: Seconds that only go forward.
-        line_every_s: Seconds between plain lines. Changes of the state and the last step are always shown.
+        total_steps: steps of the whole run, if known.
+        console: standard error by default.
+        clock: monotonic time in seconds.
+        line_every_s: seconds between plain lines. A new state and the last step are always shown.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            # No refresh thread: updates come often enough, and a forked worker must not inherit one.
+            # No refresh thread: a forked worker must not inherit one.
             self._live = Live(self._line(), console=self._console, auto_refresh=False)
             self._live.start(refresh=True)
         return self
@@ -62,7 +62,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """The last numbers stay on the screen."""
+        """Leaves the last numbers on the screen."""
         if self._live is not None:
             self._live.update(self._line(), refresh=True)
             self._live.stop()
@@ -79,19 +79,19 @@ class Progress:
         world_size: int = 0,
         state: str = "training",
     ) -> None:
-        """Take the newest numbers, and show them if it is time.
+        """Takes the newest numbers, and shows them when due.
 
         Args:
-            step: Steps behind the run.
-            total: Steps of the whole run; None leaves what is known.
-            metrics: Logged values; `loss` is shown.
-            samples: Samples behind the run. Going back, as a resumed run does, starts the rate anew.
-            world_size: Workers that train now.
-            state: What the run is doing; shown unless it is "training".
+            step: steps done.
+            total: steps of the whole run; None keeps the known value.
+            metrics: logged values; `loss` is shown.
+            samples: samples used. A lower value than before resets the rate.
+            world_size: number of workers.
+            state: what the run is doing; shown unless it is "training".
         """
         now = self._clock()
         if state != "training" or state != self._state:
-            self._rate.clear()  # time without training is no measure of it
+            self._rate.clear()  # the rate covers time with training only
         self._step = step
         self._total = self._total if total is None else total
         self._loss = (metrics or {}).get("loss", self._loss)
@@ -99,7 +99,7 @@ class Progress:
         self._state = state
         self._rate.add(now, step, samples)
         finished = self._total is not None and step >= self._total and step != self._shown_step
-        # A state that lasts is not news every few seconds, unless a line is redrawn in its place.
+        # Plain lines repeat an unchanged state less often.
         interval_s = self._interval_s * (1 if self._live is not None or state == "training" else 6)
         if now - self._shown_at >= interval_s or state != self._shown_state or finished:
             self._shown_at, self._shown_state, self._shown_step = now, state, step
@@ -109,7 +109,7 @@ class Progress:
                 self._print()
 
     def note(self, text: str) -> None:
-        """One line about a decision, such as a generation that formed; it stays above the live line."""
+        """Prints a line about an event; it stays above the live line."""
         self._console.print(Text(text), soft_wrap=True)
 
     def _print(self) -> None:
@@ -122,7 +122,7 @@ class Progress:
             facts.append(f"loss {float(self._loss):.4g}")
         if (samples_per_s := self._rate.samples_per_s) is not None:
             facts.append(f"{samples_per_s:,.0f} samples/s")
-        if self._state in ("", "training"):  # otherwise the number is that of the generation before
+        if self._state in ("", "training"):  # otherwise it is the size of the last generation
             facts.append("1 worker" if self._world_size == 1 else f"{self._world_size} workers")
         else:
             facts.append(self._state)
@@ -140,7 +140,7 @@ class Progress:
 
 
 class MovingRate:
-    """Steps and samples per second over the last half minute."""
+    """Steps and samples per second over the last 30 s."""
 
     def __init__(self, window_s: float = _WINDOW_S) -> None:
         self._window_s = window_s
@@ -150,7 +150,7 @@ class MovingRate:
         self._points.clear()
 
     def add(self, now: float, step: int, samples: int) -> None:
-        """Totals at a time. Totals that went back start the window anew."""
+        """Adds totals at a time. Totals that decrease reset the window."""
         if self._points and (step < self._points[-1][1] or samples < self._points[-1][2]):
             self._points.clear()
         self._points.append((now, step, samples))

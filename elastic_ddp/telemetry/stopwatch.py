@@ -1,4 +1,4 @@
-"""Where a worker's time in a generation goes: phases without a gap between them."""
+"""Measures the phases of a worker's time in a generation, without gaps between them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Literal, NamedTuple, get_args
 Phase = Literal["rendezvous", "hand_over", "useful", "checkpoint", "redone", "detection"]
 """What a worker does in a generation:
 
-rendezvous: the process group is formed.
-hand_over: state, gradient strategy and feed are made ready.
-useful: steps, evaluations, and the user's own code between them.
-checkpoint: a commit, as far as training waits for it.
-redone: a step that was lost with a peer, up to the loss.
-detection: waiting for a peer that is silent, until it is known to be lost.
+rendezvous: the process group forms.
+hand_over: the state is transferred; strategy and feed get ready.
+useful: steps, evaluations, and user code between them.
+checkpoint: training waits for a commit.
+redone: work on a step that a failed peer interrupted.
+detection: waiting for a failed peer until the failure is detected.
 """
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class _Reading(NamedTuple):
-    """Replaced as a whole, never changed: whoever reads it sees one moment, without a lock."""
+    """Immutable, so that other threads read a consistent state without a lock."""
 
     booked: Mapping[Phase, float]
-    """Seconds of the phases, up to `since`."""
+    """Seconds of each phase, up to `since`."""
     phase: Phase
     since: float
 
@@ -33,11 +33,11 @@ class _Reading(NamedTuple):
 
 
 class Stopwatch:
-    """Tells how long each phase took since `start`. At any moment it is in one phase, so the phases add up to the time
-    since then. One thread runs it; any may read `seconds` and `since_mark`, which never wait.
+    """Measures how long each phase took since `start`. It is always in one phase, so the phases add up to the time
+    since then. One thread updates it; any thread may call `seconds` and `since_mark`, which never block.
 
     Args:
-        clock: Seconds that only go forward.
+        clock: monotonic time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,12 +46,12 @@ class Stopwatch:
         self._marked_at: float | None = None
 
     def start(self, phase: Phase) -> None:
-        """Forget everything, and begin with a phase."""
+        """Resets all phases, and enters one."""
         now = self._clock()
         self._reading, self._marked_at = _Reading({}, phase, now), now
 
     def enter(self, phase: Phase) -> None:
-        """Switch to a phase; on a stopwatch that was not started, start with it."""
+        """Switches to a phase; starts with it if not started yet."""
         if self._reading is None:
             self.start(phase)
         else:
@@ -60,7 +60,7 @@ class Stopwatch:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """A phase for the time of a block, then the one before it, however the block ends."""
+        """Enters a phase for a block, and then returns to the previous one."""
         before = self._reading.phase if self._reading is not None else None
         self.enter(phase)
         try:
@@ -70,7 +70,7 @@ class Stopwatch:
                 self.enter(before)
 
     def move(self, from_: Phase, to: Phase, seconds: float) -> None:
-        """Book seconds that were booked for one phase, up to now, for another: at most all of them."""
+        """Moves seconds from one phase to another; at most all that it has up to now."""
         if self._reading is None:
             return
         now = self._clock()
@@ -81,28 +81,29 @@ class Stopwatch:
         self._reading = _Reading(booked, self._reading.phase, now)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase that was entered, up to now, to the microsecond."""
+        """Returns the seconds of each entered phase up to now, to the microsecond."""
         reading = self._reading  # before the clock is read: a phase entered since then does not count yet
         if reading is None:
             return {}
         return {phase: round(seconds, 6) for phase, seconds in reading.at(self._clock()).items()}
 
     def mark(self) -> None:
-        """A step is done."""
+        """Sets the mark: a step is done."""
         self._marked_at = self._clock()
 
     def since_mark(self) -> float:
-        """Seconds since the last step that was done, or since the start where none was."""
+        """Returns the seconds since the mark, which `start` sets too."""
         marked_at = self._marked_at
         return self._clock() - marked_at if marked_at is not None else 0.0
 
 
-def split_lost(seconds_since_last_step: float, worked_s: float) -> tuple[float, float]:
-    """The time from the last step that was done to a loss, as (redone, detection).
+def split_wasted(wasted_s: float, worked_s: float) -> tuple[float, float]:
+    """Splits the seconds between the last step and a failure into (redone, detection).
 
-    What is longer than the work at hand took, or takes as a rule, the survivors spent waiting for a peer that was
-    silent.
+    Args:
+        wasted_s: seconds since the last step.
+        worked_s: seconds of those in which the worker worked; it waited for the failed peer in the rest.
     """
-    lost = max(seconds_since_last_step, 0.0)
-    redone = min(lost, max(worked_s, 0.0))
-    return redone, lost - redone
+    wasted_s = max(wasted_s, 0.0)
+    redone_s = min(wasted_s, max(worked_s, 0.0))
+    return redone_s, wasted_s - redone_s

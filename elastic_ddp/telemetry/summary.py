@@ -1,4 +1,4 @@
-"""A run in one table, from the events of its ledger: pure functions of plain values."""
+"""The summary of a run, from the events of its ledger: pure functions of plain values."""
 
 from __future__ import annotations
 
@@ -35,27 +35,25 @@ def summarize(
     storage: str | None = None,
     versions: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What `summary.json` holds: the whole run, over all its sessions.
+    """Returns the contents of `summary.json`: figures of the whole run, over all its sessions.
 
-    `step` and `last_step` count the steps behind the run, `samples` the samples behind it, both from the run's
-    beginning. Facts that no event tells are None.
+    Steps and samples count from the start of the run. Facts that no event holds are None.
 
     Args:
-        events: In the order of `read_ledger`.
-        name, storage: By default those of the configuration in the newest `session_started`.
-        versions: By default those in the newest `session_started`, if it has any.
+        events: in the order of `read_ledger`.
+        name, storage: by default from the configuration in the newest `session_started`.
+        versions: by default from the newest `session_started`.
 
     Returns:
-        name, status ("finished", "stopped", "failed", or "unfinished" for a run that is running or was killed),
-        error, steps, total_steps (those of the configuration), epochs,
-        samples, wall_seconds (of all sessions, from the call of `fit` to the end),
-        samples_per_second (of that time), goodput (seconds of each part of that time, see `goodput`), sessions and
-        commits (how many), commit_interval_s (the newest choice, where it follows from what was measured), restarts
-        (generations that followed a lost worker), workers_lost (that died or were given up in a generation; several
-        may have made one restart), workers_drained (that left because their node or process was to go, preempted ones
-        among them), generations (each with its `stalls`, and the number of its session, from 1),
-        weights_sha256, samples_sha256, loss (first and last of those that were logged, and the steps done by the last),
-        metrics (last values), evaluated_at (steps done when a metric of an evaluation was measured), storage, versions.
+        name, status ("finished", "stopped", "failed"; "unfinished" for a run that is running or whose driver died),
+        error, steps, total_steps (that the configuration asks for), epochs, samples,
+        wall_seconds (of all sessions, from the call of `fit` to the end), samples_per_second (of that time),
+        goodput (seconds of each part of that time, see `goodput`), sessions and commits (their numbers),
+        commit_interval_s (the newest automatic choice), restarts (generations that formed after a failure),
+        workers_lost (workers that failed in a generation), workers_drained (workers that left because their node or
+        process was to stop), generations (each with its `stalls` and the number of its session, from 1),
+        weights_sha256, samples_sha256, loss (first and last logged value, and the steps done at the last),
+        metrics (last values), evaluated_at (steps done at each metric's evaluation), storage, versions.
     """
     events = list(events)
     started = _last(events, SessionStarted)
@@ -137,7 +135,7 @@ def _last(events: list[Event], kind: type[E]) -> E | None:
 
 
 def _last_step(events: list[Event]) -> int | None:
-    """Steps behind the run after these events: the last word counts, as a session may resume further back."""
+    """Returns the steps done after these events. The last value counts, as a session may resume from an older step."""
     step = None
     for event in events:
         if (value := _step_of(event)) is not None:
@@ -146,7 +144,7 @@ def _last_step(events: list[Event]) -> int | None:
 
 
 def _step_of(event: Event) -> int | None:
-    """Steps behind the run, where an event tells."""
+    """Returns the steps done at an event, or None if it does not hold them."""
     match event:
         case SessionStarted():
             return event.resumed_from_step
@@ -162,10 +160,12 @@ def _step_of(event: Event) -> int | None:
 
 
 def _generations(events: list[Event]) -> list[dict[str, Any]]:
-    """One row for each generation of each session. One that was killed ends at the last step heard of in it, or where
-    the next one began, whichever is later."""
+    """Returns one row for each generation of each session.
+
+    A generation that failed ends at the last step reported in it, or where the next one started if that is later.
+    """
     rows: list[dict[str, Any]] = []
-    stalled = stalls(events)
+    costs = stalls(events)
     sessions = list(dict.fromkeys(event.session for event in events))
     current: dict[str, Any] | None = None
     committed = 0
@@ -173,40 +173,41 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
         if isinstance(event, CommitSucceeded):
             committed = event.step
         if isinstance(event, GenerationFormed | GenerationStarted):
-            # The rendezvous tells of it first; its first worker, where it begins, if it lives long enough.
-            if current is None or (current["session"], current["generation"]) != (
-                event.session,
-                event.generation,
-            ):
-                stall = stalled.get((event.session, event.generation), dict.fromkeys(STALLS))
+            # The rendezvous reports a generation first. Its rank 0 does when it starts, if it lives that long.
+            if current is None or not _is_about(event, current):
+                cost = costs.get((event.session, event.generation), dict.fromkeys(STALLS))
                 first = committed if event.first_step is None else event.first_step
-                current = {"last_step": first, "first_step": first, "ended_by": None, **stall}
+                current = {"last_step": first, "first_step": first, "ended_by": None, **cost}
                 rows.append(current)
             current |= {key: getattr(event, key) for key in ("generation", "world_size", "reason", "session")}
             current["session_number"] = sessions.index(event.session) + 1
             if isinstance(event, GenerationStarted):
                 current["first_step"] = current["last_step"] = event.first_step
-                for row in rows[-2:-1]:
-                    _close(row, current)
+                for previous in rows[-2:-1]:
+                    _close(previous, current)
         elif current is None or isinstance(event, SessionStarted):
-            current = None  # events of a session before its first generation belong to none
+            current = None  # events before a session's first generation belong to none
         elif event.session == current["session"]:
-            # A worker's last word on a generation may come after the rendezvous' first one on the next.
-            about = next((row for row in rows[-2:] if _is_about(event, row)), current)
-            if (step := _step_of(event)) is not None:
-                about["last_step"] = max(step, about["last_step"])  # a commit is told of when it is complete
-            match event:
-                case GenerationEnded():
-                    about["ended_by"] = event.reason
-                case RunFinished(status="stopped"):
-                    current["ended_by"] = "the run was stopped"  # its workers know only that their loop ended
-                case RunFailed() if event.kind not in (None, WorkersFailedError.__name__):
-                    current["ended_by"] = "an error"  # the others may have seen no more than that a peer was gone
-                case RunFailed() if current["ended_by"] is None:
-                    current["ended_by"] = "failed"
-                case RunFinished() if current["ended_by"] is None:
-                    current["ended_by"] = event.status
+            # A worker may report the end of a generation after the rendezvous has formed the next one.
+            _update(next((row for row in rows[-2:] if _is_about(event, row)), current), current, event)
     return rows
+
+
+def _update(row: dict[str, Any], current: dict[str, Any], event: Event) -> None:
+    """Adds an event to the row of its generation, or how the run ended to the current one."""
+    if (step := _step_of(event)) is not None:
+        row["last_step"] = max(step, row["last_step"])  # a commit is reported some steps later
+    match event:
+        case GenerationEnded():
+            row["ended_by"] = event.reason
+        case RunFinished(status="stopped"):
+            current["ended_by"] = "the run was stopped"  # workers only know that their loop ended
+        case RunFailed() if event.kind not in (None, WorkersFailedError.__name__):
+            current["ended_by"] = "an error"  # peers may have reported a broken connection
+        case RunFailed() if current["ended_by"] is None:
+            current["ended_by"] = "failed"
+        case RunFinished() if current["ended_by"] is None:
+            current["ended_by"] = event.status
 
 
 def _is_about(event: Event, row: Mapping[str, Any]) -> bool:
@@ -214,7 +215,7 @@ def _is_about(event: Event, row: Mapping[str, Any]) -> bool:
 
 
 def _close(row: dict[str, Any], following: Mapping[str, Any]) -> None:
-    """Says of a generation that could not speak for itself what the one after it tells."""
+    """Completes the row of a generation whose end no worker reported, from the one after it."""
     if row["ended_by"] is None:
         row["last_step"] = max(row["last_step"], following["first_step"])
-        row["ended_by"] = "the driver was lost" if row["session"] != following["session"] else PEER_FAILED
+        row["ended_by"] = "the driver failed" if row["session"] != following["session"] else PEER_FAILED

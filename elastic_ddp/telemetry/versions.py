@@ -1,4 +1,4 @@
-"""What a run is made with."""
+"""Versions of Python and the packages that a run depends on."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def _versions() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions in this process, by name."""
+    """Returns the versions in this process, by name."""
     return dict(_versions())

@@ -340,7 +340,7 @@ class WorkerMembership:
                 if not is_peer_failure(error):
                     raise
                 failure = format_exception(error)
-                self.account.waited()
+                self.account.record_detection()
         self.account.end()
         generation, self.generation = self.generation, None
         if generation is not None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ddp.telemetry.stopwatch import PHASES, Phase, Stopwatch, split_lost
+from elastic_ddp.telemetry.stopwatch import PHASES, Phase, Stopwatch, split_wasted
 
 
 class Clock:
@@ -187,4 +187,4 @@ def test_another_thread_may_read_at_any_time() -> None:
 def test_what_is_longer_than_the_work_was_waiting(
     seconds: float, worked: float, redone: float, detection: float
 ) -> None:
-    assert split_lost(seconds, worked) == (redone, detection)
+    assert split_wasted(seconds, worked) == (redone, detection)

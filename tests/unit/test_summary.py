@@ -87,7 +87,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
         [2, 3, 20, 40],
     ]
     assert [row["reason"] for row in generations] == ["start", "worker failed", "resume"]
-    assert [row["ended_by"] for row in generations] == ["worker failed", "the driver was lost", "finished"]
+    assert [row["ended_by"] for row in generations] == ["worker failed", "the driver failed", "finished"]
     assert [row["session"] for row in generations] == ["s1", "s1", "s2"]
     assert [row["session_number"] for row in generations] == [1, 1, 2]
     assert {row[name] for row in generations for name in STALLS} == {None}
@@ -215,7 +215,7 @@ def test_the_table_shows_the_facts_and_one_line_for_each_generation() -> None:
     rows = [line.split() for line in text.splitlines()]
     formed = [each["reason"].split() for each in summarize(RUN)["generations"]]
     assert ["1.0", "2", "0", "14", *formed[0], "worker", "failed"] in rows
-    assert ["1.1", "1", "14", "26", *formed[1], "the", "driver", "was", "lost"] in rows
+    assert ["1.1", "1", "14", "26", *formed[1], "the", "driver", "failed"] in rows
     assert ["2.2", "3", "20", "40", *formed[2], "finished"] in rows
 
 
