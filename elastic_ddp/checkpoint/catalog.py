@@ -1,4 +1,4 @@
-"""The commits that there are: found, verified, read, and set aside where they are bad."""
+"""Finds, verifies and reads commits, and sets bad ones aside."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Bad:
-    """A commit that does not verify, or cannot be read."""
+    """A commit that fails verification or cannot be read."""
 
     attempt: str | None
-    """None if the manifest does not say which one it is of."""
+    """None if the manifest does not name it."""
     error: CheckpointError
 
 
 class CommitCatalog:
-    """The commits of one run, for whoever reads them.
+    """The commits of one run, for a process that reads them.
 
     Args:
-        storage: A folder for commits alone.
-        on_reject: Told of the key and the reason of every commit that is passed over, when it is.
+        storage: a folder for commits only.
+        on_reject: called with the key of each rejected commit, and the reason.
+
+    Attributes:
+        rejected: keys and reasons of the commits that were rejected since candidates were last asked for.
     """
 
     def __init__(self, storage: Storage, on_reject: Callable[[str, str], object] = lambda key, reason: None) -> None:
         self._storage, self._on_reject = storage, on_reject
         self.rejected: list[tuple[str, str]] = []
-        """Key of the manifest and the reason for every commit that was passed over since it was last asked for
-        candidates."""
         self._attempts: dict[str, str | None] = {}
-        """Of those that do not verify, by key."""
+        """The attempts of rejected commits, by key."""
 
     def latest(self) -> Commit | None:
-        """The newest commit that is complete: its manifest verifies and every object has its size."""
+        """Returns the newest complete commit, or None: its manifest verifies, and every object has its size."""
         return next(self.candidates(), None)
 
     def load(self, commit: Commit, components: Collection[str] | None = None) -> dict[str, Any]:
-        """The state of a commit, or some components of it, on the CPU; checksums are verified as it is read.
+        """Returns the state of a commit, or some of its components, on the CPU. Verifies all checksums.
 
         Raises:
-            CheckpointError: names the object that is missing or is not what was committed.
-            ConfigError: this machine has not the memory for it.
+            CheckpointError: an object is missing or does not verify.
+            ConfigError: the host has too little memory.
             FileNotFoundError: the commit was removed meanwhile.
         """
         with self._unless_removed(commit):
@@ -64,10 +65,10 @@ class CommitCatalog:
             return build_state(commit, skeleton, tensors, components)
 
     def verify(self, commit: Commit) -> None:
-        """Reads every byte of a commit, and sees that they make up a state.
+        """Reads and verifies every byte of a commit, and checks that they make up a state.
 
         Raises:
-            CheckpointError: names the object that is missing or is not what was committed, or says what makes it none.
+            CheckpointError: an object is missing or does not verify, or the contents are not a state.
             FileNotFoundError: the commit was removed meanwhile.
         """
         with self._unless_removed(commit):
@@ -77,8 +78,7 @@ class CommitCatalog:
 
     @contextmanager
     def _unless_removed(self, commit: Commit) -> Iterator[None]:
-        """What is wrong with a commit says nothing of it if it is not there any more: a live run removes what it does
-        not keep, the manifest first."""
+        """Raises FileNotFoundError instead of CheckpointError if the commit has been removed: manifests go first."""
         try:
             yield
         except CheckpointError:
@@ -86,10 +86,10 @@ class CommitCatalog:
             raise
 
     def skeleton(self, commit: Commit) -> bytes:
-        """What of a commit's state is no tensor, verified.
+        """Returns the bytes of a commit's skeleton, verified.
 
         Raises:
-            CheckpointError: it is missing, is not what was committed, or cannot be read.
+            CheckpointError: it is missing, does not verify, or cannot be read.
         """
 
         def read() -> bytes:
@@ -102,51 +102,55 @@ class CommitCatalog:
 
         return read_twice(self._storage, commit.state.key, read)
 
-    def whole(self, commit: Commit) -> bytes:
-        """The skeleton of a commit that is complete. Its objects are listed while that is read, as a storage that is
-        far away takes its time for each.
+    def complete_skeleton(self, commit: Commit) -> bytes:
+        """Returns the skeleton of a commit, and checks that the commit is complete.
+
+        It lists the objects while it reads the skeleton: both take a round trip to a remote storage.
 
         Raises:
             CheckpointError: it is not complete, or as `skeleton`.
             FileNotFoundError: the commit was removed meanwhile.
         """
-        with self._unless_removed(commit), ThreadPoolExecutor(1) as beside:
-            skeleton = beside.submit(self.skeleton, commit)
+        with self._unless_removed(commit), ThreadPoolExecutor(1) as executor:
+            skeleton = executor.submit(self.skeleton, commit)
             try:
                 self._check_present(commit)
                 return skeleton.result()
             finally:
-                del skeleton  # it has its error, which has this frame
+                del skeleton  # breaks a cycle: the future holds its error, whose traceback holds this frame
 
     def steps(self) -> list[int]:
-        """Those that have a commit, newest first, whether it is complete or not."""
+        """Returns the steps that have a manifest, newest first."""
         return committed_steps(self._storage.list("commits"))
 
     def num_set_aside(self) -> int:
-        """How many commits were set aside, as they did not verify."""
+        """Returns how many commits were set aside because they failed verification."""
         return len(self._storage.list("set-aside"))
 
     def all_commits(self) -> list[tuple[int, Commit | StorageError]]:
-        """The steps that have a commit, newest first, each with the commit or with why it is not complete, for all that
-        can be read."""
-        found = ((step, self.complete_at(step)) for step in self.steps())
-        return [(step, each.error if isinstance(each, Bad) else each) for step, each in found if each is not None]
+        """Returns the steps with a manifest, newest first, each with its complete commit or why it is bad."""
+        commits = ((step, self.complete_at(step)) for step in self.steps())
+        return [(step, item.error if isinstance(item, Bad) else item) for step, item in commits if item is not None]
 
     def candidates(self, only: int | None = None) -> Iterator[Commit]:
-        """Complete commits, like `manifests`."""
-        found = self.manifests(only)
-        return (each for each in found if self._unless_bad(each.step, self._if_complete(each)) is not None)
+        """Yields complete commits, as `manifests` does."""
+        commits = self.manifests(only)
+        return (commit for commit in commits if self._unless_bad(commit.step, self._if_complete(commit)) is not None)
 
     def manifests(self, only: int | None = None) -> Iterator[Commit]:
-        """Commits whose manifests verify, newest first, or the one at a step; looked at one by one, as the first is
-        nearly always the one wanted. None counts as rejected when it is called: what could not be read before may be
-        read now."""
+        """Yields commits whose manifests verify, newest first, and clears `rejected`.
+
+        It reads them one by one: nearly always the first is the one that is wanted.
+
+        Args:
+            only: the step of the only commit to yield; None for all.
+        """
         self.rejected, self._attempts = [], {}
         return self._manifests(only)
 
     def _manifests(self, only: int | None) -> Iterator[Commit]:
         seen: set[int] = set()
-        # Listed again when none was good: a saver may have committed and cleaned up behind the first listing.
+        # List again if none was good: a saver may have committed, and removed older commits, since the listing.
         while steps := [step for step in self.steps() if step not in seen and only in (None, step)]:
             for step in steps:
                 seen.add(step)
@@ -154,17 +158,17 @@ class CommitCatalog:
                 if commit is not None:
                     yield commit
 
-    def _unless_bad(self, step: int, found: Commit | Bad | None) -> Commit | None:
-        """Rejects a bad one."""
-        if isinstance(found, Bad):
-            self.reject(manifest_key(step), found.attempt, found.error)
+    def _unless_bad(self, step: int, commit: Commit | Bad | None) -> Commit | None:
+        """Returns the commit, or rejects a bad one and returns None."""
+        if isinstance(commit, Bad):
+            self.reject(manifest_key(step), commit.attempt, commit.error)
             return None
-        return found
+        return commit
 
     def complete_at(self, step: int) -> Commit | Bad | None:
-        """The commit of a step, or why it is not complete; None if it was removed since it was listed."""
-        found = self._manifest_at(step)
-        return self._if_complete(found) if isinstance(found, Commit) else found
+        """Returns the commit of a step, or why it is not complete; None if it has been removed."""
+        commit = self._manifest_at(step)
+        return self._if_complete(commit) if isinstance(commit, Commit) else commit
 
     def _manifest_at(self, step: int) -> Commit | Bad | None:
         key = manifest_key(step)
@@ -190,23 +194,21 @@ class CommitCatalog:
         read_twice(self._storage, prefix, lambda: commit.check_present(self._storage.sizes(prefix)))
 
     def set_aside(self, key: str, attempt: str | None, fence: Callable[[], None] = lambda: None) -> None:
-        """Has a commit that does not verify out of the way, so that its step can be committed again. It is kept, with
-        its objects, and found under `set-aside/`.
+        """Moves the manifest of a bad commit to `set-aside/`: its step can be committed again. Its objects stay.
 
-        What was committed there meanwhile stays: the manifest goes only if it is still the one that was found bad. On
-        AWS nothing gets between the last look at it and the removal, which may fail then; elsewhere, a process that
-        stood still in just that moment, with the fence behind it, until others had set the same commit aside and made
-        it again, would remove theirs. See `Storage.delete_if`.
+        The manifest is removed only if it is still the one that was found bad. On AWS the removal is conditional. On
+        other storages, a process that is suspended between the last check and the removal may remove a commit that
+        another process has made in the meantime; see `Storage.delete_if`.
 
         Args:
-            key: of the manifest.
-            attempt: that was found bad; None if the manifest does not say which one it is of.
-            fence: called right before it is removed; raises if this process may not do that any more.
+            key: the key of the manifest.
+            attempt: the attempt that was found bad; None if the manifest does not name it.
+            fence: called right before the removal; raises if this process may no longer remove it.
         """
         try:
             data = self._storage.read(key)
         except FileNotFoundError:
-            return  # it was already
+            return  # already set aside
         if _attempt_in(key, data) != attempt:
             return
         [step] = committed_steps([key])
@@ -215,21 +217,20 @@ class CommitCatalog:
         self._storage.delete_if(key, data)
 
     def set_aside_rejected(self, fence: Callable[[], None]) -> None:
-        """The same for all that were passed over. What the storage fails at stays, and that is added to the reason: the
-        next restore finds it again."""
-        for place, (key, reason) in enumerate(self.rejected):
+        """Sets all rejected commits aside. Where the storage fails, a commit stays, and its reason says so."""
+        for number, (key, reason) in enumerate(self.rejected):
             try:
                 self.set_aside(key, self._attempts[key], fence)
             except StorageError as error:
-                _log.warning("%s stays where it is: %s", key, error)
-                self.rejected[place] = (key, f"{reason}; it stays where it is: {error}")
+                _log.warning("cannot set %s aside: %s", key, error)
+                self.rejected[number] = (key, f"{reason}; it cannot be set aside: {error}")
 
     def reject(self, key: str, attempt: str | None, error: CheckpointError) -> None:
-        """A commit is passed over; of which attempt, if its manifest says so."""
+        """Records that a commit is bad; `attempt` is None if its manifest does not name it."""
         reason = str(error)
         self._attempts[key] = attempt
         if (key, reason) not in self.rejected:
-            _log.warning("the commit %s is passed over: %s", key, reason)
+            _log.warning("rejected commit %s: %s", key, reason)
             self.rejected.append((key, reason))
             self._on_reject(key, reason)
 

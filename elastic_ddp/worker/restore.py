@@ -120,7 +120,7 @@ def _next_complete(
     for commit in candidates:
         try:
             check_ours(commit)
-            return commit, store.whole(commit)
+            return commit, store.complete_skeleton(commit)
         except FileNotFoundError:
             continue  # removed since it was listed
         except CheckpointError as error:

@@ -150,13 +150,13 @@ def test_a_commit_whose_skeleton_is_bad_is_let_go(tmp_path: Path, monkeypatch: p
     storage = Storage(tmp_path)
     [_, newest] = save(storage, 1, 2)
     corrupt(storage, newest.state.key, "flip")
-    whole, looked_at = CommitCatalog.whole, list[weakref.ref[Commit]]()
+    whole, looked_at = CommitCatalog.complete_skeleton, list[weakref.ref[Commit]]()
 
     def noted(catalog: CommitCatalog, commit: Commit) -> bytes:
         looked_at.append(weakref.ref(commit))
         return whole(catalog, commit)
 
-    monkeypatch.setattr(CommitCatalog, "whole", noted)
+    monkeypatch.setattr(CommitCatalog, "complete_skeleton", noted)
     gc.disable()
     try:
         found = restore(SingleRankStore(storage, keep=2), storage, single_rank_group())
@@ -391,7 +391,7 @@ def test_a_bad_commit_that_cannot_be_set_aside_holds_nobody_up_and_is_found_agai
         found = restore(store, storage, single_rank_group())
         assert found is not None and found[0].step == 1
         [(key, reason)] = store.rejected
-        assert key == newest.key and ("it stays where it is: 503 SlowDown" in reason) == (type(storage) is Busy)
+        assert key == newest.key and ("cannot be set aside: 503 SlowDown" in reason) == (type(storage) is Busy)
     assert storage.list("commits") == ["commits/1.json"]
     assert storage.list("set-aside") == [f"set-aside/2-{newest.attempt}.json"]
 
