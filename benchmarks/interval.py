@@ -1,9 +1,8 @@
-"""What `checkpoint.interval = "auto"` loses: `python benchmarks/interval.py` lives through runs that lose all of their
-workers again and again.
+"""Simulates the time that a run loses with `checkpoint.interval = "auto"`: `python benchmarks/interval.py`.
 
-How often to commit is decided by the code of a run. Time, saves and losses are simulated, the losses by a seed. Lost is
-what saves hold up, and what is made again after a loss; starts take as long in all. The same losses hit fixed
-intervals: the default, ten minutes, and whichever of a grid loses the least, which one knows afterwards.
+The intervals come from the code of a run. Time, saves and failures of all workers are simulated, with a seed. Lost time
+is the stalls of saves, and the steps redone after a failure; the time of restarts is left out. The same failures hit
+fixed intervals: the default, ten minutes, and the best of a grid, which is known only afterwards.
 """
 
 from __future__ import annotations
@@ -20,38 +19,38 @@ from elastic_ddp.checkpoint.interval import MeasuredInterval
 
 STEP_S = 0.5
 STALLS_S = (0.05, 0.5, 5.0)
-"""For which a save holds training up."""
+"""How long a save stalls training."""
 SAVE_TO_STALL = 10
-"""How many times as long it is until it is durable."""
-BETWEEN_LOSSES_S = {"10 min": 600.0, "1 h": 3600.0, "8 h": 28_800.0}
+"""Duration of a save, as a multiple of its stall."""
+BETWEEN_FAILURES_S = {"10 min": 600.0, "1 h": 3600.0, "8 h": 28_800.0}
 DEFAULT_S, LONG_S = 60.0, 600.0
 GRID_S = [DEFAULT_S, LONG_S, *(10 * 1.1**power for power in range(60))]
-"""Up to some 45 minutes."""
+"""Up to 46 minutes."""
 
 
 class Save(NamedTuple):
     durable_at: float
     worked_s: float
-    """Of the steps in it, since the run was started or resumed."""
+    """Time of the steps in it since the run started or resumed."""
     record: dict[str, Any]
 
 
 class Run:
-    """A run, and its time.
+    """A simulated run.
 
     Args:
-        stall_s: for which a save holds it up.
-        fixed_s: from one commit to the next; None for `auto`.
+        stall_s: how long a save stalls training.
+        fixed_s: interval between commits; None for `auto`.
     """
 
     def __init__(self, stall_s: float, fixed_s: float | None) -> None:
         self._stall_s, self._save_s, self._fixed_s = stall_s, SAVE_TO_STALL * stall_s, fixed_s
         self._now = 0.0
         self._record: dict[str, Any] | None = None
-        """Of the newest commit; None before the first life."""
+        """Record of the newest commit; None before the first session."""
 
-    def live(self, seconds: float) -> float:
-        """From a start until all workers are lost. Returns the seconds of steps that were made and kept."""
+    def run_session(self, seconds: float) -> float:
+        """Runs one session until all workers fail. Returns the seconds of steps that it has committed."""
         auto, end, noted_at = self._begin(), self._now + seconds, self._now
         worked_s = kept_s = 0.0
         save: Save | None = None
@@ -72,37 +71,39 @@ class Run:
                 noted_at, save = self._now, Save(self._now + self._save_s, worked_s, auto.record())
 
     def _begin(self) -> MeasuredInterval:
-        """As a run goes on from a commit whose workers are all gone."""
+        """Returns the interval of a run that resumes after the failure of all workers."""
         auto = MeasuredInterval("auto", None, lambda: self._now)
         if self._record is None:
             self._record = {}
         else:
             auto.merge(self._record)
-            auto.lost()
+            auto.record_failure()
         return auto
 
 
-def lost_share(stall_s: float, fixed_s: float | None, lives_s: list[float]) -> float:
-    """Of the time that workers lived."""
+def lost_share(stall_s: float, fixed_s: float | None, sessions_s: list[float]) -> float:
+    """Returns the fraction of the sessions' time that is lost."""
     run = Run(stall_s, fixed_s)
-    return 1 - sum(run.live(seconds) for seconds in lives_s) / sum(lives_s)
+    return 1 - sum(run.run_session(seconds) for seconds in sessions_s) / sum(sessions_s)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--losses", type=int, default=300)
+    parser.add_argument("--failures", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     table = Table(title="lost, % of the time", box=None, padding=(0, 2))
-    for column in ("losses every", "held up", "auto", "60 s", "10 min", "best", "of"):
+    for column in ("failures every", "stall", "auto", "60 s", "10 min", "best", "of"):
         table.add_column(column, justify="right")
-    for label, between_s in BETWEEN_LOSSES_S.items():
+    for label, between_s in BETWEEN_FAILURES_S.items():
         draw = random.Random(f"{options.seed} {label}")
-        lives_s = [draw.expovariate(1 / between_s) for _ in range(options.losses)]
+        sessions_s = [draw.expovariate(1 / between_s) for _ in range(options.failures)]
         for stall_s in STALLS_S:
-            auto, default, long = (lost_share(stall_s, fixed_s, lives_s) for fixed_s in (None, DEFAULT_S, LONG_S))
-            grid_s = [each for each in GRID_S if each > SAVE_TO_STALL * stall_s]  # there is one save at a time
-            best, best_s = min((lost_share(stall_s, fixed_s, lives_s), fixed_s) for fixed_s in grid_s)
+            auto, default, long = (lost_share(stall_s, fixed_s, sessions_s) for fixed_s in (None, DEFAULT_S, LONG_S))
+            grid_s = [
+                interval_s for interval_s in GRID_S if interval_s > SAVE_TO_STALL * stall_s
+            ]  # saves do not overlap
+            best, best_s = min((lost_share(stall_s, fixed_s, sessions_s), fixed_s) for fixed_s in grid_s)
             shares = (f"{100 * share:.2f}" for share in (auto, default, long, best))
             table.add_row(label, f"{stall_s:g} s", *shares, f"{best_s:,.0f} s")
     Console().print(table)

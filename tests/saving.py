@@ -1,4 +1,4 @@
-"""Saves of several ranks, which are threads."""
+"""Saves of several ranks, simulated by threads of one process."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from elastic_ddp.storage.storage import Storage
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step
 
 PART_BYTES = 5 << 20
-"""The least that S3 takes for a part of an object."""
+"""Smallest part of a multipart upload to S3."""
 
 
 class LocalMailbox:
-    """That of ranks which are threads of one process."""
+    """A mailbox for ranks that are threads of one process."""
 
     def __init__(self) -> None:
-        self.letters: dict[str, str] = {}
+        self.messages: dict[str, str] = {}
 
     def put(self, key: str, text: str) -> None:
-        assert len(text.encode()) <= 8 << 20, "torch's stores take no more"
-        self.letters[key] = text
+        assert len(text.encode()) <= 8 << 20, "the limit of a value in torch's store"
+        self.messages[key] = text
 
     def get(self, key: str) -> str | None:
-        return self.letters.get(key)
+        return self.messages.get(key)
 
     def remove(self, key: str) -> None:
-        self.letters.pop(key, None)
+        self.messages.pop(key, None)
 
 
 class FileMailbox:
-    """That of ranks which are threads or processes."""
+    """A mailbox for ranks that are threads or processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -60,14 +60,15 @@ class FileMailbox:
 
 
 class Ranks:
-    """Savers of some ranks, which all save the same states to one storage."""
+    """The savers of several ranks, which save the same states to one storage."""
 
     def __init__(
         self, storage: Callable[[int], Storage], world_size: int, *, keep: int = 2, retry_s: float = 0.0
     ) -> None:
         self.storages = [RetryingStorage(storage(rank), retry_for_s=retry_s) for rank in range(world_size)]
         self.savers = [
-            Saver(each, CheckpointStore(each, keep=keep), of_rank_0=frozenset({"user"})) for each in self.storages
+            Saver(storage, CheckpointStore(storage, keep=keep), of_rank_0=frozenset({"user"}))
+            for storage in self.storages
         ]
         self.mailbox: LocalMailbox | FileMailbox = LocalMailbox()
         self.ended: list[Commit | Exception] = []
@@ -97,16 +98,16 @@ class Ranks:
         return attempt
 
     def wait(self) -> Any:
-        """What came of the save."""
-        for each in self.savers:
-            each.wait()
+        """Returns the outcome of the newest save."""
+        for saver in self.savers:
+            saver.wait()
         return self.ended[-1]
 
 
 def save_on_ranks(
     storages: Sequence[Storage], step: int, *, retry_s: float = 0.0, state: dict[str, Any] | None = None
 ) -> Commit | Exception:
-    """What came of a save that as many ranks made as there are storages."""
+    """Returns the outcome of a save by one rank for each storage."""
     ranks = Ranks(lambda rank: storages[rank], len(storages), retry_s=retry_s)
     ranks.begin(step, state=state)
     outcome: Commit | Exception = ranks.wait()
@@ -114,7 +115,7 @@ def save_on_ranks(
 
 
 def large_state(step: int, num_parts: int) -> dict[str, Any]:
-    """As `make_state`, with tensors of a part's size beside."""
+    """Returns a state like `make_state`, with additional tensors of `PART_BYTES`."""
     generator = torch.Generator().manual_seed(step)
     large = {
         f"tensor{number}": torch.randint(256, (PART_BYTES,), dtype=torch.uint8, generator=generator)
@@ -123,8 +124,8 @@ def large_state(step: int, num_parts: int) -> dict[str, Any]:
     return {**make_state(step), "large": large}
 
 
-def is_whole(storage: Storage, *steps: int) -> None:
-    """These are the commits, the last one restores, and nothing lies beside them."""
+def check_commits(storage: Storage, *steps: int) -> None:
+    """Checks that exactly these commits exist, that the newest is restored, and that no other object exists."""
     assert restored_step(storage) == steps[-1]
     commits = [commit for _, commit in CheckpointStore(storage, keep=9).all_commits()]
     assert all(isinstance(commit, Commit) for commit in commits)

@@ -1,4 +1,4 @@
-"""Commits of a process that is alone."""
+"""Commits of a single process, without a saver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_ddp.storage.storage import Storage
 
 
 class SingleRankStore(CheckpointStore):
-    """Saves whole states, in this thread, and loads them."""
+    """Saves complete states in this thread, and loads them."""
 
     def __init__(self, storage: Storage, *, keep: Retention | int) -> None:
         super().__init__(storage, keep=keep)
@@ -28,22 +28,21 @@ class SingleRankStore(CheckpointStore):
         record: dict[str, Any],
         fence: Callable[[], None] = lambda: None,
     ) -> Commit:
-        """Commit a state that one process holds whole. Returns when the commit is durable.
+        """Commits a state that this process holds completely. Returns when the commit is durable.
 
-        A step is committed once: if it is already, by an attempt that verifies, that commit is returned and nothing
-        is written.
+        If the step has a commit that verifies, it returns that commit and writes nothing.
 
         Args:
             state: as for `StateWriter.stage`.
-            step: Steps that the state has behind it.
-            record: Facts to keep in the manifest; JSON values.
-            fence: See `complete`.
+            step: number of steps done.
+            record: JSON facts to store in the manifest.
+            fence: see `complete`.
 
         Raises:
-            CheckpointError: the state or the record holds something that cannot be kept.
-            StorageError: the storage failed. The commit may or may not exist; saving again settles it.
+            CheckpointError: the state or the record has values that cannot be saved.
+            StorageError: the storage failed. The commit may or may not exist.
         """
-        # Refused before anything is written: a state or a record that cannot be kept.
+        # Before anything is written: raise for a state or a record that cannot be saved.
         check_record(record, step=step)
         self._writer.stage(state, rank=0, world_size=1)
         if (existing := self._existing(step, record, fence)) is not None:
@@ -60,11 +59,10 @@ class SingleRankStore(CheckpointStore):
         )
 
     def load_latest(self) -> tuple[Commit, dict[str, Any]] | None:
-        """The newest commit whose contents verify, with its state; None if there is none.
+        """Returns the newest commit whose contents verify, with its state; None if there is none.
 
         Raises:
-            StorageError: the storage could not be read. That is no reason to fall back: an outage would throw away
-                good commits.
+            StorageError: the storage cannot be read.
         """
         for commit in self.candidates():
             try:

@@ -13,7 +13,7 @@ from elastic_ddp.errors import StorageError
 from tests.s3.ceph import Ceph, Keys
 from tests.s3.conftest import Bucket, create_bucket
 from tests.s3.proxy import SLOW_DOWN, Fault, Plan, Proxy, Refusal, Request
-from tests.saving import PART_BYTES, is_whole, large_state, save_on_ranks
+from tests.saving import PART_BYTES, check_commits, large_state, save_on_ranks
 from tests.single_rank_store import SingleRankStore
 from tests.unit.test_checkpoint import keys_of, restored_step, step_of
 
@@ -58,7 +58,7 @@ def test_a_save_survives_temporary_faults(bucket: Bucket, proxy: Proxy, what: Fa
     proxy.plan = first(4, what, lambda request: "/commits/3.json" in request.target)
     assert isinstance(outcome := save_on_ranks([storage] * 2, 3, retry_s=60.0), Commit), outcome
     assert {is_manifest(request) for request, _ in proxy.injected} == {False, True}
-    is_whole(bucket.storage(), 2, 3)
+    check_commits(bucket.storage(), 2, 3)
 
 
 def test_a_save_that_is_throttled_for_too_long_fails(bucket: Bucket, proxy: Proxy) -> None:
@@ -71,7 +71,7 @@ def test_a_save_that_is_throttled_for_too_long_fails(bucket: Bucket, proxy: Prox
     assert restored_step(bucket.storage()) == 1
     proxy.plan = lambda request: None
     assert isinstance(save_on_ranks([storage] * 2, 3), Commit)
-    is_whole(bucket.storage(), 1, 3)
+    check_commits(bucket.storage(), 1, 3)
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"])
@@ -129,11 +129,11 @@ def test_a_commit_whose_answer_was_lost_is_complete(bucket: Bucket, proxy: Proxy
     proxy.plan = plan
     outcome = save_on_ranks([storage] * 2, 2)
     assert isinstance(outcome, StorageError) and "commits/2.json" in str(outcome)
-    is_whole(bucket.storage(), 1, 2)
+    check_commits(bucket.storage(), 1, 2)
     proxy.plan = lambda request: None
     again = save_on_ranks([storage] * 2, 2)
     assert isinstance(again, Commit)
-    is_whole(bucket.storage(), 1, 2)
+    check_commits(bucket.storage(), 1, 2)
 
 
 @pytest.mark.parametrize("what", [SLOW_DOWN, Fault.HALF_READ, Fault.LOST], ids=str)
@@ -246,7 +246,7 @@ def test_random_faults_lose_no_commit(bucket: Bucket, proxy: Proxy, seed: int) -
     proxy.plan = lambda request: None
     for step in (5, 6):
         assert isinstance(save_on_ranks([storage] * 2, step), Commit)
-    is_whole(bucket.storage(), 5, 6)
+    check_commits(bucket.storage(), 5, 6)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_refused_credentials_are_a_clear_error(real_bucket: Bucket, keys: Keys, 
     assert f"{code}, 403" in str(outcome) and "renew or correct the credentials" in str(outcome)
     with pytest.raises(StorageError, match=code):
         SingleRankStore(unauthorized, keep=1).latest()
-    is_whole(real_bucket.storage(), 1)
+    check_commits(real_bucket.storage(), 1)
 
 
 @pytest.mark.s3
@@ -293,6 +293,6 @@ def test_a_full_server_fails_the_save_and_keeps_the_previous_commit(real_server:
     outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0, state=large_state(2, 2))
     assert isinstance(outcome, StorageError)
     assert "QuotaExceeded, 403" in str(outcome) and "free space there" in str(outcome)
-    is_whole(storage, 1)
+    check_commits(storage, 1)
     assert isinstance(save_on_ranks([storage] * 2, 3), Commit)
-    is_whole(storage, 1, 3)
+    check_commits(storage, 1, 3)

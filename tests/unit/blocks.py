@@ -1,4 +1,4 @@
-"""Tensors as blocks in objects, written by any number of ranks, and read again."""
+"""Helpers that write tensors as blocks, on any number of ranks, and read them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write(
     block_bytes: int = 64,
     object_bytes: int = 200,
 ) -> list[Part]:
-    """What each of some ranks, all of which hold all of it, writes."""
+    """Returns the parts that ranks write which all hold all tensors."""
     plan = BlockPlanner(block_bytes).plan(tensors)
     parts = []
     for rank in range(world_size):
@@ -91,6 +91,6 @@ def in_slabs_from(small_bytes: int) -> Iterator[None]:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the bit."""
-    raw = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    """Returns whether two tensors are equal bit for bit, with dtype and shape."""
+    raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*raw)

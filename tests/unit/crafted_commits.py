@@ -1,4 +1,4 @@
-"""Commits with right checksums that no run would make."""
+"""Helpers for crafted commits: valid checksums, and contents that no run writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES_NOTHING = json.dumps({"model": {"kind": "dict", "value": []}}).encode()
 
 
 def plant(storage: Storage, step: int, skeleton: bytes, tensors: dict[str, torch.Tensor]) -> Commit:
-    """A commit of these tensors, by component and place, and of this skeleton."""
+    """Writes a commit of this skeleton and of tensors, by component and path."""
     prefix = attempt_prefix(step, f"{step:032x}")
     writer = BlockWriter()
     writer.stage(BlockPlanner().plan(tensors), tensors)
@@ -36,13 +36,16 @@ def plant(storage: Storage, step: int, skeleton: bytes, tensors: dict[str, torch
 
 
 def kinds_in(parts: Iterable[Part]) -> dict[str, TensorKind]:
-    """Of the tensors that ranks have written."""
-    return {each.tensor: (each.dtype, each.shape) for part in parts for each in part.blocks}
+    """Returns dtype and shape of the tensors that ranks have written, by name."""
+    return {block.tensor: (block.dtype, block.shape) for part in parts for block in part.blocks}
 
 
 def plant_sparse(folder: Path, step: int, tensors: dict[str, tuple[int, int]]) -> Commit:
-    """A commit of zeros that take no room on the disk: bytes, in so many blocks of so many, even if that is more than
-    a block may have."""
+    """Writes a commit of sparse files of zeros.
+
+    Args:
+        tensors: the number of blocks and the bytes of each, by name; these may exceed the limit of a block.
+    """
     prefix = attempt_prefix(step, f"{step:032x}")
     objects, stored = [], {}
     for place, (name, (count, size)) in enumerate(tensors.items()):
@@ -75,15 +78,18 @@ def _put(
 
 
 def signed(body: dict[str, Any]) -> bytes:
-    """A manifest with a right checksum, whatever is in it."""
+    """Returns a manifest of this body with a valid checksum."""
     body = {name: value for name, value in body.items() if name != "sha256"}
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return json.dumps({**body, "sha256": hashlib.sha256(canonical.encode()).hexdigest()}).encode()
 
 
 def in_little_memory(body: Callable[..., Any], *args: Any, more_bytes: int) -> tuple[Any, int]:
-    """What `body(*args)` returns in a process that can have so many bytes more than it begins with, and how many more
-    it has used."""
+    """Returns the result of `body(*args)` in a process with a memory limit, and the bytes that it used.
+
+    Args:
+        more_bytes: what the process may allocate beyond what it starts with.
+    """
     results = PROCESSES.SimpleQueue()
     process = PROCESSES.Process(target=_in_little_memory, args=(body, args, more_bytes, results), daemon=True)
     process.start()
@@ -94,7 +100,7 @@ def in_little_memory(body: Callable[..., Any], *args: Any, more_bytes: int) -> t
 
 
 def limit_memory(more_bytes: int) -> None:
-    """This process gets no more than so many bytes from now on."""
+    """Limits this process to so many more bytes of memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + more_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

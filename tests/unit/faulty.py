@@ -1,4 +1,4 @@
-"""A storage that fails, lies, is slow or dies at one operation, and savers that are threads or die as processes."""
+"""A storage with a fault at one operation, and savers in threads or in processes that are killed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.saving import FileMailbox, Ranks
 
 
 class Died(BaseException):
-    """The process is gone: nothing after this runs, and nothing may catch it."""
+    """Simulates the death of a process: no code after it runs, and nothing may catch it."""
 
 
 class FaultyStorage(Storage):
-    """Does `fault` at operation number `at`, counted from 0 over every call that reaches the storage.
+    """Injects `fault` at operation number `at`, counted from 0 over all calls that reach the storage.
 
     - `error before`, `error after`: raises StorageError with nothing done, or with everything done.
     - `dies before`, `dies after`: raises Died likewise, and refuses every later call.
@@ -40,7 +40,7 @@ class FaultyStorage(Storage):
         self.fault, self.at_operation, self.call = fault, at, call
         self.operations = 0
         self.dead = False
-        self._lock = threading.Lock()  # a saver writes several objects at a time
+        self._lock = threading.Lock()  # a saver writes several objects in parallel
 
     def _run(self, operation: Callable[[], object], half: Callable[[], object] | None = None) -> object:
         if self.dead:
@@ -102,20 +102,20 @@ class FaultyStorage(Storage):
         return self._run(lambda: super(FaultyStorage, self).delete_if(key, data))  # type: ignore[return-value]
 
     def delete_tree(self, prefix: str) -> None:
-        # Object by object, as object stores do it: a death can leave some.
+        # Object by object, as object stores do it: a killed process leaves some.
         for key in super().list(prefix):
             self._run(lambda key=key: super(FaultyStorage, self).delete(key))  # type: ignore[misc]
 
 
 def new_folder() -> str:
-    """An empty one in memory. All others are gone: to list one takes as long as there is in all."""
+    """Returns an empty folder in memory, and removes all others: a listing takes time for each."""
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     return f"memory://{uuid.uuid4().hex}"
 
 
 def ranks_of_many_blocks(storage: Callable[[int], Storage], world_size: int, *, keep: int = 2) -> Ranks:
-    """Each of them writes several objects. With the fixture `quick_ranks`."""
+    """Returns ranks that write several objects each. Use it with the fixture `quick_ranks`."""
     ranks = Ranks(storage, world_size, keep=keep)
     for rank_saver in ranks.savers:
         rank_saver._writer._blocks._object_bytes = 200
@@ -128,15 +128,15 @@ QUICK: list[tuple[Any, str, Any]] = [
     (saver, "FAILED_RANK_S", 0.2),
     (writer, "BlockPlanner", partial(BlockPlanner, 128)),
 ]
-"""Where what is how: ranks that save look often for word of others, and states have many blocks."""
+"""Patches: short intervals and timeouts of saves, and small blocks."""
 
 
 def save_until_killed(uri: str, folder: Path, rank: int, attempt: str, when: str, at: int) -> None:
-    """One of two ranks, in a process of its own, which gets a SIGKILL before or after an operation of its save."""
-    for each in QUICK:
-        setattr(*each)
+    """Runs one of two ranks in this process, and sends it SIGKILL before or after an operation of its save."""
+    for patch in QUICK:
+        setattr(*patch)
     faulty = FaultyStorage(uri, f"calls {when}", at, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    ranks = ranks_of_many_blocks(lambda each: faulty, 2)
+    ranks = ranks_of_many_blocks(lambda _: faulty, 2)
     ranks.mailbox = FileMailbox(folder)
     ranks.begin(3, of=[rank], attempt=attempt)
     ranks.savers[rank].wait()

@@ -1,4 +1,4 @@
-"""States that can be told from each other, and from mixtures. Imported by processes that are to start at once."""
+"""States that differ by step, so that mixtures are detected. Imports little, for processes that start often."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_state(step: int) -> dict[str, Any]:
 
 
 def step_of(state: dict[str, Any]) -> int:
-    """The step of a state of `make_state`, having checked that it is that state and no mixture."""
+    """Returns the step of a state of `make_state`, and checks that it is no mixture of two."""
     step = state["user"]["step"]
     expected = make_state(step)
     assert weights_sha256(state["model"].items()) == weights_sha256(expected["model"].items())

@@ -1,4 +1,4 @@
-"""What happens behind training."""
+"""Tasks in the background thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from elastic_ddp.checkpoint.background_thread import NICE, BackgroundThread
 
 
-def test_one_thing_is_done_after_the_other_in_one_thread_that_is_nice() -> None:
+def test_tasks_run_in_order_in_one_thread_of_lower_priority() -> None:
     behind, release = BackgroundThread("test"), threading.Event()
     done: list[tuple[int, int, int]] = []
 
@@ -30,7 +30,7 @@ def test_one_thing_is_done_after_the_other_in_one_thread_that_is_nice() -> None:
     assert {*priorities} == {min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE)}
 
 
-def test_an_error_that_was_not_foreseen_is_logged_and_what_comes_next_is_done(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_logged_and_later_tasks_run(caplog: pytest.LogCaptureFixture) -> None:
     behind, done = BackgroundThread("test"), threading.Event()
     with caplog.at_level(logging.ERROR):
         behind.submit(lambda: 1 // 0)
@@ -40,7 +40,7 @@ def test_an_error_that_was_not_foreseen_is_logged_and_what_comes_next_is_done(ca
     assert behind.wait() and done.is_set()
 
 
-def test_it_holds_nothing_of_what_is_done_and_ends_with_its_owner() -> None:
+def test_a_thread_keeps_no_finished_task_and_ends_with_its_owner() -> None:
     class Owner:
         def __init__(self) -> None:
             self.behind = BackgroundThread("test-that-ends")
@@ -51,7 +51,7 @@ def test_it_holds_nothing_of_what_is_done_and_ends_with_its_owner() -> None:
     owner = Owner()
     owner.behind.submit(owner.work)
     assert owner.behind.wait()
-    thread = [each for each in threading.enumerate() if each.name == "test-that-ends"]
+    thread = [other for other in threading.enumerate() if other.name == "test-that-ends"]
     assert len(thread) == 1
     gone = weakref.ref(owner)
     del owner

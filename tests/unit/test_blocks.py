@@ -1,4 +1,4 @@
-"""States cut into blocks, and written by any number of ranks."""
+"""States are cut into blocks, and written by any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.crafted_commits import kinds_in
 
 
 @given(SHAPES, st.sampled_from([1, 2, 8]), st.integers(1, 300))
-def test_blocks_make_up_the_tensor_and_are_contiguous_and_small_but_for_single_elements(
+def test_blocks_cover_the_tensor_are_contiguous_and_at_most_of_the_given_size(
     shape: torch.Size, element_bytes: int, block_bytes: int
 ) -> None:
     blocks = list(blocks_of(shape, element_bytes, block_bytes))
@@ -54,13 +54,13 @@ def test_blocks_make_up_the_tensor_and_are_contiguous_and_small_but_for_single_e
     [((2, 64 << 20), 4, 32), ((8, 4096, 14336), 2, 64), ((1, 1, 64 << 20), 4, 16), ((70_000, 1024), 4, 18)],
     ids=str,
 )
-def test_large_rows_are_cut_too(shape: tuple[int, ...], element_bytes: int, count: int) -> None:
-    sizes = [math.prod(each) * element_bytes for _, each in blocks_of(torch.Size(shape), element_bytes, BLOCK_BYTES)]
+def test_rows_larger_than_a_block_are_cut(shape: tuple[int, ...], element_bytes: int, count: int) -> None:
+    sizes = [math.prod(block) * element_bytes for _, block in blocks_of(torch.Size(shape), element_bytes, BLOCK_BYTES)]
     assert len(sizes) == count and max(sizes) <= BLOCK_BYTES
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_what_any_number_of_ranks_wrote_comes_back_to_the_bit(tmp_path: Path, world_size: int) -> None:
+def test_tensors_written_at_any_world_size_are_read_bit_for_bit(tmp_path: Path, world_size: int) -> None:
     storage, tensors = Storage(tmp_path), some_tensors()
     parts = write(storage, tensors, world_size)
     commit = commit_of(parts, tensors)
@@ -71,22 +71,22 @@ def test_what_any_number_of_ranks_wrote_comes_back_to_the_bit(tmp_path: Path, wo
     assert sum(storage.sizes().values()) == sum(item.size for item in commit.objects)
 
 
-def test_ranks_share_what_they_all_hold(tmp_path: Path) -> None:
+def test_ranks_share_the_writing_of_replicated_tensors(tmp_path: Path) -> None:
     tensors = {"large": torch.zeros(4000, 4), "small": torch.zeros(10)}
     wide = {"wide": torch.zeros(2, 8000)}
     mixed = {"cut": torch.zeros(3 * 256), **{str(number): torch.zeros(64) for number in range(10)}}
-    for each in (tensors, wide, mixed):
-        parts = write(Storage(tmp_path), each, 4, block_bytes=1024)
+    for state in (tensors, wide, mixed):
+        parts = write(Storage(tmp_path), state, 4, block_bytes=1024)
         written = [sum(item.size for item in part.objects) for part in parts]
         assert max(written) - min(written) <= 1024 + 64
 
 
-def test_objects_are_of_a_sensible_size(tmp_path: Path) -> None:
+def test_objects_have_about_the_requested_size(tmp_path: Path) -> None:
     [part] = write(Storage(tmp_path), {"large": torch.zeros(4000, 4)}, block_bytes=1024, object_bytes=10_000)
     assert len(part.objects) == 7 and {item.size for item in part.objects[:-1]} == {10_240}
 
 
-def test_host_memory_is_used_again_and_the_state_may_change_after_the_copy(tmp_path: Path) -> None:
+def test_host_memory_is_reused_and_the_state_may_change_after_staging(tmp_path: Path) -> None:
     storage, weight = Storage(tmp_path), torch.arange(100.0)
     writer, planner = BlockWriter(), BlockPlanner()
     memory = set()
@@ -104,23 +104,23 @@ def test_host_memory_is_used_again_and_the_state_may_change_after_the_copy(tmp_p
 
 
 class Allocated(TorchDispatchMode):
-    """Counts the bytes of memory that operations make."""
+    """Counts the bytes that operations allocate."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_bytes, self._before = 0, set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, torch.Tensor)}
+        known = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and (memory := each.untyped_storage()).data_ptr() not in known:
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and (memory := leaf.untyped_storage()).data_ptr() not in known:
                 self.num_bytes += memory.nbytes()
         return result
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
-def test_a_save_copies_no_more_than_the_share_of_its_rank_however_tensors_lie_in_memory(
+def test_staging_allocates_only_the_share_of_a_rank_in_any_memory_format(
     tmp_path: Path, layout: torch.memory_format
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -135,7 +135,7 @@ def test_a_save_copies_no_more_than_the_share_of_its_rank_however_tensors_lie_in
             writer.stage({"model": weights}, rank=rank, world_size=4)
         with Allocated() as second:
             writer.stage({"model": weights}, rank=rank, world_size=4)
-        share, sample = 2 * 16 * 8 * 4 * 4 * 4, 8 * 16 * 8 * 4 * 4 * 4  # of so small a state, all
+        share, sample = 2 * 16 * 8 * 4 * 4 * 4, 8 * 16 * 8 * 4 * 4 * 4  # a small state is sampled completely
         assert (first.num_bytes, second.num_bytes) == (share + sample, 0)
         parts.append(writer.write(storage, PREFIX))
     names = [f"model.{name}" for name in weights]
@@ -146,7 +146,7 @@ def test_a_save_copies_no_more_than_the_share_of_its_rank_however_tensors_lie_in
     assert np.array_equal(on_disk, expected), "row-major"
 
 
-def test_arrays_are_copied_once_as_tensors_are() -> None:
+def test_arrays_are_flattened_without_a_copy() -> None:
     array = np.arange(1 << 20, dtype=np.float32)
     frozen = np.arange(3)
     frozen.flags.writeable = False
@@ -161,8 +161,8 @@ def keys_in(part: Part) -> list[str]:
     return [item.key for item in part.objects]
 
 
-def test_what_changed_since_the_commit_before_is_noticed(tmp_path: Path) -> None:
-    """As where tensors lie, what they are and which there are."""
+def test_states_that_change_between_commits_are_saved_correctly(tmp_path: Path) -> None:
+    """Changes of memory, dtype, shape and names."""
     generator, writer = torch.Generator().manual_seed(1), StateWriter()
 
     def some(*shape: int) -> torch.Tensor:
@@ -171,12 +171,12 @@ def test_what_changed_since_the_commit_before_is_noticed(tmp_path: Path) -> None
     kept, memory = some(4, 6), some(40, 5)
     states = [
         {"kept": kept, "other": some(5)},
-        {"kept": kept, "other": some(5)},  # at another place
+        {"kept": kept, "other": some(5)},  # in other memory
         {"kept": kept.add_(1), "other": some(5)},
         {"kept": kept, "other": some(5).double()},
         {"kept": kept, "other": some(5, 1).double()},
         {"kept": kept.t(), "other": some(5, 1).double()},
-        {"kept": some(4, 6).t(), "other": some(5, 1).double()},  # as large, and laid out in another way
+        {"kept": some(4, 6).t(), "other": some(5, 1).double()},  # of the same shape, with other strides
         {"kept": memory[:6, :4], "other": memory[6:11, :1]},
         {"kept": memory[6:12, 1:], "other": memory[:5, 4:]},
         {"other": some(5), "kept": some(6, 4)},
@@ -190,7 +190,7 @@ def test_what_changed_since_the_commit_before_is_noticed(tmp_path: Path) -> None
         writer.stage({"model": state}, rank=0, world_size=1)
         with torch.no_grad():
             for tensor in state.values():
-                tensor.zero_()  # the next step
+                tensor.zero_()  # as in the next step
         part = writer.write(Storage(tmp_path / str(number)), PREFIX)
         found = read(Storage(tmp_path / str(number)), commit_of([part], expected))
         assert all(same(found[name], tensor) for name, tensor in expected.items()), number
@@ -200,26 +200,26 @@ def test_what_changed_since_the_commit_before_is_noticed(tmp_path: Path) -> None
 
 
 @given(st.lists(st.integers(0, 48 << 20), max_size=300))
-def test_objects_are_put_into_pieces_of_pinned_memory_in_their_order(sizes: list[int]) -> None:
+def test_pinned_slabs_hold_all_objects_in_order(sizes: list[int]) -> None:
     slabs = slabs_of(sizes)
     assert list(itertools.chain(*slabs)) == sizes and all(slabs)
-    taken = sum(1 << max(0, sum(each) - 1).bit_length() for each in slabs)
-    assert taken <= 2 * sum(sizes) + len(slabs)  # an empty one takes a byte here
-    assert all(len(each) == 1 or sum(each) <= SLAB_BYTES for each in slabs)
+    taken = sum(1 << max(0, sum(slab) - 1).bit_length() for slab in slabs)
+    assert taken <= 2 * sum(sizes) + len(slabs)  # an empty slab counts one byte here
+    assert all(len(slab) == 1 or sum(slab) <= SLAB_BYTES for slab in slabs)
 
 
 @pytest.mark.parametrize(("share_mib", "most"), [(90, 1.5), (300, 1.4), (1000, 1.2), (4000, 1.12)])
-def test_shares_of_usual_objects_take_little_more_than_themselves(share_mib: int, most: float) -> None:
+def test_pinned_slabs_waste_little_memory(share_mib: int, most: float) -> None:
     draw = random.Random(share_mib)
     sizes: list[int] = []
     while sum(sizes) < share_mib << 20:
         sizes.append(draw.randrange(32 << 20, 48 << 20))
-    taken = sum(1 << (sum(each) - 1).bit_length() for each in slabs_of(sizes))
+    taken = sum(1 << (sum(slab) - 1).bit_length() for slab in slabs_of(sizes))
     assert taken <= most * sum(sizes)
 
 
-def test_what_was_staged_in_pinned_memory_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a GPU, but that the memory is not pinned here."""
+def test_a_share_staged_in_pinned_memory_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulates a GPU, with memory that is not pinned."""
     taken: list[int] = []
     zeros = torch.zeros
 
@@ -232,13 +232,13 @@ def test_what_was_staged_in_pinned_memory_is_written(tmp_path: Path, monkeypatch
     monkeypatch.setattr("torch.zeros", not_pinned)
     tensors = some_tensors()
     parts = write(Storage(tmp_path), tensors, object_bytes=500, block_bytes=128)
-    assert len(parts[0].objects) > len(taken) > 1 and sum(taken) == sum(each.size for each in parts[0].objects)
+    assert len(parts[0].objects) > len(taken) > 1 and sum(taken) == sum(item.size for item in parts[0].objects)
     found = read(Storage(tmp_path), commit_of(parts, tensors))
     assert all(same(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_writer_keeps_nothing_of_a_state() -> None:
-    """It may be one that is replaced before the next commit, and there is no memory for two."""
+def test_a_writer_does_not_keep_the_state_alive() -> None:
+    """The state may be replaced before the next commit, and there may be no memory for both."""
     weight, writer = torch.nn.Parameter(torch.ones(5)), StateWriter()
     memory = StorageWeakRef(weight.untyped_storage())
     for world_size in (1, 2, 2):
@@ -249,18 +249,18 @@ def test_a_writer_keeps_nothing_of_a_state() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8], ids=str)
-def test_a_dtype_that_is_not_kept_is_refused_before_training(dtype: torch.dtype) -> None:
+def test_an_unsupported_dtype_is_refused_before_training(dtype: torch.dtype) -> None:
     state = {"model": {"weight": torch.ones(2), "codes": torch.empty(4, dtype=dtype)}}
     with pytest.raises(CheckpointError, match=r"codes"):
         StateWriter().prepare(state)
 
 
-def test_an_integer_that_python_does_not_write_is_refused_before_training() -> None:
+def test_an_integer_too_large_to_print_is_refused_before_training() -> None:
     with pytest.raises(CheckpointError, match="cannot be written as JSON"):
         StateWriter().prepare({"user": {"count": 10**5000}})
 
 
-def test_planning_is_done_before_the_first_commit_as_far_as_ranks_have_no_part_in_it(
+def test_prepare_plans_replicated_tensors_before_the_first_commit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned: list[str] = []
@@ -274,7 +274,7 @@ def test_planning_is_done_before_the_first_commit_as_far_as_ranks_have_no_part_i
     writer, model = StateWriter(), {"a": torch.ones(3), "b": torch.ones(4)}
     writer.prepare({"model": model})
     assert planned == ["model.a", "model.b"]
-    for rank, world_size in [(0, 1), (1, 2), (2, 3)]:  # in one generation after the other
+    for rank, world_size in [(0, 1), (1, 2), (2, 3)]:  # in successive generations
         writer.stage({"model": model, "optimizer": {"a": torch.ones(3)}}, rank=rank, world_size=world_size)
     assert planned == ["model.a", "model.b", "optimizer.a"]
 
@@ -296,8 +296,8 @@ def test_a_state_of_too_many_blocks_is_refused_before_training(
             refuse()
 
 
-def test_padding_is_zeros_whatever_was_saved_before(tmp_path: Path) -> None:
-    """In another layout, in memory that was kept as its objects are as large."""
+def test_padding_is_zero_in_reused_memory(tmp_path: Path) -> None:
+    """The second layout reuses the memory of the first, as their objects are of equal size."""
     storage, writer = Storage(tmp_path), BlockWriter()
     for number, (ones, others) in enumerate([(16, 16), (3, 5)]):
         tensors = {"a": torch.full((ones,), 1.5), "b": torch.full((others,), 2.5)}
@@ -307,7 +307,7 @@ def test_padding_is_zeros_whatever_was_saved_before(tmp_path: Path) -> None:
     assert found == [1.5] * 3 + [0.0] * 13 + [2.5] * 5 + [0.0] * 11
 
 
-def test_a_commit_is_not_made_where_something_of_it_was_not_written(tmp_path: Path) -> None:
+def test_parts_with_missing_or_repeated_blocks_are_not_assembled(tmp_path: Path) -> None:
     tensors = some_tensors()
     parts = write(Storage(tmp_path), tensors, 3)
     kinds = kinds_in(parts)

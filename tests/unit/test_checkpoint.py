@@ -1,3 +1,5 @@
+"""Commits are made, restored, rejected and replaced."""
+
 from __future__ import annotations
 
 import hashlib
@@ -39,12 +41,12 @@ def restored_step(storage: Storage) -> int | None:
     return commit.step
 
 
-def test_a_run_without_commits_has_no_latest(storage: Storage) -> None:
+def test_a_run_without_commits_has_no_latest_commit(storage: Storage) -> None:
     store = SingleRankStore(storage, keep=1)
     assert store.latest() is None and store.load_latest() is None and store.rejected == []
 
 
-def test_the_newest_commit_comes_back_with_its_record(storage: Storage) -> None:
+def test_the_newest_commit_is_loaded_with_its_record(storage: Storage) -> None:
     record = {"epoch": 2, "samples_sha256": "ab", "nested": {"a": [1]}, "loss": 0.1, "none": None}
     store = SingleRankStore(storage, keep=2)
     store.save(make_state(9), step=9, record={})
@@ -56,13 +58,13 @@ def test_the_newest_commit_comes_back_with_its_record(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("keys", [(9, 10), ("\U0001f600", "\uffff")], ids=["numbers", "beyond the BMP"])
-def test_a_record_may_have_keys_that_are_in_another_order_as_text(storage: Storage, keys: tuple[Any, Any]) -> None:
+def test_record_keys_may_sort_differently_as_text(storage: Storage, keys: tuple[Any, Any]) -> None:
     SingleRankStore(storage, keep=1).save(make_state(1), step=1, record={"x": dict.fromkeys(keys, 1)})
     found = SingleRankStore(storage, keep=1).latest()
     assert found is not None and found.record["x"] == {str(key): 1 for key in keys}
 
 
-def test_a_changed_copy_of_a_commit_has_a_manifest_of_its_own(storage: Storage) -> None:
+def test_a_modified_copy_of_a_commit_has_its_own_manifest(storage: Storage) -> None:
     SingleRankStore(storage, keep=1).save(make_state(1), step=1, record={"epoch": 1})
     found = SingleRankStore(storage, keep=1).latest()
     assert found is not None and found.manifest == storage.read(found.key)
@@ -74,7 +76,7 @@ def keys_of(commit: Commit) -> list[str]:
     return [commit.key, *(item.key for item in commit.all_objects)]
 
 
-def test_tensors_lie_there_as_raw_bytes(storage: Storage) -> None:
+def test_tensors_are_stored_as_raw_bytes(storage: Storage) -> None:
     [commit] = save(storage, 5)
     assert [item.key.removeprefix(commit.prefix) for item in commit.all_objects] == ["/0-0.bin", "/state.json"]
     stored = commit.tensors["model.weight"]
@@ -86,17 +88,17 @@ def test_tensors_lie_there_as_raw_bytes(storage: Storage) -> None:
     assert storage.list() == sorted(keys_of(commit))
 
 
-def test_retention_keeps_the_newest_and_removes_every_byte_of_the_rest(storage: Storage) -> None:
+def test_retention_keeps_the_newest_and_removes_all_bytes_of_the_others(storage: Storage) -> None:
     commits = save(storage, 1, 2, 3, 10, keep=2)
     kept = [key for commit in commits[2:] for key in keys_of(commit)]
     assert storage.list() == sorted(kept)
     assert restored_step(storage) == 10
 
 
-def test_what_a_dead_saver_left_goes_with_the_next_commit_and_later_steps_stay(storage: Storage) -> None:
+def test_the_next_commit_removes_leftovers_of_earlier_steps_only(storage: Storage) -> None:
     save(storage, 1)
     storage.write(f"step=2/attempt={'a' * 32}/0-0.bin", b"half")
-    storage.write(f"step=9/attempt={'b' * 32}/0-0.bin", b"another saver is at work")
+    storage.write(f"step=9/attempt={'b' * 32}/0-0.bin", b"of another saver")
     storage.write("notes.txt", b"not ours")
     save(storage, 3)
     left = [key for key in storage.list() if not key.startswith(("commits/", "step=1/", "step=3/"))]
@@ -111,8 +113,8 @@ def test_a_step_is_committed_once(storage: Storage) -> None:
     assert storage.list() == before
 
 
-def test_a_saver_that_comes_second_removes_its_attempt_and_takes_the_first_commit(storage: Storage) -> None:
-    # Both saw no commit before they wrote; the other one's manifest comes just before ours.
+def test_the_second_of_two_savers_removes_its_attempt_and_returns_the_first_commit(storage: Storage) -> None:
+    # Both find no commit before they write; the other publishes its manifest first.
     store = SingleRankStore(storage, keep=3)
     rival: list[Commit] = []
     publish = store._publish
@@ -126,7 +128,7 @@ def test_a_saver_that_comes_second_removes_its_attempt_and_takes_the_first_commi
     assert storage.list("step=4") == sorted(keys_of(rival[0])[1:])
 
 
-def test_a_saver_that_comes_second_and_cannot_remove_its_attempt_has_the_first_commit_all_the_same(
+def test_the_second_of_two_savers_returns_the_first_commit_if_its_removal_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = Storage(tmp_path)
@@ -150,20 +152,20 @@ def test_a_saver_that_comes_second_and_cannot_remove_its_attempt_has_the_first_c
     assert storage.list("step=4") == sorted(keys_of(rival[0])[1:])
 
 
-def test_a_saver_that_may_not_commit_any_more_leaves_nothing(storage: Storage) -> None:
+def test_a_fenced_saver_leaves_nothing(storage: Storage) -> None:
     save(storage, 1)
     before = storage.list()
 
     def refuse() -> None:
-        raise CheckpointError("its generation is over")
+        raise CheckpointError("its generation has ended")
 
-    with pytest.raises(CheckpointError, match="its generation is over"):
+    with pytest.raises(CheckpointError, match="its generation has ended"):
         SingleRankStore(storage, keep=3).save(make_state(2), step=2, record={"step": 2}, fence=refuse)
     assert storage.list() == before
     assert restored_step(storage) == 1
 
 
-def test_a_bad_commit_is_made_again_when_its_step_comes_again(storage: Storage) -> None:
+def test_a_bad_commit_is_replaced_when_its_step_is_saved_again(storage: Storage) -> None:
     save(storage, 3)
     [bad] = save(storage, 4)
     corrupt(storage, bad.objects[0].key, "flip")
@@ -175,7 +177,7 @@ def test_a_bad_commit_is_made_again_when_its_step_comes_again(storage: Storage) 
     assert storage.list("set-aside") == [f"set-aside/4-{bad.attempt}.json"] and storage.list(bad.prefix)
 
 
-def test_every_manifest_that_cannot_be_read_is_kept(storage: Storage) -> None:
+def test_every_unreadable_manifest_is_set_aside_under_its_own_key(storage: Storage) -> None:
     store = SingleRankStore(storage, keep=3)
     for text in (b"torn", b"torn", b"also torn"):
         storage.write("commits/4.json", text)
@@ -185,11 +187,11 @@ def test_every_manifest_that_cannot_be_read_is_kept(storage: Storage) -> None:
     assert {parse_set_aside(key) for key in kept} == {(4, None)}
 
 
-def test_commits_passed_over_do_not_push_out_good_ones(storage: Storage) -> None:
+def test_rejected_commits_do_not_displace_good_ones(storage: Storage) -> None:
     save(storage, 5)
     [bad] = save(storage, 9, keep=9)
     corrupt(storage, bad.objects[0].key, "missing")
-    # The run went back to step 5 and commits on its way; step 9 is still the newest by number.
+    # The run has resumed from step 5; step 9 is still the newest by number.
     for step in (6, 7):
         save(storage, step, keep=1)
         assert restored_step(storage) == step
@@ -215,7 +217,7 @@ def corrupt(storage: Storage, key: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["missing", "flip", "short", "long", "empty"])
 @pytest.mark.parametrize("which", ["manifest", "skeleton", "tensors"])
-def test_a_damaged_commit_falls_back_to_the_one_before(
+def test_a_damaged_commit_is_rejected_for_the_one_before_it(
     storage: Storage, which: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(storage, 1, 2)
@@ -236,13 +238,13 @@ def test_a_damaged_commit_falls_back_to_the_one_before(
     if how == "flip" and which != "manifest":
         with pytest.raises(CheckpointError, match=key):
             store.load(newest)
-        assert store.latest() == newest  # sizes are right; only reading it tells
+        assert store.latest() == newest  # its sizes are right
     else:
         latest = store.latest()
         assert latest is not None and latest.step == 2
 
 
-def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     save(storage, 2)
     [commit] = save(storage, 3)
@@ -254,10 +256,10 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
             same = Commit.from_bytes(commit.key, bytes(changed)) == commit
         except CheckpointError:
             continue
-        assert same  # white space between the values
+        assert same  # only white space has changed
 
 
-def test_when_nothing_verifies_there_is_nothing_to_resume_and_it_says_why(storage: Storage) -> None:
+def test_if_no_commit_verifies_all_are_rejected_with_reasons(storage: Storage) -> None:
     for commit in save(storage, 1, 2):
         corrupt(storage, commit.objects[0].key, "flip")
     store = SingleRankStore(storage, keep=3)
@@ -266,7 +268,7 @@ def test_when_nothing_verifies_there_is_nothing_to_resume_and_it_says_why(storag
 
 
 class _Outage(Storage):
-    """Lists, but does not read objects."""
+    """Lists objects, and fails to read them."""
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         if key.startswith("step="):
@@ -274,7 +276,7 @@ class _Outage(Storage):
         return super().read_into(key, start, buffer)
 
 
-def test_where_no_object_can_be_read_no_commit_is_set_aside(tmp_path: Path) -> None:
+def test_unreadable_objects_reject_commits_without_setting_them_aside(tmp_path: Path) -> None:
     save(Storage(tmp_path), 1, 2)
     before = Storage(tmp_path).list()
     store = SingleRankStore(_Outage(tmp_path), keep=2)
@@ -285,7 +287,7 @@ def test_where_no_object_can_be_read_no_commit_is_set_aside(tmp_path: Path) -> N
 
 
 class _BusySaver(Storage):
-    """Behind the reader's first listing another process commits, and removes what was listed."""
+    """After the reader's first listing, another process commits and removes what was listed."""
 
     busy = True
 
@@ -297,13 +299,13 @@ class _BusySaver(Storage):
         return found
 
 
-def test_a_reader_follows_a_saver_that_overtakes_it(tmp_path: Path) -> None:
+def test_a_reader_lists_again_if_a_saver_removed_what_it_listed(tmp_path: Path) -> None:
     save(Storage(tmp_path), 1, 2)
     found = SingleRankStore(_BusySaver(tmp_path), keep=1).load_latest()
     assert found is not None and found[0].step == 4
 
 
-def test_what_cannot_be_kept_is_refused_before_anything_is_written(storage: Storage) -> None:
+def test_states_and_records_that_cannot_be_saved_are_refused_before_a_write(storage: Storage) -> None:
     store = SingleRankStore(storage, keep=1)
     for state, record, message in (
         ({"user": {"rng": torch.Generator()}}, {}, r"user\.rng: a Generator cannot be saved without pickle"),
@@ -319,7 +321,7 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(storage: Stor
 
 
 def _manifest(**changes: Any) -> bytes:
-    """A manifest with a right checksum, whatever is in it."""
+    """Returns a manifest with a valid checksum."""
     attempt = "0" * 32
     body: dict[str, Any] = {
         "format": 3, "step": 7, "attempt": attempt, "record": {}, "tensors": {}, "objects": [],
@@ -334,7 +336,7 @@ def _object(**changes: Any) -> list[dict[str, Any]]:
     return [{"key": f"step=7/attempt={'0' * 32}/x", "size": 0, **changes}]
 
 
-def test_a_manifest_is_the_same_whoever_writes_the_json() -> None:
+def test_a_manifest_may_be_formatted_in_any_way() -> None:
     assert Commit.from_bytes("commits/7.json", _manifest()).state.size == 2
 
 
@@ -366,18 +368,18 @@ def test_a_manifest_is_the_same_whoever_writes_the_json() -> None:
     ],
     ids=str,
 )
-def test_a_manifest_cannot_name_what_is_not_its_own(changes: dict[str, Any]) -> None:
+def test_a_manifest_with_invalid_fields_or_foreign_keys_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"commits/7\.json"):
         Commit.from_bytes("commits/7.json", _manifest(**changes))
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, _manifest()[:-2]])
-def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
+def test_bytes_that_are_not_a_manifest_are_refused(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="is not a valid manifest"):
         Commit.from_bytes("commits/7.json", data)
 
 
-def test_only_names_of_manifests_count_as_commits() -> None:
+def test_only_keys_of_manifests_count_as_commits() -> None:
     keys = [
         "commits/2.json",
         "commits/10.json",
@@ -389,11 +391,11 @@ def test_only_names_of_manifests_count_as_commits() -> None:
     assert committed_steps(keys) == [10, 2]
 
 
-def test_a_commit_with_an_object_that_is_too_long_is_made_again(tmp_path: Path) -> None:
+def test_a_commit_with_an_object_that_is_too_long_is_replaced(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     [bad] = save(storage, 4)
     corrupt(storage, bad.objects[0].key, "long")
     store = SingleRankStore(storage, keep=3)
-    store.verify(bad)  # all that is read of it
+    store.verify(bad)  # it reads only the listed bytes
     assert store.save(make_state(4), step=4, record={"step": 4}).attempt != bad.attempt
     assert restored_step(storage) == 4

@@ -1,4 +1,4 @@
-"""Saves that fail, die or are lied to at every single operation, and what is found afterwards."""
+"""A fault is injected at each operation of a save, and a commit is restored afterwards."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ FAULTS = ["error before", "error after", "dies before", "dies after", "dies with
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_happens_during_a_save_a_whole_commit_is_found(tmp_path: Path, kind: str, fault: str) -> None:
+def test_after_any_fault_in_a_save_a_complete_commit_is_restored(tmp_path: Path, kind: str, fault: str) -> None:
     operations = 0
     while _survives(f"{tmp_path if kind == 'local' else 'memory:/'}/{uuid.uuid4().hex}", fault, operations):
         operations += 1
-    assert operations > 10, "a save has at least that many"
+    assert operations > 10, "the number of operations of a save"
 
 
 @pytest.mark.parametrize("fault", [pytest.param("error after", marks=pytest.mark.chaos), "dies within"])
-def test_the_same_holds_over_http(s3: str, fault: str) -> None:
+def test_after_any_fault_on_s3_a_complete_commit_is_restored(s3: str, fault: str) -> None:
     numbers = iter(range(0, 100, 3))
     while _survives(f"{s3}/{uuid.uuid4().hex}", fault, number := next(numbers)):
         pass
@@ -40,7 +40,7 @@ def test_the_same_holds_over_http(s3: str, fault: str) -> None:
 
 
 def _survives(uri: str, fault: str, at: int) -> bool:
-    """Save with this fault and check what is found then; False if the save has no such operation."""
+    """Saves with a fault, and checks the restored commit. Returns False if the save has no such operation."""
     save(Storage(uri), 1, 2, keep=2)
     faulty = FaultyStorage(uri, fault, at)
     saved = False
@@ -54,11 +54,11 @@ def _survives(uri: str, fault: str, at: int) -> bool:
         assert found == 3, f"{fault} at {at}: the save returned"
     assert found in (2, 3), f"{fault} at {at}"
 
-    # The run resumes there, and after two more commits nothing is left of what happened.
+    # The run resumes, and after two more commits no leftovers exist.
     newest = save(Storage(uri), *range(found + 1, 6), keep=2)[-2:]
     assert restored_step(Storage(uri)) == 5
     expected = sorted(key for commit in newest for key in keys_of(commit))
-    aside = Storage(uri).list("set-aside")  # with its objects, for a person to look at
+    aside = Storage(uri).list("set-aside")  # it stays, with its objects
     left = [key for key in Storage(uri).list() if not aside or not key.startswith(("set-aside/", "step=3/"))]
     assert left == expected, f"{fault} at {at}: something was left behind"
     assert not aside or fault in ("dies within", "lies")
@@ -66,7 +66,7 @@ def _survives(uri: str, fault: str, at: int) -> bool:
 
 
 @pytest.mark.parametrize("fault", ["error before", "error after", "dies before", "dies after"])
-def test_making_a_bad_commit_again_can_be_interrupted_anywhere(tmp_path: Path, fault: str) -> None:
+def test_replacing_a_bad_commit_may_be_interrupted_anywhere(tmp_path: Path, fault: str) -> None:
     at = 0
     while True:
         uri = str(tmp_path / f"{at}")
@@ -86,7 +86,7 @@ def test_making_a_bad_commit_again_can_be_interrupted_anywhere(tmp_path: Path, f
 
 
 @pytest.mark.parametrize("fault", ["error after", "dies after"])
-def test_a_commit_whose_answer_was_lost_stands(tmp_path: Path, fault: str) -> None:
+def test_a_commit_whose_response_was_lost_remains(tmp_path: Path, fault: str) -> None:
     class LostAnswer(FaultyStorage):
         def create(self, key: str, data: bytes, **options: Any) -> None:
             self.at_operation = self.operations
@@ -112,8 +112,8 @@ for step in itertools.count({first}):
 """
 
 
-def test_a_killed_saver_loses_no_commit_that_it_announced(tmp_path: Path) -> None:
-    """A real SIGKILL, with no cleanup, at whatever point the saver has reached when it comes."""
+def test_a_killed_saver_loses_no_reported_commit(tmp_path: Path) -> None:
+    """A real SIGKILL at a random moment."""
     script = SAVER.format(path=sys.path, uri=str(tmp_path), first=1)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as saver:
         assert saver.stdout is not None

@@ -1,4 +1,4 @@
-"""Manifests that are right by their checksums, and ask for more than a reader should give."""
+"""Crafted manifests with valid checksums are refused, or read in bounded memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def tensor_of(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> Sto
 
 @settings(max_examples=100)
 @given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3), st.data())
-def test_a_grid_is_taken_and_no_grid_that_lacks_or_repeats_a_block(sides: list[list[int]], data: st.DataObject) -> None:
+def test_a_grid_of_blocks_is_valid_unless_a_block_is_missing_or_repeated(
+    sides: list[list[int]], data: st.DataObject
+) -> None:
     starts = [list(itertools.accumulate(side, initial=0))[:-1] for side in sides]
     boxes = [
         ([at for at, _ in cell], [size for _, size in cell])
@@ -63,7 +65,7 @@ def test_a_grid_is_taken_and_no_grid_that_lacks_or_repeats_a_block(sides: list[l
             tensor_of(shape, wrong)
 
 
-def test_blocks_without_elements_may_lie_anywhere(tmp_path: Path) -> None:
+def test_empty_blocks_may_be_anywhere_in_a_tensor(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     store = SingleRankStore(storage, keep=1)
     weight = torch.arange(24.0).reshape(6, 4)
@@ -77,7 +79,7 @@ def test_blocks_without_elements_may_lie_anywhere(tmp_path: Path) -> None:
     assert found is not None and torch.equal(found[1]["model"], weight)
 
 
-def test_a_block_without_elements_may_begin_where_another_one_does(tmp_path: Path) -> None:
+def test_an_empty_block_may_start_where_another_block_does(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     store = SingleRankStore(storage, keep=1)
     weight = torch.arange(16.0).reshape(4, 4)
@@ -104,7 +106,7 @@ def test_a_block_without_elements_may_begin_where_another_one_does(tmp_path: Pat
 
 
 def restored_within(group: ProcessGroup, uri: str, most: int) -> tuple[int, list[tuple[str, str]]]:
-    """The step that is restored where no manifest may have more bytes, and what is passed over."""
+    """Returns the restored step and the rejected commits, with a limit on the size of a manifest."""
     store = SingleRankStore(Storage(uri), keep=2)
     with mock.patch.object(manifest, "MAX_MANIFEST_BYTES", most):
         found = restore(store, Storage(uri), group)
@@ -112,9 +114,8 @@ def restored_within(group: ProcessGroup, uri: str, most: int) -> tuple[int, list
     return found[0].step, store.rejected
 
 
-def test_all_ranks_read_a_manifest_as_it_is_stored(tmp_path: Path) -> None:
-    """Written anew it may be another one: in the storage a letter may take fewer bytes, so that rank 0 alone would find
-    it short enough."""
+def test_all_ranks_receive_the_stored_bytes_of_a_manifest(tmp_path: Path) -> None:
+    """A manifest that is written again may be longer: only rank 0 would find it within the limit."""
     storage = Storage(tmp_path)
     [_, newest] = save(storage, 1, 2)
     body = json.loads(newest.to_bytes())
@@ -124,8 +125,8 @@ def test_all_ranks_read_a_manifest_as_it_is_stored(tmp_path: Path) -> None:
     assert run_ranks(2, restored_within, str(tmp_path), len(text)) == [(2, []), (2, [])]
 
 
-def test_a_manifest_of_very_many_blocks_does_not_hold_a_reader_up() -> None:
-    """To compare each with each would take minutes, and hours for what has room in a manifest."""
+def test_a_tensor_of_many_blocks_is_validated_quickly() -> None:
+    """A comparison of all pairs of blocks would take minutes."""
     places = range(40)
     boxes = [([*at], [1, 1, 1]) for at in itertools.product(places, places, places)]
     assert len(tensor_of([40, 40, 40], boxes).blocks) == 64_000
@@ -133,7 +134,7 @@ def test_a_manifest_of_very_many_blocks_does_not_hold_a_reader_up() -> None:
         tensor_of([40, 40, 40], [*boxes[:-1], boxes[0]])
 
 
-def test_a_skeleton_of_absurd_size_is_not_read(tmp_path: Path) -> None:
+def test_a_skeleton_above_the_size_limit_is_not_read(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     [_, newest] = save(storage, 1, 2)
     os.truncate(tmp_path / newest.state.key, MAX_SKELETON_BYTES + 1)
@@ -147,8 +148,8 @@ def test_a_skeleton_of_absurd_size_is_not_read(tmp_path: Path) -> None:
     assert rejected == newest.key and "less than or equal" in reason
 
 
-class Noting(Storage):
-    """How many bytes were read at once of objects that may be too long. To set one aside it is read whole."""
+class RecordingStorage(Storage):
+    """Records the most bytes that were read at once, by key, of reads with a limit."""
 
     most: Counter[str]
 
@@ -160,8 +161,10 @@ class Noting(Storage):
 
 
 @pytest.mark.parametrize("which", ["manifest", "skeleton"])
-def test_what_is_longer_than_it_may_be_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
-    storage = Noting(tmp_path)
+def test_objects_above_their_size_limit_are_not_read_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    storage = RecordingStorage(tmp_path)
     storage.most = Counter()
     [_, newest] = save(storage, 1, 2)
     key, most = (newest.key, 1 << 20) if which == "manifest" else (newest.state.key, newest.state.size)
@@ -171,7 +174,7 @@ def test_what_is_longer_than_it_may_be_is_not_read(tmp_path: Path, monkeypatch: 
     store = SingleRankStore(storage, keep=2)
     found = restore(store, storage, single_rank_group())
     assert found is not None and found[0].step == 1
-    assert [each for each, _ in store.rejected] == [newest.key]
+    assert [rejected for rejected, _ in store.rejected] == [newest.key]
     assert storage.most[key] == most + 1
 
 
@@ -183,14 +186,12 @@ def read_very_many_lists() -> str:
     raise AssertionError
 
 
-def test_a_manifest_of_very_many_values_allocates_little() -> None:
+def test_a_manifest_of_too_many_values_is_refused_in_little_memory() -> None:
     said, used = in_little_memory(read_very_many_lists, more_bytes=2**30)
     assert "16777219 values" in said and used < 100 << 20
 
 
-def test_a_commit_whose_manifest_could_not_be_read_again_is_not_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_with_a_manifest_above_the_limit_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(tmp_path)
     save(storage, 1)
     before = storage.list()
@@ -201,7 +202,7 @@ def test_a_commit_whose_manifest_could_not_be_read_again_is_not_made(
 
 
 @pytest.mark.parametrize(("what", "most"), [("BYTES", 2000), ("VALUES", 900)])
-def test_a_state_whose_skeleton_could_not_be_read_again_is_refused(
+def test_a_state_with_a_skeleton_above_the_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, most: int
 ) -> None:
     monkeypatch.setattr(f"elastic_ddp.checkpoint.writer.MAX_SKELETON_{what}", most)
@@ -221,7 +222,7 @@ ANYTHING = st.one_of(LEAVES, st.lists(LEAVES, max_size=3), st.dictionaries(st.sa
 
 
 def places_in(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of all values in a body of JSON."""
+    """Returns the paths of all values in a JSON body."""
     inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return [place for key, value in inner for place in [(*path, key), *places_in(value, (*path, key))]]
 
@@ -234,7 +235,7 @@ def put(tree: Any, path: tuple[Any, ...], change: Callable[[Any, Any], None]) ->
 
 @pytest.fixture(scope="module")
 def run() -> str:
-    """With commits 1 and 2."""
+    """Returns a run folder with commits 1 and 2."""
     uri = f"memory://{uuid.uuid4().hex}"
     save(Storage(uri).at(COMMITS), 1, 2)
     Storage(uri).at(COMMITS).write("as-it-was", Storage(uri).at(COMMITS).read("commits/2.json"))
@@ -243,8 +244,8 @@ def run() -> str:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_whatever_is_changed_in_a_manifest_its_commit_is_used_or_the_one_before(run: str, data: st.DataObject) -> None:
-    """With a right checksum. Nothing but that comes of it: no other error, and nothing outside of the run's folder."""
+def test_after_any_change_of_a_manifest_its_commit_or_the_one_before_is_used(run: str, data: st.DataObject) -> None:
+    """The manifest has a valid checksum. No other error is raised, by the command line either."""
     storage = Storage(run).at(COMMITS)
     body = json.loads(storage.read("as-it-was"))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -277,7 +278,7 @@ def test_whatever_is_changed_in_a_manifest_its_commit_is_used_or_the_one_before(
     ("path", "value"),
     [("step", -1), ("tensors/model.weight/shape", [1, 2]), ("record", {"samples": "many"}), ("format", 2)],
 )
-def test_whoever_meets_a_bad_manifest_keeps_nothing_in_memory(run: str, path: str, value: Any) -> None:
+def test_a_rejected_manifest_is_not_kept_in_memory(run: str, path: str, value: Any) -> None:
     storage = Storage(run).at(COMMITS)
     storage.write("commits/2.json", signed(_edited(json.loads(storage.read("as-it-was")), path, value)))
     catalog = CommitCatalog(storage)
@@ -334,7 +335,9 @@ def _edited(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("tensors/w/surprise", 1, "not permitted"),
     ],
 )
-def test_a_forged_manifest_is_refused(tmp_path: Path, path: str, value: Any, message: str) -> None:
+def test_a_manifest_with_inconsistent_blocks_or_foreign_keys_is_refused(
+    tmp_path: Path, path: str, value: Any, message: str
+) -> None:
     body = _body(tmp_path)
     assert Commit.from_bytes("commits/7.json", signed(body)).step == 7
     with pytest.raises(CheckpointError, match=rf"commits/7\.json is not a valid manifest: .*{message}"):
@@ -350,10 +353,10 @@ JSON = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_whatever_a_manifest_says_it_is_read_or_refused_and_allocates_little(
+def test_any_manifest_is_read_or_refused_in_little_memory(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """A value anywhere in it is replaced, and it is signed again."""
+    """Any value is replaced, and the checksum computed again."""
     body = _BODY or _BODY.update(_body(tmp_path_factory.mktemp("fuzz"))) or _BODY
     path = "/".join(map(str, data.draw(st.sampled_from(places_in(body)))))
     value = data.draw(JSON | st.sampled_from([0, 1, 2**31, 2**47, 2**63, [], {}, "float64", [2**40] * 8]))
@@ -371,7 +374,7 @@ def test_whatever_a_manifest_says_it_is_read_or_refused_and_allocates_little(
 _BODY: dict[str, Any] = {}
 
 
-def test_a_deep_manifest_is_refused() -> None:
+def test_a_deeply_nested_manifest_is_refused() -> None:
     deep = b'{"format": 3, "record": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     with pytest.raises(CheckpointError, match="is not a valid manifest"):
         Commit.from_bytes("commits/7.json", deep)

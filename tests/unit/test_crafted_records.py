@@ -1,4 +1,4 @@
-"""Commits that are whole, by their checksums, with a record that no run would make."""
+"""Commits with valid checksums and malformed records."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 def plant(storage: Storage, record: Any) -> None:
-    """Two commits, the newer one with this record."""
+    """Writes two commits, the newer one with this record."""
     [_, newest] = save(storage, 1, 2)
     body = json.loads(storage.read(newest.key))
     storage.write(newest.key, signed({**body, "record": record}))
@@ -59,7 +59,7 @@ def names(record: Any) -> str:
 
 
 @pytest.mark.parametrize("record", WRONG, ids=names)
-def test_a_commit_with_a_crafted_record_is_a_bad_one(tmp_path: Path, record: dict[str, Any]) -> None:
+def test_a_commit_with_a_malformed_record_is_bad(tmp_path: Path, record: dict[str, Any]) -> None:
     storage = Storage(tmp_path / "lm").at(COMMITS)
     plant(storage, record)
     assert restored_step(storage) == 1
@@ -70,7 +70,7 @@ def test_a_commit_with_a_crafted_record_is_a_bad_one(tmp_path: Path, record: dic
 
 
 @pytest.mark.parametrize("record", WRONG, ids=names)
-def test_a_record_that_could_not_be_read_again_is_refused_before_anything_is_written(record: dict[str, Any]) -> None:
+def test_a_malformed_record_is_refused_before_a_write(record: dict[str, Any]) -> None:
     storage = Storage(f"memory://{uuid.uuid4().hex}")
     with pytest.raises(CheckpointError, match=r"the record of step 1 is invalid: its record is malformed: '"):
         SingleRankStore(storage, keep=1).save(make_state(1), step=1, record=record)
@@ -103,13 +103,13 @@ def run() -> str:
 
 @settings(max_examples=120, deadline=None)
 @given(st.one_of(RECORDS, ANYTHING))
-def test_whatever_a_record_holds_its_commit_is_used_or_the_one_before(run: str, record: Any) -> None:
+def test_with_any_record_its_commit_or_the_one_before_is_used(run: str, record: Any) -> None:
     storage = Storage(run).at(COMMITS)
     body = json.loads(storage.read("commits/2.json"))
     storage.write("commits/2.json", signed({**body, "record": record}))
     commit = SingleRankStore(storage, keep=2).latest()
     assert commit is not None
-    assert all(math.isfinite(each.value) for each in measurements(commit.record).values())
+    assert all(math.isfinite(entry.value) for entry in measurements(commit.record).values())
     measured = MeasuredInterval("auto", None)
     measured.merge(commit.record)
     measured.stalled(1.0)
@@ -119,11 +119,11 @@ def test_whatever_a_record_holds_its_commit_is_used_or_the_one_before(run: str, 
     metrics = Metrics()
     metrics.merge(commit.record)
     check_facts(json.dumps(metrics.to_record()))
-    with suppress(ConfigError):  # no commit has a value
+    with suppress(ConfigError):  # no commit has a value of the metric
         checkpoints.prune(run, keep=1, keep_best=1, best_metric="loss", dry_run=True)
 
 
-def test_what_a_run_keeps_of_the_best_does_not_stumble_over_a_crafted_record() -> None:
+def test_keeping_the_best_commits_works_beside_a_malformed_record() -> None:
     storage = Storage(f"memory://{uuid.uuid4().hex}")
     plant(storage, WRONG[0])
     store = SingleRankStore(storage, keep=Retention(last=1, best=1, metric="loss"))

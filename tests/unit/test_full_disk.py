@@ -1,4 +1,4 @@
-"""Saves to a disk without room."""
+"""Saves to a full disk."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from elastic_ddp.checkpoint import Commit
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.storage import Storage
 from tests.ranks import PROCESSES
-from tests.saving import PART_BYTES, is_whole, large_state, save_on_ranks
+from tests.saving import PART_BYTES, check_commits, large_state, save_on_ranks
 
 ROOM_BYTES = PART_BYTES
-"""For some small commits, and for none with two tensors of that size."""
+"""Size of the disk: several small commits fit, two tensors of this size do not."""
 
 
 def save_without_room(folder: str, words: str, remedy: str = "free space there or use another storage") -> None:
-    """A save that does not fit, between two that do."""
+    """Makes a save that does not fit between two that do."""
     storage = Storage(f"{folder}/runs")
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
     outcome = save_on_ranks([storage] * 2, 2, retry_s=10.0, state=large_state(2, 2))
     assert isinstance(outcome, StorageError)
     assert words in str(outcome) and remedy in str(outcome)
-    is_whole(storage, 1)
+    check_commits(storage, 1)
     assert not list(Path(folder).rglob(".tmp-*"))
     assert isinstance(save_on_ranks([storage] * 2, 3), Commit)
-    is_whole(storage, 1, 3)
+    check_commits(storage, 1, 3)
 
 
 def save_with_small_files(folder: str) -> None:
@@ -38,15 +38,15 @@ def save_with_small_files(folder: str) -> None:
     save_without_room(folder, "File too large", "raise the file size limit (ulimit -f)")
 
 
-def test_files_that_may_not_grow_fail_the_save_and_the_commit_before_stays(tmp_path: Path) -> None:
+def test_a_file_size_limit_fails_the_save_and_earlier_commits_stay(tmp_path: Path) -> None:
     process = PROCESSES.Process(target=save_with_small_files, args=[str(tmp_path)])
     process.start()
     process.join()
     assert process.exitcode == 0
 
 
-def test_a_full_disk_fails_the_save_and_the_commit_before_stays(tmp_path: Path) -> None:
-    # In memory, and known to one process alone: it is gone with it.
+def test_a_full_disk_fails_the_save_and_earlier_commits_stay(tmp_path: Path) -> None:
+    # A file system in memory, visible to one process only.
     mount = f'mount -t tmpfs -o size={ROOM_BYTES} tmpfs "$0" && exec "$@"'
     on_it = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount, str(tmp_path)]
     if not shutil.which("unshare") or subprocess.run([*on_it, "true"], capture_output=True).returncode:

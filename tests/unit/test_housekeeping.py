@@ -1,4 +1,4 @@
-"""What a saver removes behind its commits, and what it leaves alone."""
+"""What a saver removes after its commits, and what stays."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.unit.test_checkpoint import corrupt, keys_of
 from tests.unit.test_restore import BadSector
 
 
-class Elsewhere(Storage):
-    """A storage whose clock is wrong by years, and can be moved on; it counts what is read."""
+class ClockedStorage(Storage):
+    """A storage whose clock is wrong by years and can be advanced. It records what is read."""
 
     def __init__(self, uri: str | Path) -> None:
         super().__init__(uri)
@@ -54,10 +54,10 @@ class Elsewhere(Storage):
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Elsewhere:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> ClockedStorage:
     if request.param == "s3":
-        return Elsewhere(f"{request.getfixturevalue('s3')}/runs/one")
-    return Elsewhere(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path / "run")
+        return ClockedStorage(f"{request.getfixturevalue('s3')}/runs/one")
+    return ClockedStorage(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path / "run")
 
 
 def save(store: SingleRankStore, step: int, value: float | None = None, measured_at: int | None = None) -> Commit:
@@ -76,7 +76,7 @@ def write_orphan(storage: Storage, step: int) -> str:
     return prefix
 
 
-def test_every_kth_and_the_best_stay_with_every_byte_and_nothing_else(storage: Elsewhere) -> None:
+def test_every_kth_and_the_best_commits_stay_and_nothing_else(storage: ClockedStorage) -> None:
     store = SingleRankStore(storage, keep=Retention(last=2, every_steps=10, best=2, metric="loss"))
     losses = {3: 0.9, 6: 0.2, 9: 0.8, 12: 0.7, 15: 0.1, 18: 0.5, 21: 0.6, 24: 0.4, 27: 0.3}
     commits = {step: save(store, step, value) for step, value in losses.items()}
@@ -84,7 +84,7 @@ def test_every_kth_and_the_best_stay_with_every_byte_and_nothing_else(storage: E
     assert storage.list() == sorted(key for step in (6, 12, 15, 21, 24, 27) for key in keys_of(commits[step]))
 
 
-def test_of_several_that_know_one_evaluation_only_the_first_is_kept_as_the_best(tmp_path: Path) -> None:
+def test_a_repeated_evaluation_counts_only_for_the_first_commit_that_has_it(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     store = SingleRankStore(storage, keep=Retention(last=1, best=2, metric="loss"))
     for step, (value, at) in {10: (0.1, 10), 20: (0.1, 10), 30: (0.1, 10), 40: (0.9, 40), 50: (0.9, 40)}.items():
@@ -92,15 +92,15 @@ def test_of_several_that_know_one_evaluation_only_the_first_is_kept_as_the_best(
     assert steps_in(storage) == [10, 40, 50]
 
 
-def test_another_saver_of_the_run_keeps_the_same(tmp_path: Path) -> None:
+def test_a_new_saver_process_keeps_the_same_commits(tmp_path: Path) -> None:
     storage, keep = Storage(tmp_path), Retention(last=1, every_steps=10, best=1, metric="loss", mode="max")
     for step in range(3, 40, 3):
         save(SingleRankStore(storage, keep=keep), step, 1.0 if step == 6 else 0.5)
     assert steps_in(storage) == [6, 12, 21, 30, 39]
 
 
-def test_what_is_kept_for_good_is_read_once(tmp_path: Path) -> None:
-    storage = Elsewhere(tmp_path)
+def test_manifests_of_older_kept_commits_are_read_once(tmp_path: Path) -> None:
+    storage = ClockedStorage(tmp_path)
     keep = Retention(last=1, every_steps=1)
     for step in range(1, 6):
         save(SingleRankStore(storage, keep=keep), step)
@@ -111,11 +111,11 @@ def test_what_is_kept_for_good_is_read_once(tmp_path: Path) -> None:
     storage.read_keys.clear()
     save(store, 7)
     save(store, 8)
-    assert storage.read_keys == [manifest_key(7), manifest_key(8)], "the newest ones, to see that they are there"
+    assert storage.read_keys == [manifest_key(7), manifest_key(8)], "the newest manifests are read again"
     assert steps_in(storage) == list(range(1, 9))
 
 
-def test_a_bad_commit_is_not_kept_for_its_place(tmp_path: Path) -> None:
+def test_a_bad_commit_does_not_count_as_the_kth_or_the_best(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     keep = Retention(last=3, every_steps=10, best=1, metric="loss")
     bad = save(SingleRankStore(storage, keep=keep), 10, 0.1)
@@ -126,7 +126,7 @@ def test_a_bad_commit_is_not_kept_for_its_place(tmp_path: Path) -> None:
     assert steps_in(storage) == [10, 12, 16, 17, 18], "12 is the first that can be used, and the best"
 
 
-def test_a_commit_that_was_made_anew_after_going_back_counts_with_its_own_value(tmp_path: Path) -> None:
+def test_a_step_that_is_committed_again_counts_with_its_new_value(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     store = SingleRankStore(storage, keep=Retention(last=1, best=1, metric="loss"))
     for bad in [save(store, 20, 1.0), save(store, 25, 3.0)]:
@@ -142,14 +142,14 @@ def test_a_commit_that_was_made_anew_after_going_back_counts_with_its_own_value(
     assert steps_in(storage) == [30], "20 was the best before it was set aside"
 
 
-def test_a_saver_is_asked_for_once_more_right_before_commits_are_removed(tmp_path: Path) -> None:
-    storage = Elsewhere(tmp_path)
+def test_the_fence_is_called_again_right_before_commits_are_removed(tmp_path: Path) -> None:
+    storage = ClockedStorage(tmp_path)
     store, asked = SingleRankStore(storage, keep=1), 0
 
     def fence() -> None:
         nonlocal asked
         asked += 1
-        if asked > 1 and manifest_key(30) in storage.read_keys:  # it has looked at what is there
+        if asked > 1 and manifest_key(30) in storage.read_keys:  # after the manifests were read
             raise PeerFailedError("the generation is over")
 
     for step in (20, 30):
@@ -158,8 +158,8 @@ def test_a_saver_is_asked_for_once_more_right_before_commits_are_removed(tmp_pat
     assert steps_in(storage) == [20, 30]
 
 
-class Stale(Storage):
-    """Its first listing of everything is without something, as one of some time ago may be."""
+class StaleStorage(Storage):
+    """A stale storage: its listing of the whole folder lacks the key `without`."""
 
     without = ""
 
@@ -171,8 +171,8 @@ class Stale(Storage):
 
 
 @pytest.mark.parametrize("what", ["manifest", "object"])
-def test_what_is_missing_in_one_listing_is_not_removed_for_it(tmp_path: Path, what: str) -> None:
-    storage, keep = Stale(tmp_path), Retention(last=1, best=1, metric="loss")
+def test_a_stale_listing_removes_no_good_commit(tmp_path: Path, what: str) -> None:
+    storage, keep = StaleStorage(tmp_path), Retention(last=1, best=1, metric="loss")
     best = save(SingleRankStore(storage, keep=keep), 10, 0.1)
     save(SingleRankStore(storage, keep=keep), 20, 0.5)
     assert steps_in(storage) == [10, 20]
@@ -186,23 +186,21 @@ def test_what_is_missing_in_one_listing_is_not_removed_for_it(tmp_path: Path, wh
     assert steps_in(storage) == [10, 40]
 
 
-def test_a_bad_commit_that_might_be_the_best_is_left_and_counts_for_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    storage, keep = Elsewhere(tmp_path), Retention(last=1, best=1, metric="loss")
+def test_a_bad_commit_stays_and_does_not_count_as_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage, keep = ClockedStorage(tmp_path), Retention(last=1, best=1, metric="loss")
     best = save(SingleRankStore(storage, keep=keep), 10, 0.1)
     save(SingleRankStore(storage, keep=keep), 20, 0.3)
     corrupt(storage, best.state.key, "missing")
     store = SingleRankStore(storage, keep=keep)
     for step in (30, 40, 50):
         save(store, step, 0.5)
-    assert steps_in(storage) == [10, 20, 50], "20 is the best of those that are left"
-    told = [each for each in caplog.messages if each.startswith("step 10 and all attempts at it stay")]
-    assert len(told) == 1 and best.state.key in told[0]
+    assert steps_in(storage) == [10, 20, 50], "20 is the best of the good ones"
+    warnings = [text for text in caplog.messages if text.startswith("step 10 and all attempts at it stay")]
+    assert len(warnings) == 1 and best.state.key in warnings[0]
 
 
-class Held(Elsewhere):
-    """A folder in it is under a legal hold, or somebody else's."""
+class Held(ClockedStorage):
+    """A folder in it cannot be removed, as under a legal hold."""
 
     held = ""
 
@@ -212,7 +210,9 @@ class Held(Elsewhere):
         super().delete_tree(prefix)
 
 
-def test_a_folder_that_cannot_be_removed_keeps_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_removed_does_not_stop_other_removals(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     storage = Held(tmp_path)
     storage.held = "step=1/"
     store = SingleRankStore(storage, keep=2)
@@ -235,7 +235,7 @@ def test_a_folder_that_cannot_be_removed_keeps_no_other(tmp_path: Path, caplog: 
     ],
     ids=str,
 )
-def test_a_manifest_that_cannot_be_read_stays_with_all_at_its_step_and_the_rest_is_tidied(
+def test_an_unreadable_manifest_stays_with_its_step_and_the_rest_is_tidied(
     tmp_path: Path, keep: Retention, left: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     before = SingleRankStore(Storage(tmp_path), keep=9)
@@ -250,7 +250,7 @@ def test_a_manifest_that_cannot_be_read_stays_with_all_at_its_step_and_the_rest_
     assert ("step 10 and all attempts at it stay: cannot read" in caplog.text) == (10 in left)
     caplog.clear()
     save(store, 60, 0.8)
-    assert "commits/10.json" not in caplog.text, "this saver does not try it again"
+    assert "commits/10.json" not in caplog.text, "this saver does not read it again"
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_manifest_that_cannot_be_read_stays_with_all_at_its_step_and_the_rest_
     [(Retention(last=2), [30, 35, 40]), (Retention(last=1, best=1, metric="loss"), [10, 35, 40])],
     ids=str,
 )
-def test_a_commit_of_another_run_pushes_out_none_of_this_one_and_stays(
+def test_a_commit_of_another_run_stays_and_displaces_none_of_this_run(
     tmp_path: Path, keep: Retention, left: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     def put(step: int, value: float, batch: int) -> None:
@@ -278,14 +278,14 @@ def test_a_commit_of_another_run_pushes_out_none_of_this_one_and_stays(
 
 
 def written(storage: Storage, step: int) -> dict[str, Any]:
-    """All of a state, as `complete` takes it."""
+    """Writes a state, and returns the arguments of `complete` for it."""
     attempt, writer = uuid.uuid4().hex, StateWriter()
     writer.stage({"user": {"step": step}, "model": {"w": torch.full((64,), float(step))}}, rank=0, world_size=1)
     part = writer.write(storage, attempt_prefix(step, attempt))
     return {"step": step, "attempt": attempt, "parts": [part], "kinds": writer.kinds, "record": {}}
 
 
-def test_a_commit_that_could_not_be_read_stays_while_newer_ones_are_committed(tmp_path: Path) -> None:
+def test_an_unreadable_commit_stays_while_newer_ones_are_committed(tmp_path: Path) -> None:
     before = SingleRankStore(Storage(tmp_path), keep=9)
     for step in (10, 20, 30):
         save(before, step)
@@ -315,11 +315,11 @@ def test_a_commit_of_another_run_at_the_same_step_is_set_aside(tmp_path: Path) -
     ],
 )
 @pytest.mark.parametrize("at", range(10))
-def test_of_one_who_has_left_and_commits_late_no_manifest_without_its_objects_stays(
-    storage: Elsewhere, at: int, keep: Retention, monkeypatch: pytest.MonkeyPatch
+def test_a_late_commit_of_a_worker_that_left_never_lists_missing_objects(
+    storage: ClockedStorage, at: int, keep: Retention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It commits step 4 in any moment of the commit of step 6 by those who go on, or they do in one of its own."""
-    leaver, other = CheckpointStore(storage, keep=keep), CheckpointStore(storage, keep=keep)
+    """It commits step 4 at any moment of the commit of step 6 by another worker."""
+    late_store, other = CheckpointStore(storage, keep=keep), CheckpointStore(storage, keep=keep)
     other.complete(**written(storage, 2), fence=lambda: None)
     late, mine = written(storage, 4), written(storage, 6)
     moments, outcome = itertools.count(), []
@@ -328,7 +328,7 @@ def test_of_one_who_has_left_and_commits_late_no_manifest_without_its_objects_st
         if next(moments) == at:
             outcome.append(None)
             with suppress(SupersededError):
-                leaver.complete(**late, fence=lambda: None, is_current=lambda: False)
+                late_store.complete(**late, fence=lambda: None, is_current=lambda: False)
 
     for name in ("sizes", "list", "size", "read", "create", "uploads"):
         plain = getattr(storage, name)
@@ -339,7 +339,7 @@ def test_of_one_who_has_left_and_commits_late_no_manifest_without_its_objects_st
 
         monkeypatch.setattr(storage, name, asked)
     other.complete(**mine, fence=meanwhile)
-    assert outcome, "there are as many moments"
+    assert outcome, "the commit has so many operations"
     for step, commit in CheckpointStore(storage, keep=keep).all_commits():
         assert isinstance(commit, Commit), step
         CheckpointStore(storage, keep=keep).verify(commit)
@@ -347,7 +347,7 @@ def test_of_one_who_has_left_and_commits_late_no_manifest_without_its_objects_st
     assert all(isinstance(commit, Commit) for _, commit in CheckpointStore(storage, keep=keep).all_commits())
 
 
-def test_a_commit_is_not_removed_because_the_newest_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_newest_commit_displaces_no_readable_one(tmp_path: Path) -> None:
     before = SingleRankStore(Storage(tmp_path), keep=9)
     for step in (10, 20):
         save(before, step)
@@ -356,8 +356,8 @@ def test_a_commit_is_not_removed_because_the_newest_cannot_be_read(tmp_path: Pat
     assert steps_in(storage) == [20, 30]
 
 
-class Away(Storage):
-    """Lists what it has, and lets nobody read it."""
+class UnreadableStorage(Storage):
+    """Lists objects, and refuses all reads."""
 
     def read(self, key: str, max_bytes: int | None = None) -> bytes:
         return self.refuse(key)
@@ -366,21 +366,21 @@ class Away(Storage):
         return self.refuse(key)
 
     def refuse(self, key: str) -> NoReturn:
-        self.size(key)  # FileNotFoundError if it is not there
+        self.size(key)  # raises FileNotFoundError for a missing object
         raise StorageError("403") from PermissionError("403")
 
 
-def test_where_no_manifest_can_be_read_nothing_is_removed_and_that_is_an_error(
+def test_if_no_manifest_can_be_read_nothing_is_removed_and_an_error_is_raised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = SingleRankStore(Storage(tmp_path), keep=9)
     for step in (10, 20):
         save(store, step)
     orphan = write_orphan(Storage(tmp_path), 5)
-    save(SingleRankStore(Away(tmp_path), keep=1), 30)
+    save(SingleRankStore(UnreadableStorage(tmp_path), keep=1), 30)
     assert "superseded commits stay until the next commit: StorageError: 403" in caplog.text
     with pytest.raises(StorageError, match="403"):
-        removals(Away(tmp_path), Retention(last=1), orphan_age_s=0, with_set_aside=True)
+        removals(UnreadableStorage(tmp_path), Retention(last=1), orphan_age_s=0, with_set_aside=True)
     assert steps_in(Storage(tmp_path)) == [10, 20, 30] and Storage(tmp_path).list(orphan)
 
 
@@ -402,32 +402,32 @@ SingleRankStore(Storage(sys.argv[1]), keep=2).save({"model": {"w": torch.ones(1 
 def left_by_a_kill_before(function: str, folder: Path) -> list[Path]:
     subprocess.run([sys.executable, "-c", KILLED, folder, function], check=False, cwd=Path(__file__).parents[2])
     left = [path for path in folder.rglob("*") if path.name.startswith(TEMPORARY_PREFIX)]
-    assert left, "it was killed before an object was there"
+    assert left, "it was killed before it had created an object"
     return left
 
 
-def test_what_a_saver_on_a_disk_left_that_was_killed_before_any_object_was_there_goes(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_saver_are_removed(tmp_path: Path) -> None:
     left_by_a_kill_before("replace", tmp_path)
     storage = Storage(tmp_path)
-    assert storage.list() == [] and sum(each.num_bytes for each in storage.uploads()) >= 1 << 18
+    assert storage.list() == [] and sum(upload.num_bytes for upload in storage.uploads()) >= 1 << 18
     save(SingleRankStore(storage, keep=1), 6)
     assert storage.uploads() == [] and storage.list("step=5") == []
     assert not (tmp_path / "step=5").exists()
 
 
-def test_a_manifest_that_a_saver_did_not_finish_goes_when_it_is_old(tmp_path: Path) -> None:
+def test_an_unfinished_manifest_is_removed_once_it_is_old(tmp_path: Path) -> None:
     [manifest] = left_by_a_kill_before("link", tmp_path)
     assert manifest.parent.name == "commits"
     store = SingleRankStore(Storage(tmp_path), keep=1)
     save(store, 6)
-    assert manifest.exists(), "somebody may be writing it"
+    assert manifest.exists(), "a process may be writing it"
     at = time.time() - ORPHAN_AGE_S - 60
     os.utime(manifest, (at, at))
     save(store, 7)
     assert not manifest.exists()
 
 
-def test_prune_finds_what_a_saver_left_before_any_object_was_there(tmp_path: Path) -> None:
+def test_prune_finds_temporary_files_of_a_killed_saver(tmp_path: Path) -> None:
     left_by_a_kill_before("replace", tmp_path)
     storage = Storage(tmp_path)
     [found], _ = removals(storage, None, orphan_age_s=0, with_set_aside=False)
@@ -436,8 +436,8 @@ def test_prune_finds_what_a_saver_left_before_any_object_was_there(tmp_path: Pat
     assert storage.uploads() == [] and not (tmp_path / "step=5").exists()
 
 
-class Uploading(Elsewhere):
-    """Has unfinished uploads, as S3 does."""
+class Uploading(ClockedStorage):
+    """A storage with unfinished uploads, as on S3."""
 
     def __init__(self, uri: str | Path, keys: list[str]) -> None:
         super().__init__(uri)
@@ -450,47 +450,47 @@ class Uploading(Elsewhere):
         del self._begun[upload.key]
 
 
-def test_a_manifest_that_was_not_set_aside_to_the_end_keeps_nothing_and_goes_when_it_is_old(tmp_path: Path) -> None:
-    """One of 16 MiB or more goes up to S3 in parts."""
+def test_an_unfinished_set_aside_upload_protects_nothing_and_expires(tmp_path: Path) -> None:
+    """Manifests above 16 MiB are uploaded to S3 in parts."""
     attempt = uuid.uuid4().hex
-    storage = Uploading(tmp_path, [f"set-aside/4-{attempt}.json", "anothers/object"])
+    storage = Uploading(tmp_path, [f"set-aside/4-{attempt}.json", "foreign/object"])
     storage.write(f"{attempt_prefix(4, attempt)}/0-0.bin", b"half")
     store = SingleRankStore(storage, keep=1)
     save(store, 6)
-    assert not storage.list("step=4"), "nobody has set it aside"
+    assert not storage.list("step=4"), "it was not set aside"
     assert len(storage.uploads()) == 2
     storage.later_s = ORPHAN_AGE_S + 60
     save(store, 7)
-    assert [each.key for each in storage.uploads()] == ["anothers/object"]
+    assert [upload.key for upload in storage.uploads()] == ["foreign/object"]
 
 
-def test_prune_takes_what_is_on_its_way_to_a_folder_that_it_removes(tmp_path: Path) -> None:
+def test_prune_aborts_uploads_to_the_folders_that_it_removes(tmp_path: Path) -> None:
     store = SingleRankStore(Storage(tmp_path), keep=9)
     commits = [save(store, step) for step in (1, 2)]
-    storage = Uploading(tmp_path, [f"{each.prefix}/9-0.bin" for each in commits])
+    storage = Uploading(tmp_path, [f"{commit.prefix}/9-0.bin" for commit in commits])
     chosen, _ = removals(storage, Retention(last=1), orphan_age_s=ORPHAN_AGE_S, with_set_aside=False)
-    assert [each.step for each in chosen] == [1]
+    assert [removal.step for removal in chosen] == [1]
     prune(storage, chosen)
-    assert [each.key for each in storage.uploads()] == [f"{commits[1].prefix}/9-0.bin"], "it may be somebody's"
+    assert [upload.key for upload in storage.uploads()] == [f"{commits[1].prefix}/9-0.bin"], (
+        "a process may be writing it"
+    )
 
 
-def test_an_orphan_of_a_later_step_goes_when_it_is_old_by_the_clock_of_the_storage(storage: Elsewhere) -> None:
+def test_an_orphan_of_a_later_step_expires_by_the_clock_of_the_storage(storage: ClockedStorage) -> None:
     store = SingleRankStore(storage, keep=1)
     orphan = write_orphan(storage, 50)
     save(store, 1)
     storage.later_s = ORPHAN_AGE_S - 60
     save(store, 2)
-    assert storage.list(orphan), "somebody may be writing it"
+    assert storage.list(orphan), "a process may be writing it"
     storage.later_s = ORPHAN_AGE_S + 60
     save(store, 3)
     assert not storage.list("step=50") and restored_step_of(storage) == 3
 
 
-def test_what_a_saver_left_that_was_killed_while_it_asked_for_the_time_goes(
-    storage: Elsewhere, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clock_objects_of_a_killed_saver_are_removed(storage: ClockedStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Storage, "delete_tree", lambda *_: None)  # it does not come to that
+        patch.setattr(Storage, "delete_tree", lambda *_: None)  # the process is killed before
         storage.now()
     assert len(storage.list()) == 1
     commit = save(SingleRankStore(storage, keep=1), 1)
@@ -498,9 +498,9 @@ def test_what_a_saver_left_that_was_killed_while_it_asked_for_the_time_goes(
 
 
 class Interrupted(Storage):
-    """Fails at one of its removals, and at all that follow."""
+    """Fails at one of its removals, and at all later ones."""
 
-    left = 1000
+    remaining = 1000
 
     def delete(self, key: str) -> None:
         self._count()
@@ -511,22 +511,22 @@ class Interrupted(Storage):
         super().delete_tree(prefix)
 
     def _count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
+        self.remaining -= 1
+        if self.remaining < 0:
             raise StorageError("the storage is down")
 
 
-def test_wherever_a_removal_is_interrupted_no_manifest_lists_what_is_gone(tmp_path: Path) -> None:
+def test_an_interrupted_removal_leaves_no_manifest_with_missing_objects(tmp_path: Path) -> None:
     for at in range(5):
         storage = Interrupted(tmp_path / str(at))
         for step in (1, 2):
             save(SingleRankStore(storage, keep=2), step)
-        storage.left = at
+        storage.remaining = at
         save(SingleRankStore(storage, keep=1), 3)
         found = SingleRankStore(storage, keep=1).all_commits()
-        assert [step for step, _ in found] == [3, 2, 1][: max(1, 3 - at)], "the oldest goes first"
+        assert [step for step, _ in found] == [3, 2, 1][: max(1, 3 - at)], "the oldest is removed first"
         assert all(isinstance(commit, Commit) for _, commit in found)
-    assert storage.left >= 0, "there is none more"
+    assert storage.remaining >= 0, "it has no further removal"
     assert not storage.list("step=1") and not storage.list("step=2")
 
 
@@ -535,12 +535,12 @@ def restored_step_of(storage: Storage) -> int | None:
     return None if found is None else found[0].step
 
 
-def test_the_newest_object_of_an_attempt_tells_its_age(tmp_path: Path) -> None:
-    storage = Elsewhere(tmp_path)
+def test_the_newest_object_of_an_attempt_determines_its_age(tmp_path: Path) -> None:
+    storage = ClockedStorage(tmp_path)
     orphan = write_orphan(storage, 50)
     old = tmp_path / orphan / "0-0.bin"
     os.utime(old, (1e9 + 5, 1e9 + 5))
-    storage.write(f"{orphan}/1-0.bin", b"of a rank that is slower")
+    storage.write(f"{orphan}/1-0.bin", b"of a slower rank")
     save(SingleRankStore(storage, keep=1), 1)
     assert len(storage.list(orphan)) == 2
     (tmp_path / orphan / "1-0.bin").unlink()
@@ -548,7 +548,7 @@ def test_the_newest_object_of_an_attempt_tells_its_age(tmp_path: Path) -> None:
     assert not storage.list(orphan)
 
 
-def test_an_attempt_of_the_same_step_may_be_of_those_who_came_after(tmp_path: Path) -> None:
+def test_an_attempt_at_the_same_step_stays_until_the_next_commit(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     orphan, earlier = write_orphan(storage, 5), write_orphan(storage, 4)
     save(SingleRankStore(storage, keep=1), 5)
@@ -557,8 +557,8 @@ def test_an_attempt_of_the_same_step_may_be_of_those_who_came_after(tmp_path: Pa
     assert not storage.list(orphan)
 
 
-def test_a_commit_that_was_passed_over_keeps_its_objects_whatever_their_age(tmp_path: Path) -> None:
-    storage = Elsewhere(tmp_path)
+def test_a_rejected_commit_keeps_its_objects_at_any_age(tmp_path: Path) -> None:
+    storage = ClockedStorage(tmp_path)
     bad = save(SingleRankStore(storage, keep=1), 9)
     storage.write(manifest_key(9), b"{}")
     storage.later_s = 10 * ORPHAN_AGE_S
@@ -567,7 +567,7 @@ def test_a_commit_that_was_passed_over_keeps_its_objects_whatever_their_age(tmp_
 
 
 def begun(storage: Storage, step: int) -> Callable[..., Commit]:
-    """A save of which all is written but the manifest."""
+    """Writes all of a commit but its manifest; returns a function that completes it."""
     writer, attempt = StateWriter(), uuid.uuid4().hex
     writer.stage({"user": {"step": step}}, rank=0, world_size=1)
     part = writer.write(storage, attempt_prefix(step, attempt))
@@ -580,7 +580,7 @@ def begun(storage: Storage, step: int) -> Callable[..., Commit]:
     return complete
 
 
-def test_a_worker_that_left_and_comes_late_with_an_older_step_commits_nothing(storage: Elsewhere) -> None:
+def test_a_late_save_of_an_older_step_commits_nothing(storage: ClockedStorage) -> None:
     late = begun(storage, 4)
     save(SingleRankStore(storage, keep=1), 6)
     with pytest.raises(CheckpointError, match=r"step 4 are missing: step=4/.* is missing"):
@@ -588,7 +588,7 @@ def test_a_worker_that_left_and_comes_late_with_an_older_step_commits_nothing(st
     assert steps_in(storage) == [6] and not storage.list("step=4")
 
 
-def test_a_storage_that_lost_what_was_written_gets_no_manifest(tmp_path: Path) -> None:
+def test_a_storage_that_lost_an_object_gets_no_manifest(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     complete = begun(storage, 4)
     corrupt(storage, storage.list("step=4")[0], "short")
@@ -597,17 +597,17 @@ def test_a_storage_that_lost_what_was_written_gets_no_manifest(tmp_path: Path) -
     assert storage.list() == []
 
 
-def test_a_saver_whose_generation_is_over_leaves_the_removal_to_those_who_came_after(tmp_path: Path) -> None:
+def test_a_save_that_outlives_its_generation_removes_nothing(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     save(SingleRankStore(storage, keep=1), 1)
     outlived = begun(storage, 5)
-    theirs = begun(storage, 3)  # who went back to step 1, as everybody but the saver died
+    theirs = begun(storage, 3)  # of a later generation, which has restored step 1
     assert outlived(is_current=lambda: False).step == 5
     assert theirs().step == 3
-    assert steps_in(storage) == [3, 5], "and theirs removed what they superseded"
+    assert steps_in(storage) == [3, 5], "the later generation has removed step 1"
 
 
-def test_a_saver_that_was_replaced_removes_nothing_and_its_commit_stands(
+def test_a_saver_that_is_fenced_after_its_commit_removes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = Storage(tmp_path)
@@ -623,27 +623,27 @@ def test_a_saver_that_was_replaced_removes_nothing_and_its_commit_stands(
     complete = begun(storage, 5)
     with caplog.at_level(logging.WARNING):
         assert complete(fence=fence).step == 5
-    assert asked == [False, True], "before the commit, and before anything is removed"
+    assert asked == [False, True], "before the manifest, and before removals"
     assert steps_in(storage) == [1, 5] and storage.list(orphan)
     assert (
         "superseded commits stay until the next commit: PeerFailedError: this worker was presumed dead" in caplog.text
     )
 
 
-def test_whoever_came_after_the_listing_is_not_touched(tmp_path: Path) -> None:
-    """The fence is asked after the listing: what another driver writes from then on is not in it."""
+def test_attempts_that_begin_after_the_listing_are_not_removed(tmp_path: Path) -> None:
+    """The fence is called after the listing, which so has no attempts of a newer driver."""
     storage = Storage(tmp_path)
     written: list[str] = []
 
     def fence() -> None:
         if storage.list("commits"):
-            written.append(write_orphan(storage, 2))  # of a driver that takes over right behind the answer
+            written.append(write_orphan(storage, 2))  # of a driver that takes over right after the fence
 
     begun(storage, 5)(fence=fence)
     assert written and [storage.list(prefix) for prefix in written] == [[f"{prefix}/0-0.bin"] for prefix in written]
 
 
-def test_a_storage_that_does_not_date_its_objects_loses_none_of_them(
+def test_a_storage_without_modification_times_keeps_its_orphans(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Undated(Storage):
@@ -656,4 +656,4 @@ def test_a_storage_that_does_not_date_its_objects_loses_none_of_them(
     with caplog.at_level(logging.WARNING):
         save(SingleRankStore(storage, keep=1), 2)
     assert storage.list(orphan) and "there are no modification times" in caplog.text
-    assert steps_in(storage) == [2], "the rest goes all the same"
+    assert steps_in(storage) == [2], "superseded commits are removed"

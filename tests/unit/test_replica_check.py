@@ -1,4 +1,4 @@
-"""A commit is not made of states that differ: what ranks hold alike is compared, a sample of it in every save."""
+"""Ranks whose replicated tensors differ make no commit: each save compares a sample."""
 
 from __future__ import annotations
 
@@ -29,31 +29,33 @@ from tests.saving import Ranks
 from tests.unit.test_checkpoint import make_state
 
 
-def drawn(tensors: dict[str, torch.Tensor], seed: str = "a") -> Any:
+def draw(tensors: dict[str, torch.Tensor], seed: str = "a") -> Any:
+    """Returns the sample of a rank that holds these tensors."""
     sampler = Sampler()
     sampler.stage(BlockPlanner().plan(tensors), tensors, seed)
     return sampler.samples()
 
 
-def test_of_a_small_state_every_bit_is_compared() -> None:
-    names = ["a", "b", "c", *map(str, range(MAX_PIECES - 3))]  # as many as a small model and its optimizer have
+def test_every_bit_of_a_small_state_is_compared() -> None:
+    names = ["a", "b", "c", *map(str, range(MAX_PIECES - 3))]  # as many as a small model has
     state = {name: torch.randn(4, 3, generator=torch.Generator().manual_seed(1)) for name in names}
     for name in ("a", "b", "c"):
         for place in range(12):
             other = copy.deepcopy(state)
             other[name].view(-1).view(torch.int32)[place] ^= 1
             with pytest.raises(ReplicasDifferError, match=f"ranks 0 and 2 hold different values of {name}"):
-                check_replicas([drawn(state), drawn(state), drawn(other)])
-    check_replicas([drawn(state), drawn(copy.deepcopy(state))])
+                check_replicas([draw(state), draw(state), draw(other)])
+    check_replicas([draw(state), draw(copy.deepcopy(state))])
     check_replicas([()])
 
 
-def test_of_a_large_one_every_save_takes_another_part_and_no_more_than_a_bit() -> None:
+def test_each_save_samples_another_bounded_part_of_a_large_state() -> None:
     state = {f"layer{number}": torch.zeros(1 << 20) for number in range(40)}  # 160 MiB
-    found = [drawn(state, str(each)) for each in range(3)]
-    names = [{sample.tensor for sample in each} for each in found]
+    drawn = [draw(state, str(seed)) for seed in range(3)]
+    names = [{sample.tensor for sample in samples} for samples in drawn]
     assert (
-        all(len(each) == SAMPLE_BYTES // SAMPLE_PIECE_BYTES for each in found) and len(set(map(frozenset, names))) == 3
+        all(len(samples) == SAMPLE_BYTES // SAMPLE_PIECE_BYTES for samples in drawn)
+        and len(set(map(frozenset, names))) == 3
     )
     sampler, plan = Sampler(), BlockPlanner().plan(state)
     for seed in range(5):
@@ -62,7 +64,7 @@ def test_of_a_large_one_every_save_takes_another_part_and_no_more_than_a_bit() -
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (300_000,), (3, 400, 500), (2, 1, 3, 100_000), (1 << 20, 3)], ids=str)
-def test_a_piece_is_as_large_as_it_may_be_and_can_be_anywhere(shape: tuple[int, ...]) -> None:
+def test_pieces_have_about_the_largest_size_and_cover_the_tensor(shape: tuple[int, ...]) -> None:
     tensor = torch.zeros(shape, dtype=torch.float64)
     draw = random.Random(0)
     for _ in range(400):
@@ -72,26 +74,26 @@ def test_a_piece_is_as_large_as_it_may_be_and_can_be_anywhere(shape: tuple[int, 
     assert tensor.sum() > 0.9 * tensor.numel() or tensor.numel() > 400 * SAMPLE_PIECE_BYTES / 8 / 4
 
 
-def test_how_a_tensor_lies_in_memory_makes_no_difference() -> None:
+def test_samples_do_not_depend_on_the_memory_format() -> None:
     image = torch.randn(8, 3, 20, 20)
-    assert drawn({"w": image}) == drawn({"w": image.contiguous(memory_format=torch.channels_last)})
+    assert draw({"w": image}) == draw({"w": image.contiguous(memory_format=torch.channels_last)})
 
 
-def test_what_rank_0_writes_alone_may_differ_and_a_rank_alone_compares_nothing() -> None:
+def test_state_of_rank_0_and_single_ranks_are_not_sampled() -> None:
     state = {"model": {"w": torch.ones(3)}, "user": {"of this rank": torch.ones(3)}}
     writer = StateWriter(of_rank_0=frozenset({"user"}))
     storage = Storage(f"memory://{uuid.uuid4().hex}")
     writer.stage(state, rank=0, world_size=2, seed="a")
-    assert [each.tensor for each in writer.write(storage, "step=1/attempt=a").samples] == ["model.w"]
+    assert [sample.tensor for sample in writer.write(storage, "step=1/attempt=a").samples] == ["model.w"]
     writer.stage(state, rank=0, world_size=1, seed="a")
     assert writer.write(storage, "step=1/attempt=b").samples == ()
 
 
-def test_a_save_of_ranks_that_differ_commits_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_save_of_ranks_that_differ_leaves_nothing(tmp_path: Path) -> None:
     ranks = Ranks(lambda rank: Storage(tmp_path), 3)
     ranks.begin(1)
     assert isinstance(ranks.wait(), Commit)
-    there = Storage(tmp_path).list()
+    before = Storage(tmp_path).list()
     attempt, other = uuid.uuid4().hex, make_state(2)
     other["model"]["weight"].view(-1)[-1] += 1.0
     ranks.begin(2, of=[0, 2], attempt=attempt)
@@ -100,12 +102,12 @@ def test_a_save_of_ranks_that_differ_commits_nothing_and_leaves_nothing(tmp_path
     assert isinstance(outcome, ReplicasDifferError) and "ranks 0 and 1 hold different values of model.weight" in str(
         outcome
     )
-    assert Storage(tmp_path).list() == there
+    assert Storage(tmp_path).list() == before
     newest = CheckpointStore(Storage(tmp_path), keep=2).latest()
     assert newest is not None and newest.step == 1
 
 
-def test_what_modules_keep_beside_tensors_may_differ() -> None:
+def test_extra_state_of_modules_is_not_sampled() -> None:
     def samples(value: float) -> Any:
         writer = StateWriter()
         model = {"w": torch.ones(3), "layer._extra_state": {"scale": torch.tensor(value)}}
@@ -113,17 +115,17 @@ def test_what_modules_keep_beside_tensors_may_differ() -> None:
         return writer.write(Storage(f"memory://{uuid.uuid4().hex}"), "step=1/attempt=a").samples
 
     check_replicas([samples(1.0), samples(2.0)])
-    assert [each.tensor for each in samples(1.0)] == ["model.w"]
+    assert [sample.tensor for sample in samples(1.0)] == ["model.w"]
 
 
-def test_ranks_with_other_tensors_are_told_so() -> None:
-    one, other = drawn({"a": torch.ones(3), "b": torch.ones(2)}), drawn({"a": torch.ones(3)})
+def test_ranks_with_different_tensors_are_reported() -> None:
+    one, other = draw({"a": torch.ones(3), "b": torch.ones(2)}), draw({"a": torch.ones(3)})
     with pytest.raises(ReplicasDifferError, match="rank 1 does not hold the same tensors"):
         check_replicas([one, other])
 
 
-def test_what_modules_keep_beside_tensors_is_rank_0s_whatever_others_have(tmp_path: Path) -> None:
-    """In other shapes, or not at all; and nobody's share of all else depends on it."""
+def test_extra_state_of_modules_is_saved_from_rank_0(tmp_path: Path) -> None:
+    """Its shapes may differ between ranks. Shares of other tensors do not depend on it."""
     storage, attempt = Storage(tmp_path), uuid.uuid4().hex
     extra = [
         {"history": torch.zeros(4), "scale": torch.tensor(0.0)},
@@ -132,12 +134,12 @@ def test_what_modules_keep_beside_tensors_is_rank_0s_whatever_others_have(tmp_pa
     ]
     parts = []
     writers = [StateWriter(of_rank_0=frozenset({"user"})) for _ in extra]
-    for rank, (writer, each) in enumerate(zip(writers, extra, strict=True)):
-        model = {"a": torch.arange(40.0), "layer._extra_state": each, "z": torch.arange(90.0)}
+    for rank, (writer, extra_state) in enumerate(zip(writers, extra, strict=True)):
+        model = {"a": torch.arange(40.0), "layer._extra_state": extra_state, "z": torch.arange(90.0)}
         state = {
             "model": model,
             "position": {"step": 1},
-            "user": {"copy.l": {"_extra_state": each}, "n": torch.ones(3)},
+            "user": {"copy.l": {"_extra_state": extra_state}, "n": torch.ones(3)},
         }
         writer.stage(state, rank=rank, world_size=len(extra), seed=attempt)
         parts.append(writer.write(storage, attempt_prefix(1, attempt)))
@@ -149,7 +151,7 @@ def test_what_modules_keep_beside_tensors_is_rank_0s_whatever_others_have(tmp_pa
     assert all(torch.equal(value, extra[0][name]) for name, value in found["layer._extra_state"].items())
 
 
-def test_a_tensor_that_another_rank_has_in_another_shape_is_in_no_commit(tmp_path: Path) -> None:
+def test_a_tensor_of_different_shape_on_another_rank_is_not_committed(tmp_path: Path) -> None:
     storage, attempt = Storage(tmp_path), uuid.uuid4().hex
     parts = []
     writers = [StateWriter(), StateWriter()]
@@ -157,7 +159,7 @@ def test_a_tensor_that_another_rank_has_in_another_shape_is_in_no_commit(tmp_pat
         model = {"a": torch.zeros(100), "b": torch.zeros(9 + rank)}
         writer.stage({"model": model}, rank=rank, world_size=2, seed=attempt)
         parts.append(writer.write(storage, attempt_prefix(1, attempt)).model_copy(update={"samples": ()}))
-    assert [each.tensor for each in parts[1].blocks] == ["model.b"]
+    assert [block.tensor for block in parts[1].blocks] == ["model.b"]
     with pytest.raises(ReplicasDifferError, match=r"model\.b is \('float32', \(9,\)\) on rank 0 and .*\(10,\)"):
         CheckpointStore(storage, keep=1).complete(
             step=1, attempt=attempt, parts=parts, kinds=writers[0].kinds, record={}, fence=lambda: None

@@ -1,4 +1,4 @@
-"""Which commits are kept, and what can be removed: plain values."""
+"""Which commits stay, and what can be removed: plain values."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def complete(*steps: int) -> dict[int, Measurement | None]:
 
 
 def valued(values: dict[int, float]) -> dict[int, Measurement | None]:
-    """Commits whose states were measured themselves."""
+    """Returns commits with a value measured at their own step."""
     return {step: Measurement(value, step) for step, value in values.items()}
 
 
-def test_the_newest_complete_ones_are_kept_and_bad_ones_among_them() -> None:
+def test_the_newest_complete_commits_stay_and_bad_ones_among_them() -> None:
     assert kept([1, 2, 3, 4, 5], complete(1, 2, 4, 5), Retention(last=3)) == {2, 3, 4, 5}
 
 
-def test_the_first_at_or_after_every_multiple_is_kept() -> None:
+def test_the_first_commit_at_or_after_each_multiple_stays() -> None:
     steps = [30, 60, 90, 120, 150, 200, 230, 450, 480, 500]
     found = kept(steps, complete(*steps), Retention(last=1, every_steps=100))
-    assert found == {120, 200, 450, 500}, "none of before 100, and 450 is the first after 300 and after 400"
+    assert found == {120, 200, 450, 500}, "none before 100; 450 is the first after 300 and after 400"
 
 
-def test_what_is_kept_for_good_stays_through_all_that_comes() -> None:
+def test_commits_kept_for_good_stay_after_every_later_commit() -> None:
     retention = Retention(last=2, every_steps=100)
     there: set[int] = set()
     for step in range(7, 1000, 7):
@@ -41,29 +41,29 @@ def test_what_is_kept_for_good_stays_through_all_that_comes() -> None:
     assert there == {105, 203, 301, 406, 504, 602, 700, 805, 903, 987, 994}
 
 
-def test_a_bad_commit_does_not_stand_for_a_multiple_and_is_left_where_it_might() -> None:
+def test_a_bad_commit_does_not_count_for_a_multiple_and_stays() -> None:
     steps = [100, 110, 120, 130]
     assert kept(steps, complete(110, 120, 130), Retention(last=1, every_steps=100)) == {100, 110, 130}
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", {20, 40, 60}), ("max", {10, 50, 60})])
-def test_the_best_by_a_metric_are_kept(mode: Any, expected: set[int]) -> None:
+def test_the_best_commits_by_a_metric_stay(mode: Any, expected: set[int]) -> None:
     values = {10: 0.9, 20: 0.1, 30: 0.5, 40: 0.2, 50: 0.8}
     found = kept([*values, 60], valued(values) | complete(60), Retention(last=1, best=2, metric="loss", mode=mode))
-    assert found == expected, "and 60, the newest, which has no value"
+    assert found == expected, "60 is the newest, without a value"
 
 
-def test_of_equal_values_the_earlier_one_is_better() -> None:
+def test_the_earlier_of_equal_values_is_better() -> None:
     assert kept([1, 2, 3], valued({1: 0.5, 2: 0.5, 3: 0.7}), Retention(last=1, best=1, metric="loss")) == {1, 3}
 
 
-def test_of_commits_that_know_the_same_measurement_the_first_stands_for_it() -> None:
+def test_a_repeated_measurement_counts_for_the_first_commit() -> None:
     old, new = Measurement(0.1, 10), Measurement(0.4, 40)
     commits = {11: old, 20: old, 30: old, 40: new, 50: new}
     assert kept([*commits], commits, Retention(last=1, best=2, metric="loss")) == {11, 40, 50}
 
 
-def test_a_retention_without_the_newest_is_refused() -> None:
+def test_a_retention_of_no_commits_is_refused() -> None:
     with pytest.raises(ValueError, match="keep=0"):
         Retention(last=0)
 
@@ -82,29 +82,29 @@ def orphan(step: int) -> Commit:
     return commit(step, attempt=1)
 
 
-def test_attempts_of_a_manifest_that_was_not_read_stay_and_so_do_those_beside_it() -> None:
+def test_all_attempts_at_the_step_of_an_unread_manifest_stay() -> None:
     keys = [*keys_of(10, 20, 30), orphan(10).state.key, orphan(20).state.key, orphan(25).state.key]
     going = removable(keys, {10, 20, 30}, [commit(20), commit(30)], newest=30, dead_before=30)
     assert going.manifests == [] and going.orphans == []
-    assert going.dead == [orphan(20).prefix, orphan(25).prefix], "whichever is 10's own"
+    assert going.dead == [orphan(20).prefix, orphan(25).prefix], "either attempt may be that of step 10"
 
 
-def test_what_was_set_aside_stays_with_its_objects() -> None:
+def test_commits_set_aside_stay_with_their_objects() -> None:
     keys = [*keys_of(30), f"set-aside/10-{1:032x}.json", orphan(10).state.key, commit(10).state.key]
     going = removable(keys, {30}, [commit(30)], newest=30, dead_before=30)
     assert going.dead == [commit(10).prefix]
     going = removable([*keys, f"set-aside/10-unknown-{2:032x}.json"], {30}, [commit(30)], newest=30, dead_before=30)
-    assert going.dead == [], "which attempt it was is not known"
+    assert going.dead == [], "the attempt is unknown"
 
 
-def test_attempts_of_this_step_and_of_later_ones_may_be_somebodys() -> None:
+def test_attempts_at_this_step_and_later_ones_are_orphans() -> None:
     keys = [*keys_of(20, 40), *(orphan(step).state.key for step in (10, 20, 30, 40))]
     going = removable(keys, {20, 40}, [commit(20)], newest=20, dead_before=20)
     assert going.dead == [orphan(10).prefix]
-    assert going.orphans == [orphan(20).prefix, orphan(30).prefix], "and beside 40, which was not read, none"
+    assert going.orphans == [orphan(20).prefix, orphan(30).prefix], "none at step 40, whose manifest was not read"
 
 
-def test_the_attempts_of_a_manifest_that_goes_go_with_it() -> None:
+def test_attempts_are_removed_with_the_manifest_of_their_step() -> None:
     going = removable([*keys_of(10, 20), orphan(10).state.key, orphan(5).state.key], {20}, [commit(20)], newest=20)
     assert going.manifests == [commit(10).key]
     assert going.dead == [commit(10).prefix, orphan(10).prefix] and going.orphans == [orphan(5).prefix]
@@ -122,7 +122,7 @@ retentions = st.builds(
 
 @given(st.sets(st.integers(0, 30), min_size=1), retentions, st.sets(st.integers(0, 30)), st.data())
 @settings(deadline=None)
-def test_nothing_that_is_kept_or_of_a_later_step_is_ever_removed(
+def test_kept_commits_and_later_steps_are_never_removed(
     steps: set[int], retention: Retention, orphans: set[int], data: st.DataObject
 ) -> None:
     newest = data.draw(st.sampled_from(sorted(steps)))
@@ -146,6 +146,6 @@ def test_nothing_that_is_kept_or_of_a_later_step_is_ever_removed(
     if retention.best and measured:
         best = measured[0] if retention.mode == "min" else measured[-1]
         assert best in [values[step] for step in staying]
-    # What was not kept goes with every byte, once.
+    # Other commits are removed with all their bytes.
     assert not [step for step in steps - staying if step <= newest and not gone >= set(keys_of(step))]
     assert not [step for step in orphans - steps if step < newest and orphan(step).prefix not in going.dead]

@@ -1,4 +1,4 @@
-"""Saves that several ranks make together, behind their training."""
+"""Saves of several ranks in the background."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from elastic_ddp.errors import CheckpointError, PeerFailedError, StorageError
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
 from tests.ranks import PROCESSES, empty_store, run_ranks
-from tests.saving import LocalMailbox, Ranks, is_whole
+from tests.saving import LocalMailbox, Ranks, check_commits
 from tests.single_rank_store import SingleRankStore
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step, step_of
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_what_all_ranks_write_is_one_commit(tmp_path: Path, world_size: int) -> None:
+def test_the_parts_of_all_ranks_become_one_commit(tmp_path: Path, world_size: int) -> None:
     storage = Storage(tmp_path)
     ranks = Ranks(lambda rank: storage, world_size)
     for step in (1, 2, 3):
@@ -46,15 +46,15 @@ def test_what_all_ranks_write_is_one_commit(tmp_path: Path, world_size: int) -> 
     writers = {item.key.rpartition("/")[2].split("-")[0] for item in commit.objects}
     assert writers == {str(rank) for rank in range(world_size)}
     assert storage.list("step=3") == sorted(keys_of(commit)[1:])
-    assert not ranks.mailbox.letters
+    assert not ranks.mailbox.messages
     of_user = {
-        block.object for name, each in commit.tensors.items() if name.startswith("user.") for block in each.blocks
+        block.object for name, tensor in commit.tensors.items() if name.startswith("user.") for block in tensor.blocks
     }
     assert {commit.objects[place].key.rpartition("/")[2][0] for place in of_user} == {"0"}
 
 
 class Slow(Storage):
-    """Writes when it is told to."""
+    """Writes once `go` is set."""
 
     def __init__(self, uri: Path) -> None:
         super().__init__(uri)
@@ -65,12 +65,12 @@ class Slow(Storage):
         super().write(key, data)
 
 
-def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+def test_training_continues_while_a_save_is_written(tmp_path: Path) -> None:
     slow = Slow(tmp_path)
     ranks = Ranks(lambda rank: slow if rank == 1 else Storage(tmp_path), 2)
     state = make_state(5)
     ranks.begin(5, state=state)
-    state["model"]["weight"].zero_()  # the next step
+    state["model"]["weight"].zero_()  # as in the next step
     assert ranks.savers[0].is_busy and ranks.savers[1].is_busy and restored_step(Storage(tmp_path)) is None
     slow.go.set()
     assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 5
@@ -83,7 +83,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
     ranks.begin(5)
     threading.Timer(0.2, slow.go.set).start()
     ranks.begin(6)
-    assert len(ranks.ended) == 1, "the first one has ended"
+    assert len(ranks.ended) == 1, "the first save has ended"
     assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 6
 
 
@@ -93,7 +93,7 @@ class Failing(Storage):
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_rank_that_cannot_write_fails_the_save_and_nothing_is_left(tmp_path: Path, failing: int) -> None:
+def test_a_failed_write_of_a_rank_fails_the_save_and_leaves_nothing(tmp_path: Path, failing: int) -> None:
     storage = Storage(tmp_path)
     ranks = Ranks(lambda rank: Failing(tmp_path) if rank == failing else storage, 3)
     SingleRankStore(storage, keep=2).save(make_state(1), step=1, record={"step": 1})
@@ -110,7 +110,7 @@ def test_a_rank_that_cannot_write_fails_the_save_and_nothing_is_left(tmp_path: P
 
 
 @pytest.mark.parametrize("of_state", [True, False], ids=["what it was to save", "the storage"])
-def test_what_another_rank_failed_of_is_told_apart(tmp_path: Path, of_state: bool) -> None:
+def test_errors_of_the_state_and_of_the_storage_are_distinguished(tmp_path: Path, of_state: bool) -> None:
     ranks = Ranks(lambda rank: Failing(tmp_path) if rank == 1 else Storage(tmp_path), 2)
     if of_state:
         ranks.savers[1]._writer.write = mock.Mock(side_effect=ValueError("no such dtype"))  # type: ignore[method-assign]
@@ -120,8 +120,8 @@ def test_what_another_rank_failed_of_is_told_apart(tmp_path: Path, of_state: boo
     assert ("ValueError: no such dtype" if of_state else "no space left") in str(error)
 
 
-class Speechless(LocalMailbox):
-    """Takes nothing but short words."""
+class ShortMailbox(LocalMailbox):
+    """Refuses messages of more than 200 characters."""
 
     def put(self, key: str, text: str) -> None:
         if len(text) > 200:
@@ -129,12 +129,12 @@ class Speechless(LocalMailbox):
         super().put(key, text)
 
 
-def test_a_rank_that_cannot_tell_what_it_wrote_fails_the_save_and_is_not_taken_for_lost(
+def test_a_rank_that_cannot_send_its_report_fails_the_save_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver_module, "ERROR_CHARACTERS", 100)
     ranks = Ranks(lambda rank: Storage(tmp_path), 2)
-    ranks.mailbox = Speechless()
+    ranks.mailbox = ShortMailbox()
     ranks.begin(2)
     error = ranks.wait()
     assert isinstance(error, CheckpointError) and not is_of_storage(error)
@@ -142,9 +142,7 @@ def test_a_rank_that_cannot_tell_what_it_wrote_fails_the_save_and_is_not_taken_f
     assert Storage(tmp_path).list() == []
 
 
-def test_a_rank_that_falls_silent_though_none_is_lost_is_given_up_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_heartbeats_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver_module, "SILENT_RANK_S", 0.1)
     ranks = Ranks(lambda rank: Storage(tmp_path), 2)
     ranks.begin(2, of=[0])
@@ -154,12 +152,12 @@ def test_a_rank_that_falls_silent_though_none_is_lost_is_given_up_too(
     )
 
 
-def test_what_a_rank_says_may_be_as_long_as_it_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_reports_are_sent_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver_module, "CHUNK_CHARACTERS", 100)
     ranks = Ranks(lambda rank: Storage(tmp_path), 3)
     ranks.begin(2)
     assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 2
-    assert not ranks.mailbox.letters
+    assert not ranks.mailbox.messages
 
 
 def no_memory(sizes: list[int]) -> Never:
@@ -167,7 +165,7 @@ def no_memory(sizes: list[int]) -> Never:
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_save_for_which_a_rank_has_no_memory_fails_and_the_next_one_does_not(
+def test_a_save_without_host_memory_fails_and_the_next_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int
 ) -> None:
     ranks = Ranks(lambda rank: Storage(tmp_path), 2)
@@ -178,7 +176,7 @@ def test_a_save_for_which_a_rank_has_no_memory_fails_and_the_next_one_does_not(
         attempt = ranks.begin(1, of=[bad_rank], state=state)
     ranks.begin(1, of=[1 - bad_rank], state=state, attempt=attempt)
     error = ranks.wait()
-    assert not is_of_storage(error), "that is not to blame"
+    assert not is_of_storage(error), "the storage is not at fault"
     assert "this rank's share of the state: RuntimeError: CUDA error: out of mem" in str(error)
     assert isinstance(error, CheckpointError if bad_rank else HostMemoryError)
     assert Storage(tmp_path).list("commits") == []
@@ -186,11 +184,11 @@ def test_a_save_for_which_a_rank_has_no_memory_fails_and_the_next_one_does_not(
     assert held() is None
     ranks.begin(2)
     assert isinstance(ranks.wait(), Commit)
-    is_whole(Storage(tmp_path), 2)
+    check_commits(Storage(tmp_path), 2)
 
 
 class FullAtFirst(Storage):
-    """Until there is room."""
+    """Is full until `has_room` is set."""
 
     has_room = False
 
@@ -201,24 +199,22 @@ class FullAtFirst(Storage):
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_what_ranks_said_of_a_save_that_failed_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int
-) -> None:
+def test_reports_on_a_failed_save_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int) -> None:
     monkeypatch.setattr(saver_module, "CHUNK_CHARACTERS", 100)
     bad = FullAtFirst(str(tmp_path))
     ranks = Ranks(lambda rank: bad if rank == bad_rank else Storage(tmp_path), 3)
     ranks.begin(1)
-    assert isinstance(ranks.wait(), StorageError) and not ranks.mailbox.letters
+    assert isinstance(ranks.wait(), StorageError) and not ranks.mailbox.messages
     bad.has_room = True
     ranks.begin(2)
-    assert isinstance(ranks.wait(), Commit) and not ranks.mailbox.letters
+    assert isinstance(ranks.wait(), Commit) and not ranks.mailbox.messages
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_rank_that_is_lost_besides_does_not_hide_what_another_one_failed_of(
+def test_the_error_of_a_rank_is_reported_although_another_rank_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int
 ) -> None:
-    """That counts as a failed save, and the loss does not."""
+    """An error counts as a failed save, a failed rank does not."""
     monkeypatch.setattr(saver_module, "SILENT_RANK_S", 0.1)
     ranks = Ranks(lambda rank: Failing(tmp_path) if rank == bad_rank else Storage(tmp_path), 3)
     ranks.begin(1, of=[0, 1])
@@ -227,8 +223,8 @@ def test_a_rank_that_is_lost_besides_does_not_hide_what_another_one_failed_of(
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_what_others_write_after_a_rank_has_failed_does_not_stay(tmp_path: Path, bad_rank: int) -> None:
-    """The disk may be full, and nothing is removed before the next commit."""
+def test_late_writes_of_other_ranks_are_removed_after_a_failed_save(tmp_path: Path, bad_rank: int) -> None:
+    """They would stay until the next commit, on a disk that may be full."""
     failed = threading.Event()
 
     class Full(Storage):
@@ -239,7 +235,7 @@ def test_what_others_write_after_a_rank_has_failed_does_not_stay(tmp_path: Path,
     class Late(Storage):
         def write(self, key: str, data: Any) -> None:
             assert failed.wait(60)
-            time.sleep(0.3)  # in which rank 0 could have removed what is there, and tell of it
+            time.sleep(0.3)  # time in which rank 0 could discard the attempt
             super().write(key, data)
 
     ranks = Ranks(lambda rank: Full(str(tmp_path)) if rank == bad_rank else Late(str(tmp_path)), 3)
@@ -249,10 +245,10 @@ def test_what_others_write_after_a_rank_has_failed_does_not_stay(tmp_path: Path,
     assert Storage(tmp_path).list() == []
 
 
-def test_a_torch_store_carries_more_than_it_takes_at_once(tmp_path: Path) -> None:
+def test_reports_above_the_value_limit_of_the_torch_store_are_sent(tmp_path: Path) -> None:
     address = ("127.0.0.1", empty_store().port)
     storage, ended = Storage(tmp_path), list[Commit | Exception]()
-    long_names = {character * (3 << 20): torch.ones(3) for character in "abcd"}  # and all of it is rank 1's to write
+    long_names = {character * (3 << 20): torch.ones(3) for character in "abcd"}  # rank 1 writes all of them
     state = {"model": {"large": torch.ones(1000), **long_names}}
     savers = [Saver(storage, SingleRankStore(storage, keep=1)) for _ in range(2)]
     for rank, saver in enumerate(savers):
@@ -272,9 +268,9 @@ def test_a_torch_store_carries_more_than_it_takes_at_once(tmp_path: Path) -> Non
     assert isinstance(ended[0], Commit) and len(ended[0].tensors) == 5
 
 
-def test_a_rank_that_is_lost_fails_the_save(tmp_path: Path) -> None:
+def test_a_failed_rank_fails_the_save(tmp_path: Path) -> None:
     ranks = Ranks(lambda rank: Storage(tmp_path), 3)
-    ranks.begin(2, of=[0, 2])  # 1 dies before it has written anything
+    ranks.begin(2, of=[0, 2])  # rank 1 fails before it has written anything
     for rank in (0, 2):
         ranks.savers[rank].generation_broke()
     error = ranks.wait()
@@ -284,20 +280,20 @@ def test_a_rank_that_is_lost_fails_the_save(tmp_path: Path) -> None:
     assert Storage(tmp_path).list() == []
 
 
-def test_a_save_that_nobody_lost_is_needed_for_outlives_its_generation(tmp_path: Path) -> None:
+def test_a_save_whose_ranks_all_survive_outlives_its_generation(tmp_path: Path) -> None:
     slow = Slow(tmp_path)
     ranks = Ranks(lambda rank: slow if rank == 1 else Storage(tmp_path), 2)
     ranks.begin(2)
     for saver in ranks.savers:
         saver.generation_broke()
-    assert not ranks.savers[0].wait(within_s=4.0), "rank 1 is still at it, and says so"
+    assert not ranks.savers[0].wait(within_s=4.0), "rank 1 still writes, and sends heartbeats"
     slow.go.set()
     assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 2
 
 
-def test_a_saver_that_was_presumed_dead_commits_nothing(tmp_path: Path) -> None:
+def test_a_fenced_save_commits_nothing(tmp_path: Path) -> None:
     def fence() -> None:
-        raise PeerFailedError("generation 3 is over")
+        raise PeerFailedError("generation 3 has ended")
 
     ranks = Ranks(lambda rank: Storage(tmp_path), 2)
     ranks.begin(2, fence=fence)
@@ -305,21 +301,21 @@ def test_a_saver_that_was_presumed_dead_commits_nothing(tmp_path: Path) -> None:
     assert Storage(tmp_path).list() == []
 
 
-class LostAnswer(Storage):
+class LostResponse(Storage):
     def create(self, key: str, data: bytes, **options: Any) -> None:
         super().create(key, data, **options)
         raise StorageError("connection reset")
 
 
-def test_a_commit_whose_answer_was_lost_stands(tmp_path: Path) -> None:
-    ranks = Ranks(lambda rank: LostAnswer(tmp_path), 2)
+def test_a_commit_whose_response_was_lost_remains(tmp_path: Path) -> None:
+    ranks = Ranks(lambda rank: LostResponse(tmp_path), 2)
     ranks.begin(2)
     assert isinstance(ranks.wait(), StorageError)
-    assert restored_step(Storage(tmp_path)) == 2, "what its manifest lists is there"
+    assert restored_step(Storage(tmp_path)) == 2, "its manifest is stored"
 
 
-class AnswerLostOnce(Storage):
-    """Of the first object that is created."""
+class ResponseLostOnce(Storage):
+    """The response to the first `create` is lost."""
 
     creates = 0
 
@@ -331,22 +327,24 @@ class AnswerLostOnce(Storage):
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
-def test_a_commit_whose_answer_was_lost_once_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Also where the storage does not see to that itself, as it does on S3."""
+def test_a_commit_whose_response_was_lost_once_is_recognized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """On S3 the storage detects it; on others the saver does."""
     monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
-    storage = AnswerLostOnce(tmp_path if kind == "disk" else f"memory://{uuid.uuid4().hex}")
+    storage = ResponseLostOnce(tmp_path if kind == "disk" else f"memory://{uuid.uuid4().hex}")
     fenced = []
     ranks = Ranks(lambda rank: storage, 2, retry_s=60.0)
     attempt = ranks.begin(2, fence=lambda: fenced.append(storage.creates))
     outcome = ranks.wait()
     assert isinstance(outcome, Commit) and outcome.attempt == attempt and restored_step(storage) == 2
-    assert fenced[:2] == [0, 1], "asked again before it is tried again"
+    assert fenced[:2] == [0, 1], "the fence is called before the retry"
 
 
-def test_whoever_may_not_commit_any_more_does_not_try_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fenced_save_does_not_retry_its_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
 
-    class Down(AnswerLostOnce):
+    class Down(ResponseLostOnce):
         def create(self, key: str, data: bytes, **options: Any) -> None:
             self.creates += 1
             raise StorageError("connection reset")
@@ -355,14 +353,14 @@ def test_whoever_may_not_commit_any_more_does_not_try_again(tmp_path: Path, monk
 
     def fence() -> None:
         if storage.creates:
-            raise PeerFailedError("generation 3 is over")
+            raise PeerFailedError("generation 3 has ended")
 
     ranks = Ranks(lambda rank: storage, 1, retry_s=60.0)
     ranks.begin(2, fence=fence)
     assert isinstance(ranks.wait(), PeerFailedError) and storage.creates == 1
 
 
-def test_registered_tensors_of_another_size_on_a_rank_are_refused_with_that(tmp_path: Path) -> None:
+def test_registered_tensors_of_different_size_on_a_rank_are_refused(tmp_path: Path) -> None:
     ranks = Ranks(lambda rank: Storage(tmp_path), 2)
     attempt = ranks.begin(2, of=[0], state={"model": {"w": torch.ones(8)}, "user": {"log": torch.zeros(9)}})
     ranks.begin(2, of=[1], attempt=attempt, state={"model": {"w": torch.ones(8)}, "user": {"log": torch.zeros(3)}})
@@ -371,14 +369,16 @@ def test_registered_tensors_of_another_size_on_a_rank_are_refused_with_that(tmp_
     assert "36 bytes of tensors on rank 0 and 12 on rank 1" in str(outcome)
 
 
-def test_a_state_that_cannot_be_kept_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
     ranks = Ranks(lambda rank: Storage(tmp_path), 1)
     with pytest.raises(CheckpointError, match=r"user\.rng: a Generator cannot be saved"):
         ranks.begin(1, state={"user": {"rng": torch.Generator()}})
     assert not ranks.savers[0].is_busy and gc.isenabled()
 
 
-def test_a_save_that_may_not_be_nice_is_made_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_succeeds_if_its_thread_priority_cannot_be_lowered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(which: int, who: int, priority: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -388,7 +388,7 @@ def test_a_save_that_may_not_be_nice_is_made_all_the_same(tmp_path: Path, monkey
     assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 5
 
 
-def test_no_garbage_is_looked_for_while_training_waits_for_a_save(
+def test_garbage_collection_is_paused_while_training_waits_for_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, enabled, stage = Ranks(lambda rank: Storage(tmp_path), 1), [], StateWriter.stage
@@ -402,7 +402,7 @@ def test_no_garbage_is_looked_for_while_training_waits_for_a_save(
     assert isinstance(ranks.wait(), Commit) and enabled == [False] and gc.isenabled()
 
 
-def test_what_was_saved_by_three_is_what_one_would_have_saved(tmp_path: Path) -> None:
+def test_three_ranks_save_the_same_state_as_one(tmp_path: Path) -> None:
     ranks = Ranks(lambda rank: Storage(tmp_path / "three"), 3)
     ranks.begin(9)
     commit = ranks.wait()
@@ -412,7 +412,7 @@ def test_what_was_saved_by_three_is_what_one_would_have_saved(tmp_path: Path) ->
 
 
 class Flaky(Storage):
-    """Fails in the first of its writes, in a way that passes or that does not."""
+    """Fails in its first writes, for a transient or a permanent cause."""
 
     def __init__(self, uri: Path, cause: OSError, times: int) -> None:
         super().__init__(uri)
@@ -437,14 +437,14 @@ class Flaky(Storage):
     ],
     ids=str,
 )
-def test_what_passes_is_tried_again_for_a_while_and_what_lasts_is_not(
+def test_transient_errors_are_retried_and_permanent_ones_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: OSError, times: int, survives: bool
 ) -> None:
     monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
     flaky = Flaky(tmp_path, cause, times)
     ended: list[Commit | Exception] = []
-    patient = RetryingStorage(flaky, retry_for_s=0.5)
-    saver = Saver(patient, SingleRankStore(patient, keep=1))
+    retrying = RetryingStorage(flaky, retry_for_s=0.5)
+    saver = Saver(retrying, SingleRankStore(retrying, keep=1))
     save = Save(
         step=3, attempt="0" * 32, world_size=1, rank=0, mailbox=None, record={}, fence=lambda: None, on_end=ended.append
     )
@@ -455,11 +455,11 @@ def test_what_passes_is_tried_again_for_a_while_and_what_lasts_is_not(
     assert survives or times > 1 or flaky.tries == 1
 
 
-# Real processes.
+# Ranks in separate processes.
 
 
 class Killed(Storage):
-    """Ends its process in its n-th write, before or after it."""
+    """Kills its process before or after its n-th write."""
 
     def __init__(self, uri: str, at: int, after: bool) -> None:
         super().__init__(uri)
@@ -479,7 +479,7 @@ def store_of(group: ProcessGroup) -> tuple[str, int]:
 
 
 def save_with_others(group: ProcessGroup, uri: str, steps: list[int]) -> list[str]:
-    """Saves of some steps, by all ranks of a group. Returns what came of them, on rank 0."""
+    """Saves some steps on all ranks of a group. Returns the outcomes on rank 0."""
     storage = Storage(uri)
     saver = Saver(storage, SingleRankStore(storage, keep=2), of_rank_0=frozenset({"user"}))
     ended: list[str] = []
@@ -499,13 +499,13 @@ def save_with_others(group: ProcessGroup, uri: str, steps: list[int]) -> list[st
     return ended
 
 
-def test_ranks_that_are_processes_make_one_commit(tmp_path: Path) -> None:
+def test_ranks_in_separate_processes_make_one_commit(tmp_path: Path) -> None:
     results = run_ranks(3, save_with_others, str(tmp_path), [4, 5])
     assert results == [["Commit", "Commit"], [], []]
     assert restored_step(Storage(tmp_path)) == 5
 
 
-def die_in_a_save(rank: int, store: tuple[str, int], uri: str, dies: int, at: int, after: bool, said: Any) -> None:
+def die_in_a_save(rank: int, store: tuple[str, int], uri: str, dies: int, at: int, after: bool, outcomes: Any) -> None:
     storage = Killed(uri, at, after) if rank == dies else Storage(uri)
     saver = Saver(storage, SingleRankStore(Storage(uri), keep=2), of_rank_0=frozenset({"user"}))
     save = Save(
@@ -516,37 +516,37 @@ def die_in_a_save(rank: int, store: tuple[str, int], uri: str, dies: int, at: in
         mailbox=StoreMailbox(StoreConnection(), store, lambda: store, "saves1"),
         record={"step": 2},
         fence=lambda: None,
-        on_end=lambda outcome: said.put(type(outcome).__name__),
+        on_end=lambda outcome: outcomes.put(type(outcome).__name__),
     )
     saver.begin(make_state(2), save)
-    saver.generation_broke()  # as the others find out at once
+    saver.generation_broke()  # as the other rank would detect
     saver.wait()
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("dies", "at"), [(0, 1), (0, 2), (1, 1)], ids=["rank 0, blocks", "rank 0, skeleton", "rank 1"])
-def test_a_process_that_is_killed_in_a_save_leaves_the_commit_before(
+def test_after_a_kill_during_a_save_the_commit_before_is_restored(
     tmp_path: Path, dies: int, at: int, after: bool
 ) -> None:
     storage = Storage(tmp_path)
     SingleRankStore(storage, keep=2).save(make_state(1), step=1, record={"step": 1})
     store = empty_store()
-    said = PROCESSES.SimpleQueue()
-    arguments = (("127.0.0.1", store.port), str(tmp_path), dies, at, after, said)
+    outcomes = PROCESSES.SimpleQueue()
+    arguments = (("127.0.0.1", store.port), str(tmp_path), dies, at, after, outcomes)
     ranks = [PROCESSES.Process(target=die_in_a_save, args=(rank, *arguments)) for rank in range(2)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join()
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
     assert ranks[dies].exitcode == -signal.SIGKILL and ranks[1 - dies].exitcode == 0
     assert restored_step(storage) == 1
-    assert dies == 0 or said.get() == "RankFailedError"
+    assert dies == 0 or outcomes.get() == "RankFailedError"
     newest = SingleRankStore(storage, keep=2).save(make_state(3), step=3, record={"step": 3})
-    assert restored_step(storage) == 3 and not storage.list("step=2"), "nothing is left of it"
+    assert restored_step(storage) == 3 and not storage.list("step=2"), "the attempt has been removed"
     assert newest.step == 3
 
 
-def test_word_is_left_in_the_next_store_when_the_rendezvous_was_restarted() -> None:
+def test_a_mailbox_uses_the_new_store_after_a_restart_of_the_rendezvous() -> None:
     def new_store() -> dist.TCPStore:
         return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -558,7 +558,7 @@ def test_word_is_left_in_the_next_store_when_the_rendezvous_was_restarted() -> N
     second = new_store()
     stores.append(("127.0.0.1", second.port))
     for mailbox in mailboxes:
-        shut_down(mailbox._connection.sockets)  # as when its process dies
+        shut_down(mailbox._connection.sockets)  # as if its process had died
     mailboxes[0].put("a", "two")
     assert mailboxes[1].get("a") == "two"
     mailboxes[1].remove("a")

@@ -1,4 +1,4 @@
-"""Saves of several ranks, each of which fails, dies, is slow or is lied to at every single operation."""
+"""A fault is injected at each operation of each rank in a save."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Save:
-    """One of some ranks, on top of commits 1 and 2, with a fault at an operation of one of them."""
+    """A save of several ranks after commits 1 and 2, with a fault at an operation of one rank."""
 
     def __init__(self, uri: str, world_size: int, rank: int, fault: str, at: int, keep: int) -> None:
         self.uri, self.world_size, self.keep = uri, world_size, keep
         save(Storage(uri), 1, 2, keep=keep)
         self.faulty = FaultyStorage(uri, fault, at, self._hold)
         self.ranks = ranks_of_many_blocks(
-            lambda each: self.faulty if each == rank else FaultyStorage(uri, "", None), world_size, keep=keep
+            lambda other: self.faulty if other == rank else FaultyStorage(uri, "", None), world_size, keep=keep
         )
         self.rank = rank
         self.asked: set[str] = set()
@@ -44,19 +44,19 @@ class Save:
         mailbox.get = lambda key: self.asked.add(key) or get(key)  # type: ignore[func-returns-value,method-assign]
 
     def run(self) -> Commit | Exception | None:
-        """What came of it; None if rank 0 died."""
+        """Returns the outcome; None if rank 0 died."""
         self.ranks.begin(3)
         savers = self.ranks.savers
         while any(saver.is_busy for saver in savers):
             if self.faulty.dead:
                 for saver in savers:
-                    saver.generation_broke()  # as the others find out at once
+                    saver.generation_broke()  # as the others would detect
             savers[0].wait(within_s=0.005)
             time.sleep(0.0005)
         return self.ranks.ended[0] if self.ranks.ended else None
 
     def _hold(self) -> None:
-        """Until all others have done what they can without this rank."""
+        """Waits until the others can do no more without this rank."""
         if self.rank == 0:
             until(lambda: not any(saver.is_busy for saver in self.ranks.savers[1:]))
         else:
@@ -72,21 +72,21 @@ class Save:
 
 
 def check_next(uri: str, world_size: int, keep: int) -> None:
-    """The run goes on from there, and after one commit more than are kept nothing is left of what happened."""
-    found = restored_step(Storage(uri))
-    assert found is not None
+    """Checks that the run continues, and that after `keep` + 1 commits no leftovers exist."""
+    restored = restored_step(Storage(uri))
+    assert restored is not None
     ranks = ranks_of_many_blocks(lambda rank: Storage(uri), world_size, keep=keep)
     newest: list[Any] = []
-    for step in range(found + 1, found + 2 + keep):
+    for step in range(restored + 1, restored + 2 + keep):
         ranks.begin(step)
         newest.append(ranks.wait())
         assert isinstance(newest[-1], Commit) and restored_step(Storage(uri)) == step
     left, expected = Storage(uri).list(), sorted(key for commit in newest[-keep:] for key in keys_of(commit))
-    if Storage(uri).list("set-aside"):  # with its objects, for a person to look at
+    if Storage(uri).list("set-aside"):  # it stays, with its objects
         left = [key for key in left if not key.startswith(("set-aside/", "step=3/"))]
         expected = [key for key in expected if not key.startswith("step=3/")]
     assert left == expected
-    assert [each for each in Storage(uri).uploads() if not each.key.startswith("set-aside/")] == []
+    assert [upload for upload in Storage(uri).uploads() if not upload.key.startswith("set-aside/")] == []
 
 
 FAULTS = ["error before", "error after", "dies before", "dies after", "dies within", "lies", "twice", "calls before"]
@@ -102,34 +102,38 @@ FAULTS = ["error before", "error after", "dies before", "dies after", "dies with
         pytest.param(3, 1, id="3 ranks", marks=pytest.mark.chaos),
     ],
 )
-def test_whatever_happens_to_a_rank_in_a_save_a_whole_commit_is_found(world_size: int, keep: int, fault: str) -> None:
+def test_after_any_fault_of_a_rank_in_a_save_a_complete_commit_is_restored(
+    world_size: int, keep: int, fault: str
+) -> None:
     for rank in range(world_size):
         at = 0
         while True:
             saved = Save(new_folder(), world_size, rank, fault, at, keep)
-            came = saved.run()
-            what = f"{fault} at operation {at} of rank {rank}: {came!r:.200}"
-            found = restored_step(Storage(saved.uri))
-            assert found in (2, 3), what
-            if rank == 0 and saved.faulty.dead:  # it said nothing, but for what it died after: while it tidied up
-                assert came is None or isinstance(came, Commit), what
+            outcome = saved.run()
+            what = f"{fault} at operation {at} of rank {rank}: {outcome!r:.200}"
+            restored = restored_step(Storage(saved.uri))
+            assert restored in (2, 3), what
+            if rank == 0 and saved.faulty.dead:  # it reports only if it died after its commit
+                assert outcome is None or isinstance(outcome, Commit), what
             else:
-                assert came is not None, what
-            assert found == 3 or not isinstance(came, Commit) or (fault == "lies" and saved.manifest_is_torn), what
+                assert outcome is not None, what
+            assert restored == 3 or not isinstance(outcome, Commit) or (fault == "lies" and saved.manifest_is_torn), (
+                what
+            )
             if fault in ("twice", "calls before"):
-                assert isinstance(came, Commit), what
+                assert isinstance(outcome, Commit), what
             if fault.startswith("dies"):
                 assert saved.faulty.dead == (saved.faulty.operations > at), what
             check_next(saved.uri, world_size, keep)
             if saved.faulty.operations <= at:
                 break
             at += 1
-        assert at >= (9 if rank == 0 else 2), "a save has at least so many"
+        assert at >= (9 if rank == 0 else 2), "the number of operations of a save"
 
 
 @pytest.mark.usefixtures("quick_ranks")
 @pytest.mark.parametrize("fault", ["dies after", "dies within", "error before"])
-def test_the_same_holds_on_a_disk(tmp_path: Path, fault: str) -> None:
+def test_after_a_fault_on_a_disk_a_complete_commit_is_restored(tmp_path: Path, fault: str) -> None:
     for at in range(0, 16, 3):
         saved = Save(str(tmp_path / str(at)), 2, 0, fault, at, 2)
         saved.run()
@@ -137,8 +141,8 @@ def test_the_same_holds_on_a_disk(tmp_path: Path, fault: str) -> None:
         check_next(saved.uri, 2, 2)
 
 
-def test_a_first_commit_that_the_storage_did_not_keep_takes_nothing_with_it() -> None:
-    """Nothing is there that could stay, and nothing is removed for it."""
+def test_losing_the_first_commit_removes_nothing() -> None:
+    """There is no other commit, and nothing is removed."""
     count = FaultyStorage(new_folder(), "", None)
     SingleRankStore(count, keep=1).save(make_state(1), step=1, record={"step": 1})
     for at in range(count.operations):

@@ -14,7 +14,7 @@ from elastic_ddp.checkpoint import Commit, staging
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage import watchdog
 from elastic_ddp.storage.storage import Storage
-from tests.saving import Ranks, is_whole
+from tests.saving import Ranks, check_commits
 from tests.unit.faulty import ranks_of_many_blocks
 from tests.unit.test_checkpoint import restored_step
 
@@ -77,7 +77,7 @@ def check_later(folder: Path, ranks: Ranks, release: Callable[[], None]) -> None
     assert len(ranks.ended) == num_ended + 1 and restored_step(Storage(folder)) == 2
     ranks.begin(3)
     assert isinstance(ranks.wait(), Commit)
-    is_whole(Storage(folder), 2, 3)
+    check_commits(Storage(folder), 2, 3)
 
 
 @pytest.mark.parametrize(("rank", "kind"), [(0, "write"), (1, "write"), (0, "list step"), (0, "create")])

@@ -1,4 +1,4 @@
-"""Two generations that save at the same time: the older one is over, and does not know it."""
+"""Two generations save at the same time. The older one, a zombie, has ended and has not detected it."""
 
 from __future__ import annotations
 
@@ -19,62 +19,61 @@ from tests.unit.test_checkpoint import keys_of, make_state, save, step_of
 pytestmark = pytest.mark.usefixtures("quick_ranks")
 
 STEP = 4
-"""That the newer generation saves, over commits 1 and 2."""
+"""The step that the newer generation saves, after commits 1 and 2."""
 ZOMBIES = [
     pytest.param(STEP, id="same"),
     pytest.param(STEP - 1, id="older", marks=pytest.mark.chaos),
     pytest.param(STEP + 2, id="later", marks=pytest.mark.chaos),
 ]
-"""Steps that a zombie saves, named by how they are to the newer generation's. What nobody can tell apart by its name is
-in every test run."""
+"""Steps that a zombie saves, relative to the newer generation's. The same step is in every test run."""
 OTHER = 100
-"""A zombie's state is that of so many steps later: it can be told from another one of the same step."""
+"""A zombie's state is that of so many steps later, so that it differs from the other state of the same step."""
 
 
 class Zombie:
-    """Two ranks of a generation that is over, which save a step while those of a newer one are at theirs.
+    """Two ranks of an ended generation, which save a step during a save of the newer generation.
 
-    - `writes`: they begin now.
-    - `lists`: they have written everything, and now look whether it is there.
-    - `asks`: they have written everything, and now ask whether they may commit.
-    - `may commit`: the same, and they were told so when it was still true.
-    - `removes`: they have committed while theirs was the newest generation, and begin to remove what is not kept.
+    - `writes`: they begin to write.
+    - `lists`: they have written everything, and list their objects.
+    - `asks`: they have written everything, and call the fence.
+    - `may commit`: the same, and have passed the fence before their generation ended.
+    - `removes`: they committed in the newest generation, and begin to remove superseded commits.
     """
 
     def __init__(self, uri: str, step: int, kind: str) -> None:
         self.step, self.kind = step, kind
-        self.came: Any = None
-        self._ranks = ranks_of_many_blocks(lambda rank: SlowToList(uri, self), 2)
-        self._asks, self._go = threading.Event(), threading.Event()
+        self.outcome: Any = None
+        self._ranks = ranks_of_many_blocks(lambda rank: HoldingStorage(uri, self), 2)
+        self._held, self._resumed = threading.Event(), threading.Event()
         if kind != "writes":
             self._begin()
-            assert self._asks.wait(60)
+            assert self._held.wait(60)
 
-    def go_on(self) -> None:
-        """To its end."""
-        self._go.set()
+    def resume(self) -> None:
+        """Continues, and waits for the outcome."""
+        self._resumed.set()
         if self.kind == "writes":
             self._begin()
-        self.came = self._ranks.wait()
+        self.outcome = self._ranks.wait()
 
     def _begin(self) -> None:
         state = make_state(self.step + OTHER)
         self.attempt = self._ranks.begin(self.step, fence=self._fence, state=state)
 
     def hold(self) -> None:
-        """Until it is to go on."""
-        self._asks.set()
-        assert self._go.wait(60)
+        """Waits until `resume` is called."""
+        self._held.set()
+        assert self._resumed.wait(60)
 
     def _fence(self) -> None:
         if self.kind in ("asks", "may commit"):
             self.hold()
-        if self.kind != "may commit" and self._go.is_set():
-            raise PeerFailedError("generation 1 is over")
+        if self.kind != "may commit" and self._resumed.is_set():
+            raise PeerFailedError("generation 1 has ended")
 
 
-class SlowToList(Storage):
-    """What a zombie asked is there is told when it is to go on."""
+class HoldingStorage(Storage):
+    """Holds the listings or removals of a zombie until it is resumed."""
 
     def __init__(self, uri: str, zombie: Zombie) -> None:
         super().__init__(uri)
@@ -93,30 +92,32 @@ class SlowToList(Storage):
 
 
 def save_beside(zombie_step: int, kind: str, rank: int, when: str, at: int) -> tuple[Storage, Zombie, Any, bool]:
-    """A save of two ranks, in which a zombie goes on before or after an operation of one of them: where, who, what came
-    of it, and whether there is such an operation."""
+    """Runs a save of two ranks, and resumes a zombie before or after an operation of one of them.
+
+    Returns the storage, the zombie, the outcome, and whether there is such an operation.
+    """
     uri = new_folder()
     save(Storage(uri), 1, 2, keep=2)
     zombie = Zombie(uri, zombie_step, kind)
-    faulty = FaultyStorage(uri, f"calls {when}", at, zombie.go_on)
-    ranks = ranks_of_many_blocks(lambda each: faulty if each == rank else FaultyStorage(uri, "", None), 2)
+    faulty = FaultyStorage(uri, f"calls {when}", at, zombie.resume)
+    ranks = ranks_of_many_blocks(lambda other: faulty if other == rank else FaultyStorage(uri, "", None), 2)
     ranks.begin(STEP)
-    came = ranks.wait()
-    met = faulty.operations > at
-    if zombie.came is None:
-        zombie.go_on()  # after all of it; an operation that fails has no end to go on at
-    return Storage(uri), zombie, came, met
+    outcome = ranks.wait()
+    reached = faulty.operations > at
+    if zombie.outcome is None:
+        zombie.resume()  # after the save; there is no moment after an operation that fails
+    return Storage(uri), zombie, outcome, reached
 
 
 def restored(storage: Storage) -> tuple[Commit, int]:
-    """The newest commit that verifies, and the step of its state, which is no mixture."""
+    """Returns the newest commit that verifies, and the step of its state."""
     found = SingleRankStore(storage, keep=1).load_latest()
     assert found is not None
     return found[0], step_of(found[1])
 
 
 def check_next(storage: Storage, step: int) -> None:
-    """The newer generation goes on from this step, and nothing is left of what happened once that is old."""
+    """Checks that the newer generation continues from this step, and that no leftovers remain."""
     ranks = ranks_of_many_blocks(lambda rank: storage, 2)
     newest: list[Any] = []
     for number in range(step + 1, step + 4):
@@ -128,37 +129,36 @@ def check_next(storage: Storage, step: int) -> None:
 
 @pytest.mark.parametrize("zombie_step", ZOMBIES)
 @pytest.mark.parametrize("kind", ["writes", "lists", "asks"])
-def test_a_generation_that_is_over_commits_nothing_whenever_it_tries(kind: str, zombie_step: int) -> None:
+def test_an_ended_generation_never_commits(kind: str, zombie_step: int) -> None:
     for rank in (0, 1):
         for when in ("before", "after"):
-            at, met = 0, True
-            while met:
-                storage, zombie, came, met = save_beside(zombie_step, kind, rank, when, at)
-                what = f"{when} operation {at} of rank {rank}: {came!r:.200}"
-                assert isinstance(zombie.came, PeerFailedError), what
-                assert isinstance(came, Commit) and restored(storage) == (came, STEP), what
+            at, reached = 0, True
+            while reached:
+                storage, zombie, outcome, reached = save_beside(zombie_step, kind, rank, when, at)
+                what = f"{when} operation {at} of rank {rank}: {outcome!r:.200}"
+                assert isinstance(zombie.outcome, PeerFailedError), what
+                assert isinstance(outcome, Commit) and restored(storage) == (outcome, STEP), what
                 assert storage.list() == [
-                    *storage.list("commits"), *storage.list("step=2"), *storage.list(came.prefix)
-                ] and storage.list("commits") == ["commits/2.json", came.key], what  # fmt: skip
+                    *storage.list("commits"), *storage.list("step=2"), *storage.list(outcome.prefix)
+                ] and storage.list("commits") == ["commits/2.json", outcome.key], what  # fmt: skip
                 at += 1
             assert at > (8 if rank == 0 else 2)
     check_next(storage, STEP)
 
 
 @pytest.mark.parametrize("zombie_step", ZOMBIES)
-def test_one_that_was_suspended_in_the_moment_of_its_commit_does_no_harm(zombie_step: int) -> None:
-    """That moment is the one thing no fence guards. Its state is one of the same run, and it is there whole or not at
-    all; what the newer generation committed stays."""
+def test_a_saver_suspended_during_its_commit_does_no_harm(zombie_step: int) -> None:
+    """No fence protects that moment. The commit is complete or absent, and newer commits stay."""
     for rank in (0, 1):
         for when in ("before", "after"):
-            at, met = 0, True
-            while met:
-                storage, zombie, came, met = save_beside(zombie_step, "may commit", rank, when, at)
-                what = f"{when} operation {at} of rank {rank}: {came!r:.200}; {zombie.came!r:.200}"
+            at, reached = 0, True
+            while reached:
+                storage, zombie, outcome, reached = save_beside(zombie_step, "may commit", rank, when, at)
+                what = f"{when} operation {at} of rank {rank}: {outcome!r:.200}; {zombie.outcome!r:.200}"
                 commit, state = restored(storage)
                 assert (commit.step, state) in ((STEP, STEP), (zombie_step, zombie_step + OTHER)), what
-                if isinstance(came, Commit):
-                    assert commit.step >= STEP and (commit.step > STEP or commit == came), what
+                if isinstance(outcome, Commit):
+                    assert commit.step >= STEP and (commit.step > STEP or commit == outcome), what
                 if (rank, when) == (0, "before"):
                     check_next(storage, commit.step)
                 at += 1
@@ -166,15 +166,15 @@ def test_one_that_was_suspended_in_the_moment_of_its_commit_does_no_harm(zombie_
 
 
 @pytest.mark.parametrize("zombie_step", ZOMBIES)
-def test_one_that_was_suspended_in_the_moment_of_its_removals_does_no_harm(zombie_step: int) -> None:
-    """It was asked whether its generation goes on when that was still true. What it removes is older than its own."""
+def test_a_saver_suspended_during_its_removals_does_no_harm(zombie_step: int) -> None:
+    """It has passed the fence. It removes only commits older than its own."""
     for rank in (0, 1):
         for when in ("before", "after"):
-            at, met = 0, True
-            while met:
-                storage, zombie, came, met = save_beside(zombie_step, "removes", rank, when, at)
-                what = f"{when} operation {at} of rank {rank}: {came!r:.200}; {zombie.came!r:.200}"
-                assert isinstance(zombie.came, Commit) and isinstance(came, Commit), what
+            at, reached = 0, True
+            while reached:
+                storage, zombie, outcome, reached = save_beside(zombie_step, "removes", rank, when, at)
+                what = f"{when} operation {at} of rank {rank}: {outcome!r:.200}; {zombie.outcome!r:.200}"
+                assert isinstance(zombie.outcome, Commit) and isinstance(outcome, Commit), what
                 commit, state = restored(storage)
                 newest = max(STEP, zombie_step)
                 assert commit.step == newest, what
@@ -188,10 +188,10 @@ def test_one_that_was_suspended_in_the_moment_of_its_removals_does_no_harm(zombi
 @pytest.mark.parametrize("dies", [0, 1])
 @pytest.mark.parametrize("zombie_step", ZOMBIES)
 @pytest.mark.parametrize("kind", ["writes", "lists", "asks", "may commit", "removes"])
-def test_a_zombie_goes_on_when_a_rank_of_the_newer_generation_has_died(kind: str, zombie_step: int, dies: int) -> None:
-    """At every operation. What is restored was committed, by one of the two."""
-    at, met = 0, True
-    while met:
+def test_a_zombie_does_no_harm_after_a_failure_in_the_newer_generation(kind: str, zombie_step: int, dies: int) -> None:
+    """The failure happens at each operation. One of the two has committed the restored state."""
+    at, reached = 0, True
+    while reached:
         uri = new_folder()
         save(Storage(uri), 1, 2, keep=2)
         zombie = Zombie(uri, zombie_step, kind)
@@ -204,11 +204,11 @@ def test_a_zombie_goes_on_when_a_rank_of_the_newer_generation_has_died(kind: str
         while any(saver.is_busy for saver in ranks.savers):
             if faulty.dead:
                 for saver in ranks.savers:
-                    saver.generation_broke()  # as the other finds out at once
+                    saver.generation_broke()  # as the other would detect
             ranks.savers[0].wait(within_s=0.005)
-        met = faulty.dead
-        zombie.go_on()
-        what = f"operation {at}: {ranks.ended!r:.200}; {zombie.came!r:.200}"
+        reached = faulty.dead
+        zombie.resume()
+        what = f"operation {at}: {ranks.ended!r:.200}; {zombie.outcome!r:.200}"
         commit, state = restored(Storage(uri))
         own, others = zombie_step, kind in ("may commit", "removes")
         allowed = {(2, 2), (STEP, STEP), *([(own, own + OTHER)] if others else [])}
@@ -216,23 +216,23 @@ def test_a_zombie_goes_on_when_a_rank_of_the_newer_generation_has_died(kind: str
         if ranks.ended and isinstance(ranks.ended[0], Commit):
             assert commit.step >= STEP, what
         if not others:
-            assert isinstance(zombie.came, PeerFailedError), what
+            assert isinstance(zombie.outcome, PeerFailedError), what
         if at % 3 == 0:
             check_next(Storage(uri), commit.step)
         at += 1
     assert at > (6 if dies == 0 else 2)
 
 
-# A commit that is bad: both find that, and set it aside to make it again.
+# Both generations find a commit bad, set it aside and make it again.
 
 
 def make_again(uri: str) -> Commit:
-    """What the newer generation does with a bad commit."""
+    """Makes a bad commit again, as the newer generation does."""
     return SingleRankStore(Storage(uri), keep=9).save(make_state(STEP), step=STEP, record={"by": "newer"})
 
 
-class StoodStill(SingleRankStore):
-    """Of a generation that is over, which stood still when it had found a commit bad, or when it had been let."""
+class SuspendedStore(SingleRankStore):
+    """A store of an ended generation, suspended after it has found a commit bad, or after the fence."""
 
     def __init__(self, uri: str, when: str) -> None:
         super().__init__(Storage(uri), keep=9)
@@ -240,20 +240,20 @@ class StoodStill(SingleRankStore):
 
     def reject(self, *found: Any) -> None:
         super().reject(*found)
-        if self.when == "judged" and not self.made:
+        if self.when == "rejected" and not self.made:
             self.made.append(make_again(self.uri))
 
     def fence(self) -> None:
         if self.made:
-            raise PeerFailedError("generation 1 is over")
-        if self.when == "let" and Storage(self.uri).list("set-aside"):
+            raise PeerFailedError("generation 1 has ended")
+        if self.when == "fenced" and Storage(self.uri).list("set-aside"):
             self.made.append(make_again(self.uri))
 
 
 @pytest.mark.parametrize("what", ["an object", "the manifest"])
-@pytest.mark.parametrize("when", ["judged", "let"])
+@pytest.mark.parametrize("when", ["rejected", "fenced"])
 @pytest.mark.parametrize("does", ["saves", "restores"])
-def test_one_that_stood_still_leaves_what_was_made_in_place_of_a_bad_commit(does: str, when: str, what: str) -> None:
+def test_a_suspended_process_keeps_the_replacement_of_a_bad_commit(does: str, when: str, what: str) -> None:
     uri = new_folder()
     save(Storage(uri), 1, keep=9)
     [bad] = save(Storage(uri), STEP, keep=9)
@@ -261,7 +261,7 @@ def test_one_that_stood_still_leaves_what_was_made_in_place_of_a_bad_commit(does
         Storage(uri).delete(bad.objects[0].key)
     else:
         Storage(uri).write(bad.key, b"torn")
-    zombie = StoodStill(uri, when)
+    zombie = SuspendedStore(uri, when)
     if does == "saves":
         with pytest.raises(PeerFailedError):
             zombie.save(make_state(STEP + OTHER), step=STEP, record={}, fence=zombie.fence)
@@ -275,14 +275,14 @@ def test_one_that_stood_still_leaves_what_was_made_in_place_of_a_bad_commit(does
 
 
 @pytest.mark.parametrize("does", ["saves", "restores"])
-def test_one_that_is_over_sets_nothing_aside(does: str) -> None:
+def test_an_ended_generation_sets_nothing_aside(does: str) -> None:
     uri = new_folder()
     save(Storage(uri), 1, keep=9)
     [bad] = save(Storage(uri), STEP, keep=9)
     Storage(uri).delete(bad.objects[0].key)
 
     def fence() -> None:
-        raise PeerFailedError("generation 1 is over")
+        raise PeerFailedError("generation 1 has ended")
 
     store = SingleRankStore(Storage(uri), keep=9)
     with pytest.raises(PeerFailedError):

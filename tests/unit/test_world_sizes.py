@@ -1,4 +1,4 @@
-"""Saved by any number of ranks, restored by any other, equal to the bit."""
+"""States saved at one world size are restored bit for bit at another."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 3
 
 
 class Everything(nn.Module):
-    """A model with what checkpoints get wrong: tied weights, frozen ones, statistics, many dtypes, odd shapes."""
+    """A model of hard cases: tied and frozen weights, statistics, many dtypes, odd shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Everything(nn.Module):
 
 
 class Counter:
-    """What a user registers."""
+    """Registered state."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"rng": torch.Generator().manual_seed(5).get_state(), "names": ["a"], "best": None}
@@ -72,7 +72,7 @@ class Counter:
 
 
 def replicated(seed: int) -> TrainState:
-    """What every rank of a run with the strategy `ddp` has."""
+    """The state of each rank of a DDP run."""
     torch.manual_seed(seed)
     model = PreparedModel(Everything(), device=torch.device("cpu"), bf16=False)
     state = TrainState(model=model)
@@ -88,7 +88,7 @@ def replicated(seed: int) -> TrainState:
 
 
 def train(state: TrainState) -> None:
-    """A few steps, the same on every rank."""
+    """Trains for a few steps, the same on every rank."""
     assert state.model is not None
     torch.manual_seed(1)
     for _ in range(STEPS):
@@ -103,7 +103,7 @@ def train(state: TrainState) -> None:
 
 
 def whole(tree: Any) -> tuple[Any, dict[str, tuple[str, tuple[int, ...], bytes]]]:
-    """A state to the bit: its skeleton, and its tensors."""
+    """Returns all bits of a state: its skeleton, and the bytes of its tensors."""
     skeleton, tensors = flatten(tree)
     return skeleton, {name: _bits(tensor) for name, tensor in tensors.items()}
 
@@ -118,12 +118,11 @@ def _bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 
 STRATEGIES: dict[str, Callable[[int], TrainState]] = {"replicated": replicated}
-"""How a state is built on a rank, from a seed, which decides what is in it before it is trained or restored. What is
-sharded has a `state_dict` with DTensors, and `load_state_dict` takes its own part of what was restored."""
+"""Builds a state on a rank, from a seed that determines its initial values."""
 
 
 def save_on(group: ProcessGroup, folder: str, strategy: str) -> str:
-    """Saves as a run does. What came of it, on rank 0."""
+    """Saves as a run does. Returns failures, on rank 0."""
     state = STRATEGIES[strategy](0)
     train(state)
     storage = Storage(f"{folder}/{strategy}-{group.world_size}")
@@ -142,12 +141,11 @@ def save_on(group: ProcessGroup, folder: str, strategy: str) -> str:
     )
     saver.begin(state.state_dict(), save)
     saver.wait()
-    return repr([each for each in ended if not isinstance(each, Commit)])
+    return repr([outcome for outcome in ended if not isinstance(outcome, Commit)])
 
 
 def restore_on(group: ProcessGroup, folder: str, strategy: str, saved: str) -> list[bool]:
-    """Whether what each number of ranks saved is what was trained: as it is restored, once it is loaded into a state of
-    another seed, with weights that are still tied, and after more steps."""
+    """Checks what each world size saved: as restored, loaded into a state of another seed, and after more steps."""
     reference = STRATEGIES[strategy](0)
     train(reference)
     expected = whole(reference.state_dict())
@@ -171,7 +169,7 @@ def restore_on(group: ProcessGroup, folder: str, strategy: str, saved: str) -> l
 
 @pytest.fixture(scope="module", params=STRATEGIES)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """Where the states of a strategy were saved at every world size."""
+    """Returns the folders of the states saved at each world size."""
     folder = tmp_path_factory.mktemp("saved")
     for world_size in WORLD_SIZES:
         assert run_ranks(world_size, save_on, str(folder), request.param) == ["[]"] * world_size
@@ -180,7 +178,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_what_any_number_of_ranks_saved_any_other_restores_to_the_bit(
+def test_a_state_saved_at_any_world_size_is_restored_at_any_other(
     saved: tuple[Path, str], strategy: str, world_size: int
 ) -> None:
     folder, by = saved
@@ -188,13 +186,14 @@ def test_what_any_number_of_ranks_saved_any_other_restores_to_the_bit(
         assert same == [True] * 4 * len(WORLD_SIZES), f"rank {rank}"
 
 
-def test_the_states_of_this_test_have_what_it_is_about() -> None:
+def test_the_states_of_this_module_cover_the_hard_cases() -> None:
     state = replicated(0)
     train(state)
     skeleton, tensors = flatten(state.state_dict())
-    dtypes = {str(each.dtype).removeprefix("torch.") for each in tensors.values()}
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     assert {"bfloat16", "float16", "float32", "int64", "bool", "uint8"} <= dtypes
-    assert any(each.dim() == 0 for each in tensors.values()) and any(not each.numel() for each in tensors.values())
+    assert any(tensor.dim() == 0 for tensor in tensors.values())
+    assert any(not tensor.numel() for tensor in tensors.values())
     assert "model.head.weight" not in tensors and "model.embedding.weight" in tensors
     assert "optimizer.1.state.0.momentum_buffer" in tensors and "optimizer.0.state.0.exp_avg_sq" in tensors
     assert "buffers.passing" in tensors and "model.body.1.running_var" in tensors and skeleton
