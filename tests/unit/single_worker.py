@@ -1,4 +1,4 @@
-"""A run on one worker, without Ray: a rendezvous and a feed that do what a test wants, and a real process group."""
+"""A run on one worker, without Ray: a fake rendezvous client, a fake feed, and a real process group."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.optim.lr_scheduler import StepLR
 
 from elastic_ddp.config.run_config import DataConfig
@@ -21,6 +22,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.telemetry.events import Event
+from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
@@ -30,7 +32,7 @@ PEER_FAILURE = "[gloo/transport/tcp/pair.cc] Connection closed by peer"
 
 
 class FakeClient:
-    """The rendezvous of a worker that is alone."""
+    """The rendezvous client of a run's only worker. Tests set its signals and read what it received."""
 
     def __init__(self, store_port: int) -> None:
         self.stop_requested = False
@@ -41,11 +43,11 @@ class FakeClient:
         self.planned_join: PlannedAssignment | None = None
         self.presumed_dead = False
         self.same_members = True
-        """Whether a generation after the first has the members of the one before."""
+        """Whether each generation has the members of the one before."""
         self.activity = Activity()
         self.events: list[dict[str, Any]] = []
         self.joins: list[tuple[int | None, bool]] = []
-        """With what step it came, and whether between steps."""
+        """The step of the state, and whether the worker was between steps, of each request to join."""
         self.are_resumable: list[bool] = []
         self.failures: list[str | None] = []
         self._store_port = store_port
@@ -110,7 +112,7 @@ class FakeIndex:
 
 
 class StepCounter:
-    """State of a user's own."""
+    """Registered state: the steps that were counted."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -123,8 +125,7 @@ class StepCounter:
 
 
 class FakeFeed:
-    """Rows that depend on their ids alone, without Ray. They come in one stream like the real feed's: what a step
-    leaves behind is the next one's."""
+    """Rows that depend only on their ids, in one stream as from a real feed: what a step leaves, the next one gets."""
 
     def __init__(self, index: FakeIndex, plan: FeedPlan, **options: Any) -> None:
         self._shape = plan.shape
@@ -189,11 +190,30 @@ def client_of(run: Run) -> FakeClient:
     return client
 
 
+class PeerFailures:
+    """Raises the failure of a peer when it is called with one of `places`, up to `times` times for each."""
+
+    def __init__(self, *places: Any, times: int = 1) -> None:
+        self._places, self._times = places, times
+        self.raised: list[Any] = []
+
+    def __call__(self, place: Any) -> None:
+        if place in self._places and self.raised.count(place) < self._times:
+            self.raised.append(place)
+            raise dist.DistNetworkError(PEER_FAILURE)
+
+
 def prepared(run: Run, module: torch.nn.Module | None = None) -> PreparedModel:
     model: Any = run.prepare(module or Model())
     optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
     run.prepare(StepLR(optimizer, 2, 0.5))
     return model
+
+
+def compute_gradients(step: Step, model: PreparedModel) -> None:
+    """The forward and backward of every micro-batch."""
+    for batch in step.micro_batches():
+        step.backward(model(batch["x"]).square().mean())
 
 
 def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict[str, Any]:
@@ -210,6 +230,16 @@ def train(run: Run, in_step: Callable[[Step], None] = lambda step: None) -> dict
     return run._loop.finish()
 
 
+def evaluate(run: Run) -> float:
+    """Calls `run.evaluate`, whose result `evaluate_with` sets."""
+    return run.evaluate(lambda *_: torch.zeros(()), "held-out")
+
+
+def evaluate_with(monkeypatch: pytest.MonkeyPatch, function: Callable[[Generation], float]) -> None:
+    """Makes every evaluation return `function(generation)`."""
+    monkeypatch.setattr("elastic_ddp.worker.run.evaluate", lambda generation, *_: function(generation))
+
+
 def expect_config_error(run: Run, body: Callable[[Run], Any], *names: str) -> None:
     """Asserts that `body(run)` raises a ConfigError whose message has each of `names`."""
     with pytest.raises(ConfigError) as caught:
@@ -222,35 +252,43 @@ Place = Literal["optimizer", "block"]
 
 
 def train_and_count(
-    run: Run, lose: Callable[[Place, int], None], evaluate: bool = False, seed: int = 0
+    run: Run, communicate: Callable[[Place, int], None], evaluates: bool = False, seed: int = 0
 ) -> tuple[Any, list[int]]:
-    """Calls `lose` where a communicating optimizer, or the user after it, would communicate. Begins again like a
-    worker. What the run ended with, and the steps that the registered state has seen."""
+    """A training function whose optimizer and block communicate after the first change. Restarts like a worker.
 
-    class Communicating(torch.optim.AdamW):
+    Args:
+        run: the run.
+        communicate: called at both places, with the step.
+        evaluates: whether each block also evaluates.
+        seed: the seed of the initial weights.
+
+    Returns:
+        The outcome of the run, and the steps that the registered state has counted.
+    """
+
+    class CommunicatingAdamW(torch.optim.AdamW):
         def step(self, closure: Any = None) -> None:
             super().step()
-            lose("optimizer", run.position.step)
+            communicate("optimizer", run.position.step)
 
     while True:
         torch.manual_seed(seed)
         model: Any = run.prepare(Model())
-        run.prepare(StepLR(run.prepare(Communicating(model.parameters(), lr=0.1)), 2, 0.5))
-        counted = StepCounter()
-        run.register("counted", counted)
+        run.prepare(StepLR(run.prepare(CommunicatingAdamW(model.parameters(), lr=0.1)), 2, 0.5))
+        counter = StepCounter()
+        run.register("counter", counter)
         try:
             for step in run.steps():
                 with step:
-                    for batch in step.micro_batches():
-                        step.backward(model(batch["x"]).square().mean())
+                    compute_gradients(step, model)
                     step.optimize()
-                    lose("block", step.index)
-                    if evaluate:
-                        run.evaluate(lambda *_: torch.zeros(()), "held-out")
-                    counted.steps.append(step.index)
-            ended = run._loop.finish()
+                    communicate("block", step.index)
+                    if evaluates:
+                        evaluate(run)
+                    counter.steps.append(step.index)
+            outcome = run._loop.finish()
         except RestartTraining:
             run = Run(run._loop.restart())
         else:
             run._loop.close(intact=True)
-            return ended, counted.steps
+            return outcome, counter.steps

@@ -1,8 +1,10 @@
-"""Training functions that begin again, and what a worker keeps of what it was before."""
+"""Restarts of the training function: after a torn step, a membership change with FSDP, or a loop that ended early."""
 
 from __future__ import annotations
 
 import errno
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,40 +17,128 @@ from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.errors import ConfigError, StorageError, WorkersFailedError
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry.account import Account
+from elastic_ddp.telemetry.stopwatch import Stopwatch
 from elastic_ddp.worker.generation import Generation, GenerationInputs
+from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.seeding import seed_all
-from elastic_ddp.worker.step import Step
-from tests.unit.single_worker import PEER_FAILURE, FakeClient, Model, NewRun, client_of, prepared, train
+from tests.unit.single_worker import (
+    PEER_FAILURE,
+    FakeClient,
+    Model,
+    NewRun,
+    PeerFailures,
+    Place,
+    client_of,
+    compute_gradients,
+    evaluate,
+    evaluate_with,
+    prepared,
+    train,
+    train_and_count,
+)
+
+LIMIT_S = 20.0
+
+# A peer fails while a step changes the state.
 
 
-def test_a_loop_that_ends_with_a_half_made_step_begins_again(new_run: NewRun) -> None:
-    run = new_run()
+@pytest.mark.parametrize("where", ["optimizer", "block"])
+@pytest.mark.parametrize("every_steps", [2, 100], ids=["a commit", "no commit"])
+def test_a_torn_step_is_repeated_from_the_newest_commit_or_from_the_start(
+    new_run: NewRun, where: Place, every_steps: int
+) -> None:
+    run, fail = new_run(checkpoint={"every_steps": every_steps}), PeerFailures((where, 3))
+    disturbed = train_and_count(run, lambda *place: fail(place))
+    assert fail.raised == [(where, 3)]
+    assert disturbed == train_and_count(new_run(folder="undisturbed"), lambda *_: None)
+    assert disturbed[1] == list(range(6))
+    assert client_of(run).joins == [(None, True), (None, True)], "it has no state that others could use"
+    assert client_of(run).failures == [None, f"DistNetworkError: {PEER_FAILURE}"]
+    assert client_of(run).steps_of("resumed") == ([2] if every_steps == 2 else [])
+    assert client_of(run).events_of("generation_ended")[0]["last_step"] == 3, "the torn step does not count"
+
+
+@pytest.mark.parametrize("where", ["optimizer", "block"])
+def test_a_step_that_is_torn_three_times_in_a_row_ends_the_run(new_run: NewRun, where: Place) -> None:
+    """Steps before it are repeated meanwhile."""
+    run, fail = new_run(checkpoint={"every_steps": 2}), PeerFailures((where, 3), times=9)
+    with pytest.raises(WorkersFailedError, match="step 3 failed 3 times in a row"):
+        train_and_count(run, lambda *place: fail(place))
+    assert fail.raised == [(where, 3)] * 3
+
+
+def test_a_running_save_ends_before_the_training_function_restarts(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an older commit would be restored, and two saves would run, each with a copy of the state."""
+    run, fail = new_run(checkpoint={"every_steps": 2}, drain_deadline_s=0.01), PeerFailures(("optimizer", 3))
+    client, savers = client_of(run), [run._loop.checkpointer._saver]
+    restart, write, is_restarting = Loop.restart, Storage.write, threading.Event()
+
+    def write_late(storage: Storage, key: str, data: bytes | memoryview) -> None:
+        if key.startswith("step=2/"):
+            assert is_restarting.wait(LIMIT_S)
+            time.sleep(0.2)
+            assert len(client.joins) == 1, "it waits"
+        write(storage, key, data)
+
+    def note_restart(loop: Loop) -> Loop:
+        is_restarting.set()
+        savers.append((next_loop := restart(loop)).checkpointer._saver)
+        return next_loop
+
+    monkeypatch.setattr(Storage, "write", write_late)
+    monkeypatch.setattr(Loop, "restart", note_restart)
+    disturbed = train_and_count(run, lambda *place: fail(place))
+    assert client.steps_of("resumed") == [2] and client.steps_of("commit") == [2, 4, 6]
+    assert len(savers) == 2 and len(set(savers)) == 1
+    assert disturbed == train_and_count(new_run(folder="undisturbed"), lambda *_: None)
+
+
+@pytest.mark.parametrize("why", ["a torn step", "a membership change of a sharded run"])
+def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run: NewRun, why: str) -> None:
+    """The rendezvous keeps the longest account, and would count it as useful time."""
+    run, now, accounts = new_run(), 1000.0, []
+    run._loop.membership.account = Account(Stopwatch(lambda: now))
+    client = client_of(run)
+    join = client.join
+
+    def note_account(**request: Any) -> Assignment:
+        accounts.append(request["account"])
+        return join(**request)
+
+    client.join = note_account  # type: ignore[method-assign]
     model = prepared(run)
-    for step in run.steps():
-        with step:
-            for batch in step.micro_batches():
-                step.backward(model(batch["x"]).square().mean())
-            step.optimize()
-            raise dist.DistNetworkError(PEER_FAILURE)
-        break
     with pytest.raises(RestartTraining):
-        run._loop.finish()
+        for step in run.steps():
+            now += 1.0
+            with step:
+                if why == "a membership change of a sharded run":
+                    client.reconfigure_requested, run._state.layout = True, lambda name: None
+                compute_gradients(step, model)
+                step.optimize()
+                if why == "a torn step":
+                    raise dist.DistNetworkError(PEER_FAILURE)
+    now += 20.0
+    again = Run(run._loop.restart())
+    assert train(again)["steps"] == 6
+    again._loop.close(intact=True)
+    assert [sum(account.values()) for account in accounts] == [0.0, 1.0]
 
 
-def test_a_sharded_run_refuses_a_model_that_it_has_sharded_before(new_run: NewRun) -> None:
-    run, module = new_run(strategy="fsdp", checkpoint={"every_steps": 1}), Model()
+def test_a_sharded_run_refuses_a_model_that_is_already_sharded(new_run: NewRun) -> None:
+    run, module, fail = new_run(strategy="fsdp", checkpoint={"every_steps": 1}), Model(), PeerFailures(2)
     client_of(run).same_members = False
-    model = run.prepare(module)
+    model: Any = run.prepare(module)
     run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(RestartTraining):
         for step in run.steps():
             with step:
-                for batch in step.micro_batches():
-                    step.backward(model(batch["x"]).square().mean())
-                if step.index == 2:
-                    raise dist.DistNetworkError(PEER_FAILURE)
+                compute_gradients(step, model)
+                fail(step.index)
                 step.optimize()
     again = Run(run._loop.restart())
     with pytest.raises(ConfigError, match=r"already sharded: 0\.weight"):
@@ -56,142 +146,133 @@ def test_a_sharded_run_refuses_a_model_that_it_has_sharded_before(new_run: NewRu
     again._loop.close(intact=False)
 
 
-def train_until(run: Run, last: int, lose: Callable[[int], None], *, evaluates: str = "never") -> dict[str, Any]:
-    """A loop that ends itself after a step. Begins again like a worker."""
+# A loop that ends before its last step is done.
+
+
+def train_until(run: Run, last: int, fail: Callable[[int], None], *, evaluates: str = "never") -> dict[str, Any]:
+    """A training function that leaves the loop after step `last`. Restarts like a worker."""
     while True:
         seed_all(0, 0, "init")
         model = prepared(run)
         for step in run.steps():
             if evaluates == "before the block":
-                run.evaluate(lambda *_: torch.zeros(()), "held-out")
+                evaluate(run)
             with step:
                 for batch in step.micro_batches():
-                    lose(step.index)
+                    fail(step.index)
                     step.backward(model(batch["x"]).square().mean())
                 step.optimize()
             if evaluates == "after the block":
-                run.evaluate(lambda *_: torch.zeros(()), "held-out")
+                evaluate(run)
             if step.index == last:
                 break
         try:
-            ended = run._loop.finish()
+            return run._loop.finish()
         except RestartTraining:
             run = Run(run._loop.restart())
-        else:
-            return ended
         finally:
             run._loop.close(intact=False)
 
 
-def test_a_loop_that_ends_with_a_step_that_was_lost_makes_it_after_all(new_run: NewRun) -> None:
-    failure: list[int] = []
-
-    def lose_once(index: int) -> None:
-        if index == 3 and not failure:
-            failure.append(index)
-            raise dist.DistNetworkError(PEER_FAILURE)
-
+def test_a_loop_that_ends_with_a_torn_step_restarts(new_run: NewRun) -> None:
     run = new_run()
+    model = prepared(run)
+    for step in run.steps():
+        with step:
+            compute_gradients(step, model)
+            step.optimize()
+            raise dist.DistNetworkError(PEER_FAILURE)
+        break
+    with pytest.raises(RestartTraining):
+        run._loop.finish()
+
+
+def test_a_loop_that_ends_with_a_failed_step_repeats_the_step(new_run: NewRun) -> None:
+    run, fail = new_run(), PeerFailures(3)
     client = client_of(run)
-    ended = train_until(run, 3, lose_once)
-    assert ended == train_until(new_run(folder="calm"), 3, lambda _: None) and ended["steps"] == 4
-    assert failure == [3] and client.steps_of("resumed") == [3], "it went on from a commit of what it had"
+    outcome = train_until(run, 3, fail)
+    assert outcome == train_until(new_run(folder="undisturbed"), 3, lambda _: None) and outcome["steps"] == 4
+    assert fail.raised == [3] and client.steps_of("resumed") == [3], "from a commit of its own state"
 
 
 @pytest.mark.parametrize("when", ["before the block", "after the block"])
-def test_so_it_does_where_an_evaluation_comes_between(
+def test_a_loop_that_ends_with_a_failed_step_repeats_it_also_after_an_evaluation(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    failure: list[int] = []
+    run, fail = new_run(), PeerFailures(3)
 
-    def lose_once(index: int) -> None:
-        if index == 3 and not failure and when == "after the block":
-            failure.append(index)
-            raise dist.DistNetworkError(PEER_FAILURE)
-
-    def evaluate(*_: Any) -> float:
-        if run.position.step == 3 and not failure and when == "before the block":
-            failure.append(3)
-            raise dist.DistNetworkError(PEER_FAILURE)
+    def measure(_: Generation) -> float:
+        if when == "before the block":
+            fail(run.position.step)
         return 0.1
 
-    monkeypatch.setattr("elastic_ddp.worker.run.evaluate", evaluate)
-    run = new_run()
-    ended = train_until(run, 3, lose_once, evaluates=when)
-    assert failure == [3] and ended == train_until(new_run(folder="calm"), 3, lambda _: None)
+    evaluate_with(monkeypatch, measure)
+    fail_in_step = fail if when == "after the block" else lambda _: None
+    outcome = train_until(run, 3, fail_in_step, evaluates=when)
+    assert fail.raised == [3] and outcome == train_until(new_run(folder="undisturbed"), 3, lambda _: None)
 
 
-@pytest.mark.parametrize("whom", ["a newcomer", "one that begins again"])
-def test_a_loop_that_ends_with_a_step_that_others_are_at_is_begun_again(new_run: NewRun, whom: str) -> None:
-    """A newcomer rehearses it, and has not trained; one that begins again has nothing to rehearse."""
-    failure: list[int] = []
-
-    def lose_once(index: int) -> None:
-        if index == 3 and not failure and whom == "one that begins again":
-            failure.append(index)
-            client.planned_join = others
-            raise dist.DistNetworkError(PEER_FAILURE)
-
+@pytest.mark.parametrize("is_newcomer", [True, False])
+def test_a_loop_that_ends_with_the_step_that_others_are_in_restarts(new_run: NewRun, is_newcomer: bool) -> None:
+    """For a newcomer it was a warm-up step. After a restart there is no warm-up."""
     run, others = new_run(), PlannedAssignment(rank=0, world_size=1, step=3)
-    client = client_of(run)
-    client.planned_join = others if whom == "a newcomer" else None
-    assert train_until(run, 3, lose_once) == train_until(new_run(folder="calm"), 3, lambda _: None)
+    client, fail = client_of(run), PeerFailures(3)
+    client.planned_join = others if is_newcomer else None
+
+    def fail_and_plan(index: int) -> None:
+        if index == 3 and not is_newcomer:
+            client.planned_join = others
+            fail(index)
+
+    assert train_until(run, 3, fail_and_plan) == train_until(new_run(folder="undisturbed"), 3, lambda _: None)
 
 
-def test_deaths_one_after_the_other_in_the_step_with_which_a_loop_ends_do_not_end_the_run(
+def test_a_last_step_in_which_different_workers_die_does_not_end_the_run(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failure: list[int] = []
+    join, fail = FakeClient.join, PeerFailures(3, times=5)
 
-    def join_others(client: FakeClient, **options: Any) -> Assignment:
-        return replace(joins(client, **options), same_members=bool(client.failures[:-1]) and options["failure"] is None)
+    def join_others(client: FakeClient, **request: Any) -> Assignment:
+        assignment = join(client, **request)
+        return replace(assignment, same_members=bool(client.failures[:-1]) and request["failure"] is None)
 
-    def lose(index: int) -> None:
-        if index == 3 and len(failure) < 5:
-            failure.append(index)
-            raise dist.DistNetworkError(PEER_FAILURE)
-
-    joins = FakeClient.join
     monkeypatch.setattr(FakeClient, "join", join_others)
-    assert train_until(new_run(), 3, lose)["steps"] == 4 and len(failure) == 5
+    assert train_until(new_run(), 3, fail)["steps"] == 4 and len(fail.raised) == 5
 
 
-def test_a_loop_that_ends_with_a_step_that_is_lost_every_time_ends_the_run(new_run: NewRun) -> None:
-    failure: list[int] = []
-
-    def lose(index: int) -> None:
-        if index == 3:
-            failure.append(index)
-            raise dist.DistNetworkError(PEER_FAILURE)
-
+def test_a_last_step_that_fails_three_times_on_the_same_workers_ends_the_run(new_run: NewRun) -> None:
+    fail = PeerFailures(3, times=9)
     with pytest.raises(WorkersFailedError, match="step 3 failed 3 times in a row"):
-        train_until(new_run(), 3, lose)
-    assert failure == [3] * 3
+        train_until(new_run(), 3, fail)
+    assert fail.raised == [3] * 3
 
 
-def test_an_evaluation_that_a_sharded_run_loses_every_time_ends_the_run(
+# What counts as failing again and again.
+
+
+def test_an_evaluation_that_fails_after_each_restart_of_a_sharded_run_ends_the_run(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though each time it begins again from its newest commit, makes steps and evaluates before."""
-    monkeypatch.setattr(
-        "elastic_ddp.worker.run.evaluate", lambda generation, job, loss_fn, *_: float(loss_fn(None, None))
-    )
-    run, made = new_run(strategy="fsdp", checkpoint={"every_steps": 2}), list[int]()
+    """Each restart resumes from the newest commit, and does steps and an evaluation before."""
+    run, steps = new_run(strategy="fsdp", checkpoint={"every_steps": 2}), list[int]()
 
-    def lose(*_: object) -> torch.Tensor:
-        raise dist.DistNetworkError(PEER_FAILURE)
+    def measure(_: Generation) -> float:
+        if run.position.step == 5:
+            raise dist.DistNetworkError(PEER_FAILURE)
+        return 0.5
+
+    evaluate_with(monkeypatch, measure)
 
     def train_once() -> None:
         model = prepared(run)
         for step in run.steps():
             with step:
-                for batch in step.micro_batches():
-                    step.backward(model(batch["x"]).square().mean())
+                compute_gradients(step, model)
                 step.optimize()
-            made.append(step.index)
+            steps.append(step.index)
             run._loop.checkpointer.close(60)
             if step.index in (2, 4):
-                run.evaluate(lose if step.index == 4 else lambda *_: torch.tensor(0.5), "held-out")
+                evaluate(run)
 
     with pytest.raises(WorkersFailedError, match="'validation_loss' after 5 steps failed 3 times in a row"):
         for _ in range(9):
@@ -200,39 +281,37 @@ def test_an_evaluation_that_a_sharded_run_loses_every_time_ends_the_run(
             except RestartTraining:
                 run = Run(run._loop.restart())
     run._loop.close(intact=False)
-    assert made == [0, 1, 2, 3, 4, 4, 4]
+    assert steps == [0, 1, 2, 3, 4, 4, 4]
 
 
-def test_deaths_one_after_the_other_in_a_step_do_not_end_a_run_that_evaluates_after_it(
+def test_different_workers_that_die_in_a_step_before_an_evaluation_do_not_end_the_run(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_ddp.worker.run.evaluate", lambda *_: 0.1)
-    run, failure = new_run(), []
-    client_of(run).same_members = False  # it is another worker that dies each time
+    evaluate_with(monkeypatch, lambda _: 0.1)
+    run, fail = new_run(), PeerFailures(3, times=4)
+    client_of(run).same_members = False
     model = prepared(run)
     for step in run.steps():
         with step:
             for batch in step.micro_batches():
-                if step.index == 3 and len(failure) < 4:
-                    failure.append(step.index)
-                    raise dist.DistNetworkError(PEER_FAILURE)
+                fail(step.index)
                 step.backward(model(batch["x"]).square().mean())
             step.optimize()
-        run.evaluate(lambda *_: torch.zeros(()), "held-out")
-    assert run._loop.finish()["steps"] == 6 and len(failure) == 4
+        evaluate(run)
+    assert run._loop.finish()["steps"] == 6 and len(fail.raised) == 4
 
 
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
-def test_a_generation_that_breaks_whenever_it_forms_ends_the_run(
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["replicated", "sharded"])
+def test_a_generation_that_never_forms_ends_the_run(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch, is_sharded: bool
 ) -> None:
-    """Also where the training function begins again each time."""
+    """Also if the training function restarts each time."""
 
-    def breaks(inputs: GenerationInputs, *_: Any) -> None:
+    def fail(inputs: GenerationInputs, *_: Any) -> None:
         inputs.state.layout = (lambda name: None) if is_sharded else None
         raise dist.DistNetworkError(PEER_FAILURE)
 
-    monkeypatch.setattr(Generation, "open", breaks)
+    monkeypatch.setattr(Generation, "open", fail)
     run = new_run()
     client = client_of(run)
     with pytest.raises(WorkersFailedError, match="failed to form 10 times in a row"):
@@ -245,33 +324,27 @@ def test_a_generation_that_breaks_whenever_it_forms_ends_the_run(
 
 
 @pytest.mark.parametrize("times", [1, 12])
-def test_a_save_that_fails_where_the_state_is_handed_on_is_no_end(
+def test_a_failed_commit_in_a_generation_for_handover_does_not_end_the_run(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """In a brief generation, of a run below min_workers for example."""
-    failure: list[int] = []
+    """A run below min_workers forms such a generation."""
+    join, write, fail = FakeClient.join, Storage.write, PeerFailures(3)
 
-    def is_brief(client: FakeClient) -> bool:
+    def is_handover(client: FakeClient) -> bool:
         return 2 <= len(client.joins) < 2 + times
 
-    def join_briefly(client: FakeClient, **options: Any) -> Assignment:
-        return replace(joins(client, **options), handover_only=is_brief(client))
+    def join_for_handover(client: FakeClient, **request: Any) -> Assignment:
+        return replace(join(client, **request), handover_only=is_handover(client))
 
-    def fail(storage: Storage, key: str, data: Any) -> None:
-        if key.startswith("step=") and is_brief(client_of(run)):
+    def fail_write(storage: Storage, key: str, data: Any) -> None:
+        if key.startswith("step=") and is_handover(client_of(run)):
             raise StorageError("no space left") from OSError(errno.ENOSPC, "no space left")
         write(storage, key, data)
 
-    def lose_once(step: Step) -> None:
-        if step.index == 3 and not failure:
-            failure.append(step.index)
-            raise dist.DistNetworkError(PEER_FAILURE)
-
-    joins, write = FakeClient.join, Storage.write
     monkeypatch.setattr("elastic_ddp.worker.commit_schedule.SAVE_BACKOFF_S", 0.001)
     monkeypatch.setattr("elastic_ddp.worker.commit_schedule.MAX_SAVE_BACKOFF_S", 0.01)
-    monkeypatch.setattr(FakeClient, "join", join_briefly)
-    monkeypatch.setattr(Storage, "write", fail)
+    monkeypatch.setattr(FakeClient, "join", join_for_handover)
+    monkeypatch.setattr(Storage, "write", fail_write)
     run = new_run(checkpoint={"every_steps": 100})
-    assert train(run, lose_once)["steps"] == 6
+    assert train(run, lambda step: fail(step.index))["steps"] == 6
     assert client_of(run).steps_of("commit_failed") == [3] * times and len(client_of(run).joins) == 2 + times

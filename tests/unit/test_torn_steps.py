@@ -1,4 +1,4 @@
-"""A peer that is lost where a step changes the state: two workers, of which one may have made the step."""
+"""A peer that fails while a step changes the state: on two workers, one of which may have done the step."""
 
 from __future__ import annotations
 
@@ -21,93 +21,95 @@ from tests.ranks import run_ranks
 from tests.unit.single_worker import CPU, PEER_FAILURE, FakeClient, FakeFeed, FakeIndex, Place, train_and_count
 
 Where = Place | Literal["both"]
-"""In which collective: the optimizer's, one after it, or on one rank in this and on the other in that."""
-LOST_IN = 3
+"""The collective in which a peer fails: the optimizer's, one after it, or the optimizer's on both ranks."""
+FAILS_IN = 3
 STEPS = 6
 
 
-class LinkOfTwo(FakeClient):
-    """The rendezvous of a worker that trains with another, who knows how far that one is."""
+class ClientOfTwo(FakeClient):
+    """The client of one of two workers. `others` has the steps with which the other one joins."""
 
     def __init__(self, group: ProcessGroup, others: list[int | None]) -> None:
         super().__init__(group.assignment.store_port)
-        self._here, self._others = group.assignment, others
+        self._own, self._others = group.assignment, others
 
-    def join(self, **arguments: Any) -> Assignment:
-        assignment = super().join(**arguments)
+    def join(self, **request: Any) -> Assignment:
+        assignment = super().join(**request)
         number = len(self.joins)
-        mine, theirs = arguments["step"], self._others[number - 1]
-        steps = [mine, theirs] if self._here.rank == 0 else [theirs, mine]
-        newest = max((each for each in steps if each is not None), default=None)
+        own, other = request["step"], self._others[number - 1]
+        steps = [own, other] if self._own.rank == 0 else [other, own]
+        newest = max((step for step in steps if step is not None), default=None)
         return replace(
             assignment,
-            generation=self._here.generation + number,
-            rank=self._here.rank,
+            generation=self._own.generation + number,
+            rank=self._own.rank,
             world_size=2,
             source=None if newest is None else steps.index(newest),
-            receivers=tuple(rank for rank, each in enumerate(steps) if each is None or each != newest),
+            receivers=tuple(rank for rank, step in enumerate(steps) if step is None or step != newest),
             first_step=newest,
         )
 
 
-def train(group: ProcessGroup, folder: Path, where: Where | None, loser: int) -> dict[str, Any]:
-    """With a communicating optimizer, and a collective after it perhaps; one rank loses the other in one of them."""
+def train(group: ProcessGroup, folder: Path, where: Where | None, failing: int) -> dict[str, Any]:
+    """Trains with collectives in the optimizer and after it. One of them fails once, on rank `failing`."""
     with mock.patch("elastic_ddp.worker.generation.MicroBatchFeed", FakeFeed):
-        return _train(group, folder, where, loser)
+        return _train(group, folder, where, failing)
 
 
-def _train(group: ProcessGroup, folder: Path, where: Where | None, loser: int) -> dict[str, Any]:
+def _train(group: ProcessGroup, folder: Path, where: Where | None, failing: int) -> dict[str, Any]:
     group.barrier()
     group.close(intact=True)
-    others = [None, LOST_IN + 1] if group.rank == loser and where != "both" else [None, None]
+    others = [None, FAILS_IN + 1] if group.rank == failing and where != "both" else [None, None]
     index: Any = FakeIndex(80)
-    client: Any = LinkOfTwo(group, others)
+    client: Any = ClientOfTwo(group, others)
     config = RunConfig(
         name="test", storage=str(folder), steps=STEPS, global_batch_size=8, micro_batch_size=2, max_workers=2
     )
     job = Job(
         config=config, train=lambda run: None, index=index, transform=None, storage=Storage(folder).at(str(where))
     )
-    failure: list[int] = []
+    failed: list[int] = []
 
     def communicate(place: Place, step: int) -> None:
-        if (place, where) == ("block", "optimizer"):  # or the other would not make the step either
+        if (place, where) == ("block", "optimizer"):  # otherwise the other rank would not do the step either
             return
         dist.all_reduce(torch.zeros(1))
         breaks_in = "optimizer" if where == "both" else where
-        if (place, step, group.rank) == (breaks_in, LOST_IN, loser) and not failure:
-            failure.append(step)
+        if (place, step, group.rank) == (breaks_in, FAILS_IN, failing) and not failed:
+            failed.append(step)
             raise dist.DistNetworkError(PEER_FAILURE)
 
-    ended, counted = train_and_count(Run(Loop(job, client, CPU)), communicate, seed=group.rank)
-    return {**ended, "counted": counted, "joins": client.joins, "lost": failure}
+    outcome, counted = train_and_count(Run(Loop(job, client, CPU)), communicate, seed=group.rank)
+    return {**outcome, "counted": counted, "joins": client.joins, "failed": failed}
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """How the run ends where nobody is lost."""
-    first, second = run_ranks(2, train, tmp_path_factory.mktemp("calm"), None, 0)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of a run without failures."""
+    first, second = run_ranks(2, train, tmp_path_factory.mktemp("undisturbed"), None, 0)
     assert first["weights_sha256"] == second["weights_sha256"]
     assert first["joins"] == [(None, True)] and first["counted"] == list(range(STEPS))
     return first
 
 
-@pytest.mark.parametrize("loser", [0, 1])
+@pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("where", ["optimizer", "block"])
-def test_a_worker_that_is_left_with_half_a_step_gets_the_state_of_one_that_has_made_it(
-    tmp_path: Path, calm: dict[str, Any], where: Place, loser: int
+def test_a_worker_with_a_torn_step_receives_the_state_of_a_peer_that_did_the_step(
+    tmp_path: Path, undisturbed: dict[str, Any], where: Place, failing: int
 ) -> None:
-    every = run_ranks(2, train, tmp_path, where, loser)
-    assert every[loser]["lost"] == [LOST_IN]
-    for each in every:
-        assert (each["weights_sha256"], each["counted"]) == (calm["weights_sha256"], calm["counted"])
-        assert each["samples_sha256"] == calm["samples_sha256"]
-    assert [each["joins"][1] for each in every][loser] == (None, True)
-    assert [each["joins"][1] for each in every][1 - loser] == (LOST_IN + 1, True)
+    results = run_ranks(2, train, tmp_path, where, failing)
+    assert results[failing]["failed"] == [FAILS_IN]
+    for result in results:
+        assert (result["weights_sha256"], result["counted"]) == (undisturbed["weights_sha256"], undisturbed["counted"])
+        assert result["samples_sha256"] == undisturbed["samples_sha256"]
+    assert results[failing]["joins"][1] == (None, True)
+    assert results[1 - failing]["joins"][1] == (FAILS_IN + 1, True)
 
 
-def test_workers_that_are_all_left_with_half_a_step_go_back(tmp_path: Path, calm: dict[str, Any]) -> None:
-    for each in run_ranks(2, train, tmp_path, "both", 0):
-        assert (each["weights_sha256"], each["counted"]) == (calm["weights_sha256"], calm["counted"])
-        assert each["samples_sha256"] == calm["samples_sha256"]
-        assert each["joins"] == [(None, True)] * 2
+def test_workers_that_all_have_a_torn_step_resume_from_the_newest_commit(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    for result in run_ranks(2, train, tmp_path, "both", 0):
+        assert (result["weights_sha256"], result["counted"]) == (undisturbed["weights_sha256"], undisturbed["counted"])
+        assert result["samples_sha256"] == undisturbed["samples_sha256"]
+        assert result["joins"] == [(None, True)] * 2
