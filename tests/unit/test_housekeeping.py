@@ -28,8 +28,8 @@ from elastic_ddp.storage.folder import Upload
 from elastic_ddp.storage.local import TEMPORARY_PREFIX
 from elastic_ddp.storage.storage import Storage
 from tests.single_rank_store import SingleRankStore
+from tests.unit.faulty_reads import UnreadableObject
 from tests.unit.test_checkpoint import corrupt, keys_of
-from tests.unit.test_restore import BadSector
 
 
 class ClockedStorage(Storage):
@@ -240,7 +240,7 @@ def test_an_unreadable_manifest_stays_with_its_step_and_the_rest_is_tidied(
 ) -> None:
     before = SingleRankStore(Storage(tmp_path), keep=9)
     commits = {step: save(before, step, value) for step, value in {10: 0.1, 20: 0.5, 30: 0.2, 40: 0.6}.items()}
-    storage = BadSector(str(tmp_path), commits[10].key)
+    storage = UnreadableObject(str(tmp_path), commits[10].key)
     beside, dead = write_orphan(storage, 10), write_orphan(storage, 25)
     store = SingleRankStore(storage, keep=keep)
     save(store, 50, 0.7)
@@ -289,7 +289,7 @@ def test_an_unreadable_commit_stays_while_newer_ones_are_committed(tmp_path: Pat
     before = SingleRankStore(Storage(tmp_path), keep=9)
     for step in (10, 20, 30):
         save(before, step)
-    storage = BadSector(str(tmp_path), manifest_key(30))
+    storage = UnreadableObject(str(tmp_path), manifest_key(30))
     store = SingleRankStore(storage, keep=Retention(last=2))
     save(store, 40)
     assert steps_in(storage) == [20, 30, 40]
@@ -351,7 +351,7 @@ def test_an_unreadable_newest_commit_displaces_no_readable_one(tmp_path: Path) -
     before = SingleRankStore(Storage(tmp_path), keep=9)
     for step in (10, 20):
         save(before, step)
-    storage = BadSector(str(tmp_path), manifest_key(30))
+    storage = UnreadableObject(str(tmp_path), manifest_key(30))
     save(SingleRankStore(storage, keep=1), 30)
     assert steps_in(storage) == [20, 30]
 

@@ -1,13 +1,11 @@
-"""Commits that several ranks read together."""
+"""Restores of the newest commit that verifies, on one or several ranks."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,63 +16,58 @@ from elastic_ddp.checkpoint import Commit, CommitCatalog, pieces
 from elastic_ddp.checkpoint.reader import allocate_state
 from elastic_ddp.checkpoint.targets import Targets
 from elastic_ddp.distributed.process_group import FORM_TIMEOUT_S, ProcessGroup
-from elastic_ddp.errors import CheckpointError, ConfigError, PeerFailedError, StorageError
+from elastic_ddp.errors import PeerFailedError, StorageError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker import shared_read
-from elastic_ddp.worker.agreed_errors import agree_on_error
 from elastic_ddp.worker.restore import restore
 from tests.ranks import run_ranks, single_rank_group
 from tests.single_rank_store import SingleRankStore
-from tests.unit.test_checkpoint import corrupt, make_state, restored_step, save, step_of
+from tests.unit.faulty_reads import CountingReads
+from tests.unit.test_checkpoint import corrupt, restored_step, save, step_of
 
 
-class Counting(Storage):
-    """Counts bytes of blocks that are read."""
-
-    def __init__(self, uri: str) -> None:
-        super().__init__(uri)
-        self.num_bytes = 0
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        count = super().read_into(key, start, buffer)
-        self.num_bytes += count
-        return count
-
-
-def restore_on(group: ProcessGroup, uri: str, piece_bytes: int) -> dict[str, Any]:
-    """What a rank restores, and how many bytes it read for that."""
-    pieces.MAX_PIECE_BYTES = piece_bytes
-    storage = Counting(uri)
+def restore_in_pieces(group: ProcessGroup, uri: str) -> dict[str, Any]:
+    """The step that this rank restores, the bytes that it reads for that, and the number of its pieces."""
+    pieces.MAX_PIECE_BYTES = 128
+    storage = CountingReads(uri)
     store = SingleRankStore(storage, keep=2)
-    counted: list[int] = []
-    found = restore(store, storage, group, tick=lambda: counted.append(1))
-    step = None if found is None else step_of(found[1])
-    return {"step": step, "rejected": store.rejected, "num_bytes": storage.num_bytes, "pieces": len(counted)}
+    ticks: list[int] = []
+    restored = restore(store, storage, group, tick=lambda: ticks.append(1))
+    step = None if restored is None else step_of(restored[1])
+    return {"step": step, "rejected": store.rejected, "num_bytes": storage.num_bytes, "num_pieces": len(ticks)}
+
+
+def restore_on(storage: Storage) -> tuple[Commit, list[tuple[str, str]]]:
+    """The commit that a single rank restores, and the rejected ones."""
+    store = SingleRankStore(storage, keep=2)
+    restored = restore(store, storage, single_rank_group())
+    assert restored is not None and restored[0].step == step_of(restored[1])
+    return restored[0], store.rejected
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_gets_the_state_and_every_byte_leaves_the_storage_once(tmp_path: Path, world_size: int) -> None:
+def test_every_rank_gets_the_state_and_every_byte_is_read_once(tmp_path: Path, world_size: int) -> None:
     [_, newest] = save(Storage(tmp_path), 1, 2)
-    results = run_ranks(world_size, restore_on, str(tmp_path), 128)
-    assert [each["step"] for each in results] == [2] * world_size
-    assert sum(each["num_bytes"] for each in results) == sum(item.size for item in newest.objects)
-    assert all(each["num_bytes"] for each in results), "they share the work"
-    assert all(each["pieces"] == results[0]["pieces"] >= world_size for each in results), "all of them, wherever from"
-    assert not any(each["rejected"] for each in results)
+    results = run_ranks(world_size, restore_in_pieces, str(tmp_path))
+    assert [result["step"] for result in results] == [2] * world_size
+    assert sum(result["num_bytes"] for result in results) == sum(stored.size for stored in newest.objects)
+    assert all(result["num_bytes"] for result in results), "every rank reads a share"
+    assert all(result["num_pieces"] == results[0]["num_pieces"] >= world_size for result in results)
+    assert not any(result["rejected"] for result in results)
 
 
 @pytest.mark.parametrize("which", ["blocks", "skeleton", "manifest"])
 @pytest.mark.parametrize("how", ["flip", "missing", "short"])
-def test_what_one_rank_finds_bad_no_rank_uses_and_it_is_set_aside(tmp_path: Path, which: str, how: str) -> None:
+def test_a_commit_that_is_bad_for_one_rank_is_set_aside(tmp_path: Path, which: str, how: str) -> None:
     storage = Storage(tmp_path)
     [before, newest] = save(storage, 1, 2)
     key = {"blocks": newest.objects[0].key, "skeleton": newest.state.key, "manifest": newest.key}[which]
     corrupt(storage, key, how)
-    kept = storage.list("step=2")
-    results = run_ranks(2, restore_on, str(tmp_path), 128)
-    assert [each["step"] for each in results] == [1, 1]
+    objects = storage.list("step=2")
+    results = run_ranks(2, restore_in_pieces, str(tmp_path))
+    assert [result["step"] for result in results] == [1, 1]
     if (which, how) == ("manifest", "missing"):
-        assert not results[0]["rejected"]
+        assert not results[0]["rejected"], "there is no such commit"
         return
     [(rejected, reason)] = results[0]["rejected"]
     assert rejected == newest.key and key in reason
@@ -82,44 +75,25 @@ def test_what_one_rank_finds_bad_no_rank_uses_and_it_is_set_aside(tmp_path: Path
     name = "unknown-" if which == "manifest" else f"{newest.attempt}.json"
     assert aside.startswith(f"set-aside/2-{name}") and storage.list("commits") == [before.key]
     save(storage, 2, 3, keep=1)
-    assert restored_step(storage) == 3 and set(kept) <= set(storage.list("step=2")), "it is there to be looked at"
+    assert restored_step(storage) == 3 and set(objects) <= set(storage.list("step=2")), "its objects are kept"
 
 
-def test_where_all_ranks_find_bad_pieces_the_commit_before_is_used(tmp_path: Path) -> None:
-    """And none takes what came from another as what had been good there."""
+def test_a_commit_that_is_bad_for_all_ranks_is_rejected(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     [_, newest] = save(storage, 1, 2)
-    for item in newest.objects:
-        storage.write(item.key, bytes(byte ^ 1 for byte in storage.read(item.key)))
-    results = run_ranks(2, restore_on, str(tmp_path), 128)
-    assert [each["step"] for each in results] == [1, 1]
+    for stored in newest.objects:
+        storage.write(stored.key, bytes(byte ^ 1 for byte in storage.read(stored.key)))
+    results = run_ranks(2, restore_in_pieces, str(tmp_path))
+    assert [result["step"] for result in results] == [1, 1]
 
 
-def agree_on_errors(group: ProcessGroup, errors: list[Exception | None]) -> str | list[bytes]:
-    try:
-        return agree_on_error(errors[group.rank], group, f"data of {group.rank}".encode())
-    except Exception as error:
-        return repr(error)
-
-
-@pytest.mark.parametrize(
-    ("errors", "expected"),
-    [
-        ([None, None, None], [b"data of 0", b"data of 1", b"data of 2"]),
-        ([None, CheckpointError("bad\nin two lines"), None], r"CheckpointError('bad\nin two lines')"),
-        ([CheckpointError("bad"), StorageError("down"), ConfigError("full")], "ConfigError('full')"),
-        ([PeerFailedError("changed"), CheckpointError("bad"), CheckpointError("worse")], "CheckpointError('bad')"),
-    ],
-)
-def test_all_ranks_raise_the_same_error_or_get_all_data(errors: list[Exception | None], expected: Any) -> None:
-    assert run_ranks(3, agree_on_errors, errors) == [expected] * 3
+# Memory of a rejected commit is freed at once, also without garbage collection, which training loops may disable.
 
 
 @pytest.mark.parametrize("which", ["blocks", "skeleton"])
-def test_what_a_bad_commit_held_is_let_go_before_another_one_is_read(
+def test_tensors_of_a_rejected_commit_are_freed_before_the_next_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    """Also where nobody collects garbage, as training loops may have it."""
     storage = Storage(tmp_path)
     [_, newest] = save(storage, 1, 2)
     if which == "blocks":
@@ -129,91 +103,44 @@ def test_what_a_bad_commit_held_is_let_go_before_another_one_is_read(
         storage.write(newest.state.key, skeleton)
         state = newest.state.model_copy(update={"size": len(skeleton), "crc32": zlib_ng.crc32(skeleton)})
         storage.write(newest.key, newest.model_copy(update={"state": state}).to_bytes())
-    filled: list[weakref.ref[Targets]] = []
+    allocated: list[weakref.ref[Targets]] = []
 
-    def counted(*args: Any) -> Any:
-        assert not any(each() for each in filled)
-        found = allocate_state(*args)
-        filled.append(weakref.ref(found[1]))
-        return found
+    def checked_allocate(*args: Any) -> Any:
+        assert not any(targets() for targets in allocated)
+        tensors, targets = allocate_state(*args)
+        allocated.append(weakref.ref(targets))
+        return tensors, targets
 
-    monkeypatch.setattr(shared_read, "allocate_state", counted)
+    monkeypatch.setattr(shared_read, "allocate_state", checked_allocate)
     gc.disable()
     try:
-        found = restore(SingleRankStore(storage, keep=2), storage, single_rank_group())
+        restored, _ = restore_on(storage)
     finally:
         gc.enable()
-    assert found is not None and found[0].step == 1 and len(filled) == 2
+    assert restored.step == 1 and len(allocated) == 2
 
 
-def test_a_commit_whose_skeleton_is_bad_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_of_a_rejected_commit_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(tmp_path)
     [_, newest] = save(storage, 1, 2)
     corrupt(storage, newest.state.key, "flip")
-    whole, looked_at = CommitCatalog.complete_skeleton, list[weakref.ref[Commit]]()
+    complete_skeleton, commits = CommitCatalog.complete_skeleton, list[weakref.ref[Commit]]()
 
-    def noted(catalog: CommitCatalog, commit: Commit) -> bytes:
-        looked_at.append(weakref.ref(commit))
-        return whole(catalog, commit)
+    def noted_skeleton(catalog: CommitCatalog, commit: Commit) -> bytes:
+        commits.append(weakref.ref(commit))
+        return complete_skeleton(catalog, commit)
 
-    monkeypatch.setattr(CommitCatalog, "complete_skeleton", noted)
+    monkeypatch.setattr(CommitCatalog, "complete_skeleton", noted_skeleton)
     gc.disable()
     try:
-        found = restore(SingleRankStore(storage, keep=2), storage, single_rank_group())
-        assert found is not None and [each() for each in looked_at] == [None, found[0]]
+        restored, _ = restore_on(storage)
+        assert [commit() for commit in commits] == [None, restored]
     finally:
         gc.enable()
 
 
-class Flaky(Storage):
-    """Of objects that begin so, as many readings as are told have a bit of theirs flipped on the way."""
-
-    def __init__(self, uri: str, prefix: str, times: int) -> None:
-        super().__init__(uri)
-        self.prefix, self.times = prefix, times
-
-    def flip(self, key: str, data: memoryview) -> None:
-        if key.startswith(self.prefix) and self.times:
-            self.times -= 1
-            data[len(data) // 2] ^= 0x10
-
-    def read(self, key: str, max_bytes: int | None = None) -> bytes:
-        data = bytearray(super().read(key, max_bytes))
-        self.flip(key, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        count = super().read_into(key, start, buffer)
-        self.flip(key, buffer)
-        return count
-
-
-class LateToList(Storage):
-    """Once, an attempt's objects are not listed yet."""
-
-    was_asked = False
-
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        if prefix.startswith("step=2/") and not self.was_asked:
-            self.was_asked = True
-            return {}
-        return super().sizes(prefix)
-
-
-def test_what_is_damaged_on_the_way_alone_is_read_again(tmp_path: Path) -> None:
-    [_, newest] = save(Storage(tmp_path), 1, 2)
-    objects = [newest.objects[0].key, newest.state.key, newest.key]
-    for storage in [*(Flaky(str(tmp_path), key, times=1) for key in objects), LateToList(str(tmp_path))]:
-        store = SingleRankStore(storage, keep=2)
-        found = restore(store, storage, single_rank_group())
-        assert found is not None and step_of(found[1]) == 2 and not store.rejected
-        store.verify(newest)
-    assert Storage(tmp_path).list("set-aside") == []
-
-
-class AskedAtOnce(Storage):
-    """Lists an attempt's objects once its skeleton is asked for, and gives that when they are. It is asked for no
-    sizes besides."""
+class ReadsAtOnce(Storage):
+    """Requires that the skeleton is read while the objects are listed, and that no size is requested."""
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri)
@@ -230,17 +157,16 @@ class AskedAtOnce(Storage):
         return super().read(key, max_bytes)
 
     def size(self, key: str) -> int:
-        raise AssertionError(f"one more look at {key}")
+        raise AssertionError(f"one more request for {key}")
 
 
-def test_before_the_first_piece_a_storage_is_waited_for_three_times(tmp_path: Path) -> None:
+def test_a_restore_makes_three_round_trips_before_its_first_piece(tmp_path: Path) -> None:
     save(Storage(tmp_path), 1, 2)
-    found = restore(SingleRankStore(storage := AskedAtOnce(str(tmp_path)), keep=2), storage, single_rank_group())
-    assert found is not None and step_of(found[1]) == 2
+    assert restore_on(ReadsAtOnce(str(tmp_path)))[0].step == 2
 
 
-class Removed(Storage):
-    """A commit is gone when its objects are looked for."""
+class RemovedWhenListed(Storage):
+    """The newest commit is removed when its objects are listed."""
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         if prefix.startswith("step=2/"):
@@ -249,103 +175,69 @@ class Removed(Storage):
         return super().sizes(prefix)
 
 
-def test_a_commit_that_was_removed_since_it_was_listed_is_no_bad_one(tmp_path: Path) -> None:
+def test_a_commit_that_was_removed_since_it_was_listed_is_not_rejected(tmp_path: Path) -> None:
     save(Storage(tmp_path), 1, 2)
-    store = SingleRankStore(storage := Removed(str(tmp_path)), keep=2)
-    found = restore(store, storage, single_rank_group())
-    assert found is not None and step_of(found[1]) == 1 and not store.rejected
-    assert storage.list("set-aside") == []
+    commit, rejected = restore_on(storage := RemovedWhenListed(str(tmp_path)))
+    assert commit.step == 1 and not rejected and storage.list("set-aside") == []
 
 
-class BadAtFirst(Storage):
-    """Whatever is read of objects is bad the first time."""
+class BlockedReads(Storage):
+    """Reads of all pieces but the first wait until they are released."""
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri)
-        self.known: set[tuple[str, int]] = set()
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        count = super().read_into(key, start, buffer)
-        if (key, start) not in self.known:
-            self.known.add((key, start))
-            buffer[0] ^= 1
-        return count
-
-
-def restore_where_one_rank_reads_badly(group: ProcessGroup, uri: str) -> int | None:
-    storage = BadAtFirst(uri) if group.rank == 1 else Storage(uri)
-    found = restore(SingleRankStore(storage, keep=2), storage, group)
-    return None if found is None else step_of(found[1])
-
-
-def test_all_ranks_wait_for_one_that_reads_again(tmp_path: Path) -> None:
-    store = SingleRankStore(Storage(tmp_path), keep=2)
-    store._writer._blocks._object_bytes = 64  # several objects, and so pieces
-    assert len(store.save(make_state(1), step=1, record={}).objects) > 2
-    assert run_ranks(2, restore_where_one_rank_reads_badly, str(tmp_path)) == [1, 1]
-
-
-def test_a_commit_that_one_restore_passed_over_stays_if_the_next_one_uses_it(tmp_path: Path) -> None:
-    [_, newest] = save(Storage(tmp_path), 1, 2)
-
-    class Broken(Flaky):
-        """A peer is lost while the commit before is read."""
-
-        def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-            if key.startswith("step=1/"):
-                raise PeerFailedError("a peer was lost")
-            return super().read_into(key, start, buffer)
-
-    storage = Broken(str(tmp_path), newest.objects[0].key, times=2)
-    store = SingleRankStore(storage, keep=2)
-    with pytest.raises(PeerFailedError):
-        restore(store, storage, single_rank_group())
-    assert [key for key, _ in store.rejected] == [newest.key]
-    found = restore(store, storage, single_rank_group())
-    assert found is not None and found[0] == newest and store.rejected == []
-    assert storage.list("commits") == ["commits/1.json", newest.key] and not storage.list("set-aside")
-
-
-class Held(Storage):
-    """Ends no read of blocks but that of the first piece until it is let go."""
-
-    def __init__(self, uri: str) -> None:
-        super().__init__(uri)
-        self.under_way = set[int]()
-        self.go = threading.Event()
+        self.in_progress = set[int]()
+        self.released = threading.Event()
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         if not key.endswith(".bin") or start == 0:
             return super().read_into(key, start, buffer)
-        self.under_way.add(start)
-        assert self.go.wait(60)
-        count = super().read_into(key, start, buffer)
-        self.under_way.remove(start)
-        return count
+        self.in_progress.add(start)
+        assert self.released.wait(60)
+        num_bytes = super().read_into(key, start, buffer)
+        self.in_progress.remove(start)
+        return num_bytes
 
 
-def test_who_loses_a_peer_reads_nothing_any_more_when_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A restore that comes after it is not held up, and memory is not read into behind its back."""
+def test_no_read_is_in_progress_once_a_peer_failure_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read in progress would write into memory that the next restore uses."""
     monkeypatch.setattr("elastic_ddp.checkpoint.pieces.MAX_PIECE_BYTES", 64)
-    monkeypatch.setattr(shared_read, "PIECES_IN_FLIGHT", 1)  # the first piece is waited for before others are
+    monkeypatch.setattr(shared_read, "PIECES_IN_FLIGHT", 1)  # the first piece is finished before the others are read
     [commit] = save(Storage(tmp_path), 1)
     assert len(commit.objects) == 1
-    storage = Held(str(tmp_path))
+    storage = BlockedReads(str(tmp_path))
 
-    def lose() -> None:
-        while not storage.under_way:
+    def fail() -> None:
+        while not storage.in_progress:
             time.sleep(0.001)
-        threading.Timer(0.2, storage.go.set).start()
-        raise PeerFailedError("a peer was lost")
+        threading.Timer(0.2, storage.released.set).start()
+        raise PeerFailedError("a peer failed")
 
-    with pytest.raises(PeerFailedError, match="a peer was lost"):
-        restore(SingleRankStore(storage, keep=2), storage, single_rank_group(), tick=lose)
-    assert storage.go.is_set() and not storage.under_way
+    with pytest.raises(PeerFailedError, match="a peer failed"):
+        restore(SingleRankStore(storage, keep=2), storage, single_rank_group(), tick=fail)
+    assert storage.released.is_set() and not storage.in_progress
 
 
-def test_who_may_not_do_that_any_more_removes_no_manifest(tmp_path: Path) -> None:
+class SlowReads(Storage):
+    """Each read takes longer than a group may take to form."""
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        time.sleep(1.5 * FORM_TIMEOUT_S)
+        return super().read_into(key, start, buffer)
+
+
+def restore_slowly(group: ProcessGroup, uri: str) -> int | None:
+    storage = SlowReads(uri) if group.rank == 0 else Storage(uri)
+    restored = restore(SingleRankStore(storage, keep=2), storage, group)
+    return None if restored is None else step_of(restored[1])
+
+
+def test_ranks_wait_for_a_rank_whose_storage_is_slow(tmp_path: Path) -> None:
+    save(Storage(tmp_path), 1)
+    assert run_ranks(2, restore_slowly, str(tmp_path)) == [1, 1]
+
+
+def test_a_rank_whose_fence_raises_removes_no_manifest(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     [_, newest] = save(storage, 1, 2)
     corrupt(storage, newest.objects[0].key, "flip")
@@ -359,192 +251,32 @@ def test_who_may_not_do_that_any_more_removes_no_manifest(tmp_path: Path) -> Non
     assert storage.list("commits") == before
 
 
-class Slow(Storage):
-    """Takes longer for anything in the commit than a group may take to form."""
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        time.sleep(1.5 * FORM_TIMEOUT_S)
-        return super().read_into(key, start, buffer)
-
-
-def restore_slowly(group: ProcessGroup, uri: str) -> int | None:
-    storage = Slow(uri) if group.rank == 0 else Storage(uri)
-    found = restore(SingleRankStore(storage, keep=2), storage, group)
-    return None if found is None else step_of(found[1])
-
-
-def test_ranks_wait_for_one_whose_storage_is_slow(tmp_path: Path) -> None:
-    save(Storage(tmp_path), 1)
-    assert run_ranks(2, restore_slowly, str(tmp_path)) == [1, 1]
-
-
-class Busy(Storage):
+class RefusesDeletes(Storage):
     def delete_if(self, key: str, data: bytes) -> bool:
         raise StorageError("503 SlowDown")
 
 
-def test_a_bad_commit_that_cannot_be_set_aside_holds_nobody_up_and_is_found_again(tmp_path: Path) -> None:
+def test_a_bad_commit_that_cannot_be_set_aside_is_rejected_again_later(tmp_path: Path) -> None:
     [_, newest] = save(Storage(tmp_path), 1, 2)
     corrupt(Storage(tmp_path), newest.objects[0].key, "flip")
-    for storage in (Busy(str(tmp_path)), Storage(tmp_path)):
-        store = SingleRankStore(storage, keep=2)
-        found = restore(store, storage, single_rank_group())
-        assert found is not None and found[0].step == 1
-        [(key, reason)] = store.rejected
-        assert key == newest.key and ("cannot be set aside: 503 SlowDown" in reason) == (type(storage) is Busy)
+    for storage in (RefusesDeletes(str(tmp_path)), Storage(tmp_path)):
+        commit, [(key, reason)] = restore_on(storage)
+        assert commit.step == 1 and key == newest.key
+        assert ("503 SlowDown" in reason) == isinstance(storage, RefusesDeletes)
     assert storage.list("commits") == ["commits/1.json"]
     assert storage.list("set-aside") == [f"set-aside/2-{newest.attempt}.json"]
 
 
-def test_where_none_verifies_all_stay_where_they_are(tmp_path: Path) -> None:
+def test_if_no_commit_verifies_all_of_them_stay(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     for commit in save(storage, 1, 2):
         corrupt(storage, commit.objects[0].key, "flip")
     before = storage.list()
-    results = run_ranks(2, restore_on, str(tmp_path), 128)
-    assert [each["step"] for each in results] == [None, None]
+    results = run_ranks(2, restore_in_pieces, str(tmp_path))
+    assert [result["step"] for result in results] == [None, None]
     assert [key for key, _ in results[0]["rejected"]] == ["commits/2.json", "commits/1.json"]
-    assert storage.list() == before, "the next try finds them, too, and does not start over"
+    assert storage.list() == before, "the next try does not start over"
 
 
-def test_a_run_without_commits_has_none(tmp_path: Path) -> None:
-    assert [each["step"] for each in run_ranks(2, restore_on, str(tmp_path), 128)] == [None, None]
-
-
-class BadSector(Storage):
-    """Whatever asks for one object that is there fails, as with a worn medium or with rights that are missing."""
-
-    def __init__(self, uri: str, key: str) -> None:
-        super().__init__(uri)
-        self.key = key
-
-    def read(self, key: str, max_bytes: int | None = None) -> bytes:
-        self.meet(key)
-        return super().read(key, max_bytes)
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        self.meet(key)
-        return super().read_into(key, start, buffer)
-
-    def meet(self, key: str) -> None:
-        if key == self.key and self.size(key):
-            raise StorageError(f"cannot read {key!r}: Permission denied") from PermissionError("Permission denied")
-
-
-def restore_beside_a_bad_sector(group: ProcessGroup, uri: str, key: str, rank: int) -> dict[str, Any]:
-    storage = BadSector(uri, key) if group.rank == rank else Storage(uri)
-    found = restore(store := SingleRankStore(storage, keep=2), storage, group)
-    return {"step": None if found is None else step_of(found[1]), "rejected": store.rejected}
-
-
-@pytest.mark.parametrize(("which", "rank"), [("skeleton", 0), ("blocks", 0), ("blocks", 1)])
-def test_a_commit_with_an_unreadable_object_is_set_aside_and_the_one_before_used(
-    tmp_path: Path, which: str, rank: int
-) -> None:
-    store = SingleRankStore(Storage(tmp_path), keep=2)
-    store._writer._blocks._object_bytes = 64  # several objects, and so pieces
-    newest = [store.save(make_state(step), step=step, record={}) for step in (1, 2)][-1]
-    objects = Storage(tmp_path).list("step=2")
-    key = {"skeleton": newest.state.key, "blocks": newest.objects[rank].key}[which]
-    results = run_ranks(2, restore_beside_a_bad_sector, str(tmp_path), key, rank)
-    assert [each["step"] for each in results] == [1, 1]
-    [(rejected, reason)] = results[0]["rejected"]
-    assert rejected == newest.key and f"cannot read {key!r}" in reason and "although the storage answers" in reason
-    assert Storage(tmp_path).list("set-aside") == [f"set-aside/2-{newest.attempt}.json"]
-    assert Storage(tmp_path).list("step=2") == objects, "moving the manifest back restores the commit"
-
-
-def test_a_commit_whose_manifest_cannot_be_read_stays_and_the_one_before_is_used(tmp_path: Path) -> None:
-    [_, newest] = save(Storage(tmp_path), 1, 2)
-    before = Storage(tmp_path).list()
-    results = run_ranks(2, restore_beside_a_bad_sector, str(tmp_path), newest.key, 0)
-    assert [each["step"] for each in results] == [1, 1]
-    assert [key for key, _ in results[0]["rejected"]] == [newest.key]
-    assert Storage(tmp_path).list() == before
-    assert [each["step"] for each in run_ranks(2, restore_beside_a_bad_sector, str(tmp_path), "none", 0)] == [2, 2]
-
-
-def test_a_step_whose_commit_cannot_be_read_is_committed_again(tmp_path: Path) -> None:
-    [_, newest] = save(Storage(tmp_path), 1, 2)
-    store = SingleRankStore(BadSector(str(tmp_path), newest.objects[0].key), keep=2)
-    again = store.save(make_state(3), step=2, record={})
-    assert again.attempt != newest.attempt and store.latest() == again
-    assert Storage(tmp_path).list("set-aside") == [f"set-aside/2-{newest.attempt}.json"]
-
-
-class Away(Storage):
-    """At some operations, which are counted from the first reading of an object on."""
-
-    def __init__(self, uri: str, is_away: Callable[[int], bool]) -> None:
-        super().__init__(uri)
-        self.is_away = is_away
-        self.numbers: Iterator[int] | None = None
-
-    def meet(self, key: str = "") -> None:
-        if self.numbers is None and key.startswith("step="):
-            self.numbers = itertools.count()
-        if self.numbers is not None and self.is_away(next(self.numbers)):
-            raise StorageError("connection reset")
-
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        self.meet()
-        return super().sizes(prefix)
-
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        self.meet(key)
-        return super().read_into(key, start, buffer)
-
-
-@pytest.mark.parametrize(
-    ("is_away", "step"),
-    [
-        (lambda number: number == 0, 2),
-        (lambda number: number == 1, 2),
-        (lambda number: number in (0, 1), None),
-        (lambda number: number in (0, 2), None),
-        (lambda number: True, None),
-    ],
-)
-def test_an_outage_of_the_storage_rejects_no_commit(
-    tmp_path: Path, is_away: Callable[[int], bool], step: int | None
-) -> None:
-    save(Storage(tmp_path), 1, 2)
-    storage = Away(str(tmp_path), is_away)
-    store = SingleRankStore(storage, keep=2)
-    if step is None:
-        with pytest.raises(StorageError, match=r"^connection reset$"):
-            restore(store, storage, single_rank_group())
-    else:
-        found = restore(store, storage, single_rank_group())
-        assert found is not None and found[0].step == step
-    assert store.rejected == []
-
-
-class Down(Storage):
-    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        raise StorageError("connection reset")
-
-
-class NotListed(Storage):
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        raise StorageError("connection reset")
-
-
-def restore_in_an_outage(group: ProcessGroup, uri: str, down: type[Storage], rank: int) -> str:
-    storage = down(uri) if group.rank == rank else Storage(uri)
-    store = SingleRankStore(storage, keep=2)
-    with pytest.raises(StorageError) as caught:
-        restore(store, storage, group)
-    assert not store.rejected
-    return str(caught.value)
-
-
-def test_an_outage_on_one_rank_is_raised_on_all_and_never_taken_for_a_bad_commit(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
-    store = SingleRankStore(storage, keep=2)
-    store._writer._blocks._object_bytes = 64  # several objects, and so pieces
-    store.save(make_state(1), step=1, record={})
-    before = storage.list()
-    for down, rank in ((Down, 1), (Down, 0), (NotListed, 0)):
-        assert run_ranks(2, restore_in_an_outage, str(tmp_path), down, rank) == ["connection reset"] * 2
-    assert storage.list() == before
+def test_a_restore_without_commits_returns_none(tmp_path: Path) -> None:
+    assert [result["step"] for result in run_ranks(2, restore_in_pieces, str(tmp_path))] == [None, None]
