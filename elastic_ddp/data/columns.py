@@ -1,4 +1,4 @@
-"""From Arrow columns to NumPy arrays, by the column's type; by its values only where lists are to have one length."""
+"""Converts Arrow columns to NumPy arrays."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import pyarrow as pa
 
 from elastic_ddp.errors import DataError
 
+Array = npt.NDArray[Any]
 
-def to_numpy(name: str, values: pa.Array) -> npt.NDArray[Any]:
-    """A column's values as an array, without a copy where the memory allows it.
 
-    Numbers and booleans keep their type. Lists whose rows all have the same length, and tensors written by Ray Data,
-    become `(rows, length, ...)`; other lists become an object array of arrays. Strings, bytes and the rest become an
-    object array of Python values. A missing floating-point number is NaN.
+def to_numpy(name: str, values: pa.Array) -> Array:
+    """Returns a column's values as an array, without a copy where the memory layout allows it.
+
+    Numbers and booleans keep their type; a null floating-point number becomes NaN. Tensors, and lists of equal length,
+    become an array of shape (rows, length, ...). Other lists become an object array of arrays, and all else an object
+    array of Python values.
 
     Raises:
-        DataError: an integer or boolean column holds nulls, which NumPy cannot represent.
+        DataError: an integer, boolean or list column has nulls, which the array cannot represent.
     """
     if isinstance(values, pa.ExtensionArray):
-        if hasattr(values, "to_numpy_ndarray"):  # Arrow's own fixed-shape tensors
+        if hasattr(values, "to_numpy_ndarray"):  # a fixed-shape tensor of Arrow
             return values.to_numpy_ndarray()
         if type(values).__module__.startswith("ray."):
             return np.asarray(values.to_numpy(zero_copy_only=False))
@@ -33,8 +35,8 @@ def to_numpy(name: str, values: pa.Array) -> npt.NDArray[Any]:
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         if values.null_count:
             raise DataError(
-                f"column {name!r} ({kind}) holds nulls, which an array of {kind} cannot: fill them or make the column "
-                "floating-point when the data set is written, or leave the column out with data.columns"
+                f"column {name!r} ({kind}) has nulls, which an array of {kind} cannot hold. Write the data set without "
+                "nulls or with a floating-point column, or leave the column out of data.columns."
             )
         return values.to_numpy(zero_copy_only=False)
     if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -42,11 +44,11 @@ def to_numpy(name: str, values: pa.Array) -> npt.NDArray[Any]:
     return values.to_numpy(zero_copy_only=False)
 
 
-def _lists(name: str, values: pa.Array) -> npt.NDArray[Any]:
+def _lists(name: str, values: pa.Array) -> Array:
     if values.null_count:
         raise DataError(
-            f"column {name!r} ({values.type}) holds nulls in place of lists: write empty lists, or leave the column "
-            "out with data.columns"
+            f"column {name!r} ({values.type}) has nulls instead of lists. Write empty lists, or leave the column out "
+            "of data.columns."
         )
     if pa.types.is_fixed_size_list(values.type):
         length = values.type.list_size

@@ -1,4 +1,4 @@
-"""A worker's rows: from its pipeline into micro-batches on its device, ahead of the step that asks for them."""
+"""A worker's feed: reads micro-batches onto its device in the background, ahead of the step that takes them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.micro_batches import EndedEarlyError, HostBatch, MicroBatch, Placer, split_into_micro_batches
 from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.data.pipeline import ChunkPipeline
-from elastic_ddp.data.source import Transform
+from elastic_ddp.data.transform import Transform
 from elastic_ddp.errors import PeerFailedError
 
 _CHUNKS_PER_PIPELINE = 100_000
-"""A pipeline ends after about as many chunks and another goes on: Ray Data keeps 1.2 KB for each block it has seen."""
-_REST_WITHIN_S = 0.5
-"""How long another feed waits for one that is to rest."""
-_LOSSES_IN_A_ROW = 3
-"""Pipelines that may be lost without a micro-batch in between."""
+"""A new pipeline starts after about this many chunks, because Ray Data keeps 1.2 KB for each block it has seen."""
+_RELEASE_TIMEOUT_S = 0.5
+_MAX_PIPELINE_FAILURES = 3
+"""Pipelines that may fail in a row without yielding a micro-batch."""
 
 
 class MicroBatchFeed:
@@ -54,31 +53,32 @@ class MicroBatchFeed:
         self._transform = transform
         self._plan = plan
         self._device = device
-        self._anywhere = False
-        """Whether tasks may run on other nodes than this one."""
+        self._any_node = False
+        """Whether tasks may run on other nodes."""
         self._next_step = self._skipped_to = plan.first_step
         self._changed = threading.Condition()
         self._ready: deque[tuple[int, MicroBatch]] = deque()
-        """With the step that each belongs to."""
+        """Micro-batches with their steps."""
         self._error: BaseException | None = None
         self._closed = self._interrupted = False
         self._before_reading = before_reading
-        self._may_rest = self._rests = False
+        self._release_requested = self._released = False
         self._pipeline: ChunkPipeline | None = None
         self._thread = threading.Thread(target=self._produce, name="micro-batch-feed", daemon=True)
         self._thread.start()
 
     def step(self, step: int) -> Iterator[MicroBatch]:
-        """This worker's micro-batches of a step, in its order; `step` is the one after that of the call before.
+        """Yields this worker's micro-batches of a step, in order. Each call takes the step after that of the last call.
 
         Raises:
-            DataError: a file cannot be read, or the transform raised or returned something that cannot be used.
-            ValueError: the steps are not taken one after the other.
+            DataError: a file cannot be read, or the transform failed or returned an unusable result.
+            PeerFailedError: the feed was interrupted.
+            ValueError: the step is not the next one, or the feed is closed.
         """
         if step != self._next_step or step >= self._plan.last_step:
             raise ValueError(
-                f"step {step} asked of a feed that stands at step {self._next_step} and ends before step "
-                f"{self._plan.last_step}: steps are taken one after the other; build a feed to start elsewhere"
+                f"step {step} was requested, but the feed is at step {self._next_step} and ends before step "
+                f"{self._plan.last_step}. Take steps in order, or create a feed that starts at another step."
             )
         self._next_step += 1
         for _ in self._plan.micro_batches:
@@ -86,25 +86,25 @@ class MicroBatchFeed:
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """The numbers it gives, in its order."""
+        """The micro-batch numbers of each step, in order."""
         return self._plan.micro_batches
 
     @property
     def next_step(self) -> int:
-        """The step that may be taken next."""
+        """The next step that can be taken."""
         return self._next_step
 
     @property
     def is_ready(self) -> bool:
-        """Whether `step` would not have to wait, for its first micro-batch at least."""
+        """Whether `step` would yield its first micro-batch, or raise, without waiting."""
         with self._changed:
             return bool(self._ready) or self._error is not None
 
     def wait(self) -> None:
-        """Until that is so.
+        """Waits until the first micro-batch is ready, or the feed is interrupted or closed.
 
         Raises:
-            DataError: they cannot be read.
+            DataError: as `step`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._interrupted)
@@ -112,39 +112,39 @@ class MicroBatchFeed:
                 raise self._error
 
     def peek(self) -> MicroBatch | None:
-        """A copy of the micro-batch that comes next, if it is there."""
+        """Returns a copy of the next micro-batch, or None if it is not ready."""
         with self._changed:
             if not self._ready:
                 return None
-            batch = self._await_device(self._ready[0][1])
+            batch = self._await_copy(self._ready[0][1])
         return replace(batch, rows={name: column.clone() for name, column in batch.rows.items()})
 
     def skip_to(self, step: int) -> None:
-        """Leaves out the steps before this one. It does not wait for them."""
+        """Skips the steps before this one, without waiting for them."""
         with self._changed:
             if step < self._next_step:
-                raise ValueError(f"step {step} asked of a feed that stands at step {self._next_step}")
+                raise ValueError(f"step {step} was requested, but the feed is already at step {self._next_step}")
             self._next_step = self._skipped_to = step
             while self._ready and self._ready[0][0] < step:
                 self._ready.popleft()
             self._changed.notify_all()
 
-    def rest(self) -> None:
-        """Lets the process of its pipeline go, for another feed, and lives on what has been read. Returns when that is
-        so, or soon. Once all is used up, it starts another pipeline."""
+    def release_pipeline(self) -> None:
+        """Frees the process of the pipeline for another feed. What was read can still be taken; when it is used up, the
+        feed starts another pipeline. Waits up to 0.5 s."""
         with self._changed:
-            self._may_rest = True
+            self._release_requested = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._rests or self._error or self._closed, timeout=_REST_WITHIN_S)
+            self._changed.wait_for(lambda: self._released or self._error or self._closed, timeout=_RELEASE_TIMEOUT_S)
 
     def interrupt(self) -> None:
-        """Ends a wait for data, from another thread. What is left to do is to close it."""
+        """Makes `step` raise instead of waiting. Callable from any thread; close the feed afterwards."""
         with self._changed:
             self._interrupted = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop reading and free everything, also in the middle of an epoch. May be called more than once."""
+        """Stops reading and frees all resources. May be called more than once."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -166,7 +166,7 @@ class MicroBatchFeed:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._interrupted)
             if self._interrupted:
-                raise PeerFailedError("the generation broke while this worker waited for data")
+                raise PeerFailedError("a peer failed while this worker waited for data")
             if self._closed:
                 raise ValueError("the feed is closed")
             if not self._ready:
@@ -174,65 +174,70 @@ class MicroBatchFeed:
                 raise self._error
             _, batch = self._ready.popleft()
             self._changed.notify_all()
-        return self._await_device(batch)
+        return self._await_copy(batch)
 
-    def _await_device(self, batch: MicroBatch) -> MicroBatch:
-        """Has what the device does from here on wait for the copy."""
+    def _await_copy(self, batch: MicroBatch) -> MicroBatch:
+        """Makes the device's current stream wait for the copy of a micro-batch."""
         if batch.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(batch.ready)
             for tensor in batch.rows.values():
-                tensor.record_stream(stream)  # its memory came from the copy stream's pool
+                tensor.record_stream(stream)  # its memory belongs to the pool of the copying stream
         return batch
 
     def _produce(self) -> None:
         """The background thread."""
         try:
             self._before_reading()
-            place = Placer(self._device)
-            done = self._plan.first_step * len(self._plan.micro_batches)  # micro-batches, counted from step 0
-            losses = 0
-            while done < self._plan.last_step * len(self._plan.micro_batches):
-                before = done
-                if self._closed:
-                    raise _Closed
-                done = max(done, self._skipped_to * len(self._plan.micro_batches))
-                try:
-                    with closing(self._run_pipeline(done)) as batches:
-                        for batch in batches:
-                            self._put(batch, place)
-                            done = batch.number + 1
-                except EndedEarlyError:
-                    if not self._closed and not self._rests:
-                        raise RuntimeError("the pipeline ended before its plan did") from None
-                    with self._changed:  # until all that it had read is used up
-                        self._changed.wait_for(lambda: self._closed or not self._ready)
-                        self._rests = False
-                except ray.exceptions.TaskUnschedulableError:
-                    # Ray is about to take this node away: what is left to do here is read elsewhere.
-                    if self._anywhere:
-                        raise
-                    self._anywhere = True
-                except ray.exceptions.RayError:  # a task's process is gone, for lack of memory perhaps
-                    losses = losses + 1 if done == before else 1
-                    if losses >= _LOSSES_IN_A_ROW:
-                        raise
+            self._read_all()
             with self._changed:
-                self._rests = True
+                self._released = True
                 self._changed.notify_all()
-        except BaseException as error:  # also what closing does to a pipeline; nobody is there to see that
+        except BaseException as error:  # `step` raises it
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
+    def _read_all(self) -> None:
+        """Reads the plan to its end, with a new pipeline whenever one ends or fails."""
+        place = Placer(self._device)
+        owned = len(self._plan.micro_batches)
+        done = self._plan.first_step * owned  # this worker's micro-batches, counted from step 0
+        failures = 0
+        while done < self._plan.last_step * owned:
+            before = done
+            if self._closed:
+                raise _Closed
+            done = max(done, self._skipped_to * owned)
+            try:
+                with closing(self._run_pipeline(done)) as batches:
+                    for batch in batches:
+                        self._put(batch, place)
+                        done = batch.number + 1
+            except EndedEarlyError:
+                if not self._closed and not self._released:
+                    raise RuntimeError("the pipeline ended before its plan did") from None
+                with self._changed:  # wait until all that was read is used up
+                    self._changed.wait_for(lambda: self._closed or not self._ready)
+                    self._released = False
+            except ray.exceptions.TaskUnschedulableError:
+                # Ray is about to remove this node, so another node has to read.
+                if self._any_node:
+                    raise
+                self._any_node = True
+            except ray.exceptions.RayError:  # a task's process failed, for lack of memory for example
+                failures = failures + 1 if done == before else 1
+                if failures >= _MAX_PIPELINE_FAILURES:
+                    raise
+
     def _run_pipeline(self, done: int) -> Generator[HostBatch]:
-        """Micro-batches from the `done`-th on, until the pipeline has done its share."""
+        """Yields the micro-batches of one pipeline, from the `done`-th on."""
         owned = len(self._plan.micro_batches)
         first_step = done // owned
         rows_per_step = owned * self._plan.shape.micro_batch_size
         steps = max(1, _CHUNKS_PER_PIPELINE * self._plan.options.chunk_rows // rows_per_step)
         plan = replace(self._plan, first_step=first_step, last_step=min(first_step + steps, self._plan.last_step))
-        pipeline = ChunkPipeline(self._index, plan, self._transform, anywhere=self._anywhere)
+        pipeline = ChunkPipeline(self._index, plan, self._transform, any_node=self._any_node)
         try:
             with self._changed:
                 if self._closed:
@@ -245,25 +250,26 @@ class MicroBatchFeed:
             pipeline.close()
 
     def _put(self, batch: HostBatch, place: Placer) -> None:
+        """Copies a micro-batch to the device and appends it when there is room. Handles a requested release."""
         if batch.step < self._skipped_to:
             return
         placed, room = place(batch), self._plan.options.prefetch_micro_batches
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._may_rest or len(self._ready) < room)
+                self._changed.wait_for(lambda: self._closed or self._release_requested or len(self._ready) < room)
                 if self._closed:
                     raise _Closed
-                if not self._may_rest:
-                    if batch.step >= self._skipped_to:  # it was not left out meanwhile
+                if not self._release_requested:
+                    if batch.step >= self._skipped_to:  # it may have been skipped meanwhile
                         self._ready.append((batch.step, placed))
                         self._changed.notify_all()
                     return
             assert self._pipeline is not None
-            self._pipeline.gather()
+            self._pipeline.stop_tasks()
             with self._changed:
-                self._may_rest, self._rests = False, True
+                self._release_requested, self._released = False, True
                 self._changed.notify_all()
 
 
 class _Closed(Exception):
-    """The feed, and with it its pipeline, was closed while its thread worked."""
+    """Ends the background thread after the feed was closed."""

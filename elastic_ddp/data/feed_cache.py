@@ -1,8 +1,8 @@
-"""A worker's feeds: the one of its generation, and the one of the next before membership changes.
+"""Keeps a worker's feeds: the feed of the current generation, and one that is prepared for the next generation.
 
-A pipeline takes a tenth of a second to its first rows and a while to its end. Training waits for neither where it is
-known in time what comes next: the feed at hand then lives on what it has read, and the process of its pipeline, of
-which there is one for each worker, reads for the next.
+A pipeline needs 0.1 s for its first rows, and some time to stop. A membership change waits for neither if the next
+generation is known in time: the current feed then uses what it has read, and the one pipeline process of the worker
+reads for the next feed.
 """
 
 from __future__ import annotations
@@ -13,48 +13,51 @@ from collections.abc import Callable
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.micro_batches import MicroBatch
 
-_FAR = 500
-"""Steps that are sooner entered anew than reached by leaving out those before them."""
+_MAX_SKIPPED_STEPS = 500
+"""Beyond this many steps, opening a new feed is faster than skipping."""
 
 
 class FeedCache:
-    """Used by the training thread alone.
+    """The feeds of a worker. Use it from the training thread only.
 
     Args:
-        make: a feed of some micro-batches, from a step on, and after something else.
+        make: creates a feed from micro-batch numbers, a first step, and a function to call before reading.
     """
 
     def __init__(self, make: Callable[[tuple[int, ...], int, Callable[[], object]], MicroBatchFeed]) -> None:
         self._make = make
-        self._at_hand: MicroBatchFeed | None = None
+        self._current: MicroBatchFeed | None = None
         self._prepared: MicroBatchFeed | None = None
         self._closing: list[threading.Thread] = []
 
     def prepare(self, micro_batches: tuple[int, ...], step: int) -> bool:
-        """Has a feed read ahead for a generation that may begin at a step. Call it again as the step draws near.
+        """Prepares a feed for a generation that may begin at a step. Call it again as the step approaches.
 
-        Returns whether its first rows are there. It waits for nothing.
+        Returns:
+            Whether its first rows are ready. The call does not wait for them.
         """
         if self._prepared is not None and not _fits(self._prepared, micro_batches, step):
             self._discard()
         if self._prepared is None:
-            self._prepared = self._make(micro_batches, step, self._at_hand.rest if self._at_hand else _nothing)
+            before_reading = self._current.release_pipeline if self._current else _nothing
+            self._prepared = self._make(micro_batches, step, before_reading)
         self._prepared.skip_to(step)
         return self._prepared.is_ready
 
     def wait(self) -> None:
-        """Until the first rows of the prepared feed are there. Raises what keeps them from being read."""
+        """Waits until the first rows of the prepared feed are ready. Raises a DataError if they cannot be read."""
         if self._prepared is not None:
             self._prepared.wait()
 
     def peek(self) -> MicroBatch | None:
-        """A copy of the first micro-batch of the prepared feed, if it is there."""
+        """Returns a copy of the prepared feed's first micro-batch, or None if it is not ready."""
         return self._prepared.peek() if self._prepared is not None else None
 
     def discard_unfit(self, micro_batches: tuple[int, ...], step: int | None) -> None:
-        """To be called before a process group forms: where addresses are translated it takes connections that are
-        opened meanwhile for its own, and a feed that has not its first rows yet may open some. So does one whose rows
-        are not what is needed."""
+        """Closes the prepared feed if it does not fit or has no rows yet. Call it before a process group forms.
+
+        Such a feed may open connections meanwhile. Behind a NAT, the group could not tell them from its own.
+        """
         if self._prepared is None:
             return
         if step is not None and _fits(self._prepared, micro_batches, step) and self._prepared.is_ready:
@@ -64,27 +67,27 @@ class FeedCache:
             self._prepared = None
 
     def open(self, micro_batches: tuple[int, ...], step: int) -> MicroBatchFeed:
-        """The feed of a generation: the prepared one if it fits."""
+        """Returns the feed of a generation: the prepared one if it fits, or a new one."""
         if self._prepared is not None and _fits(self._prepared, micro_batches, step):
             feed, self._prepared = self._prepared, None
             feed.skip_to(step)
         else:
             self._discard()
-            self._finish_closing()  # or Ray would start another process beside the one that is about to be free
+            self._finish_closing()  # otherwise Ray would start another process before the old one is free
             feed = self._make(micro_batches, step, _nothing)
-        self._at_hand = feed
+        self._current = feed
         return feed
 
     def close(self, feed: MicroBatchFeed) -> None:
-        """Closes a feed that was handed out, in the background."""
-        self._at_hand = None if feed is self._at_hand else self._at_hand
+        """Closes a feed in the background."""
+        self._current = None if feed is self._current else self._current
         feed.interrupt()
-        self._closing = [each for each in self._closing if each.is_alive()]
+        self._closing = [thread for thread in self._closing if thread.is_alive()]
         self._closing.append(threading.Thread(target=feed.close, name="closing-feed", daemon=True))
         self._closing[-1].start()
 
     def shut_down(self) -> None:
-        """Returns when nothing is left of any of them."""
+        """Closes the prepared feed, and waits until all feeds passed to `close` are closed."""
         self._discard()
         self._finish_closing()
 
@@ -94,8 +97,8 @@ class FeedCache:
             self._prepared = None
 
     def _finish_closing(self) -> None:
-        for each in self._closing:
-            each.join()
+        for thread in self._closing:
+            thread.join()
         self._closing = []
 
 
@@ -103,4 +106,4 @@ def _nothing() -> None: ...
 
 
 def _fits(feed: MicroBatchFeed, micro_batches: tuple[int, ...], step: int) -> bool:
-    return feed.micro_batches == micro_batches and feed.next_step <= step < feed.next_step + _FAR
+    return feed.micro_batches == micro_batches and feed.next_step <= step < feed.next_step + _MAX_SKIPPED_STEPS

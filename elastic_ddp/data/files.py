@@ -1,7 +1,7 @@
-"""Parquet files at any fsspec URI: listed, their footers read, and row groups read by byte range.
+"""Lists Parquet files at any fsspec URI, and reads their footers and row groups by byte range.
 
-Byte ranges are asked for explicitly, so that only the wanted columns of the wanted row groups leave the storage, in
-one parallel request for each row group instead of one after the other.
+It requests byte ranges explicitly. Only the wanted columns of a row group leave the storage, in parallel requests
+instead of one after the other.
 """
 
 from __future__ import annotations
@@ -25,77 +25,77 @@ from fsspec.implementations.local import LocalFileSystem
 from elastic_ddp.errors import DataError, format_exception
 from elastic_ddp.storage.errors import suggest_fix
 
-_TAIL_BYTES = 64 * 1024  # read at once from a file's end: most footers are smaller
+_TAIL_BYTES = 64 * 1024  # most footers are smaller, so the first read gets all of one
 _MAGIC = b"PAR1"
-_MAX_GAP_BYTES = 64 * 1024  # unwanted bytes between two wanted ranges that are cheaper to read than to ask again
+_MAX_GAP_BYTES = 64 * 1024  # reading so many unwanted bytes is cheaper than another request
 
 
 Source = str | PathLike[str] | Sequence[str | PathLike[str]]
-"""What stands for a data set: a path or URI of a file or folder, a glob, or a list of these."""
+"""A data set: a path or URI of a file or folder, a glob, or a list of these."""
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file as it was listed."""
+    """A listed file."""
 
     path: str
-    """Full path or URI, with its scheme unless it is local."""
+    """The full path, or the URI if it is not local."""
     size: int
     """Bytes."""
     version: str
-    """ETag, or the time of the last change: differs whenever the content does."""
+    """The ETag or modification time, which changes with the content."""
 
 
 _PYARROWS_OPTIONS = re.compile(r"^\w+://.*\?\w+=")
 
 
 def filesystem_of(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The fsspec file system of a URI or local path, and the path in it; access is set up by the environment.
+    """Returns the fsspec file system of a URI or local path, and the path in it.
 
     Raises:
-        DataError: fsspec does not know it.
+        DataError: fsspec cannot open it.
     """
     if _PYARROWS_OPTIONS.search(uri):
         raise DataError(
-            f"data={uri!r} has options behind its path, as URIs of pyarrow may; leave them out, and set them for "
-            "all of this process: AWS_ENDPOINT_URL and AWS_REGION for S3, or fsspec's configuration (FSSPEC_S3_...)"
+            f"data={uri!r} has pyarrow options after its path. Remove them, and set environment variables instead: "
+            "AWS_ENDPOINT_URL and AWS_REGION for S3, or fsspec's configuration (FSSPEC_S3_...)."
         )
     try:
         fs, path = fsspec.core.url_to_fs(uri)
     except (ValueError, ImportError, OSError) as error:
         raise DataError(
-            f"data={uri!r} cannot be opened: {error}; give a local path or a URI that fsspec knows, and install what "
-            "fsspec needs for it"
+            f"data={uri!r} cannot be opened: {error}. Use a local path or a URI that fsspec supports, and install the "
+            "package that fsspec needs for it."
         ) from error
     return fs, path
 
 
 def entries_of(source: Source) -> list[str]:
-    """A data set's source as the list that it stands for.
+    """Returns the entries of a data set's source as a list.
 
     Raises:
-        DataError: it is, or holds, something that names no file.
+        DataError: the source is empty, or an entry is not a path.
     """
     if not isinstance(source, str | PathLike | list | tuple):
-        raise DataError(f"data={source!r} is a {type(source).__name__}; give a path, a URI, a glob or a list of them")
+        raise DataError(f"data={source!r} is a {type(source).__name__}. Use a path, a URI, a glob or a list of them.")
     entries = [source] if isinstance(source, str | PathLike) else list(source)
     if not entries:
-        raise DataError("data=[]: the list of files is empty; give at least one file, folder or glob")
+        raise DataError("data=[] is empty. Name at least one file, folder or glob.")
     for entry in entries:
         if not isinstance(entry, str | PathLike) or not str(entry).strip():
-            raise DataError(f"data={entry!r} names no file; give a path, a URI, a glob or a list of them")
+            raise DataError(f"data contains {entry!r}. Use a path, a URI, a glob or a list of them.")
     return [str(entry) for entry in entries]
 
 
 def list_files(source: Source) -> list[DataFile]:
-    """The Parquet files of a file, folder, glob or list of these, in the data set's stored order.
+    """Returns the Parquet files of a data set in stored order.
 
-    A folder, also one that a glob names, stands for all `*.parquet` below it, but those in a path with a part that
-    begins with `.` or `_`; a part like `key=value` is a folder's name and no column. Files
-    of one folder or glob are sorted by path; the entries of a list keep their order.
+    A folder, also one that a glob matches, stands for all `*.parquet` files below it, except those below a name that
+    begins with `.` or `_`. Folder names such as `key=value` add no column. The files of a folder or glob are sorted by
+    path; the entries of a list keep their order.
 
     Raises:
-        DataError: an entry stands for no file, or a file is there twice.
+        DataError: an entry matches no file, or two entries match the same file.
     """
     entry_of: dict[str, str] = {}
     files = []
@@ -103,8 +103,8 @@ def list_files(source: Source) -> list[DataFile]:
         for file in _list(entry):
             if file.path in entry_of:
                 raise DataError(
-                    f"data has {file.path} twice, as {entry_of[file.path]!r} and as {entry!r}: its rows would come "
-                    "twice in an epoch; name every file once"
+                    f"data contains {file.path} twice, in {entry_of[file.path]!r} and in {entry!r}, so an epoch would "
+                    "use its rows twice. Name every file once."
                 )
             entry_of[file.path] = entry
             files.append(file)
@@ -113,28 +113,28 @@ def list_files(source: Source) -> list[DataFile]:
 
 def _list(source: str) -> list[DataFile]:
     fs, path = filesystem_of(source)
-    fs.invalidate_cache()  # what was listed earlier in this process may have changed since
+    fs.invalidate_cache()  # an earlier listing in this process may be out of date
     try:
         if fsspec.core.has_magic(path) and not fs.exists(path):
-            found = fs.glob(path, detail=True)
-            wanted = {name: info for name, info in found.items() if info["type"] == "file"}
-            for folder in found.keys() - wanted.keys():
+            matches = fs.glob(path, detail=True)
+            wanted = {name: info for name, info in matches.items() if info["type"] == "file"}
+            for folder in matches.keys() - wanted.keys():
                 below = fs.find(folder, detail=True)
                 wanted |= {name: info for name, info in below.items() if _is_data(name, folder)}
         elif fs.isdir(path):
-            found = fs.find(path, detail=True)
-            wanted = {name: info for name, info in found.items() if _is_data(name, path)}
+            below = fs.find(path, detail=True)
+            wanted = {name: info for name, info in below.items() if _is_data(name, path)}
         else:
             wanted = {path: fs.info(path)}
     except FileNotFoundError:
-        where = "" if source == path else f" (at {path})"
-        raise DataError(f"data={source!r}: there is no such file or folder{where}; check the path") from None
+        resolved = "" if source == path else f" ({path})"
+        raise DataError(f"data={source!r}{resolved} does not exist. Check the path.") from None
     except Exception as error:  # file systems raise whatever their client library does
         raise DataError(f"data={source!r} cannot be listed: {format_exception(error)}; {suggest_fix(error)}") from error
     if not wanted:
         raise DataError(
-            f"data={source!r} holds no Parquet file; a folder needs files that end in .parquet (names that begin with "
-            "'.' or '_' are left out), anything else can be given as a glob or a list"
+            f"data={source!r} contains no Parquet file. In a folder, files must end in .parquet, and names must not "
+            "begin with '.' or '_'. Use a glob or a list for other names."
         )
     return [
         DataFile(path=_full_name(fs, name), size=int(info["size"]), version=_version(fs, name, info))
@@ -157,62 +157,62 @@ def _version(fs: fsspec.AbstractFileSystem, name: str, info: dict[str, Any]) -> 
     for key in ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime"):
         if info.get(key):
             return f"{key}={str(info[key]).strip(chr(34))}"
-    return "unknown"  # the size still counts
+    return "unknown"  # changes of the size are still noticed
 
 
 def check_version(path: str, size: int, version: str) -> None:
-    """Refuses a file that is not the one that was listed.
-
-    Raises:
-        DataError: it changed, or is gone.
-    """
+    """Raises a DataError if a file changed since it was listed, or does not exist."""
     fs, name = filesystem_of(path)
     fs.invalidate_cache()
     try:
         info = fs.info(name)
-        found = DataFile(path, int(info["size"]), _version(fs, name, info))
+        current = DataFile(path, int(info["size"]), _version(fs, name, info))
     except FileNotFoundError as error:
-        raise _gone(path) from error
-    # Some file systems know more of a single file than of one that they list: another kind of version says nothing.
-    is_comparable = found.version.partition("=")[0] == version.partition("=")[0]
-    if found.size != size or (is_comparable and found.version != version):
+        raise _missing(path) from error
+    # Some file systems report another kind of version for a single file than for a listed one.
+    is_comparable = current.version.partition("=")[0] == version.partition("=")[0]
+    if current.size != size or (is_comparable and current.version != version):
         raise DataError(
-            f"{path} changed since it was indexed ({size} bytes, {version} -> {found.size} bytes, {found.version}). A "
-            "run uses one data set from its first step to its last: put the file back, or start a run with another name"
+            f"{path} changed since it was indexed ({size} bytes, {version} -> {current.size} bytes, {current.version})"
+            ". A run uses the same data set in every step. Restore the file, or use another run name."
         )
 
 
-def _gone(path: str) -> DataError:
+def _missing(path: str) -> DataError:
     return DataError(
-        f"{path} is gone since the data set was listed; a run reads the same files from its first step to its last: "
-        "put it back, or start a run with another name"
+        f"{path} does not exist any more. A run uses the same data set in every step. Restore the file, or use another "
+        "run name."
     )
 
 
 def read_footer(path: str, size: int, footer_bytes: int = _TAIL_BYTES) -> tuple[pq.FileMetaData, int]:
-    """A file's metadata, and how many bytes it takes at the file's end.
+    """Returns a file's metadata and the size of its footer in bytes.
 
     Args:
-        footer_bytes: how much to read at once, exact where it is known from an earlier call.
+        path: the file.
+        size: its size in bytes.
+        footer_bytes: the number of bytes to read first, from the end.
 
     Raises:
-        DataError: the file is not Parquet, or is gone.
+        DataError: the file is not Parquet, or does not exist.
     """
     tail = read_ranges(path, [(max(size - footer_bytes, 0), size)])[0]
     if len(tail) < 12 or tail[-4:] != _MAGIC:
-        raise DataError(f"{path} is not a Parquet file ({size} bytes); leave it out of the data set or write it again")
+        raise DataError(
+            f"{path} is not a Parquet file ({size} bytes). Leave it out of the data set, or write it again."
+        )
     needed = struct.unpack("<I", tail[-8:-4])[0] + 8
     if needed > len(tail):
         tail = read_ranges(path, [(max(size - needed, 0), size)])[0]
     try:
-        metadata = pq.read_metadata(pa.BufferReader(_MAGIC + tail[-needed:]))  # offsets are read, not followed
+        metadata = pq.read_metadata(pa.BufferReader(_MAGIC + tail[-needed:]))  # only the footer is parsed
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} is not a readable Parquet file: {error}; write it again") from error
+        raise DataError(f"{path} has an unreadable Parquet footer: {error}. Write the file again.") from error
     return metadata, needed
 
 
 def read_row_group(path: str, size: int, metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> pa.Table:
-    """The given columns of one row group."""
+    """Returns the given columns of one row group."""
     wanted = set(columns)
     group = metadata.row_group(number)
     ranges = []
@@ -230,10 +230,10 @@ def read_row_group(path: str, size: int, metadata: pq.FileMetaData, number: int,
 
 
 def read_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Bytes [start, stop) of a file for each of `ranges`, together.
+    """Returns bytes [start, stop) of a file for each range, read in parallel from remote storage.
 
     Raises:
-        DataError: the file is gone, or too short.
+        DataError: the file does not exist, or is too short.
     """
     fs, name = filesystem_of(path)
     try:
@@ -244,18 +244,18 @@ def read_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
             starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
             parts = fs.cat_ranges([name] * len(ranges), starts, stops, on_error="raise")
     except FileNotFoundError as error:
-        raise _gone(path) from error
+        raise _missing(path) from error
     for (start, stop), part in zip(ranges, parts, strict=True):
         if len(part) != stop - start:
             raise DataError(
-                f"{path} ended {stop - start - len(part)} bytes early: it changed since it was listed. Put back what "
-                "was there, or begin a run of another name"
+                f"{path} is {stop - start - len(part)} bytes too short: it changed since it was listed. Restore the "
+                "file, or use another run name."
             )
     return parts
 
 
 def _read_at(descriptor: int, start: int, stop: int) -> bytes:
-    """Bytes [start, stop), as far as there are any. The system gives less than 2 GiB at a time."""
+    """Returns bytes [start, stop), or fewer at the end of the file. One read returns less than 2 GiB."""
     parts = []
     while start < stop and (part := os.pread(descriptor, stop - start, start)):
         parts.append(part)
@@ -274,7 +274,7 @@ def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class _Parts(io.RawIOBase):
-    """A read-only file of which some byte ranges are in memory; the others are fetched if they are asked for."""
+    """A read-only file with some byte ranges in memory. Other ranges are fetched when they are read."""
 
     def __init__(
         self, size: int, ranges: list[tuple[int, int]], parts: list[bytes], fetch: Callable[[int, int], bytes]

@@ -1,7 +1,7 @@
-"""The index of a data set: which files and row groups it has, and how to tell that they are still the same.
+"""The index of a data set: its files and row groups, and a check that they have not changed.
 
-It is built once from the files' footers and kept in the run's storage. Row groups are numbered in stored order: file by
-file as listed, and rows are numbered the same way, which gives every row of the data set its row id.
+It is built once from the files' footers and stored in the run's storage. Row groups are numbered in stored order, file
+by file as listed. Rows are numbered the same way, which gives every row its row id.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from elastic_ddp.errors import DataError
 
 
 class Storage(Protocol):
-    """What this module needs of the run's storage."""
+    """The part of the run's storage that this module uses."""
 
     def read(self, key: str) -> bytes:
-        """The object; FileNotFoundError where there is none."""
+        """Returns an object. Raises FileNotFoundError if it does not exist."""
 
     def create(self, key: str, data: bytes) -> None:
-        """Write a new object; FileExistsError where there is one."""
+        """Writes a new object. Raises FileExistsError if it exists."""
 
     def write(self, key: str, data: bytes) -> None:
-        """Write an object, or another in its place."""
+        """Writes an object, or replaces it."""
 
 
 @dataclass(frozen=True, eq=False)
 class DatasetIndex:
-    """A data set's files, and its row groups in stored order. Memory: a few bytes for each row group."""
+    """A data set's files, and its row groups in stored order. It takes a few bytes of memory for each row group."""
 
     files: tuple[DataFile, ...]
     footer_bytes: Int64Array
-    """Bytes of each file's footer, `(files,)`."""
+    """The size of each file's footer in bytes, shape (files,)."""
     group_file: Int64Array
-    """The file that each row group is in, `(row groups,)`."""
+    """The index in `files` of each row group's file, shape (row groups,)."""
     group_number: Int64Array
-    """Its number in that file, `(row groups,)`."""
+    """Each row group's number in its file, shape (row groups,)."""
     group_rows: Int64Array
-    """Its rows, `(row groups,)`."""
+    """The number of rows of each row group, shape (row groups,)."""
     schema: pa.Schema
-    """The columns that are read, in the order in which they were asked for."""
+    """The columns to read, in the order of `data.columns`."""
 
     @cached_property
     def num_rows(self) -> int:
@@ -64,12 +64,12 @@ class DatasetIndex:
 
     @cached_property
     def first_row_ids(self) -> Int64Array:
-        """Row id of each row group's first row, `(row groups,)`."""
+        """The row id of each row group's first row, shape (row groups,)."""
         return np.r_[0, np.cumsum(self.group_rows)[:-1]].astype(np.int64)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over every file's path, size and version: another value, another data set."""
+        """SHA-256 of every file's path, size and version. It differs for different data sets."""
         lines = [json.dumps([file.path, file.size, file.version]) for file in self.files]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -79,7 +79,7 @@ class DatasetIndex:
         return f"{self.num_rows:,} rows in {span} ({sum(file.size for file in self.files):,} bytes)"
 
     def to_bytes(self) -> bytes:
-        """An Arrow stream of the row groups; files and schema are JSON in its metadata."""
+        """Returns an Arrow stream of the row groups, with files and schema as JSON in its metadata."""
         header = {
             "files": [[file.path, file.size, file.version] for file in self.files],
             "footer_bytes": self.footer_bytes.tolist(),
@@ -107,10 +107,15 @@ class DatasetIndex:
 
 
 def build_index(source: Source, columns: Sequence[str] | None = None, threads: int = 16) -> DatasetIndex:
-    """Index a Parquet file, folder, glob or list of these, reading `threads` footers at a time.
+    """Returns the index of a Parquet file, folder, glob or list of these.
+
+    Args:
+        source: the data set.
+        columns: the columns to read; by default all.
+        threads: the number of footers to read concurrently.
 
     Raises:
-        DataError: no files, no rows, a file that is not Parquet, a column that is missing, schemas that differ.
+        DataError: there are no files or no rows, a file is not Parquet, a column is missing, or schemas differ.
     """
     return _index_files(source, list_files(source), columns, threads)
 
@@ -122,13 +127,16 @@ def open_index(
     *,
     may_replace: Callable[[], bool] = lambda: False,
 ) -> DatasetIndex:
-    """The index that the run already has for this source, or a new one that the run then keeps.
+    """Returns the run's stored index of a source, or builds and stores one.
 
     Args:
-        may_replace: asked if files have changed since: whether the run may have a new one of them.
+        source: the data set.
+        storage: the run's storage.
+        columns: the columns to read; by default all.
+        may_replace: called if files changed since the index was built. Returns whether the run may use a new index.
 
     Raises:
-        DataError: files changed, went or came since the run's index was built; what `build_index` raises.
+        DataError: files changed, disappeared or were added since the index was built; or as for `build_index`.
     """
     files = list_files(source)
     key = f"data/index-{_source_hash(source, columns)}"
@@ -138,7 +146,7 @@ def open_index(
         index = _index_files(source, files, columns, threads=16)
         try:
             storage.create(key, index.to_bytes())
-        except FileExistsError:  # another driver of this run came first: its index counts
+        except FileExistsError:  # another driver of this run stored one first
             index = DatasetIndex.from_bytes(storage.read(key))
     try:
         check_unchanged(index.files, files)
@@ -151,11 +159,7 @@ def open_index(
 
 
 def check_unchanged(indexed: Sequence[DataFile], listed: Sequence[DataFile]) -> None:
-    """Refuse a data set that is not the one that was indexed.
-
-    Raises:
-        DataError: names the files that differ, and how.
-    """
+    """Raises a DataError that names the files which differ from the indexed ones, and how."""
     if tuple(indexed) == tuple(listed):
         return
     before, now = {file.path: file for file in indexed}, {file.path: file for file in listed}
@@ -166,11 +170,11 @@ def check_unchanged(indexed: Sequence[DataFile], listed: Sequence[DataFile]) -> 
             size = f"size {file.size} -> {now[path].size}, " if file.size != now[path].size else ""
             differences.append(f"{path} changed ({size}version {file.version} -> {now[path].version})")
     if not differences:
-        differences = ["the files are listed in another order"]
+        differences = ["the order of the files changed"]
     more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
     raise DataError(
-        f"the data set changed since this run began: {'; '.join(differences[:3])}{more}. A run uses one data set from "
-        "its first step to its last: put the files back, or start a run with another name"
+        f"the data set changed since this run began: {'; '.join(differences[:3])}{more}. A run uses the same data set "
+        "in every step. Restore the files, or use another run name."
     )
 
 
@@ -185,12 +189,13 @@ def _source_hash(source: Source, columns: Sequence[str] | None) -> str:
 
 def _index_files(source: Source, files: list[DataFile], columns: Sequence[str] | None, threads: int) -> DatasetIndex:
     with ThreadPoolExecutor(threads, thread_name_prefix="footers") as pool:
-        footers = list(pool.map(lambda file: _read_footer(file), files))
+        footers = list(pool.map(_read_footer, files))
     for file, footer in zip(files, footers, strict=True):
         names = footer.schema.names
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise DataError(
-                f"{file.path} has more than one column named {', '.join(map(repr, twice))}; give each a name of its own"
+                f"{file.path} has more than one column named {', '.join(map(repr, duplicates))}. Column names must be "
+                "unique."
             )
     first = footers[0].schema
     schema = first if columns is None else _select(first, columns, files[0].path)
@@ -207,7 +212,7 @@ def _index_files(source: Source, files: list[DataFile], columns: Sequence[str] |
     )
     if index.num_rows == 0:
         raise DataError(
-            f"data={source!r}: {len(files)} Parquet file(s) without a single row; check how the data set was written"
+            f"data={source!r} has {len(files)} Parquet files but no rows. Check how the data set was written."
         )
     return index
 
@@ -229,16 +234,16 @@ def _select(schema: pa.Schema, columns: Sequence[str], path: str) -> pa.Schema:
     missing = [name for name in columns if name not in schema.names]
     if missing:
         raise DataError(
-            f"data.columns names {', '.join(map(repr, missing))}, which {path} does not have; "
-            f"its columns are {', '.join(schema.names)}"
+            f"data.columns names {', '.join(map(repr, missing))}, but {path} has no such column. Choose from "
+            f"{', '.join(schema.names)}."
         )
     if not columns:
-        raise DataError(f"data.columns is empty; name at least one of {', '.join(schema.names)}")
+        raise DataError(f"data.columns is empty. Name at least one of {', '.join(schema.names)}.")
     return pa.schema([schema.field(name) for name in columns])
 
 
 def _check_schema(expected: pa.Schema, found: pa.Schema, first: str, path: str, *, every_column: bool) -> None:
-    """The order of columns may differ between files, and whether they may hold nulls; names and types may not."""
+    """Raises a DataError if names or types of columns differ. Their order and nullability may differ."""
     problems = []
     for field in expected:
         if field.name not in found.names:
@@ -250,5 +255,5 @@ def _check_schema(expected: pa.Schema, found: pa.Schema, first: str, path: str, 
     if problems:
         raise DataError(
             f"{path} does not have the schema of {first}: {'; '.join(problems)}. Write the files with one schema, or "
-            "choose columns that all files share with data.columns"
+            "set data.columns to columns that all files share."
         )

@@ -1,4 +1,4 @@
-"""A `ray.data.Dataset` becomes files in the run's storage, before the run starts."""
+"""Copies a `ray.data.Dataset` into the run's storage before the run starts."""
 
 from __future__ import annotations
 
@@ -16,52 +16,58 @@ if TYPE_CHECKING:
     from elastic_ddp.storage.storage import Storage
 
 _MARKER = "data/dataset.json"
-_ROWS_PER_GROUP = 8192  # small enough that a window of several fits in memory, large enough to read well
+_ROWS_PER_GROUP = 8192  # a window of several row groups fits in memory, and reads are large enough
 
 
 def materialize(
     dataset: ray.data.Dataset, storage: Storage, *, may_replace: bool, note: Callable[[str], None] = lambda text: None
 ) -> str:
-    """Write a Ray Data data set into the run's storage, and return where it is.
+    """Writes a Ray Data data set as Parquet into the run's storage and returns the URI of the copy.
 
-    The marker is written last and names what it vouches for. Where there is one, the run goes on with the data it began
-    with, unless `may_replace`: whether `dataset` is still the same cannot be told, so it is written again then.
+    A marker file, written last, names the folder of the copy. If a copy exists, it is used: nothing shows whether
+    `dataset` is the same.
 
     Args:
-        note: told which of the two it is, where there is a choice.
+        dataset: the data set.
+        storage: the run's storage.
+        may_replace: write the data set again even if a copy exists.
+        note: receives a message that tells which copy is used, if one exists.
+
+    Raises:
+        DataError: the data set has no rows.
     """
-    before = _copy(storage)
-    if before is not None and not may_replace:
-        note("the run goes on with the copy of its ray.data.Dataset that it began with; other data needs another name")
-        return f"{storage.uri}/{before}"
-    if before is not None:
-        note("nothing is committed yet, so the ray.data.Dataset is written once more: it may be another one")
+    old_folder = _copy(storage)
+    if old_folder is not None and not may_replace:
+        note("using the run's existing copy of its ray.data.Dataset; to train on other data, use another run name")
+        return f"{storage.uri}/{old_folder}"
+    if old_folder is not None:
+        note("writing the ray.data.Dataset again, because the run has no commit yet and the data may have changed")
     name = f"data/dataset-{uuid.uuid4().hex}"
     filesystem, path = storage.at(name).filesystem_and_path()
     marker = json.dumps({"folder": name}).encode()
     try:
-        with _in_order(dataset):
-            # Not by pyarrow's own S3 writer: it commits a partial object when it fails, and not every server takes it.
+        with _preserve_order(dataset):
+            # Not pyarrow's S3 filesystem: it commits a partial object on failure, and some servers reject its requests.
             dataset.write_parquet(path, filesystem=filesystem, row_group_size=_ROWS_PER_GROUP)
         if not any(key.endswith(".parquet") for key in storage.list(name)):
-            raise DataError("the ray.data.Dataset has no rows; give one that has")
-        if before is None:
+            raise DataError("the ray.data.Dataset has no rows. Pass one that has.")
+        if old_folder is None:
             storage.create(_MARKER, marker)
         else:
             storage.write(_MARKER, marker)
-    except FileExistsError:  # another driver of this run came first: its copy counts
+    except FileExistsError:  # another driver of this run wrote a copy first
         storage.delete_tree(name)
         return f"{storage.uri}/{_copy(storage)}"
     except BaseException:
         storage.delete_tree(name)
         raise
-    if before is not None:
-        storage.delete_tree(before)
+    if old_folder is not None:
+        storage.delete_tree(old_folder)
     return f"{storage.uri}/{name}"
 
 
 def _copy(storage: Storage) -> str | None:
-    """The folder of the copy that the run has, if it has one."""
+    """Returns the folder of the run's copy, or None."""
     try:
         folder: str = json.loads(storage.read(_MARKER))["folder"]
     except FileNotFoundError:
@@ -70,8 +76,8 @@ def _copy(storage: Storage) -> str | None:
 
 
 @contextmanager
-def _in_order(dataset: ray.data.Dataset) -> Iterator[None]:
-    """Files are named in the order in which their tasks begin: another order would be another data set."""
+def _preserve_order(dataset: ray.data.Dataset) -> Iterator[None]:
+    """Makes tasks start in the order of the data. Their order names the files, and so defines the order of rows."""
     options = dataset.context.execution_options
     before, options.preserve_order = options.preserve_order, True
     try:

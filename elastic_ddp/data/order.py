@@ -1,29 +1,33 @@
-"""The order in which an epoch's rows are used: pure functions of (seed, epoch), entered anywhere at no cost.
+"""The order of an epoch's rows: a pure function of (seed, epoch) that can be entered at any step.
 
 An epoch's stream is the row groups of the data set, permuted by (seed, epoch). It is cut into M contiguous lanes, one
-per micro-batch number, whose lengths differ by a row at most; a row group that lies across a cut is split there.
-Inside a lane, `window_row_groups` row groups that follow each other form a window, and the rows of a window are
-permuted by (seed, epoch, lane, window). Chunks of `chunk_rows` rows, cut from each permuted window, are what a
-transform sees. Nothing here depends on the world size, on the step at which an epoch is entered, or on who asks.
+for each micro-batch number, whose lengths differ by at most one row. A row group at a cut is split there. In a lane,
+`window_row_groups` consecutive row groups form a window, whose rows are permuted by (seed, epoch, lane, window). Each
+permuted window is cut into chunks of `chunk_rows` rows, the input of a transform. Nothing depends on the world size, on
+the rank, or on the step at which an epoch is entered.
 
-The first window of lane m is shorter, by m modulo `window_row_groups` row groups: lanes then come to the end of their
-windows at different steps, and a worker that reads several lanes reads evenly instead of all its windows at once.
+The first window of lane m is shorter by m modulo `window_row_groups` row groups. Lanes then end their windows at
+different steps, so that a worker with several lanes reads evenly.
 
-Shuffle quality. A global batch mixes the rows of about M x `window_row_groups` row groups drawn at random. The worst
-case is a data set sorted by label, so that a row group holds one label only: the label counts of a batch then vary
-about 1 + `micro_batch_size` / `window_row_groups` times as much as under a full shuffle. Measured on 10^6 sorted rows
-in 1000 row groups with 10 labels, the ratio of the variances, for windows of 1, 4 and 16 row groups: 31, 7.9 and 2.5
-with M = 8 micro-batches of 32 rows; 4.1, 1.6 and 1.2 with M = 64 of 4 rows. The correlation of a row's place in the
-epoch with its value is that of 1000 row groups in random order, below 0.1. Smaller row groups, larger windows and more
-micro-batches all help; so does shuffling when the data set is written.
+Shuffle quality. A global batch mixes the rows of about M * `window_row_groups` random row groups. The worst case is a
+data set sorted by label, where each row group has one label. The label counts of a batch then have about
+1 + `micro_batch_size` / `window_row_groups` times the variance of a full shuffle. Measured on 10^6 sorted rows in 1000
+row groups with 10 labels:
 
-Reading. A row group is read once an epoch, or twice where it lies across one of the M - 1 cuts between lanes: keep row
-groups small enough that there are at least 10 M of them, and all workers together read at most 1.1 of the data set.
+    micro-batches              window of 1    4     16 row groups
+    M = 8 of 32 rows           31             7.9   2.5
+    M = 64 of 4 rows           4.1            1.6   1.2
 
-Cost: O(row groups) once per epoch, vectorised, then O(window) to enter any lane at any row.
+The correlation of a row's position in the epoch with its value stays below 0.1. Smaller row groups, larger windows,
+more micro-batches, and shuffling when the data set is written improve the shuffle.
 
-Permutations come from the raw output of Philox seeded through `SeedSequence`, both of which NumPy keeps stable
-between its versions (NEP 19), unlike `Generator.permutation`: a run may be resumed with another NumPy.
+Reads. A row group is read once per epoch, or twice at one of the M - 1 cuts. With at least 10 M row groups, all workers
+together read at most 1.1 times the data set.
+
+Cost. O(row groups) per epoch, vectorised, and O(window) to enter a lane at any row.
+
+Permutations use the raw output of Philox, seeded through `SeedSequence`. NumPy keeps both stable between versions
+(NEP 19), unlike `Generator.permutation`, so a run can resume with another NumPy.
 """
 
 from __future__ import annotations
@@ -40,21 +44,21 @@ from elastic_ddp.config.run_config import DataConfig
 
 Int64Array = npt.NDArray[np.int64]
 
-_ROW_GROUPS, _ROWS, _TRANSFORM = range(3)  # what a random stream is for; part of its seed
+_ROW_GROUPS, _ROWS, _TRANSFORM = range(3)  # the purpose of a random stream, which is part of its seed
 
 
 @dataclass(frozen=True)
 class EpochShape:
-    """How many rows every micro-batch of every step has.
+    """The number of rows of every micro-batch of every step.
 
-    Steps are counted from 0 over the whole run. An epoch takes `steps_per_epoch` of them; its last step holds the
-    rows that are left, so its micro-batches may be short, or empty.
+    Steps are counted from 0 over the run. The last of an epoch's `steps_per_epoch` steps has the remaining rows, so its
+    micro-batches may be short or empty.
     """
 
     num_rows: int
-    """Rows of the data set, at least 1."""
+    """The number of rows of the data set, at least 1."""
     num_micro_batches: int
-    """M: micro-batches of a step, and lanes of an epoch."""
+    """M: the number of micro-batches of a step, and of lanes of an epoch."""
     micro_batch_size: int
 
     @property
@@ -65,11 +69,11 @@ class EpochShape:
         return step // self.steps_per_epoch
 
     def rows_in_lane(self, lane: int) -> int:
-        """Rows of a lane: `num_rows // M`, and one more in the first `num_rows % M` lanes."""
+        """Returns the number of rows of a lane: `num_rows // M`, plus one in the first `num_rows % M` lanes."""
         return self.num_rows // self.num_micro_batches + (lane < self.num_rows % self.num_micro_batches)
 
     def rows(self, step: int) -> Int64Array:
-        """Rows of each micro-batch of a step, `(M,)`: all `micro_batch_size` but in an epoch's last step."""
+        """Returns the number of rows of each micro-batch of a step, shape (M,)."""
         lanes = np.arange(self.num_micro_batches)
         in_lane = self.num_rows // self.num_micro_batches + (lanes < self.num_rows % self.num_micro_batches)
         used = (step % self.steps_per_epoch) * self.micro_batch_size
@@ -80,19 +84,21 @@ class EpochShape:
         return stop - start
 
     def span(self, step: int, micro_batch: int) -> tuple[int, int]:
-        """The rows of a micro-batch as [start, stop) in its lane, `micro_batch` being the lane's number too."""
+        """Returns the rows of a micro-batch as [start, stop) in the lane of the same number."""
         in_lane = self.rows_in_lane(micro_batch)
         start = min((step % self.steps_per_epoch) * self.micro_batch_size, in_lane)
         return start, min(start + self.micro_batch_size, in_lane)
 
 
 class EpochOrder:
-    """One epoch's stream of row groups and the lanes it is cut into.
+    """One epoch's stream of row groups and its lanes.
 
     Args:
-        rows_per_group: rows of every row group in stored order, `(row groups,)`.
-        num_lanes: M, the micro-batches of a step.
-        options: `shuffle`, `window_row_groups` and `chunk_rows` decide the order.
+        rows_per_group: the number of rows of every row group in stored order, shape (row groups,).
+        epoch: the epoch's number, from 0.
+        seed: the run's seed.
+        num_lanes: M.
+        options: the order depends on `shuffle`, `window_row_groups` and `chunk_rows`.
     """
 
     def __init__(
@@ -113,7 +119,7 @@ class EpochOrder:
         self._lane = lru_cache(maxsize=num_lanes)(self._build_lane)
 
     def lane(self, number: int) -> Lane:
-        """Lane `number`, 0 to M-1; without rows where the data set has fewer rows than there are lanes."""
+        """Returns lane `number`, 0 to M-1. It is empty if the data set has too few rows."""
         return self._lane(number)
 
     def _build_lane(self, number: int) -> Lane:
@@ -132,16 +138,16 @@ class EpochOrder:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """The rows of one micro-batch number in one epoch: segments of row groups, in windows, in chunks."""
+    """The rows of one micro-batch number in one epoch: segments of row groups, grouped into windows."""
 
     epoch: int
     number: int
     groups: Int64Array
-    """Row group of each segment, numbered as in the data set."""
+    """The row group of each segment, numbered as in the data set."""
     skipped: Int64Array
-    """Rows of the row group before each segment: 0 but where the lane begins inside a row group."""
+    """The number of rows of the row group before the segment. Not 0 only if the lane begins inside a row group."""
     rows: Int64Array
-    """Rows of each segment, at least 1."""
+    """The number of rows of each segment, at least 1."""
     seed: int
     options: DataConfig
 
@@ -151,23 +157,23 @@ class Lane:
 
     @cached_property
     def window_segments(self) -> Int64Array:
-        """First segment of every window, and the number of segments at the end: `(windows + 1,)`."""
+        """The first segment of every window, followed by the number of segments, shape (windows + 1,)."""
         size = self.options.window_row_groups
         first = size - self.number % size
         return np.unique(np.minimum(np.r_[0, np.arange(first, len(self.rows) + size, size)], len(self.rows)))
 
     @cached_property
     def window_starts(self) -> Int64Array:
-        """First row of every window, and the number of rows at the end: `(windows + 1,)`."""
+        """The first row of every window, followed by the number of rows, shape (windows + 1,)."""
         return np.r_[0, np.cumsum(self.rows)][self.window_segments]
 
     @cached_property
     def window_chunks(self) -> Int64Array:
-        """Number of the first chunk of every window, and the number of chunks at the end: `(windows + 1,)`."""
+        """The first chunk of every window, followed by the number of chunks, shape (windows + 1,)."""
         return np.r_[0, np.cumsum(-(-np.diff(self.window_starts) // self.options.chunk_rows))]
 
     def chunk_at(self, row: int) -> Chunk:
-        """The chunk that holds row `row` of this lane."""
+        """Returns the chunk that contains a row of this lane."""
         window = int(np.searchsorted(self.window_starts, row, side="right")) - 1
         begin, end = int(self.window_starts[window]), int(self.window_starts[window + 1])
         nth = (row - begin) // self.options.chunk_rows
@@ -181,15 +187,15 @@ class Lane:
         )
 
     def segments(self, window: int) -> list[tuple[int, int, int]]:
-        """A window's segments as (row group, first row, last row + 1 in that row group), in the epoch's order."""
+        """Returns a window's segments as (row group, start, stop), with rows counted in the row group."""
         inside = slice(int(self.window_segments[window]), int(self.window_segments[window + 1]))
         skipped = self.skipped[inside]
         stops = skipped + self.rows[inside]
         return list(zip(self.groups[inside].tolist(), skipped.tolist(), stops.tolist(), strict=True))
 
     def permutation(self, window: int) -> Int64Array | None:
-        """Which of a window's rows comes at each place, its segments counted one after the other; None if stored
-        order is kept."""
+        """Returns the index, in the concatenated segments, of the row at each position of a window. None means stored
+        order."""
         if not self.options.shuffle:
             return None
         rows = int(self.window_starts[window + 1] - self.window_starts[window])
@@ -198,42 +204,42 @@ class Lane:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Rows [start, stop) of a lane: what one call of a transform sees, whoever asks and whenever."""
+    """Rows [start, stop) of a lane: the input of one call of a transform."""
 
     lane: Lane
     number: int
-    """Counted from 0 in the lane."""
+    """The chunk's number in its lane, from 0."""
     window: int
     start: int
     stop: int
 
     @property
     def window_stop(self) -> int:
-        """The row after the last of its window."""
+        """The end of the chunk's window, as a row of the lane."""
         return int(self.lane.window_starts[self.window + 1])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FeedPlan:
-    """What one worker reads: steps [first_step, last_step) of some micro-batch numbers.
+    """The rows that one worker reads: steps [first_step, last_step) of its micro-batch numbers.
 
-    `micro_batches` are in the order in which the worker takes them inside a step. Any split of the numbers over
-    workers gives the same rows for each number.
+    The rows of a number do not depend on how the numbers are distributed over workers.
     """
 
     rows_per_group: Int64Array
+    """The number of rows of every row group in stored order, shape (row groups,)."""
     shape: EpochShape
     seed: int
     options: DataConfig
     micro_batches: tuple[int, ...]
+    """This worker's numbers, in the order in which it computes them in a step."""
     first_step: int
     last_step: int
 
     def source(self, step: int, micro_batch: int) -> tuple[int, int, int]:
-        """The rows to have at hand for a micro-batch: (lane, start, stop).
+        """Returns the rows to read for a micro-batch, as (lane, start, stop).
 
-        An empty micro-batch is padded with one row, the last of its lane, or of lane 0 where its own has none: the
-        same at every world size, like everything else.
+        An empty micro-batch gets one row as padding: the last row of its lane, or of lane 0 if its lane is empty.
         """
         start, stop = self.shape.span(step, micro_batch)
         if start < stop:
@@ -243,7 +249,7 @@ class FeedPlan:
         return lane, rows - 1, rows
 
     def chunks(self) -> Iterator[Chunk]:
-        """The chunks these steps need, each once, in the order in which they are first needed."""
+        """Yields the chunks of these steps, each once, in the order in which they are first needed."""
         epoch, order = -1, None
         reached: dict[int, int] = {}
         for step in range(self.first_step, self.last_step):
@@ -266,20 +272,20 @@ class FeedPlan:
 
 
 def transform_generator(seed: int, epoch: int, lane: int, chunk: int) -> np.random.Generator:
-    """The generator that a transform gets for a chunk: the same at every world size and after every resume."""
+    """Returns a transform's generator for a chunk: the same at every world size and after every resume."""
     return np.random.Generator(_philox((seed, _TRANSFORM, epoch, lane, chunk)))
 
 
 def _philox(key: tuple[int, int, int, int, int]) -> np.random.Philox:
-    """A random stream of its own for (seed, purpose, epoch, lane, number), each of which counts as 64 bits."""
-    words = np.array(key, dtype="<u8").view("<u4")  # a fixed width: no two keys spell the same words
+    """Returns the random stream of (seed, purpose, epoch, lane, number), each a 64-bit number."""
+    words = np.array(key, dtype="<u8").view("<u4")  # of fixed width, so that different keys give different words
     return np.random.Philox(np.random.SeedSequence(words.tolist()))
 
 
 def _permutation(length: int, key: tuple[int, int, int, int, int]) -> Int64Array:
-    """A permutation of range(length), all but uniform: random high bits are sorted with the index in the low bits.
+    """Returns a nearly uniform permutation of range(length): sorts random high bits with the index in the low bits.
 
-    Sorting values that are all different gives the same result with every sorting algorithm, so also on every CPU.
+    All values differ, so every sorting algorithm, on every CPU, gives the same result.
     """
     bits = np.uint64(max(length - 1, 0).bit_length())
     keys = _philox(key).random_raw(length)

@@ -19,7 +19,7 @@ from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import open_index
 from elastic_ddp.data.ingest import materialize
-from elastic_ddp.data.source import check_columns
+from elastic_ddp.data.transform import check_columns
 from elastic_ddp.driver.checks import check_capacity, check_functions, check_identity, warn_about_data
 from elastic_ddp.driver.cluster import connect_or_start
 from elastic_ddp.driver.display import print_note
@@ -34,7 +34,7 @@ from elastic_ddp.telemetry import new_session, read_ledger, summarize
 from elastic_ddp.worker.job import COMMITS, Job, has_commits
 
 if TYPE_CHECKING:
-    from elastic_ddp.data.source import Transform
+    from elastic_ddp.data.transform import Transform
     from elastic_ddp.worker.run import Run
 
 SUMMARY = "summary.json"

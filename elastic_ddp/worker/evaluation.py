@@ -19,7 +19,7 @@ from elastic_ddp.worker.seeding import preserve_rng_state, seed_all
 from elastic_ddp.worker.step import dummy_batch
 
 if TYPE_CHECKING:
-    from elastic_ddp.data.source import Transform
+    from elastic_ddp.data.transform import Transform
     from elastic_ddp.worker.generation import Generation
     from elastic_ddp.worker.job import Job
 

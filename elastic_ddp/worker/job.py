@@ -13,7 +13,7 @@ from elastic_ddp.data.order import EpochShape
 from elastic_ddp.storage.storage import Storage
 
 if TYPE_CHECKING:
-    from elastic_ddp.data.source import Transform
+    from elastic_ddp.data.transform import Transform
 
 
 COMMITS = "checkpoints"

@@ -21,7 +21,7 @@ from elastic_ddp.worker.train_state import Position, Stateful
 
 if TYPE_CHECKING:
     from elastic_ddp.config.run_config import RunConfig
-    from elastic_ddp.data.source import Transform
+    from elastic_ddp.data.transform import Transform
 
 Prepared = TypeVar("Prepared")
 

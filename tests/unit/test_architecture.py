@@ -106,7 +106,7 @@ def test_imports_make_no_circle() -> None:
     TopologicalSorter({name: imported_modules(name) for name in modules()}).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("name", ["cli.main", "data.source", "data.pipeline"])
+@pytest.mark.parametrize("name", ["cli.main", "data.transform", "data.pipeline"])
 def test_what_starts_often_does_not_wait_for_torch(name: str) -> None:
     """A worker that joins waits for the processes that read its data."""
     told = f"import sys, {PACKAGE}.{name}; print('torch' in sys.modules)"

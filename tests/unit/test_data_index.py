@@ -1,4 +1,4 @@
-"""The index of a data set: what is found, what is refused, and how a change is noticed."""
+"""The index of a data set: listing, errors, and how changes are noticed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_row_groups_are_numbered_in_stored_order(tmp_path: Path) -> None:
     assert index.columns == ("id", "text")
 
 
-def test_a_folder_is_searched_below_and_hidden_names_are_left_out(tmp_path: Path) -> None:
+def test_folders_are_searched_recursively_without_hidden_names(tmp_path: Path) -> None:
     for name in ("b/c.parquet", "a.parquet", "_temporary/x.parquet", ".hidden/y.parquet", "_d.parquet", "b/notes.txt"):
         write(tmp_path / name)
     assert [file.path for file in list_files(str(tmp_path))] == [
@@ -65,7 +65,7 @@ def test_a_folder_is_searched_below_and_hidden_names_are_left_out(tmp_path: Path
     ]
 
 
-def test_files_globs_and_lists_are_taken(tmp_path: Path) -> None:
+def test_a_source_can_be_a_file_a_glob_or_a_list(tmp_path: Path) -> None:
     for name in ("train-1.parquet", "train-2.parquet", "test-1.parquet"):
         write(tmp_path / name)
 
@@ -78,20 +78,20 @@ def test_files_globs_and_lists_are_taken(tmp_path: Path) -> None:
     assert names(in_order) == ["train-2.parquet", "test-1.parquet"]
 
 
-def test_an_index_survives_being_written_and_read(tmp_path: Path) -> None:
+def test_an_index_can_be_serialized(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet")
     index = build_index(str(tmp_path), columns=["text"])
-    again = DatasetIndex.from_bytes(index.to_bytes())
-    assert again.files == index.files
-    assert again.schema == index.schema
-    assert again.fingerprint == index.fingerprint
+    loaded = DatasetIndex.from_bytes(index.to_bytes())
+    assert loaded.files == index.files
+    assert loaded.schema == index.schema
+    assert loaded.fingerprint == index.fingerprint
     for field in ("footer_bytes", "group_file", "group_number", "group_rows"):
-        assert np.array_equal(getattr(again, field), getattr(index, field))
+        assert np.array_equal(getattr(loaded, field), getattr(index, field))
 
 
-def test_only_the_wanted_columns_of_a_row_group_are_fetched(tmp_path: Path) -> None:
+def test_only_the_selected_columns_of_a_row_group_are_read(tmp_path: Path) -> None:
     rows = 2000
-    wide = pa.table({name: np.random.default_rng(place).random(rows) for place, name in enumerate("abcdefgh")})
+    wide = pa.table({name: np.random.default_rng(seed).random(rows) for seed, name in enumerate("abcdefgh")})
     path = write(tmp_path / "wide.parquet", wide, row_group_size=rows)
     metadata, footer_bytes = read_footer(str(path), path.stat().st_size)
     fetched = read_row_group(str(path), path.stat().st_size, metadata, 0, ["g", "b"])
@@ -100,14 +100,14 @@ def test_only_the_wanted_columns_of_a_row_group_are_fetched(tmp_path: Path) -> N
     assert read_footer(str(path), path.stat().st_size, footer_bytes)[1] == footer_bytes
 
 
-def test_nested_columns_are_read(tmp_path: Path) -> None:
+def test_nested_columns_can_be_read(tmp_path: Path) -> None:
     nested = pa.table({"s": [{"x": 1, "y": [1, 2]}, {"x": 2, "y": []}], "z": [1, 2]})
     path = write(tmp_path / "nested.parquet", nested)
     metadata, _ = read_footer(str(path), path.stat().st_size)
     assert read_row_group(str(path), path.stat().st_size, metadata, 0, ["s"]).equals(nested.select(["s"]))
 
 
-def test_a_footer_larger_than_the_first_read_is_read_whole(tmp_path: Path) -> None:
+def test_a_footer_larger_than_the_first_read_is_read_completely(tmp_path: Path) -> None:
     wide = pa.table({f"column_{number:04}": [1.0] for number in range(2000)})
     path = write(tmp_path / "wide.parquet", wide)
     metadata, footer_bytes = read_footer(str(path), path.stat().st_size)
@@ -116,30 +116,28 @@ def test_a_footer_larger_than_the_first_read_is_read_whole(tmp_path: Path) -> No
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
-    assert "nothing.parquet': there is no such file or folder" in message(
-        build_index, str(tmp_path / "nothing.parquet")
-    )
+    assert f"{tmp_path}/nothing.parquet'" in message(build_index, str(tmp_path / "nothing.parquet"))
 
 
-def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_parquet_files_raises(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("1,2")
-    assert "holds no Parquet file; a folder needs files that end in .parquet" in message(build_index, str(tmp_path))
-    assert "the list of files is empty" in message(build_index, [])
+    assert ".parquet" in message(build_index, str(tmp_path))
+    assert "data=[] is empty" in message(build_index, [])
 
 
-def test_a_data_set_without_rows_is_refused(tmp_path: Path) -> None:
+def test_a_data_set_without_rows_raises(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", table(0))
-    assert "1 Parquet file(s) without a single row" in message(build_index, str(tmp_path))
+    assert "has 1 Parquet files but no rows" in message(build_index, str(tmp_path))
 
 
 def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"no Parquet at all")
     assert f"{tmp_path / 'a.parquet'} is not a Parquet file (17 bytes)" in message(build_index, str(tmp_path))
     (tmp_path / "a.parquet").write_bytes(b"PAR1" + b"\0" * 20 + (16).to_bytes(4, "little") + b"PAR1")
-    assert f"{tmp_path / 'a.parquet'} is not a readable Parquet file" in message(build_index, str(tmp_path))
+    assert f"{tmp_path / 'a.parquet'} has an unreadable Parquet footer" in message(build_index, str(tmp_path))
 
 
-def test_a_glob_of_folders_stands_for_the_files_below_them(tmp_path: Path) -> None:
+def test_a_glob_of_folders_matches_the_files_below_them(tmp_path: Path) -> None:
     for label in (0, 1):
         (tmp_path / f"label={label}" / "_hidden").mkdir(parents=True)
         pq.write_table(table(start=10 * label), tmp_path / f"label={label}" / "part.parquet")
@@ -148,49 +146,46 @@ def test_a_glob_of_folders_stands_for_the_files_below_them(tmp_path: Path) -> No
     assert [file.path for file in files] == [str(tmp_path / f"label={label}" / "part.parquet") for label in (0, 1)]
 
 
-def test_options_of_a_pyarrow_uri_are_refused_with_where_they_belong() -> None:
-    with pytest.raises(DataError, match=r"has options behind its path.*AWS_ENDPOINT_URL"):
+def test_options_in_a_pyarrow_uri_raise_an_error_that_names_the_variable() -> None:
+    with pytest.raises(DataError, match=r"endpoint_override.*AWS_ENDPOINT_URL"):
         list_files("s3://bucket/train?endpoint_override=localhost%3A9000&scheme=http")
-    with pytest.raises(DataError, match="holds no Parquet file"):
+    with pytest.raises(DataError, match="no Parquet file"):
         list_files("memory://bucket/part-?.parquet/x")
 
 
-def test_a_store_that_cannot_be_reached_is_named_with_what_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def list_nothing(*_: object, **__: object) -> None:
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.isdir", list_nothing)
-    with pytest.raises(DataError, match=r"data='memory://data' cannot be listed: .*refused; check the address"):
+    with pytest.raises(DataError, match=r"data='memory://data'.*refused; check the address"):
         list_files("memory://data")
 
 
-def test_a_file_that_is_named_twice_is_refused(tmp_path: Path) -> None:
-    """Its rows would come twice in an epoch, under different ids."""
+def test_a_file_that_is_named_twice_raises(tmp_path: Path) -> None:
+    """An epoch would use its rows twice, under different ids."""
     pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "a.parquet")
     file = str(tmp_path / "a.parquet")
     for source in ([file, file], [str(tmp_path), file], [str(tmp_path / "*.parquet"), str(tmp_path)]):
         with pytest.raises(DataError) as caught:
             build_index(source)
-        assert str(caught.value) == (
-            f"data has {file} twice, as {source[0]!r} and as {source[1]!r}: its rows would come twice in an epoch; "
-            "name every file once"
-        )
+        assert f"{file} twice, in {source[0]!r} and in {source[1]!r}" in str(caught.value)
 
 
-def test_ranges_are_read_to_their_end_however_little_the_system_gives_at_a_time(
+def test_ranges_are_read_completely_when_the_system_returns_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linux gives at most 2 GiB."""
+    """Linux returns at most 2 GiB at a time."""
     (tmp_path / "file").write_bytes(bytes(range(100)))
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda descriptor, count, offset: pread(descriptor, min(count, 7), offset))
     path = str(tmp_path / "file")
     assert read_ranges(path, [(3, 40), (50, 50), (90, 100)]) == [bytes(range(3, 40)), b"", bytes(range(90, 100))]
-    with pytest.raises(DataError, match="ended 5 bytes early"):
+    with pytest.raises(DataError, match="5 bytes too short"):
         read_ranges(path, [(90, 105)])
 
 
-def test_schemas_that_differ_are_refused_by_file_and_column(tmp_path: Path) -> None:
+def test_different_schemas_raise_an_error_that_names_file_and_columns(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet")
     write(tmp_path / "b.parquet", pa.table({"id": ["x"], "label": [1]}))
     text = message(build_index, str(tmp_path))
@@ -201,7 +196,7 @@ def test_schemas_that_differ_are_refused_by_file_and_column(tmp_path: Path) -> N
     assert "data.columns" in text
 
 
-def test_columns_that_all_files_share_can_be_chosen_in_any_order(tmp_path: Path) -> None:
+def test_columns_that_all_files_share_can_be_selected_in_any_order(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet")
     write(tmp_path / "b.parquet", pa.table({"more": [1.0], "text": ["x"], "id": [1]}))
     assert build_index(str(tmp_path), columns=["text", "id"]).columns == ("text", "id")
@@ -211,10 +206,10 @@ def test_a_column_that_does_not_exist_is_named(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet")
     text = message(build_index, str(tmp_path), columns=["id", "lable"])
     assert "data.columns names 'lable'" in text
-    assert "its columns are id, text" in text
+    assert "id, text" in text
 
 
-def test_the_index_is_kept_and_used_again(tmp_path: Path) -> None:
+def test_the_index_is_stored_and_reused(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet")
     storage = FakeStorage()
     first = open_index(str(tmp_path), storage)
@@ -230,7 +225,7 @@ def test_a_second_driver_uses_the_index_of_the_first(tmp_path: Path) -> None:
     expected = open_index(str(tmp_path), storage)
 
     class Late(FakeStorage):
-        """Sees no index when it looks, and one when it writes."""
+        """Has no index at the first read, and one at the write."""
 
         reads = 0
 
@@ -243,7 +238,7 @@ def test_a_second_driver_uses_the_index_of_the_first(tmp_path: Path) -> None:
     assert open_index(str(tmp_path), Late(storage)).fingerprint == expected.fingerprint
 
 
-def test_a_data_set_that_changed_under_a_run_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_changed_data_set_raises_an_error_that_names_the_files(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         write(tmp_path / f"{name}.parquet")
     storage = FakeStorage()
@@ -255,10 +250,10 @@ def test_a_data_set_that_changed_under_a_run_is_refused_by_name(tmp_path: Path) 
     assert f"{tmp_path / 'b.parquet'} is missing" in text
     assert f"{tmp_path / 'd.parquet'} is new" in text
     assert f"{tmp_path / 'a.parquet'} changed (size " in text
-    assert "put the files back, or start a run with another name" in text
+    assert "another run name" in text
 
 
-def test_a_file_of_the_same_size_written_again_has_changed(tmp_path: Path) -> None:
+def test_a_rewritten_file_of_the_same_size_counts_as_changed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet")
     storage = FakeStorage()
     open_index(str(tmp_path), storage)
@@ -269,7 +264,7 @@ def test_a_file_of_the_same_size_written_again_has_changed(tmp_path: Path) -> No
     )
 
 
-def test_s3_files_are_indexed_over_http_and_told_apart_by_etag(s3: str) -> None:
+def test_s3_files_are_indexed_and_their_etags_compared(s3: str) -> None:
     import s3fs
 
     fs = s3fs.S3FileSystem()
@@ -289,25 +284,25 @@ def test_s3_files_are_indexed_over_http_and_told_apart_by_etag(s3: str) -> None:
     assert f"{s3}/train/a.parquet changed" in message(open_index, f"{s3}/train/", storage)
 
 
-def test_a_file_that_went_after_it_was_listed_is_named(tmp_path: Path) -> None:
+def test_a_file_deleted_after_listing_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet")
     size = path.stat().st_size
     path.unlink()
-    assert f"{path} is gone since the data set was listed" in message(read_footer, str(path), size)
+    assert f"{path} does not exist any more" in message(read_footer, str(path), size)
 
 
-def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_duplicate_column_names_raise(tmp_path: Path) -> None:
     columns = [pa.array([1, 2]), pa.array([3, 4])]
     write(tmp_path / "a.parquet", pa.Table.from_arrays(columns, names=["x", "x"]))
     assert "has more than one column named 'x'" in message(build_index, str(tmp_path))
 
 
-def test_a_file_that_is_replaced_by_one_of_the_same_size_is_noticed_when_it_is_opened(tmp_path: Path) -> None:
+def test_a_replaced_file_of_the_same_size_is_noticed_when_it_is_opened(tmp_path: Path) -> None:
     path = str(write(tmp_path / "a.parquet"))
     (file,) = list_files(path)
     check_version(file.path, file.size, file.version)
-    check_version(file.path, file.size, "ETag=unknown to who lists")
+    check_version(file.path, file.size, "ETag=known only for a single file")
     os.utime(path, ns=(1, 1))
     assert f"{path} changed since it was indexed" in message(check_version, file.path, file.size, file.version)
     os.unlink(path)
-    assert "is gone since" in message(check_version, file.path, file.size, file.version)
+    assert "does not exist any more" in message(check_version, file.path, file.size, file.version)

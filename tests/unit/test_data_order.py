@@ -1,4 +1,4 @@
-"""The order of the rows: a pure function of seed, epoch and lane."""
+"""The order of rows is a pure function of seed, epoch and lane."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.micro_batches import split_into_micro_batches
 from elastic_ddp.data.order import EpochOrder, EpochShape, FeedPlan, Lane, _permutation, transform_generator
-from elastic_ddp.data.source import PreparedChunk
+from elastic_ddp.data.transform import PreparedChunk
 
 MicroBatches = dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
-"""By step and micro-batch: row ids, the values of the rows, and their augmentation, padding included in the latter."""
+"""For each step and micro-batch: row ids without padding; values and augmented values with padding."""
 
 
 @st.composite
 def plans(draw: st.DrawFn, *, epochs: int = 2) -> FeedPlan:
-    """Any small data set, batch and order, over whole epochs from the first, with every micro-batch owned."""
+    """Draws a small data set, batch size and order, over complete epochs, for one worker with all micro-batches."""
     rows_per_group = draw(st.lists(st.integers(0, 12), min_size=1, max_size=15).filter(any))
     num_micro_batches = draw(st.integers(1, 6))
     shape = EpochShape(sum(rows_per_group), num_micro_batches, draw(st.integers(1, 7)))
@@ -42,7 +42,7 @@ def plans(draw: st.DrawFn, *, epochs: int = 2) -> FeedPlan:
 
 
 def read(plan: FeedPlan) -> Iterator[PreparedChunk]:
-    """What the pipeline would yield for a data set whose only column is the row id, randomly augmented."""
+    """Yields what the pipeline would for a data set whose only column is the row id, randomly augmented."""
     first_row_ids = np.r_[0, np.cumsum(plan.rows_per_group)]
     for chunk in plan.chunks():
         lane = chunk.lane
@@ -62,54 +62,52 @@ def rows_of_window(lane: Lane, window: int, first_row_ids: np.ndarray) -> np.nda
 
 
 def micro_batches(plan: FeedPlan) -> MicroBatches:
-    found: MicroBatches = {}
+    result: MicroBatches = {}
     batches = split_into_micro_batches(plan, read(plan), lambda: 0)
     for step in range(plan.first_step, plan.last_step):
         for number in plan.micro_batches:
             batch = next(batches)
             assert batch.index == number
             values = {name: np.concatenate([piece[name] for piece in batch.pieces]) for name in batch.pieces[0]}
-            found[step, number] = tuple(batch.row_ids), tuple(values["value"]), tuple(values["augmented"])
+            result[step, number] = tuple(batch.row_ids), tuple(values["value"]), tuple(values["augmented"])
     assert next(batches, None) is None
-    return found
+    return result
 
 
 @given(plans())
-def test_every_row_of_every_epoch_comes_exactly_once(plan: FeedPlan) -> None:
+def test_an_epoch_uses_every_row_exactly_once(plan: FeedPlan) -> None:
     steps = plan.shape.steps_per_epoch
-    found = micro_batches(plan)
+    batches = micro_batches(plan)
     for epoch in range(2):
-        rows = [row for (step, _), (row_ids, _, _) in found.items() if step // steps == epoch for row in row_ids]
+        rows = [row for (step, _), (row_ids, _, _) in batches.items() if step // steps == epoch for row in row_ids]
         assert sorted(rows) == list(range(plan.shape.num_rows))
 
 
 @given(plans(), st.data())
-def test_any_split_of_the_micro_batches_over_workers_gives_the_same_micro_batches(
-    plan: FeedPlan, data: st.DataObject
-) -> None:
-    whole = micro_batches(plan)
+def test_micro_batches_do_not_depend_on_their_distribution_over_workers(plan: FeedPlan, data: st.DataObject) -> None:
+    expected = micro_batches(plan)
     owners = data.draw(st.lists(st.integers(0, 3), min_size=len(plan.micro_batches), max_size=len(plan.micro_batches)))
     split: MicroBatches = {}
     for worker in set(owners):
         owned = [number for number in plan.micro_batches if owners[number] == worker]
         owned = data.draw(st.permutations(owned))
         split.update(micro_batches(replace(plan, micro_batches=tuple(owned))))
-    assert split == whole
+    assert split == expected
 
 
 @given(plans(), st.data())
-def test_entering_at_any_step_gives_what_the_whole_run_has_from_there(plan: FeedPlan, data: st.DataObject) -> None:
-    whole = micro_batches(plan)
+def test_entering_at_any_step_gives_the_same_micro_batches(plan: FeedPlan, data: st.DataObject) -> None:
+    expected = micro_batches(plan)
     first_step = data.draw(st.integers(0, plan.last_step - 1))
     tail = micro_batches(replace(plan, first_step=first_step))
-    assert tail == {key: batch for key, batch in whole.items() if key[0] >= first_step}
+    assert tail == {key: batch for key, batch in expected.items() if key[0] >= first_step}
 
 
 @given(plans())
-def test_micro_batches_have_the_rows_that_the_shape_says(plan: FeedPlan) -> None:
-    found = micro_batches(plan)
+def test_micro_batches_have_the_number_of_rows_of_the_epoch_shape(plan: FeedPlan) -> None:
+    batches = micro_batches(plan)
     for step in range(plan.last_step):
-        counts = [len(found[step, number][0]) for number in plan.micro_batches]
+        counts = [len(batches[step, number][0]) for number in plan.micro_batches]
         assert counts == plan.shape.rows(step).tolist()
         assert counts == [plan.shape.rows_in_micro_batch(step, number) for number in plan.micro_batches]
         assert sum(counts) == plan.shape.rows(step).sum() > 0
@@ -125,15 +123,15 @@ def test_an_empty_micro_batch_is_padded_with_one_row_of_the_data_set(plan: FeedP
 
 
 @given(plans(epochs=1))
-def test_without_shuffle_every_lane_is_a_run_of_the_stored_order(plan: FeedPlan) -> None:
+def test_without_shuffle_a_lane_is_contiguous_in_stored_order(plan: FeedPlan) -> None:
     plan = replace(plan, options=plan.options.model_copy(update={"shuffle": False}))
-    found = micro_batches(plan)
-    lanes = [row for number in plan.micro_batches for step in range(plan.last_step) for row in found[step, number][0]]
+    batches = micro_batches(plan)
+    lanes = [row for number in plan.micro_batches for step in range(plan.last_step) for row in batches[step, number][0]]
     assert lanes == list(range(plan.shape.num_rows))
 
 
 @given(plans())
-def test_a_row_group_is_in_one_lane_or_lies_across_acut(plan: FeedPlan) -> None:
+def test_a_row_group_is_in_one_lane_or_split_at_a_cut(plan: FeedPlan) -> None:
     order = plan.order(0)
     lanes = [order.lane(number) for number in plan.micro_batches]
     read_once = int((plan.rows_per_group > 0).sum())
@@ -155,7 +153,7 @@ def test_a_data_set_smaller_than_a_window_is_shuffled() -> None:
     assert len({tuple(range(30)), *epochs}) == 4
 
 
-def test_the_last_batch_is_short_and_lanes_differ_by_one_row_at_most() -> None:
+def test_the_last_step_is_short_and_lanes_differ_by_at_most_one_row() -> None:
     shape = EpochShape(num_rows=103, num_micro_batches=4, micro_batch_size=8)
     assert [shape.rows_in_lane(lane) for lane in range(4)] == [26, 26, 26, 25]
     assert shape.steps_per_epoch == 4
@@ -165,13 +163,13 @@ def test_the_last_batch_is_short_and_lanes_differ_by_one_row_at_most() -> None:
     assert [shape.epoch_of(step) for step in (0, 3, 4, 7)] == [0, 0, 1, 1]
 
 
-def test_a_data_set_with_fewer_rows_than_micro_batches_leaves_some_empty() -> None:
+def test_a_data_set_with_fewer_rows_than_micro_batches_has_empty_ones() -> None:
     shape = EpochShape(num_rows=2, num_micro_batches=4, micro_batch_size=8)
     assert shape.steps_per_epoch == 1
     assert shape.rows(5).tolist() == [1, 1, 0, 0]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     def order(seed: int, epoch: int) -> tuple[int, ...]:
         groups = np.full(50, 3)
         return tuple(EpochOrder(groups, epoch, seed=seed, num_lanes=1, options=DataConfig()).lane(0).groups)
@@ -180,19 +178,19 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_the_order_is_the_same_in_every_release() -> None:
-    """A run may be resumed with a newer NumPy or package: this order is part of the format."""
+    """The order is part of the format: a run may resume with another version of NumPy or of this package."""
     assert _permutation(10, (7, 1, 2, 3, 4)).tolist() == [5, 1, 0, 8, 6, 2, 9, 7, 4, 3]
     raw = [12270412926067188611, 11670063560238033064]
     assert transform_generator(7, 2, 3, 4).bit_generator.random_raw(2).tolist() == raw
 
 
 @given(st.integers(0, 300), st.integers(0, 2**63 - 1))
-def test_a_permutation_has_every_place_once(length: int, seed: int) -> None:
+def test_a_permutation_contains_every_index_once(length: int, seed: int) -> None:
     assert sorted(_permutation(length, (seed, 0, 0, 0, 0))) == list(range(length))
 
 
 def test_permutations_are_uniform() -> None:
-    """Where each of 8 places goes over 8,000 permutations: chi-squared with 49 degrees of freedom."""
+    """Positions of 8 indices over 8,000 permutations: chi-squared with 49 degrees of freedom."""
     counts = np.zeros((8, 8))
     for epoch in range(8000):
         counts[np.arange(8), _permutation(8, (1, 0, epoch, 0, 0))] += 1
@@ -200,7 +198,7 @@ def test_permutations_are_uniform() -> None:
 
 
 @pytest.mark.parametrize(("window_row_groups", "most"), [(4, 11.0), pytest.param(16, 4.0, marks=pytest.mark.chaos)])
-def test_a_sorted_data_set_comes_out_shuffled(window_row_groups: int, most: float) -> None:
+def test_a_sorted_data_set_is_shuffled(window_row_groups: int, most: float) -> None:
     num_rows, rows_per_group, labels = 200_000, 500, 10
     shape = EpochShape(num_rows, num_micro_batches=8, micro_batch_size=32)
     plan = FeedPlan(
@@ -212,18 +210,18 @@ def test_a_sorted_data_set_comes_out_shuffled(window_row_groups: int, most: floa
         first_step=0,
         last_step=shape.steps_per_epoch,
     )
-    found = micro_batches(plan)
-    steps = [np.concatenate([found[step, number][0] for number in range(8)]) for step in range(plan.last_step)]
+    batches = micro_batches(plan)
+    steps = [np.concatenate([batches[step, number][0] for number in range(8)]) for step in range(plan.last_step)]
     full = np.array([rows for rows in steps if len(rows) == 256])
-    place = np.repeat(np.arange(len(full)), 256)
-    assert abs(np.corrcoef(place, full.reshape(-1))[0, 1]) < 0.15
+    position = np.repeat(np.arange(len(full)), 256)
+    assert abs(np.corrcoef(position, full.reshape(-1))[0, 1]) < 0.15
     counts = np.stack([np.bincount(rows * labels // num_rows, minlength=labels) for rows in full])
     full_shuffle = 256 * (1 / labels) * (1 - 1 / labels)
     assert counts.var(axis=0).mean() / full_shuffle < most  # about 1 + 32 / window_row_groups
 
 
-def test_memory_grows_with_row_groups_and_not_with_rows() -> None:
-    def kept(num_rows: int, num_groups: int) -> int:
+def test_memory_depends_on_row_groups_and_not_on_rows() -> None:
+    def allocated(num_rows: int, num_groups: int) -> int:
         groups = np.full(num_groups, num_rows // num_groups)
         tracemalloc.start()
         order = EpochOrder(groups, 3, seed=0, num_lanes=8, options=DataConfig())
@@ -234,7 +232,7 @@ def test_memory_grows_with_row_groups_and_not_with_rows() -> None:
         assert chunks
         return size
 
-    few, many = kept(10**4, 1000), kept(10**8, 1000)
+    few, many = allocated(10**4, 1000), allocated(10**8, 1000)
     assert many < few * 1.1
-    assert kept(10**8, 10_000) < 12 * many
+    assert allocated(10**8, 10_000) < 12 * many
     assert many < 1000 * 200

@@ -1,4 +1,4 @@
-"""When a worker's feeds are opened and closed, with feeds that only say so."""
+"""When a worker's feeds are opened and closed, with fake feeds that log it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Feed:
         assert step >= self.next_step
         self.next_step = step
 
-    def rest(self) -> None:
-        self.log.append(f"rest {self.micro_batches}")
+    def release_pipeline(self) -> None:
+        self.log.append(f"release {self.micro_batches}")
 
     def interrupt(self) -> None: ...
 
@@ -42,20 +42,20 @@ def feeds_and_log() -> tuple[Any, list[str]]:
     return FeedCache(make), log
 
 
-def test_the_feed_that_was_prepared_is_the_next_one() -> None:
+def test_open_returns_the_prepared_feed() -> None:
     feeds, log = feeds_and_log()
     assert not feeds.prepare((0, 1), 7)
     feeds._prepared.is_ready = True
-    assert feeds.prepare((0, 1), 8), "training went on meanwhile"
+    assert feeds.prepare((0, 1), 8), "a later step"
     feeds.discard_unfit((0, 1), 10)
     feed = feeds.open((0, 1), 10)
     assert feed.next_step == 10
     assert log == ["open (0, 1) from 7"]
     feeds.shut_down()
-    assert not feed.closed, "it is in use"
+    assert not feed.closed, "an open feed stays open"
 
 
-def test_a_feed_for_another_place_or_a_later_step_is_of_no_use() -> None:
+def test_a_feed_for_other_micro_batches_or_a_later_step_is_replaced() -> None:
     for micro_batches, step in [((1,), 7), ((0,), 6)]:
         feeds, log = feeds_and_log()
         feeds.prepare((0,), 7)
@@ -67,8 +67,8 @@ def test_a_feed_for_another_place_or_a_later_step_is_of_no_use() -> None:
         )
 
 
-def test_nothing_opens_connections_while_a_group_forms() -> None:
-    """What has not begun to flow is closed before, and so is what will not be of use."""
+def test_a_feed_without_rows_or_that_does_not_fit_is_closed_before_a_group_forms() -> None:
+    """Otherwise it could open connections while the group forms."""
     for micro_batches, step, is_ready in [((0,), 9, False), ((1,), 9, True), ((0,), 8, True), ((0,), None, True)]:
         feeds, log = feeds_and_log()
         feeds.prepare((0,), 9)
@@ -77,27 +77,27 @@ def test_nothing_opens_connections_while_a_group_forms() -> None:
         assert log == ["open (0,) from 9", "close (0,)"]
 
 
-def test_a_feed_is_closed_in_the_background_and_its_processes_are_waited_for() -> None:
+def test_open_waits_until_closed_feeds_have_freed_their_processes() -> None:
     feeds, log = feeds_and_log()
     old = feeds.open((0,), 0)
     old.may_close.clear()
     feeds.close(old)
-    assert feeds.prepare((1,), 5) is False, "others need not wait for it"
+    assert feeds.prepare((1,), 5) is False, "preparing does not wait"
     feeds._prepared.is_ready = True
     assert feeds.open((1,), 5).micro_batches == (1,)
-    feeds.close(feeds._at_hand)
+    feeds.close(feeds._current)
     threading.Timer(0.05, old.may_close.set).start()
     assert feeds.open((2,), 5).micro_batches == (2,)
     assert log == ["open (0,) from 0", "open (1,) from 5", "close (1,)", "close (0,)", "open (2,) from 5"]
 
 
-def test_the_feed_at_hand_rests_before_another_begins() -> None:
+def test_the_current_feed_releases_its_pipeline_before_another_reads() -> None:
     feeds, log = feeds_and_log()
-    at_hand = feeds.open((0,), 0)
+    current = feeds.open((0,), 0)
     feeds.prepare((1,), 5)
     feeds.prepare((1,), 6)
-    assert log == ["open (0,) from 0", "rest (0,)", "open (1,) from 5"]
-    feeds.close(at_hand)
+    assert log == ["open (0,) from 0", "release (0,)", "open (1,) from 5"]
+    feeds.close(current)
     feeds.prepare((2,), 7)
-    assert log[-1] == "open (2,) from 7", "nothing is at hand any more"
+    assert log[-1] == "open (2,) from 7", "there is no current feed any more"
     feeds.shut_down()

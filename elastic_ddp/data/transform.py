@@ -1,0 +1,150 @@
+"""Transforms the chunks that `source` reads: Arrow to NumPy, the user's function, a check of its result, packing."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from elastic_ddp.data.columns import Array, to_numpy
+from elastic_ddp.data.order import Int64Array, transform_generator
+from elastic_ddp.data.source import COLUMN_PREFIX, BlockFiller, as_binary
+from elastic_ddp.errors import DataError
+
+Arrays = dict[str, Array]
+Transform = Callable[[Arrays, np.random.Generator], Arrays]
+"""Maps the rows of a chunk to as many rows: one array of shape (rows, ...) for each column. Randomness must come from
+the generator, which is the same whenever and wherever a chunk of an epoch is transformed."""
+
+_MAX_ITEM_BYTES = {"c": 16}
+"""The size of the widest tensor dtype by NumPy kind; 8 for all others."""
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedChunk:
+    """A transformed chunk."""
+
+    epoch: int
+    lane: int
+    number: int
+    row_ids: Int64Array
+    columns: Arrays
+    """Read-only views of the object store's memory, shape (rows, ...)."""
+
+
+class PrepareChunks:
+    """The transform stage of the pipeline, for `Dataset.map_batches`."""
+
+    def __init__(self, seed: int, transform: Transform | None) -> None:
+        self._seed = seed
+        self._transform = transform
+        self._filler = BlockFiller()
+
+    def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
+        for position in range(block.num_rows):
+            epoch, lane, number = (block.column(name)[position].as_py() for name in ("epoch", "lane", "number"))
+            row_ids = block.column("row_ids")[position].values.to_numpy()
+            rows = {
+                name.removeprefix(COLUMN_PREFIX): to_numpy(
+                    name.removeprefix(COLUMN_PREFIX), block.column(name)[position].values
+                )
+                for name in block.column_names
+                if name.startswith(COLUMN_PREFIX)
+            }
+            if self._transform is not None:
+                generator = transform_generator(self._seed, epoch, lane, number)
+                title = f"epoch {epoch}, lane {lane}, chunk {number}"
+                rows = _apply(self._transform, rows, generator, len(row_ids), title)
+            _check_tensors(rows, transformed=self._transform is not None)
+            packed = _pack(epoch, lane, number, row_ids, rows)
+            yield self._filler.pad(packed, ends_block=block.column("ends_block")[position].as_py())
+
+
+def _apply(transform: Transform, rows: Arrays, generator: np.random.Generator, num_rows: int, title: str) -> Arrays:
+    writable = {name: np.array(values) for name, values in rows.items()}
+    try:
+        result = transform(writable, generator)
+    except Exception as error:
+        raise DataError(f"the transform raised {error!r} in {title}:\n{traceback.format_exc().rstrip()}") from error
+    if not isinstance(result, dict) or not result:
+        raise DataError(
+            f"the transform returned {'an empty dict' if result == {} else type(result).__name__}. Return a dict of "
+            "NumPy arrays, one for each column."
+        )
+    for name, values in result.items():
+        if not isinstance(values, np.ndarray) or values.ndim == 0:
+            raise DataError(
+                f"the transform returned a {type(values).__name__} for {name!r}. Return a NumPy array of shape "
+                "(rows, ...)."
+            )
+        if len(values) != num_rows:
+            raise DataError(
+                f"the transform got {num_rows} rows and returned {len(values)} for {name!r} in {title}. Return every "
+                "row once. Drop rows when the data set is written, or mark them with a column of weights."
+            )
+    return result
+
+
+def check_columns(schema: pa.Schema) -> None:
+    """Raises a DataError for a column type that no tensor can hold. The driver of a run without a transform calls it
+    before any row is read."""
+    kinds = {field.name: field.type for field in schema if not isinstance(field.type, pa.BaseExtensionType)}
+    _check_tensors({name: to_numpy(name, pa.array([], kind)) for name, kind in kinds.items()}, transformed=False)
+
+
+def _check_tensors(rows: Arrays, *, transformed: bool) -> None:
+    """Raises a DataError for a column that no tensor can hold."""
+    for name, values in rows.items():
+        kind = values.dtype.kind
+        if kind not in "biufc":
+            contents = (
+                "strings, structs, decimals or lists of different lengths"
+                if kind in "OUST"
+                else f"{values.dtype} values"
+            )
+            fix = (
+                f"Return numbers for {name!r} from the transform, or leave it out of the result."
+                if transformed
+                else f"Convert {name!r} to numbers in a transform, or leave it out of data.columns."
+            )
+            raise DataError(f"column {name!r} holds {contents}, which no tensor can hold. {fix}")
+        if values.dtype.itemsize > _MAX_ITEM_BYTES.get(kind, 8) or not values.dtype.isnative:
+            raise DataError(
+                f"column {name!r} holds {values.dtype} values, which no tensor can hold. Convert them with astype to "
+                "float64 or narrower, in this machine's byte order."
+            )
+
+
+def _pack(epoch: int, lane: int, number: int, row_ids: Int64Array, rows: Arrays) -> pa.Table:
+    header = {name: [values.dtype.str, values.shape] for name, values in rows.items()}
+    packed = {
+        "epoch": pa.array([epoch]),
+        "lane": pa.array([lane]),
+        "number": pa.array([number]),
+        "header": pa.array([json.dumps(header)]),
+        "row_ids": as_binary(row_ids),
+    }
+    packed.update({COLUMN_PREFIX + name: as_binary(values) for name, values in rows.items()})
+    return pa.table(packed)
+
+
+def unpack(block: pa.Table) -> Iterator[PreparedChunk]:
+    """Yields the chunks in a block that `PrepareChunks` returned."""
+    for position in range(block.num_rows):
+        row = {name: block.column(name)[position] for name in block.column_names}
+        header = json.loads(row["header"].as_py())
+        columns = {
+            name: np.ndarray(shape, dtype, row[COLUMN_PREFIX + name].as_buffer())
+            for name, (dtype, shape) in header.items()
+        }
+        yield PreparedChunk(
+            epoch=row["epoch"].as_py(),
+            lane=row["lane"].as_py(),
+            number=row["number"].as_py(),
+            row_ids=np.frombuffer(row["row_ids"].as_buffer(), np.int64),
+            columns=columns,
+        )
