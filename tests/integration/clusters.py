@@ -1,7 +1,8 @@
-"""Clusters of several nodes on this machine, and what the command line says of the runs on them."""
+"""Ray clusters of several nodes on this machine, and commands for the runs on them."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,11 +17,11 @@ from ray.cluster_utils import Cluster
 
 
 def kill(cluster: Cluster, node: Any) -> None:
-    """A node goes as when its power is cut. Without their raylet alone, workers would live on for a while."""
+    """Kills a node with all of its processes, as a power failure does. Workers outlive their raylet for a while."""
     raylet = node.all_processes["raylet"][0].process.pid
-    below = [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if parent_of(stat) == raylet]
+    children = [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if parent_of(stat) == raylet]
     cluster.remove_node(node, allow_graceful=False)
-    for pid in below:
+    for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -29,23 +30,17 @@ def parent_of(stat: Path) -> int | None:
     try:
         return int(stat.read_text().rpartition(")")[2].split()[1])
     except OSError:
-        return None  # it is gone
+        return None  # the process has exited
 
 
-def row(cluster: Cluster, name: str) -> list[str]:
-    """State, generation, workers, step and steps of a run, as `elastic-ddp status` prints them; nothing if it is not
-    live."""
-    rows = [line.split() for line in status(cluster).splitlines()]
-    return next((each[1:6] for each in rows if each[:1] == [name]), [])
-
-
-def status(cluster: Cluster) -> str:
-    """What `elastic-ddp status` prints."""
-    return command(cluster, "status")
+def status(cluster: Cluster, name: str) -> dict[str, Any]:
+    """Returns the status of a run, as `elastic-ddp status --json` prints it. Its `state` is None if it is not live."""
+    runs: list[dict[str, Any]] = json.loads(command(cluster, "status", "--json"))
+    return next((run for run in runs if run["name"] == name), {"state": None, "step": None, "world_size": 0})
 
 
 def command(cluster: Cluster, *arguments: str) -> str:
-    """What `elastic-ddp` prints, asked for something on a cluster."""
+    """Returns what an `elastic-ddp` command for a cluster prints."""
     environment = {**os.environ, "RAY_ADDRESS": cluster.address, "COLUMNS": "200"}
     line = [sys.executable, "-m", "elastic_ddp.cli.main", *arguments]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
@@ -54,9 +49,9 @@ def command(cluster: Cluster, *arguments: str) -> str:
 
 
 def until(condition: Callable[[], bool], driver: subprocess.Popen[str], timeout_s: float = 120) -> None:
-    """Waits for a condition for as long as the driver lives."""
+    """Waits for a condition while the driver lives."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert driver.poll() is None, driver.communicate()
-        assert time.monotonic() < end, "it did not happen in time"
+        assert time.monotonic() < end, f"the condition is still false after {timeout_s:g} s"
         time.sleep(0.2)

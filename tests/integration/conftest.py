@@ -1,4 +1,4 @@
-"""What several test modules start."""
+"""Clusters and data that several test modules use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.integration import jobs
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """A head without workers, and one node with room for one."""
+    """A head node without CPUs, and one node with one CPU."""
     cluster = Cluster(
         True, head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2 * 10**8}
     )
@@ -25,7 +25,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
-    """A Ray of this process's own, of one node."""
+    """A Ray cluster of one node, owned by this process."""
     ray.init("local", num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield
     ray.shutdown()

@@ -28,25 +28,25 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def test_ray_accepts_the_configuration(config: dict[str, Any]) -> None:
-    # What `ray up` does before it looks at the account: fill in the provider's defaults, then check the schema.
+    # `ray up` does the same before it contacts the provider: it fills in defaults, then checks the schema.
     validate_config(prepare_config(copy.deepcopy(config)))
 
 
-def test_ray_refuses_a_misspelt_setting(config: dict[str, Any]) -> None:
+def test_ray_rejects_a_misspelled_setting(config: dict[str, Any]) -> None:
     with pytest.raises(Exception, match="max_wrokers"):
         validate_config(prepare_config({**copy.deepcopy(config), "max_wrokers": 3}))
 
 
-def test_no_training_worker_lands_on_the_head(config: dict[str, Any]) -> None:
+def test_no_training_worker_runs_on_the_head(config: dict[str, Any]) -> None:
     start = config["head_start_ray_commands"][-1]
     assert "--num-cpus=0 --num-gpus=0" in start
     if head := config.get("head_node_type"):
         assert config["available_node_types"][head]["resources"] == {"CPU": 0, "GPU": 0}
-        # Ray takes head nodes from `max_workers` too unless the type has none.
+        # Ray counts the head in `max_workers` unless its type has `max_workers: 0`.
         assert prepare_config(copy.deepcopy(config))["available_node_types"][head]["max_workers"] == 0
 
 
-def test_every_node_has_the_same_token_and_asks_for_it(config: dict[str, Any]) -> None:
+def test_every_node_has_the_same_token_and_requires_it(config: dict[str, Any]) -> None:
     assert config["file_mounts"][TOKEN] == TOKEN
     for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
         starts = [command for command in commands if "ray start" in command]
@@ -54,7 +54,7 @@ def test_every_node_has_the_same_token_and_asks_for_it(config: dict[str, Any]) -
         assert re.search(r"RAY_AUTH_MODE=token (\w+=\S+ )*ray start", starts[0])
 
 
-def test_the_dashboard_is_reached_through_ssh_only(config: dict[str, Any]) -> None:
+def test_the_dashboard_listens_on_localhost_only(config: dict[str, Any]) -> None:
     assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][-1]
 
 
@@ -68,8 +68,8 @@ def test_the_project_is_installed_on_every_node_with_the_tested_versions(config:
         assert "--constraint constraints.txt '.[cluster]'" in install
 
 
-def test_every_command_is_whole(config: dict[str, Any]) -> None:
-    # YAML takes " #" for a comment, also inside quotes of the shell: what is left does not parse.
+def test_every_command_is_valid_shell(config: dict[str, Any]) -> None:
+    # In YAML " #" starts a comment, also inside shell quotes; the rest of the command does not parse.
     for key in ("setup_commands", "head_start_ray_commands", "worker_start_ray_commands"):
         for command in config[key]:
             subprocess.run(["bash", "-n", "-c", command], check=True)
@@ -83,14 +83,14 @@ def test_aws_workers_are_spot_and_the_head_is_not() -> None:
     assert "InstanceMarketOptions" not in types["head"]["node_config"]
 
 
-def test_aws_opens_no_port_of_its_own() -> None:
-    # Where SecurityGroupIds is missing Ray creates a group that lets the whole internet try ssh, whatever its rules.
+def test_aws_nodes_use_the_configured_security_group() -> None:
+    # Without SecurityGroupIds, Ray creates a group that opens ssh to the internet.
     config = load("cluster.yaml")
     assert "security_group" not in config["provider"]
     for node_type in config["available_node_types"].values():
         assert node_type["node_config"]["SecurityGroupIds"]
 
 
-def test_aws_workers_may_reach_the_bucket() -> None:
+def test_aws_workers_have_a_profile_for_the_bucket() -> None:
     for node_type in load("cluster.yaml")["available_node_types"].values():
         assert node_type["node_config"]["IamInstanceProfile"]["Name"]

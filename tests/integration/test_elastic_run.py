@@ -1,4 +1,4 @@
-"""A run and its cluster: it waits for room, grows and shrinks with it, and tells where it is."""
+"""A run waits for capacity, and grows and shrinks with its cluster."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from tests.integration import jobs
-from tests.integration.clusters import kill, row, status, until
+from tests.integration.clusters import command, kill, status, until
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.chaos
-def test_a_run_that_gets_a_node_goes_on_with_more_workers_and_ends_with_the_same_bits(
+def test_a_run_grows_when_a_node_joins_and_ends_with_the_same_bits(
     undisturbed: Mapping[str, Any], cluster: Cluster, folder: Path
 ) -> None:
     data, storage = str(folder / "data"), str(folder / "runs")
@@ -34,27 +34,27 @@ def test_a_run_that_gets_a_node_goes_on_with_more_workers_and_ends_with_the_same
     assert jobs.same_bits(facts, undisturbed)
     generations = facts["generations"]
     assert [generations[0]["world_size"], generations[-1]["world_size"]] == [1, 3]
-    assert {each["reason"] for each in generations[1:]} == {"workers joined"}
-    assert generations[1]["first_step"] == generations[0]["last_step"] in (26, 27), "the step at hand is finished"
+    assert {generation["reason"] for generation in generations[1:]} == {"workers joined"}
+    assert generations[1]["first_step"] == generations[0]["last_step"] in (26, 27), "the step in flight is finished"
     assert facts["restarts"] == 0
 
 
 @pytest.mark.chaos
-def test_a_run_without_room_waits_is_stopped_and_finishes_once_there_is_room(cluster: Cluster, folder: Path) -> None:
+def test_a_run_without_capacity_waits_can_be_stopped_and_finishes_later(cluster: Cluster, folder: Path) -> None:
     data, storage = str(folder / "data"), str(folder / "runs")
     with jobs.driver(data, storage, "waits", "2", RAY_ADDRESS=cluster.address) as run:
-        until(lambda: row(cluster, "waits")[:1] == ["starting"], run)
+        until(lambda: status(cluster, "waits")["state"] == "starting", run)
         os.killpg(run.pid, signal.SIGINT)
         output, errors = run.communicate(timeout=60)
     assert run.returncode == 0, errors
     assert "waiting for nodes: 1 workers of {'CPU': 1.0} fit, below min_workers=2" in errors
     assert "status='stopped', steps=0" in output
-    assert status(cluster).startswith("no run is live on this cluster")
+    assert "No run is live" in command(cluster, "status")
 
     cluster.add_node(num_cpus=1, object_store_memory=10**8)
     hold = folder / "hold"
     with jobs.driver(data, storage, "waits", "2", "wait", str(hold), "25", RAY_ADDRESS=cluster.address) as run:
-        until(lambda: row(cluster, "waits")[:1] + row(cluster, "waits")[3:5] == ["training", "25", "44"], run)
+        until(lambda: status(cluster, "waits")["step"] == 25, run)
         hold.touch()
         _, errors = run.communicate(timeout=120)
     assert run.returncode == 0, errors
@@ -62,14 +62,14 @@ def test_a_run_without_room_waits_is_stopped_and_finishes_once_there_is_room(clu
     assert (facts["status"], facts["steps"], facts["sessions"]) == ("finished", 44, 2)
 
 
-def test_a_node_that_dies_takes_its_workers_but_no_step(
+def test_a_run_survives_the_death_of_a_node_without_repeating_a_step(
     undisturbed: Mapping[str, Any], cluster: Cluster, folder: Path
 ) -> None:
     data, storage = str(folder / "data"), str(folder / "runs")
     doomed = cluster.add_node(num_cpus=2, object_store_memory=10**8)
     hold = folder / "hold"
     with jobs.driver(data, storage, "shrinks", "1:3", "wait", str(hold), "25", "3", RAY_ADDRESS=cluster.address) as run:
-        until(lambda: row(cluster, "shrinks")[:3:2] == ["training", "3"], run)
+        until(lambda: status(cluster, "shrinks")["world_size"] == 3, run)
         kill(cluster, doomed)
         hold.touch()
         _, errors = run.communicate(timeout=120)
@@ -78,22 +78,22 @@ def test_a_node_that_dies_takes_its_workers_but_no_step(
     facts = jobs.summary(folder, "shrinks")
     assert jobs.same_bits(facts, undisturbed)
     generations = facts["generations"]
-    assert max(each["world_size"] for each in generations) == 3 > generations[-1]["world_size"] == 1
+    assert max(generation["world_size"] for generation in generations) == 3 > generations[-1]["world_size"] == 1
     for before, after in pairwise(generations):
-        assert after["first_step"] == before["last_step"], "no step is done again"
+        assert after["first_step"] == before["last_step"], "no step is repeated"
 
 
 @pytest.mark.chaos
-def test_a_run_that_has_lost_all_its_workers_can_be_stopped(cluster: Cluster, folder: Path) -> None:
+def test_a_run_whose_workers_have_all_failed_can_be_stopped(cluster: Cluster, folder: Path) -> None:
     data, storage = str(folder / "data"), str(folder / "runs")
     cluster.add_node(num_cpus=2, object_store_memory=10**8)
     with jobs.driver(
-        data, storage, "lost", "2", "wait", str(folder / "never"), "25", RAY_ADDRESS=cluster.address
+        data, storage, "failed", "2", "wait", str(folder / "never"), "25", RAY_ADDRESS=cluster.address
     ) as run:
-        until(lambda: row(cluster, "lost")[3:4] == ["25"], run)
+        until(lambda: status(cluster, "failed")["step"] == 25, run)
         for node in list(cluster.worker_nodes):
             kill(cluster, node)
-        until(lambda: row(cluster, "lost")[:1] == ["waiting"], run)
+        until(lambda: status(cluster, "failed")["state"] == "waiting", run)
         os.killpg(run.pid, signal.SIGINT)
         output, errors = run.communicate(timeout=120)
     assert run.returncode == 0, errors

@@ -1,4 +1,4 @@
-"""Nothing in a step waits for Ray: a run in whose workers every call to Ray is recorded, with its thread."""
+"""No step waits for Ray: a run whose workers record every call to Ray, with its thread."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from tests.integration import jobs
 pytestmark = pytest.mark.slow
 
 STEPS = 25
-MAY_TALK = ("micro-batch-feed", "rendezvous-", "StreamingExecutor-", "ray-data-")
-"""Threads of the feed (the last two are Ray Data's own) and the one beside the loop that talks to the rendezvous."""
+ALLOWED = ("micro-batch-feed", "rendezvous-", "StreamingExecutor-", "ray-data-")
+"""Threads of the feed (the last two are Ray Data's) and of the rendezvous client."""
 
 
 class Calls:
-    """What this process asks of Ray, as (call, thread); and every function of Ray's that the training thread enters,
-    from the first step's begin to the last one's end."""
+    """Records the calls of this process to Ray, by thread, and all of Ray's functions that the training thread enters.
+
+    Recording lasts from the start of the first step to the end of the last one.
+    """
 
     def __init__(self) -> None:
         self.by_thread: Counter[tuple[str, str]] = Counter()
@@ -50,12 +52,12 @@ class Calls:
         return call
 
     def watch_this_thread(self) -> None:
-        def entered(frame: Any, event: str, _: Any) -> None:
+        def on_call(frame: Any, event: str, _: Any) -> None:
             module = frame.f_globals.get("__name__", "")
             if event == "call" and module.partition(".")[0] == "ray":
                 self.in_training_thread[f"{module}.{frame.f_code.co_qualname}"] += 1
 
-        sys.setprofile(entered)
+        sys.setprofile(on_call)
 
     def write(self, path: Path) -> None:
         sys.setprofile(None)
@@ -65,7 +67,7 @@ class Calls:
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
-    """What each of two workers recorded, in a run that logs, commits and has more data than fits in its feed."""
+    """The records of two workers, in a run that logs, commits, and has more data than its feed buffers."""
     folder = tmp_path_factory.mktemp("no-ray")
     (folder / "data").mkdir()
     jobs.write_rows(str(folder / "data"))
@@ -76,7 +78,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, A
         calls = Calls()
         for step in run.steps():
             if step.index == 0:
-                calls.by_thread.clear()  # what it took to get here
+                calls.by_thread.clear()  # calls before the first step
                 calls.watch_this_thread()
             with step:
                 for batch in step.micro_batches():
@@ -94,13 +96,13 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, A
     yield [json.loads((folder / f"rank-{rank}").read_text()) for rank in range(2)]
 
 
-def test_the_training_thread_enters_no_function_of_ray_in_a_step_or_between_steps(calls: list[dict[str, Any]]) -> None:
+def test_the_training_thread_enters_no_function_of_ray_in_or_between_steps(calls: list[dict[str, Any]]) -> None:
     assert [worker["in_training_thread"] for worker in calls] == [{}, {}]
 
 
-def test_only_the_feed_and_the_link_to_the_rendezvous_talk_to_ray(calls: list[dict[str, Any]]) -> None:
+def test_only_the_feed_and_the_rendezvous_client_call_ray(calls: list[dict[str, Any]]) -> None:
     for worker in calls:
         threads = {thread for _, thread, _ in worker["by_thread"]}
-        assert {thread for thread in threads if not thread.startswith(MAY_TALK)} == set()
+        assert {thread for thread in threads if not thread.startswith(ALLOWED)} == set()
         if worker is calls[0]:
-            assert "rendezvous--out" in threads, "the record sees calls: rank 0 tells of its steps"
+            assert "rendezvous--out" in threads, "rank 0 reports its steps, so calls are recorded"

@@ -1,4 +1,4 @@
-"""Where the cluster has a rendezvous of the run's name already."""
+"""Starting a rendezvous on a cluster that already has one with the name of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 @pytest.fixture(scope="module")
 def one_ray() -> Iterator[None]:
-    """A Ray of this process's own, for all tests: each has a run of another name."""
+    """A Ray cluster owned by this process. All tests use it, with different run names."""
     ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     yield
     ray.shutdown()
@@ -41,48 +41,48 @@ def driven_from(uri: str) -> RendezvousOptions:
     return RendezvousOptions(min_workers=1, max_workers=1, heartbeat_timeout_s=5.0, driver=driver)
 
 
-def test_one_of_a_driver_that_is_gone_is_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = start_rendezvous(name, 10, driven_from(f"file:///runs/{name}"))
+def test_a_new_driver_waits_until_ray_has_ended_the_rendezvous_of_a_dead_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = start_rendezvous(name, 10, driven_from(f"file:///runs/{name}"))
     waits = []
 
     def sleep(seconds: float) -> None:
-        if not waits:  # as Ray does, some time after the machine of its driver died
-            ray.kill(gone)
+        if not waits:  # as Ray does some time after the machine of the driver has died
+            ray.kill(old)
         waits.append(seconds)
         original(seconds)
 
     original = time.sleep
     monkeypatch.setattr(rendezvous_module.time, "sleep", sleep)
-    follower = start_rendezvous(name, 20, driven_from(f"file:///runs/{name}"))
+    new = start_rendezvous(name, 20, driven_from(f"file:///runs/{name}"))
     assert waits
-    assert ray.get(follower.status.remote())["total_steps"] == 20
+    assert ray.get(new.status.remote())["total_steps"] == 20
 
 
-@pytest.mark.parametrize("told", ["by its folder", "by RAY_ADDRESS"])
-def test_a_run_on_a_cluster_that_asks_for_a_token_is_found_by_another_process(
-    name: str, told: str, tmp_path: Path
-) -> None:
-    """As the cluster does that `ray.init()` starts, unless it is told otherwise."""
+@pytest.mark.parametrize("by", ["folder", "RAY_ADDRESS"])
+def test_status_finds_a_run_on_a_cluster_that_requires_a_token(name: str, by: str, tmp_path: Path) -> None:
+    """By default, a cluster that `ray.init()` starts requires one."""
     assert os.environ["RAY_AUTH_MODE"] == "token"
     uri = f"file://{tmp_path}/{name}"
     _held = start_rendezvous(name, 10, driven_from(uri))
     address = ray.get_runtime_context().gcs_address
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
-    if told == "by RAY_ADDRESS":
+    if by == "RAY_ADDRESS":
         environment["RAY_ADDRESS"] = address
-    line = [sys.executable, "-m", "elastic_ddp.cli.main", "status", uri if told == "by its folder" else name]
+    line = [sys.executable, "-m", "elastic_ddp.cli.main", "status", uri if by == "folder" else name]
     with DriverLease(Storage(uri), name, "session", print) as lease:
         lease.acquire()
         lease.renew(ray_address=address)
-        shown = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
-    assert shown.returncode == 0, shown.stderr
-    assert f"  {name}  " in shown.stdout and f"(Ray at {address})" in shown.stdout
-    assert not shown.stderr
+        result = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert name in result.stdout and f"Ray at {address}" in result.stdout
+    assert not result.stderr
 
 
 @pytest.mark.parametrize("mode", ["token", "disabled"])
-def test_a_cluster_on_this_machine_is_used_as_it_was_started(mode: str) -> None:
-    """This machine has a token, which was made for another cluster on it."""
+def test_token_authentication_is_enabled_only_for_clusters_that_require_it(mode: str) -> None:
+    """This machine has a token of another cluster in both cases."""
     start = "import ray; ray.init('local', num_cpus=1, include_dashboard=False, logging_level='ERROR'); print('at', "
     start += "ray.get_runtime_context().gcs_address, flush=True); input()"
     use = "import os, ray; from elastic_ddp.ray_internals import use_token_on_this_machine as use; "
@@ -100,7 +100,7 @@ def test_a_cluster_on_this_machine_is_used_as_it_was_started(mode: str) -> None:
     assert "answered" in used.stdout, used.stderr
 
 
-def test_one_that_does_not_go_is_a_run_that_is_live(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rendezvous_that_does_not_end_is_a_live_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_module, "GONE_WITHIN_S", 0.5)
     held = start_rendezvous(name, 10, driven_from(f"file:///runs/{name}"))
     with pytest.raises(
@@ -110,7 +110,7 @@ def test_one_that_does_not_go_is_a_run_that_is_live(name: str, monkeypatch: pyte
     assert ray.get(held.status.remote())["total_steps"] == 10
 
 
-def test_one_with_another_storage_is_another_run(name: str) -> None:
+def test_a_rendezvous_with_another_storage_is_another_run(name: str) -> None:
     held = start_rendezvous(name, 10, driven_from(f"file:///runs/{name}"))
     with pytest.raises(ConfigError, match="use another name"):
         start_rendezvous(name, 20, driven_from(f"file:///elsewhere/{name}"))

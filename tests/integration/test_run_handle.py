@@ -1,4 +1,4 @@
-"""What can be asked of a live run from another process, and what a cluster asks of it."""
+"""Requests to a live run: by a handle, by the command line, by signals and by Ray."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tests.integration.clusters import command, until
 
 pytestmark = pytest.mark.slow
 
-NAME = "asked"
+NAME = "controlled"
 
 
 @pytest.fixture
 def connected(cluster: Cluster) -> Iterator[Cluster]:
-    """This process is one of the cluster's."""
+    """The cluster, with this process connected to it."""
     ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
     yield cluster
     ray.shutdown()
 
 
-def asked(cluster: Cluster, folder: Path, workers: str) -> Any:
-    """A run that from step 20 on does nothing but what it is asked for, until `finish`."""
+def controlled_run(cluster: Cluster, folder: Path, workers: str) -> Any:
+    """A run that stays at step 20 except to serve requests, until `finish` is called."""
     arguments = (str(folder / "data"), str(folder / "runs"), NAME, workers, "ask", str(folder / "marker"), "20")
     return jobs.driver(*arguments, RAY_ADDRESS=cluster.address)
 
@@ -50,7 +50,7 @@ def finish(folder: Path, run: subprocess.Popen[str]) -> Mapping[str, Any]:
 
 
 def handle_when(run: subprocess.Popen[str], ready: Callable[[Mapping[str, Any]], bool]) -> RunHandle:
-    """The live run, once it is as wanted."""
+    """Returns a handle to the live run, once its status satisfies `ready`."""
 
     def is_ready() -> bool:
         try:
@@ -62,8 +62,8 @@ def handle_when(run: subprocess.Popen[str], ready: Callable[[Mapping[str, Any]],
     return get_run(NAME)
 
 
-def waits_with(num_workers: int) -> Callable[[Mapping[str, Any]], bool]:
-    """The run has come to the step where it waits to be asked, with so many workers."""
+def holds_with(num_workers: int) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether the run has reached the step at which it stays, with this number of workers."""
     return lambda status: (
         status["state"] == "training"
         and (status["step"] or 0) >= 20
@@ -71,20 +71,20 @@ def waits_with(num_workers: int) -> Callable[[Mapping[str, Any]], bool]:
     )
 
 
-def no_step_was_done_twice(facts: Mapping[str, Any]) -> bool:
+def no_step_is_repeated(facts: Mapping[str, Any]) -> bool:
     return all(after["first_step"] == before["last_step"] for before, after in pairwise(facts["generations"]))
 
 
 def events(folder: Path, kind: str) -> list[Event]:
-    return [each for each in read_ledger(Storage(str(folder / "runs" / NAME))) if each.event == kind]
+    return [event for event in read_ledger(Storage(str(folder / "runs" / NAME))) if event.event == kind]
 
 
-def test_a_live_run_does_what_it_is_asked_for(undisturbed: Mapping[str, Any], connected: Cluster, folder: Path) -> None:
+def test_a_live_run_serves_all_requests(undisturbed: Mapping[str, Any], connected: Cluster, folder: Path) -> None:
     cluster = connected
     node = cluster.add_node(num_cpus=2, object_store_memory=10**8)
-    with asked(cluster, folder, "1:3") as run:
-        handle = handle_when(run, waits_with(3))
-        assert len({each["node_id"] for each in handle.status()["members"]}) == 2
+    with controlled_run(cluster, folder, "1:3") as run:
+        handle = handle_when(run, holds_with(3))
+        assert len({member["node_id"] for member in handle.status()["members"]}) == 2
 
         step = handle.checkpoint()
         assert step > 20
@@ -92,45 +92,45 @@ def test_a_live_run_does_what_it_is_asked_for(undisturbed: Mapping[str, Any], co
         assert (folder / "runs" / NAME / "checkpoints" / "commits" / f"{step}.json").exists()
 
         command(cluster, "resize", NAME, "1")
-        until(lambda: waits_with(1)(handle.status()), run)
+        until(lambda: holds_with(1)(handle.status()), run)
         with pytest.raises(ConfigError, match="num_workers=4 is not from min_workers=1 to max_workers=3"):
             handle.resize(4)
         handle.resize(3)
-        until(lambda: waits_with(3)(handle.status()), run)
+        until(lambda: holds_with(3)(handle.status()), run)
 
         with pytest.raises(ConfigError, match="no worker on node 'elsewhere'"):
             handle.drain("elsewhere")
-        assert "2 workers of run asked left" in command(cluster, "drain", NAME, node.node_id)
-        until(lambda: waits_with(1)(handle.status()), run)
+        assert "2 workers left" in command(cluster, "drain", NAME, node.node_id)
+        until(lambda: holds_with(1)(handle.status()), run)
         shown = command(cluster, "status", NAME)
         assert "training" in shown and handle.status()["members"][0]["node_id"] in shown
         facts = finish(folder, run)
     assert jobs.same_bits(facts, undisturbed)
-    assert no_step_was_done_twice(facts)
+    assert no_step_is_repeated(facts)
     assert facts["restarts"] == 0
-    left = [each.kind for each in events(folder, "worker_left")]
-    assert left == ["resize", "resize", "drain", "drain"]
+    kinds = [event.kind for event in events(folder, "worker_left")]
+    assert kinds == ["resize", "resize", "drain", "drain"]
     assert not events(folder, "worker_lost")
 
 
 @pytest.mark.chaos
-def test_a_worker_that_gets_sigterm_leaves_between_two_steps_and_is_replaced(
+def test_a_worker_that_receives_sigterm_leaves_between_steps_and_is_replaced(
     undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
 ) -> None:
     connected.add_node(num_cpus=1, object_store_memory=10**8)
-    with asked(connected, folder, "1:2") as run:
-        handle = handle_when(run, waits_with(2))
-        first = [each["pid"] for each in handle.status()["members"]]
+    with controlled_run(connected, folder, "1:2") as run:
+        handle = handle_when(run, holds_with(2))
+        first = [member["pid"] for member in handle.status()["members"]]
         os.kill(first[1], signal.SIGTERM)
-        until(lambda: first[1] not in [each["pid"] for each in handle.status()["members"]], run)
-        until(lambda: waits_with(2)(handle.status()), run)
+        until(lambda: first[1] not in [member["pid"] for member in handle.status()["members"]], run)
+        until(lambda: holds_with(2)(handle.status()), run)
         handle.stop()
         output, errors = run.communicate(timeout=120)
         assert run.returncode == 0, errors
         assert "status='stopped'" in output
     facts = jobs.summary(folder, NAME)
-    assert no_step_was_done_twice(facts)
-    assert [each.kind for each in events(folder, "worker_left")] == ["drain"]
+    assert no_step_is_repeated(facts)
+    assert [event.kind for event in events(folder, "worker_left")] == ["drain"]
     assert not events(folder, "worker_lost")
     done = jobs.drive(str(folder / "data"), str(folder / "runs"), NAME, "1", RAY_ADDRESS=connected.address)
     assert done.returncode == 0, done.stderr
@@ -138,45 +138,45 @@ def test_a_worker_that_gets_sigterm_leaves_between_two_steps_and_is_replaced(
 
 
 @pytest.mark.chaos
-def test_the_last_worker_commits_before_ray_takes_its_node_away(
+def test_the_last_worker_commits_before_ray_drains_its_node(
     undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
 ) -> None:
     cluster = connected
-    with asked(cluster, folder, "1") as run:
-        handle = handle_when(run, waits_with(1))
-        (node_id,) = {each["node_id"] for each in handle.status()["members"]}
+    with controlled_run(cluster, folder, "1") as run:
+        handle = handle_when(run, holds_with(1))
+        (node_id,) = {member["node_id"] for member in handle.status()["members"]}
         drain = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
         drain += ["--node-id", node_id, "--deadline-remaining-seconds", "8"]
         drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
         subprocess.run(drain, check=True, capture_output=True)
         until(lambda: not handle.status()["members"], run)
         cluster.add_node(num_cpus=1, object_store_memory=10**8)
-        until(lambda: waits_with(1)(handle.status()), run)
+        until(lambda: holds_with(1)(handle.status()), run)
         assert handle.status()["members"][0]["node_id"] != node_id
         facts = finish(folder, run)
     assert jobs.same_bits(facts, undisturbed)
-    assert no_step_was_done_twice(facts)
-    assert [each.by for each in events(folder, "notice")] == ["Ray"]
+    assert no_step_is_repeated(facts)
+    assert [event.by for event in events(folder, "notice")] == ["Ray"]
     assert not events(folder, "worker_lost")
 
 
 @pytest.mark.chaos
-def test_a_drained_node_is_no_room_for_a_run_that_lost_all_of_its_workers(
+def test_a_drained_node_is_not_used_by_a_run_whose_workers_have_all_failed(
     undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
 ) -> None:
     connected.add_node(num_cpus=1, object_store_memory=10**8)
-    with asked(connected, folder, "1:2") as run:
-        handle = handle_when(run, waits_with(2))
+    with controlled_run(connected, folder, "1:2") as run:
+        handle = handle_when(run, holds_with(2))
         last, drained = handle.status()["members"]
         handle.drain(drained["node_id"])
-        until(lambda: waits_with(1)(handle.status()), run)
+        until(lambda: holds_with(1)(handle.status()), run)
         handle.checkpoint()
         os.kill(last["pid"], signal.SIGKILL)
-        until(lambda: last["pid"] not in [each["pid"] for each in handle.status()["members"]], run)
-        until(lambda: waits_with(1)(handle.status()), run)
+        until(lambda: last["pid"] not in [member["pid"] for member in handle.status()["members"]], run)
+        until(lambda: holds_with(1)(handle.status()), run)
         connected.add_node(num_cpus=1, object_store_memory=10**8)
-        until(lambda: waits_with(2)(handle.status()), run)
-        assert drained["node_id"] not in {each["node_id"] for each in handle.status()["members"]}
+        until(lambda: holds_with(2)(handle.status()), run)
+        assert drained["node_id"] not in {member["node_id"] for member in handle.status()["members"]}
         facts = finish(folder, run)
     assert jobs.same_bits(facts, undisturbed)
-    assert [each.kind for each in events(folder, "worker_left")] == ["drain"]
+    assert [event.kind for event in events(folder, "worker_left")] == ["drain"]

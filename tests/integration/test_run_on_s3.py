@@ -1,4 +1,4 @@
-"""A whole run with nothing but an S3 server to keep things in."""
+"""A run whose data, commits and ledger are on S3."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from tests.integration import jobs
 pytestmark = pytest.mark.slow
 
 
-def test_data_commits_and_ledger_on_s3_give_the_bits_of_a_local_run(
-    undisturbed: Mapping[str, Any], s3: str, tmp_path: Path
-) -> None:
+def test_a_run_on_s3_has_the_same_bits_as_a_local_run(undisturbed: Mapping[str, Any], s3: str, tmp_path: Path) -> None:
     bucket = s3.removeprefix("s3://")
     filesystem = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(s3fs.S3FileSystem()))
     jobs.write_rows(f"{bucket}/data", filesystem=filesystem)
