@@ -136,7 +136,7 @@ def _describe_run(facts: Mapping[str, Any]) -> RenderableType:
     """The state of one run, in four lines that fit 80 columns."""
     steps = f"step {_format(facts['step'])} of {_format(facts['total_steps'])}"
     speed = f"loss {_format(facts['loss'])}, {_format(facts['steps_per_s'])} steps/s"
-    workers = f"{plural(facts['world_size'], 'worker')}, generation {_format(facts['generation'])}"
+    workers = f"{plural(facts['world_size'] or 0, 'worker')}, generation {_format(facts['generation'])}"
     lines = [
         Text.assemble((facts["name"], "bold"), f"  {facts['state']}"),
         Text(f"  {steps}, last commit {_format(facts['last_commit'])}"),

@@ -101,7 +101,7 @@ def test_token_authentication_is_enabled_only_for_clusters_that_require_it(mode:
 
 
 def test_a_rendezvous_that_does_not_end_is_a_live_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_module, "GONE_WITHIN_S", 0.5)
+    monkeypatch.setattr(rendezvous_module, "OLD_ACTOR_TIMEOUT_S", 0.5)
     held = start_rendezvous(name, 10, driven_from(f"file:///runs/{name}"))
     with pytest.raises(
         ConfigError, match=f"live on this cluster already, in file:///runs/{name}, by pid 123 on old-head"

@@ -242,6 +242,15 @@ def test_status_fits_80_columns_with_long_values(monkeypatch: pytest.MonkeyPatch
         assert text.replace("\n", "").replace(" ", "").count("f" * 17) >= 3, "the node id is complete, perhaps folded"
 
 
+def test_status_of_a_run_that_is_starting_has_no_numbers_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = dict.fromkeys(("step", "loss", "steps_per_s", "generation", "world_size", "last_commit"))
+    run = SimpleNamespace(status=lambda: LONG_STATUS | unknown | {"state": "starting", "members": []})
+    monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", {"lm": run}.__getitem__)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
+    text = invoke("status", "lm").output
+    assert "starting" in text and "step - of 100,000,000" in text and "0 workers" in text
+
+
 def test_show_fits_80_columns_with_long_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     generation = {"generation": 123, "world_size": 1024, "first_step": 12_345_000, "reason": "workers joined and left"}
