@@ -1,0 +1,57 @@
+"""Helpers of the tests of housekeeping."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from elastic_ddp.checkpoint import Commit
+from elastic_ddp.checkpoint.manifest import attempt_prefix
+from elastic_ddp.storage.storage import Storage
+from tests.single_rank_store import SingleRankStore
+
+
+class ClockedStorage(Storage):
+    """A storage whose clock is wrong by years and can be advanced. It records what is read."""
+
+    def __init__(self, uri: str | Path) -> None:
+        super().__init__(uri)
+        self.later_s = 0.0
+        self.read_keys: list[str] = []
+
+    def last_modified(self, prefix: str) -> float | None:
+        at = super().last_modified(prefix)
+        return None if at is None else at - 1e9
+
+    def now(self) -> float:
+        return super().now() + self.later_s
+
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+        data = super().read(key, max_bytes)
+        self.read_keys.append(key)
+        return data
+
+
+def open_storage(request: pytest.FixtureRequest, tmp_path: Path) -> ClockedStorage:
+    """Returns a folder of the kind that the fixture's parameter names: local, memory or s3."""
+    if request.param == "s3":
+        return ClockedStorage(f"{request.getfixturevalue('s3')}/runs/one")
+    return ClockedStorage(f"memory://{uuid.uuid4().hex}" if request.param == "memory" else tmp_path / "run")
+
+
+def save(store: SingleRankStore, step: int, value: float | None = None, measured_at: int | None = None) -> Commit:
+    at = step if measured_at is None else measured_at
+    metrics = {} if value is None else {"loss": {"value": value, "step": at}}
+    return store.save({"user": {"step": step}}, step=step, record={"metrics": metrics})
+
+
+def steps_in(storage: Storage) -> list[int]:
+    return sorted(int(key.split("/")[1].removesuffix(".json")) for key in storage.list("commits"))
+
+
+def write_orphan(storage: Storage, step: int) -> str:
+    prefix = attempt_prefix(step, uuid.uuid4().hex)
+    storage.write(f"{prefix}/0-0.bin", b"half")
+    return prefix
