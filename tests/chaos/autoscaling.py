@@ -1,4 +1,4 @@
-"""A cluster on this machine. Ray's own autoscaler starts nodes of it when they are needed, and ends them when not."""
+"""A cluster on this machine whose nodes Ray's autoscaler starts and stops on demand."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ import ray
 
 MOST_NODES = 4
 IDLE_S = 3.0
-"""A node on which nothing is used for so long is ended."""
+"""Seconds after which the autoscaler stops an unused node."""
 START_S = 60.0
 _PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
-"""Ray's own, of nodes that are processes of this machine. By its short name it is not in Ray's wheel as a whole."""
+"""Ray's provider of nodes that are processes of this machine. Its short name does not work in Ray's wheel."""
 _COMMANDS = [f"{which}_commands" for which in ("initialization", "setup", "head_setup", "worker_setup")]
 _COMMANDS += [f"{which}_start_ray_commands" for which in ("head", "worker")]
-"""What a configuration has to have, and nobody runs."""
+"""Keys that a configuration must have; the provider ignores them."""
 _HEAD_ID = "f" * 51 + "00000"
-"""By which it knows the head."""
+"""By which the provider identifies the head."""
 
 
 @contextmanager
 def autoscaling() -> Iterator[str]:
-    """The address of a cluster that lives for the block: a head without room for workers, and an autoscaler that may
-    start nodes with room for one worker each."""
+    """Runs a cluster for a block and gives its address: a head without CPUs, and an autoscaler that may start nodes
+    with one CPU each."""
     folder = tempfile.mkdtemp(prefix="ed-")
     address = f"{ray.util.get_node_ip_address()}:{_spare_port()}"
     config = Path(folder, "autoscaling.json")
@@ -47,7 +47,7 @@ def autoscaling() -> Iterator[str]:
         "RAY_CLOUD_INSTANCE_ID": _HEAD_ID,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD_ID,
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-        # As this process talks to clusters: with a token, if it has started one itself.
+        # The mode of this process, which uses a token if it has started a cluster itself.
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
     }
     with Path(folder, "head.log").open("wb") as log:
@@ -58,7 +58,7 @@ def autoscaling() -> Iterator[str]:
         head.terminate()
         with suppress(subprocess.TimeoutExpired):
             head.wait(START_S)
-        _end_what_is_left(folder)
+        _kill_leftovers(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -91,7 +91,7 @@ def _config(address: str) -> dict[str, object]:
 
 
 def connect(address: str) -> None:
-    """As soon as it can be."""
+    """Connects to a cluster as soon as it accepts connections."""
 
     def connects() -> bool:
         try:
@@ -106,27 +106,27 @@ def connect(address: str) -> None:
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + START_S
     while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
+        assert time.monotonic() < end, f"not true within {START_S} s"
         time.sleep(0.5)
 
 
 def draining() -> set[str]:
-    """Nodes that are to go. A cloud would take them; here they live on."""
+    """Returns Ray's ids of draining nodes. A cloud would remove them; here they stay alive."""
     return set(ray._private.state.state.get_draining_nodes())
 
 
 def num_nodes() -> int:
-    """That are alive, but for the head and those that are to go."""
-    return len({each["NodeID"] for each in ray.nodes() if each["Alive"]} - draining()) - 1
+    """Returns the number of live nodes, without the head and draining ones."""
+    return len({node["NodeID"] for node in ray.nodes() if node["Alive"]} - draining()) - 1
 
 
 def nodes_of(actor_class: str) -> set[str]:
-    """Where actors of a class are alive."""
+    """Returns Ray's ids of the nodes with live actors of a class."""
     actors = ray._private.state.actors().values()
     return {
-        each["Address"]["NodeID"]
-        for each in actors
-        if each["ActorClassName"] == actor_class and each["State"] == "ALIVE"
+        actor["Address"]["NodeID"]
+        for actor in actors
+        if actor["ActorClassName"] == actor_class and actor["State"] == "ALIVE"
     }
 
 
@@ -137,8 +137,8 @@ def _spare_port() -> int:
         return port
 
 
-def _end_what_is_left(folder: str) -> None:
-    """Nodes that the autoscaler has started are nobody's children. Each process of theirs names its folder."""
+def _kill_leftovers(folder: str) -> None:
+    """Kills the processes of nodes that the autoscaler has started; their command lines name the folder."""
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             if folder.encode() in command.read_bytes():

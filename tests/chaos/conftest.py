@@ -1,4 +1,4 @@
-"""The data set of the chaos tests, and the run that nothing disturbs."""
+"""Fixtures: the data set of the chaos tests, and their undisturbed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_node(undisturbed: Mapping[str, Any]) -> Iterator[None]:
-    """Ray on this machine, with room for one worker more than the runs have."""
+    """A local Ray with CPUs for one more worker than the runs have."""
     ray.init("local", num_cpus=4, include_dashboard=False, logging_level="WARNING")
     yield
     ray.shutdown()
@@ -30,5 +30,5 @@ def one_node(undisturbed: Mapping[str, Any]) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def calm(undisturbed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The summary of the undisturbed run, on one worker."""
+    """The summary of a run on one worker without faults."""
     return undisturbed

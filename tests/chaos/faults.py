@@ -1,4 +1,4 @@
-"""Faults at exact places of a run: in whom, from which step on, where, and how."""
+"""Faults at exact places of a run: the worker, the step, the place in its loop, and the kind."""
 
 from __future__ import annotations
 
@@ -24,45 +24,43 @@ from tests.integration import jobs
 from tests.integration.clusters import parent_of
 
 DRAIN_S = 8.0
-"""What a node has left when Ray is told to take it away."""
-
+"""Deadline of a drained node in seconds."""
 
 LINGERING = ("SIGTERM", "drain")
-"""Faults whose victims work on for a while."""
+"""Faults whose victims continue for a while."""
 END_STEPS = 5
-"""So many steps before its end a run waits for the last of them to leave."""
+"""Number of steps before its end at which a run waits for such victims to leave."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a worker when it enters a place of its loop, once in a run."""
+    """Happens to a worker once in a run, when it enters a place of its loop."""
 
     rank: int
-    """The worker's in its generation. Between generations its last one; before the first, its place among those that
-    were started."""
+    """The worker's rank in its generation; between generations the last one, and before the first its rank among the
+    workers that started together."""
     step: int
-    """The worker has done as many steps, or more."""
+    """The worker has done this many steps, or more."""
     place: str
-    """As the worker's `Activity` names it; `build`, before it has anything; `transfer`, in the midst of a hand-over of
-    state; `saving`, in a step while a save is written."""
+    """A place of the worker's `Activity`, or `build`, before it builds the model; `transfer`, during a state transfer;
+    `saving`, in a step while a save is written."""
     how: str
-    """`SIGKILL`, `SIGSTOP` or `SIGTERM`; `SIGSEGV`, a real one; `gil`, a deadlock that holds Python's lock; `hang`, one
-    that does not; `raise`, an error of the user's code; `rendezvous` or `driver`, whose process is killed; `node`,
-    which dies with all its processes; `cut`, its network (see `hosts`); `drain`, by which Ray is told to take the node
-    away."""
+    """`SIGKILL`, `SIGSTOP` or `SIGTERM`; `SIGSEGV`, by an invalid access; `gil`, a deadlock that holds the interpreter
+    lock; `hang`, one that does not; `raise`, an error of user code; `rendezvous` or `driver`: that process is killed;
+    `node`: the node dies with all its processes; `cut`: its network is disconnected (see `hosts`); `drain`: Ray drains
+    the node."""
     later: bool = False
-    """The worker is or was in a later generation than that of the fault before this one."""
+    """Whether it happens in a later generation than the previous fault."""
     along: tuple[int, ...] = ()
-    """Ranks that are killed in the same moment."""
+    """Ranks that are killed at the same time."""
 
 
 @dataclass(frozen=True)
 class Happened:
-    """What is known of a fault that happened."""
+    """A fault that has happened, and its victim."""
 
     pid: int
     member: str
-    """Of the worker."""
     rank: int
     step: int
     generation: int
@@ -76,27 +74,27 @@ def make_train(
     also: Callable[[ed.Run, int], None] | None = None,
     write_s: float = 0.0,
 ) -> Callable[[ed.Run], None]:
-    """The training function of the integration tests, with faults.
+    """Returns the training function of the integration tests, with faults.
 
-    They happen in their order: none before the one before it, nor before its victim has left and the run has all its
-    workers, for which it waits in the step before.
+    They happen in order. Each waits, in the step before, until the victim of the previous fault is gone and the run
+    has all its workers.
 
     Args:
-        faults: what is to happen.
-        markers: a folder, where there is a file for every fault that happened; so it never does again.
-        num_workers: as many as the run may have.
-        also: what else is called in the middle of every step, as by `jobs.make_train`.
-        write_s: how long every write of a save takes, if the run is not to wait for saves.
+        faults: the faults.
+        markers: a folder with a file for each fault that has happened, so that it happens once.
+        num_workers: maximum number of workers.
+        also: called in the middle of each step, see `jobs.make_train`.
+        write_s: seconds that each write of a save takes. If not 0, steps do not wait for saves.
     """
 
-    def are_there(run: ed.Run, at: int) -> bool:
-        near = (at >= each.step - 1 and not marker_of(markers, number).exists() for number, each in enumerate(faults))
+    def is_ready(run: ed.Run, at: int) -> bool:
+        near = (at >= fault.step - 1 and not marker_of(markers, number).exists() for number, fault in enumerate(faults))
         if any(near):
             return run.world_size == num_workers and not linger(faults, Path(markers))
         return at < run.config.steps - END_STEPS or not linger(faults, Path(markers))
 
     def in_a_step(run: ed.Run, at: int) -> None:
-        hold(are_there)(run, at)
+        hold(is_ready)(run, at)
         if also is not None:
             also(run, at)
 
@@ -111,18 +109,18 @@ def make_train(
 
 
 def happened(markers: Path) -> list[Happened]:
-    """The faults that did, in their order."""
+    """Returns the faults that have happened, in order."""
     return [_read(marker) for marker in sorted(markers.glob("*.json"), key=_number)]
 
 
 def linger(faults: Sequence[Fault], markers: Path) -> bool:
-    """Whether one works on of those who are to go."""
+    """Whether a victim that must leave still runs."""
     in_order = zip(faults, happened(markers), strict=False)
-    return any(fault.how in LINGERING and Path(f"/proc/{each.pid}").exists() for fault, each in in_order)
+    return any(fault.how in LINGERING and Path(f"/proc/{victim.pid}").exists() for fault, victim in in_order)
 
 
 def marker_of(markers: str | os.PathLike[str], number: int) -> Path:
-    """The file that exists once a fault has happened."""
+    """Returns the file that exists once a fault has happened."""
     return Path(markers, f"{number}.json")
 
 
@@ -135,8 +133,8 @@ def _number(marker: Path) -> int:
 
 
 def hold(until: Callable[[ed.Run, int], bool]) -> Callable[[ed.Run, int], None]:
-    """For `jobs.make_train`: the worker of rank 0 stays in a step until something is true, but to let others in or go,
-    and because one is lost."""
+    """Returns a function for `jobs.make_train` that blocks rank 0 in a step until a condition is true. A change of
+    membership or a failure ends the wait."""
 
     def wait(run: ed.Run, at: int) -> None:
         while run.rank == 0 and not until(run, at):
@@ -165,8 +163,9 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
         if run._loop.membership.generation is not None:
             rank, generation = run.rank, run._loop.membership.generation.number
         for number, fault in enumerate(faults):
-            is_here = (fault.rank, fault.place) == (rank, place)
-            if not is_here or run.position.step < fault.step or marker_of(markers, number).exists():
+            if (fault.rank, fault.place) != (rank, place):
+                continue
+            if run.position.step < fault.step or marker_of(markers, number).exists():
                 continue
             if number > 0:
                 before = marker_of(markers, number - 1)
@@ -174,8 +173,8 @@ def _install(run: ed.Run, faults: Sequence[Fault], markers: Path) -> None:
                     continue
             if linger(faults, markers):
                 continue
-            here = Happened(os.getpid(), run._loop.client.member.id, rank, run.position.step, generation)
-            if _claim(marker_of(markers, number), here):
+            victim = Happened(os.getpid(), run._loop.client.member.id, rank, run.position.step, generation)
+            if _claim(marker_of(markers, number), victim):
                 _fail(fault, run)
 
     run._loop.membership.activity.enter = enter_and_fail  # type: ignore[method-assign]
@@ -201,10 +200,10 @@ def _slow_down(run: ed.Run, write_s: float) -> None:
     storage.write = write_slowly  # type: ignore[method-assign]
 
 
-def _claim(marker: Path, here: Happened) -> bool:
-    """Whether this process is the one in which the fault happens. The marker is complete as soon as it exists."""
-    mine = marker.with_suffix(f".{here.pid}")
-    mine.write_text(json.dumps(asdict(here)))
+def _claim(marker: Path, victim: Happened) -> bool:
+    """Returns whether the fault happens in this process. The marker is complete as soon as it exists."""
+    mine = marker.with_suffix(f".{victim.pid}")
+    mine.write_text(json.dumps(asdict(victim)))
     try:
         os.link(mine, marker)
     except FileExistsError:
@@ -216,10 +215,9 @@ def _claim(marker: Path, here: Happened) -> bool:
 
 def _fail(fault: Fault, run: ed.Run) -> None:
     if fault.along:
-        members = ed.get_run(run.config.name).status()["members"]
-        for each in members:
-            if each["rank"] in fault.along:
-                os.kill(each["pid"], signal.SIGKILL)
+        for member in ed.get_run(run.config.name).status()["members"]:
+            if member["rank"] in fault.along:
+                os.kill(member["pid"], signal.SIGKILL)
     if fault.how in ("SIGKILL", "SIGSTOP", "SIGTERM"):
         os.kill(os.getpid(), signal.Signals[fault.how])
     elif fault.how == "SIGSEGV":
@@ -230,7 +228,7 @@ def _fail(fault: Fault, run: ed.Run) -> None:
     elif fault.how == "hang":
         threading.Event().wait()
     elif fault.how == "raise":
-        raise KeyError("a mistake of the user's")
+        raise KeyError("a bug in the training function")
     elif fault.how == "rendezvous":
         os.kill(ed.get_run(run.config.name).status()["pid"], signal.SIGKILL)
     elif fault.how == "driver":
@@ -246,14 +244,14 @@ def _fail(fault: Fault, run: ed.Run) -> None:
 
 
 def _kill_node(raylet: int) -> None:
-    """This process's own node goes, as when its power is cut, and this process with it."""
+    """Kills all processes of this node, as a power cut does, and this process last."""
     below = [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if parent_of(stat) == raylet]
-    for pid in [raylet, *(each for each in below if each != os.getpid()), os.getpid()]:
+    for pid in [raylet, *(pid for pid in below if pid != os.getpid()), os.getpid()]:
         os.kill(pid, signal.SIGKILL)
 
 
 def _drain_node(within_s: float) -> None:
-    """What `ray drain-node` does."""
+    """Does what `ray drain-node` does."""
     context = ray.get_runtime_context()
     deadline_ms = int((time.time() + within_s) * 1000)
     preemption = ray.core.generated.autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -263,7 +261,7 @@ def _drain_node(within_s: float) -> None:
 
 
 def drive(arguments: dict[str, Any], *, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """`main` in a process of its own, on the cluster of this one, to its end."""
+    """Runs `main` in another process, on the cluster of this one, and waits for its end."""
     line = [sys.executable, "-m", "tests.chaos.faults", json.dumps(arguments)]
     address = ray.get_runtime_context().gcs_address
     return subprocess.run(
@@ -277,10 +275,10 @@ def drive(arguments: dict[str, Any], *, timeout_s: float = 120) -> subprocess.Co
 
 
 def main() -> None:
-    """A driver of its own, on the cluster at RAY_ADDRESS: `faults.py {"data": ..., "config": ..., "faults": ...,
+    """Runs a driver on the cluster at RAY_ADDRESS: `faults.py {"data": ..., "config": ..., "faults": ...,
     "markers": ...}`."""
     arguments = json.loads(sys.argv[1])
-    faults = [Fault(**each) for each in arguments["faults"]]
+    faults = [Fault(**fault) for fault in arguments["faults"]]
     ray.init(logging_level="WARNING")
     config = arguments["config"]
     train = make_train(faults, arguments["markers"], num_workers=config["max_workers"])

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces, with a cable between them that can be cut."""
+"""Two hosts on one machine: network namespaces, with a link between them that can be disconnected."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ADDRESSES = ("198.51.100.1", "198.51.100.2")
-"""Of the head and of the other host, from a block that is kept for documentation."""
+"""Of the head and the other host, from a block reserved for documentation."""
 PORT = 6391
 START_S = 60.0
 
 
 def can_be_made() -> bool:
-    """Whether this process may make namespaces, and has what it takes."""
+    """Whether this process may create network namespaces."""
     return os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("unshare") is not None
 
 
 class Hosts:
-    """A Ray cluster of two hosts, with room for one worker on each."""
+    """A Ray cluster of two hosts with one CPU each."""
 
     def __init__(self, names: tuple[str, str], folder: str) -> None:
         self._names, self._folder = names, folder
 
     def start_ray(self) -> None:
-        """Starts a node on each."""
+        """Starts a Ray node on each host."""
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", "1"]
         ray += ["--object-store-memory", "100000000"]
         head = ["--head", "--node-ip-address", ADDRESSES[0], "--port", str(PORT), "--include-dashboard", "false"]
         self.start(0, *ray, *head, "--temp-dir", self._folder)
-        self._until_there_are(1)
-        # Ray keeps a host's address in its temporary folder: each host has one of its own at that path.
+        self._wait_for_nodes(1)
+        # Ray keeps a host's address in its temporary folder, so each host mounts its own at that path.
         own_folder = f'mount -t tmpfs tmpfs {self._folder} && exec "$@"'
         other = ["--address", f"{ADDRESSES[0]}:{PORT}", "--node-ip-address", ADDRESSES[1]]
         self.start(1, "unshare", "--mount", "sh", "-c", own_folder, "-", *ray, *other)
-        self._until_there_are(2)
+        self._wait_for_nodes(2)
 
-    def _until_there_are(self, num_nodes: int) -> None:
-        count = "import ray; ray.init(logging_level='ERROR'); print(sum(each['Alive'] for each in ray.nodes()))"
+    def _wait_for_nodes(self, num_nodes: int) -> None:
+        count = "import ray; ray.init(logging_level='ERROR'); print(sum(node['Alive'] for node in ray.nodes()))"
         end = time.monotonic() + START_S
         while True:
             counting = self.start(0, sys.executable, "-c", count, stdout=subprocess.PIPE)
@@ -53,7 +53,7 @@ class Hosts:
             assert time.monotonic() < end, "Ray did not start"
 
     def start(self, host: int, *command: str, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
-        """Starts a process on a host; on the first it finds Ray."""
+        """Starts a process on a host. RAY_ADDRESS is the head's."""
         address = f"{ADDRESSES[0]}:{PORT}"
         return subprocess.Popen(
             ["ip", "netns", "exec", self._names[host], *command],
@@ -61,28 +61,28 @@ class Hosts:
             stderr=stdout if stdout == subprocess.DEVNULL else subprocess.STDOUT,
             text=True,
             cwd=Path(__file__).parents[2],
-            # Nobody else can reach these hosts, and so needs no token.
+            # No other process can reach these hosts, so they need no token.
             env={**os.environ, "RAY_AUTH_MODE": "disabled", **({} if "start" in command else {"RAY_ADDRESS": address})},
             start_new_session=True,
         )
 
-    def mend(self) -> None:
-        """The cable is as good as new, whichever end of it was cut."""
+    def reconnect(self) -> None:
+        """Restores the link, whichever end was disconnected."""
         for name in self._names:
             subprocess.run(["ip", "-n", name, "link", "set", "eth0", "up"], check=True)
-            # A route goes with its link.
+            # A link that goes down loses its routes.
             other = ADDRESSES[1 - self._names.index(name)]
             subprocess.run(["ip", "-n", name, "route", "replace", "default", "via", other], check=True)
 
 
 def cut() -> None:
-    """Cuts the cable, for a process on one of the hosts."""
+    """Disconnects the link, from a process on one of the hosts."""
     subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
 
 
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Made for the block, and gone after it with all processes on them."""
+    """Creates the hosts for a block, and removes them with all their processes."""
     names = (f"ed-{os.getpid()}-a", f"ed-{os.getpid()}-b")
     folder = tempfile.mkdtemp(prefix="ed-")
     try:
@@ -94,7 +94,7 @@ def two_hosts() -> Iterator[Hosts]:
             subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
             subprocess.run(["ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0"], check=True)
         hosts = Hosts(names, folder)
-        hosts.mend()
+        hosts.reconnect()
         hosts.start_ray()
         yield hosts
     finally:

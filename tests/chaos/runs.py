@@ -1,4 +1,4 @@
-"""Runs of the chaos tests, and what has to be true of every one of them."""
+"""The runs of the chaos tests, and the checks that each of them must pass."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from elastic_ddp.errors import ElasticDDPError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
 from elastic_ddp.telemetry.events import Event
-from tests.chaos.faults import Fault, Happened, happened, make_train, marker_of
+from tests.chaos.faults import LINGERING, Fault, Happened, happened, make_train, marker_of
 from tests.integration import jobs
 
 STEPS = jobs.STEPS
-ROOM_S = 60.0
-"""How long Ray may take to have room for a run after the one before it."""
+FREE_CPUS_WITHIN_S = 60.0
+"""How long Ray may take to free the CPUs of the previous run."""
 DEADLY = ("SIGKILL", "SIGSTOP", "SIGSEGV", "gil", "hang", "node")
-"""Faults that end with a lost worker."""
+"""Faults after which a worker counts as failed."""
 
 
 def until(condition: Callable[[], bool], run: Future[ed.RunResult], timeout_s: float = 120) -> None:
-    """Waits for a condition for as long as the run lives."""
+    """Waits for a condition; fails if the run ends first."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert not run.done(), run.result()
-        assert time.monotonic() < end, "it did not happen in time"
+        assert time.monotonic() < end, f"not true within {timeout_s} s"
         time.sleep(0.05)
 
 
@@ -46,19 +46,18 @@ class Trial:
     """One run and its faults."""
 
     folder: Path
-    """With the data set in it, and all runs."""
+    """Folder of the data set and all runs."""
     name: str
     faults: Sequence[Fault] = ()
     settings: dict[str, Any] = field(default_factory=dict)
-    """Other than those of all chaos tests."""
+    """Settings that differ from those of all chaos tests."""
     hold: Callable[[ed.Run, int], None] | None = None
-    """As `jobs.make_train` takes it: what holds a step until something has happened. A step in which a fault is next
-    waits for all workers anyway."""
-
+    """Called in the middle of each step, to block it until something has happened (see `jobs.make_train`). A step
+    before a fault waits for all workers anyway."""
     write_s: float = 0.0
-    """How long every write of a save takes, if the run is not to wait for saves."""
-    has_room: bool = True
-    """Whether there is room for it before it begins, and not made for it."""
+    """Seconds that each write of a save takes. If not 0, steps do not wait for saves."""
+    wait_for_cpus: bool = True
+    """Whether to wait for free CPUs before the run starts; not with an autoscaler."""
 
     @property
     def markers(self) -> Path:
@@ -77,28 +76,27 @@ class Trial:
 
     @property
     def command(self) -> dict[str, Any]:
-        """What a driver of its own needs to know, see `faults.main`."""
-        faults = [asdict(each) for each in self.faults]
+        """The arguments of a driver in another process, see `faults.main`."""
+        faults = [asdict(fault) for fault in self.faults]
         return {"data": self.data, "config": self.config, "faults": faults, "markers": str(self.markers)}
 
     def fit(self) -> ed.RunResult:
-        """Runs it in this process."""
+        """Runs it with a driver in this process."""
         max_workers = self.config["max_workers"]
         train = make_train(self.faults, self.markers, num_workers=max_workers, also=self.hold, write_s=self.write_s)
-        end = time.monotonic() + ROOM_S
-        while (
-            self.has_room and ray.available_resources().get("CPU", 0) < max_workers
-        ):  # the workers of the run before are still there
-            assert time.monotonic() < end, f"no room: {placement_group_table()}"
+        end = time.monotonic() + FREE_CPUS_WITHIN_S
+        # Workers of the previous run may still exist.
+        while self.wait_for_cpus and ray.available_resources().get("CPU", 0) < max_workers:
+            assert time.monotonic() < end, f"no free CPUs: {placement_group_table()}"
             time.sleep(0.05)
         try:
             return ed.ElasticTrainer(train, self.data, self.config, transform=jobs.jitter).fit()
         finally:
-            self.bury()
+            self.kill_leftovers()
 
     @contextmanager
     def live(self) -> Iterator[tuple[RunHandle, Future[ed.RunResult]]]:
-        """Runs it in a thread. What is in the block asks the live run for something."""
+        """Runs it in a thread. Gives a handle of the live run and its future result."""
         with ThreadPoolExecutor(1) as thread:
             result = thread.submit(self.fit)
             until(lambda: self.name in live_runs(), result)
@@ -110,78 +108,76 @@ class Trial:
                     handle.stop()
                 raise
 
-    def bury(self) -> None:
-        """Ends what a fault has left behind."""
-        for each in self.happened():
+    def kill_leftovers(self) -> None:
+        """Kills victims of faults that still run, such as stopped processes."""
+        for victim in self.happened():
             with suppress(OSError):
-                if Path(f"/proc/{each.pid}/cmdline").read_text().startswith("ray::"):
-                    os.kill(each.pid, signal.SIGKILL)
+                if Path(f"/proc/{victim.pid}/cmdline").read_text().startswith("ray::"):
+                    os.kill(victim.pid, signal.SIGKILL)
 
     def happened(self) -> list[Happened]:
-        """The faults that did."""
+        """Returns the faults that have happened."""
         return happened(self.markers)
 
     def marker(self, number: int) -> Path:
-        """What exists once a fault has happened."""
+        """Returns the file that exists once a fault has happened."""
         return marker_of(self.markers, number)
 
     def events(self, *kinds: str) -> list[Event]:
-        """Those of the ledger."""
+        """Returns the ledger's events of some names, or all."""
         ledger = read_ledger(Storage(self.config["storage"]).at(self.name))
         return [event for event in ledger if not kinds or event.event in kinds]
 
-    def failure(self) -> set[str]:
-        """Members that were taken for dead."""
+    def failed_members(self) -> set[str]:
+        """Returns the ids of members that counted as failed."""
         return {event.member for event in self.events("worker_lost", "newcomer_lost") if event.member}
 
-    def left(self) -> set[str]:
-        """Members that left in peace."""
+    def members_that_left(self) -> set[str]:
+        """Returns the ids of members that left because they were asked to."""
         return {event.member for event in self.events("worker_left")}
 
     def check(self, summary: Mapping[str, Any], calm: Mapping[str, Any]) -> None:
-        """Every fault happened, in the one it was meant for and in nobody else, and made no difference."""
+        """Checks that each fault happened, that it hit only its victim, and that it made no difference."""
         self.check_results(summary, calm)
         facts = self.happened()
         assert len(facts) == len(self.faults), f"of {list(self.faults)} only these happened: {facts}"
-        by_how = [(fault.how, each) for fault, each in zip(self.faults, facts, strict=True)]
-        victims = {each.member for how, each in by_how if how in DEADLY}
-        failed = {each.member for fault, each in zip(self.faults, facts, strict=True) if fault.place == "build"}
-        assert {event.member for event in self.events("newcomer_lost")} >= failed
-        victims |= failed
+        pairs = list(zip(self.faults, facts, strict=True))
+        victims = {victim.member for fault, victim in pairs if fault.how in DEADLY}
+        newcomers = {victim.member for fault, victim in pairs if fault.place == "build"}
+        assert {event.member for event in self.events("newcomer_lost")} >= newcomers
+        victims |= newcomers
         num_victims = len(victims) + sum(len(fault.along) for fault in self.faults)
-        # A driver that is killed in the same step may not have written yet who was lost before.
-        steps_of_drivers = {fault.step for fault in self.faults if fault.how == "driver"}
-        pairs = zip(self.faults, facts, strict=True)
-        unwritten = {each.member for fault, each in pairs if fault.how in DEADLY and fault.step in steps_of_drivers}
-        failure = self.failure() | unwritten
-        assert failure >= victims and len(failure) == num_victims, "nobody else was lost"
-        leavers = {each.member for how, each in by_how if how in ("SIGTERM", "drain")}
-        assert self.left() >= leavers, "they left in peace"
-        hung = {each.member for how, each in by_how if how == "hang"}
-        assert {each for event in self.events("hang") for each in event.culprits} == hung
-        hows = [how for how, _ in by_how]
-        assert len(self.events("rendezvous_restarted")) == hows.count("rendezvous")
+        # A driver that is killed in the same step may not have recorded the failure before it.
+        driver_steps = {fault.step for fault in self.faults if fault.how == "driver"}
+        unrecorded = {victim.member for fault, victim in pairs if fault.how in DEADLY and fault.step in driver_steps}
+        failed = self.failed_members() | unrecorded
+        assert failed >= victims and len(failed) == num_victims, "only the victims failed"
+        assert self.members_that_left() >= {victim.member for fault, victim in pairs if fault.how in LINGERING}
+        hung = {victim.member for fault, victim in pairs if fault.how == "hang"}
+        assert {culprit for event in self.events("hang") for culprit in event.culprits} == hung
+        assert len(self.events("rendezvous_restarted")) == sum(fault.how == "rendezvous" for fault in self.faults)
         self.check_steps(summary["generations"])
 
     @staticmethod
     def check_results(summary: Mapping[str, Any], calm: Mapping[str, Any]) -> None:
-        """The run is finished, with the bits and the samples of the undisturbed one."""
+        """Checks that the run finished with the weights and samples of the undisturbed run."""
         assert summary["status"] == "finished"
         for key in ("steps", "samples", "samples_sha256", "weights_sha256"):
             assert summary[key] == calm[key], key
 
     def check_steps(self, generations: Collection[Mapping[str, Any]]) -> None:
-        """No step was lost, and none was done twice but the one in flight. A session goes on from the newest commit."""
-        commits = dict.fromkeys(dict.fromkeys(each["session"] for each in generations), 0)
-        for session in commits:
-            started = next(each for each in self.events("session_started") if each.session == session)
-            commits[session] = started.resumed_from_step or 0
+        """Checks that no step was lost, that at most the one in flight was repeated, and that sessions resumed from
+        the newest commit."""
+        commits = {generation["session"]: 0 for generation in generations}
+        for started in self.events("session_started"):
+            if started.session in commits:
+                commits[started.session] = started.resumed_from_step or 0
         sessions = list(commits)
         for before, after in pairwise(generations):
             if before["session"] == after["session"]:
                 assert after["first_step"] == before["last_step"], generations
         for before, after in pairwise(sessions):
-            written = [each.step for each in self.events("commit") if each.session == before]
-            assert commits[after] >= max(written, default=0), "the newest commit counts"
-            first = next(each for each in generations if each["session"] == after)
+            written = [event.step for event in self.events("commit") if event.session == before]
+            assert commits[after] >= max(written, default=0), "a session resumes from the newest commit"
+            first = next(generation for generation in generations if generation["session"] == after)
             assert first["first_step"] == commits[after]

@@ -1,4 +1,4 @@
-"""A run on nodes that Ray's own autoscaler starts for it."""
+"""A run on nodes that Ray's autoscaler starts for it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def where(run: RunHandle) -> set[str]:
-    """The nodes of a run's workers."""
-    return {each["node_id"] for each in run.status()["members"]}
+def worker_nodes(run: RunHandle) -> set[str]:
+    """Returns Ray's ids of the nodes of a run's workers."""
+    return {member["node_id"] for member in run.status()["members"]}
 
 
-def test_nodes_are_started_for_a_run_and_lost_ones_are_replaced(
+def test_the_autoscaler_starts_nodes_for_a_run_and_replaces_failed_ones(
     folder: Path, calm: Mapping[str, Any], cluster: None
 ) -> None:
-    """There is never room for a worker but what is started for it."""
     go = folder / "nodes-have-gone"
-    # Every one waits for as many workers as the run may have: for what replaces the node before.
+    # Each fault waits for all workers, so also for the replacement of the previous node.
     faults = [
         Fault(1, 10, "forward", "node"),
         Fault(0, 20, "reduction", "node"),
@@ -49,16 +48,16 @@ def test_nodes_are_started_for_a_run_and_lost_ones_are_replaced(
         faults,
         {"max_workers": 2},
         hold=jobs.hold_until_asked(str(go), step=40),
-        has_room=False,
+        wait_for_cpus=False,
     )
     assert num_nodes() == 0
     with run.live() as (handle, result):
         until(lambda: len(run.happened()) == len(faults), result, timeout_s=240)
-        until(lambda: len(where(handle) - draining()) == 2, result)
-        assert len(ray.nodes()) > 5, "the head, two nodes, and one for each that was lost or drained"
+        until(lambda: len(worker_nodes(handle) - draining()) == 2, result)
+        assert len(ray.nodes()) > 5, "the head, two nodes, and a replacement for each failed or drained one"
         handle.resize(1)
         until(lambda: num_nodes() == 1, result)
-        assert nodes_of("_StatsActor") == {ray.get_runtime_context().get_node_id()}, "it would keep a node"
+        assert nodes_of("_StatsActor") == {ray.get_runtime_context().get_node_id()}, "the actor would keep a node alive"
         go.touch()
     summary = result.result().summary
     assert jobs.same_bits(summary, calm) and summary["workers_lost"] == 3

@@ -1,7 +1,8 @@
-"""Every fault, everywhere in a worker's loop, in the first rank and in another: the run ends with the same bits."""
+"""Each kind of fault at each place of a worker's loop, on rank 0 and another rank: the weights are the same bits."""
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,19 +28,19 @@ PLACES = (
     "hand-over",
     "first step",
 )
-NO_CODE_OF_THE_USER = ("rendezvous",)
-"""Where nothing of the user's runs that could hang or raise. The last backward of a step is in the reduction."""
+WITHOUT_USER_CODE = ("rendezvous",)
+"""Places where no user code runs that could hang or raise. A step's last backward is in the reduction."""
 COMMIT_EVERY = 10
 TOUR_STEPS = COMMIT_EVERY * (len(PLACES) + 1)
 
 
 def faults_at(place: str, rank: int, how: str, *, step: int = 27) -> list[Fault]:
-    """Faults by which one happens to a rank in a place."""
-    loss = Fault(2, step, "reduction", "SIGKILL")  # what leads to another generation
+    """Returns the faults by which one of a kind happens to a rank in a place."""
+    first = Fault(2, step, "reduction", "SIGKILL")  # leads to another generation
     if place in ("rendezvous", "hand-over"):
-        return [loss, Fault(rank, step, place, how)]
+        return [first, Fault(rank, step, place, how)]
     if place == "first step":
-        return [loss, Fault(rank, step, "forward", how, later=True)]
+        return [first, Fault(rank, step, "forward", how, later=True)]
     return [Fault(rank, step, place, how)]
 
 
@@ -53,17 +54,16 @@ def settings_for(how: str) -> dict[str, Any]:
 
 
 def trial(folder: Path, how: str, place: str, rank: int) -> Trial:
-    """One fault."""
+    """Returns a run with one fault."""
     return Trial(folder, f"{how}-{place}-{rank}".replace(" ", "-"), faults_at(place, rank, how), settings_for(how))
 
 
-def tour(folder: Path, how: str, rank: int, *, but: tuple[str, ...] = ()) -> Trial:
-    """The fault in one place after the other, each when those before it are mended."""
-    places = [place for place in PLACES if place not in but]
+def tour(folder: Path, how: str, rank: int, *, skip: tuple[str, ...] = ()) -> Trial:
+    """Returns a run with the fault in one place after another, each after the replacement of the previous victim."""
+    places = [place for place in PLACES if place not in skip]
     steps = range(7, TOUR_STEPS, COMMIT_EVERY)
-    faults = [
-        each for place, step in zip(places, steps, strict=False) for each in faults_at(place, rank, how, step=step)
-    ]
+    at_places = (faults_at(place, rank, how, step=step) for place, step in zip(places, steps, strict=False))
+    faults = list(itertools.chain.from_iterable(at_places))
     return Trial(folder, f"{how}-{rank}", faults, {**settings_for(how), "steps": TOUR_STEPS})
 
 
@@ -72,8 +72,8 @@ def calm_tour(one_node: None, folder: Path) -> Mapping[str, Any]:
     return Trial(folder, "calm-tour", settings={"max_workers": 1, "steps": TOUR_STEPS}).fit().summary
 
 
-def test_some_of_the_table_in_one_run(folder: Path, calm: Mapping[str, Any]) -> None:
-    """What is not left to `make chaos`."""
+def test_a_sample_of_faults_in_one_run_makes_no_difference(folder: Path, calm: Mapping[str, Any]) -> None:
+    """The part that `make test` runs."""
     faults = [
         Fault(0, 10, "reduction", "rendezvous"),
         Fault(0, 17, "forward", "SIGSTOP"),
@@ -81,14 +81,14 @@ def test_some_of_the_table_in_one_run(folder: Path, calm: Mapping[str, Any]) -> 
         Fault(0, 34, "optimizer", "SIGSEGV", along=(2,)),
         Fault(1, 40, "data", "SIGTERM"),
     ]
-    run = Trial(folder, "some-of-the-table", faults, {"heartbeat_timeout_s": 3.0, "drain_deadline_s": 6.0})
+    run = Trial(folder, "sample", faults, {"heartbeat_timeout_s": 3.0, "drain_deadline_s": 6.0})
     run.check(run.fit().summary, calm)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "SIGSTOP", "gil", "SIGTERM"])
-def test_a_fault_makes_no_difference_wherever_it_comes(
+def test_a_fault_makes_no_difference_at_any_place(
     folder: Path, calm_tour: Mapping[str, Any], how: str, rank: int
 ) -> None:
     run = tour(folder, how, rank)
@@ -97,7 +97,7 @@ def test_a_fault_makes_no_difference_wherever_it_comes(
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rendezvous_that_dies_makes_no_difference_wherever_a_worker_is(
+def test_a_killed_rendezvous_makes_no_difference_at_any_place(
     folder: Path, calm_tour: Mapping[str, Any], rank: int
 ) -> None:
     run = tour(folder, "rendezvous", rank)
@@ -106,31 +106,31 @@ def test_a_rendezvous_that_dies_makes_no_difference_wherever_a_worker_is(
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("place", [each for each in PLACES if each not in NO_CODE_OF_THE_USER])
-def test_a_worker_that_hangs_makes_no_difference(folder: Path, calm: Mapping[str, Any], place: str, rank: int) -> None:
-    """A run each: while one waits for the replacement of the last victim, it does not hang."""
+@pytest.mark.parametrize("place", [place for place in PLACES if place not in WITHOUT_USER_CODE])
+def test_a_hanging_worker_makes_no_difference(folder: Path, calm: Mapping[str, Any], place: str, rank: int) -> None:
+    """One run for each place: a run that waits for a replacement does not count as hanging."""
     run = trial(folder, "hang", place, rank)
     run.check(run.fit().summary, calm)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_the_users_ends_the_run_once_and_the_same_command_resumes_it(
+def test_an_error_of_user_code_ends_the_run_and_the_same_command_resumes_it(
     folder: Path, calm_tour: Mapping[str, Any], rank: int
 ) -> None:
-    run = tour(folder, "raise", rank, but=NO_CODE_OF_THE_USER)
+    run = tour(folder, "raise", rank, skip=WITHOUT_USER_CODE)
     errors = [fault for fault in run.faults if fault.how == "raise"]
     for number in range(len(errors)):
-        with pytest.raises(TrainFunctionError, match="a mistake of the user's"):
+        with pytest.raises(TrainFunctionError, match="a bug in the training function"):
             run.fit()
         assert len(run.events("failed")) == number + 1
     run.check(run.fit().summary, calm_tour)
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(900)  # ten drivers, one after the other, and each starts Ray and workers
+@pytest.mark.timeout(900)  # ten drivers, one after another, and each starts workers
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_driver_that_is_killed_is_replaced_by_the_same_command(
+def test_the_same_command_resumes_a_run_whose_driver_was_killed(
     folder: Path, calm_tour: Mapping[str, Any], rank: int
 ) -> None:
     run = tour(folder, "driver", rank)

@@ -1,4 +1,4 @@
-"""Nodes that die, and nodes that Ray takes away after a notice, wherever their worker is in its loop."""
+"""Nodes that fail or drain, at each place of their worker's loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A head without workers."""
+    """A head without CPUs."""
     cluster = Cluster(
         True, head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2 * 10**8}
     )
@@ -30,15 +30,15 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Nodes:
-    """With room for one worker on each."""
+    """Nodes with one CPU each."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._nodes: list[Any] = []
 
-    def add_up_to(self, number: int, *, going: Collection[str] = ()) -> None:
-        """Fresh ones for those that are dead or about to go, by Ray's name, as an autoscaler starts them."""
-        while sum(node.node_id not in going and not node.dead_processes() for node in self._nodes) < number:
+    def add_up_to(self, number: int, *, draining: Collection[str] = ()) -> None:
+        """Adds nodes until `number` live ones do not drain, as an autoscaler does."""
+        while sum(node.node_id not in draining and not node.dead_processes() for node in self._nodes) < number:
             self._nodes.append(self._cluster.add_node(num_cpus=1, object_store_memory=10**8))
 
     def remove(self) -> None:
@@ -64,15 +64,15 @@ def calm(cluster: Cluster, folder: Path) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", ["node", "drain"])
-def test_nodes_that_go_make_no_difference_wherever_their_worker_is(
+def test_failed_and_drained_nodes_make_no_difference_at_any_place(
     nodes: Nodes, folder: Path, calm: Mapping[str, Any], how: str, rank: int
 ) -> None:
     run = tour(folder, how, rank)
     nodes.add_up_to(3)
     with run.live() as (_, result):
         while not result.done():
-            nodes.add_up_to(3, going={each.node_id for each in run.events("notice")})
+            nodes.add_up_to(3, draining={event.node_id for event in run.events("notice")})
             time.sleep(0.2)
     run.check(result.result().summary, calm)
     if how == "drain":
-        assert [each.by for each in run.events("notice")] == ["Ray"] * len(PLACES)
+        assert [event.by for event in run.events("notice")] == ["Ray"] * len(PLACES)

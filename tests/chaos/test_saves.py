@@ -1,4 +1,4 @@
-"""Workers die and leave, and runs are stopped, while a save is written: no commit is torn, and no step is lost."""
+"""Workers fail and leave, and runs stop, while a save is written: no commit is torn, and no step is lost."""
 
 from __future__ import annotations
 
@@ -26,42 +26,38 @@ def trial(folder: Path, name: str, faults: list[Fault]) -> Trial:
 
 
 def check_commits(run: Trial) -> None:
-    """All of them verify, and are those that the ledger tells of, but for one whose rank 0 died before it could."""
+    """Checks that all commits verify, and that the ledger has no others. It may miss one whose rank 0 failed."""
     store = CheckpointStore(Storage(run.config["storage"]).at(run.name).at(COMMITS), keep=1)
     commits = store.all_commits()
     for _, commit in commits:
         assert isinstance(commit, Commit)
         store.verify(commit)
-    told = {each.step for each in run.events("commit")}
-    assert told <= {step for step, _ in commits} and commits[0][0] == STEPS
+    recorded = {event.step for event in run.events("commit")}
+    assert recorded <= {step for step, _ in commits} and commits[0][0] == STEPS
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGSEGV"])
-def test_who_goes_while_a_save_is_written_takes_no_commit_along(
-    folder: Path, calm: Mapping[str, Any], how: str
-) -> None:
+def test_a_worker_that_goes_during_a_save_damages_no_commit(folder: Path, calm: Mapping[str, Any], how: str) -> None:
     faults = [Fault(rank, step, "saving", how) for rank, step in [(0, 5), (1, 13), (2, 21), (0, 29)]]
     run = trial(folder, f"saving-{how}", faults)
     run.check(run.fit().summary, calm)
     check_commits(run)
 
 
-def test_two_who_die_while_a_save_is_written(folder: Path, calm: Mapping[str, Any]) -> None:
+def test_two_workers_fail_during_a_save(folder: Path, calm: Mapping[str, Any]) -> None:
     run = trial(folder, "saving-two", [Fault(1, 9, "saving", "SIGKILL", along=(2,))])
     run.check(run.fit().summary, calm)
     check_commits(run)
 
 
-def test_a_save_that_takes_longer_than_a_hang_may_is_none(folder: Path, calm: Mapping[str, Any]) -> None:
+def test_a_save_that_takes_longer_than_the_hang_timeout_is_no_hang(folder: Path, calm: Mapping[str, Any]) -> None:
     settings = {"checkpoint": {"every_steps": 2 * STEPS}, "hang_timeout_s": 5.0, "heartbeat_timeout_s": 5.0}
     run = Trial(folder, "saving-slowly", settings=settings, write_s=8.0)
     run.check(run.fit().summary, calm)
-    assert not run.events("hang") and [each.seconds > 8.0 for each in run.events("commit")] == [True]
+    assert not run.events("hang") and [event.seconds > 8.0 for event in run.events("commit")] == [True]
 
 
-def test_a_run_that_is_stopped_while_a_save_is_written_goes_on_from_where_it_stopped(
-    folder: Path, calm: Mapping[str, Any]
-) -> None:
+def test_a_run_that_is_stopped_during_a_save_resumes_where_it_stopped(folder: Path, calm: Mapping[str, Any]) -> None:
     run = trial(folder, "saving-stopped", [])
     with run.live() as (handle, result):
         until(lambda: bool(run.events("commit")), result)
