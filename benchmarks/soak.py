@@ -1,11 +1,9 @@
-"""Twenty minutes of trouble: `python benchmarks/soak.py` trains while workers are killed, frozen, sent away and added.
+"""Trains for 20 minutes under random faults: `python benchmarks/soak.py`.
 
-Every twenty seconds on average something happens, drawn from a seed: a worker is killed (SIGKILL), crashes (SIGSEGV),
-gets SIGTERM, falls silent (SIGSTOP), the run is made smaller or larger, the rendezvous' process is killed, or a node
-dies with all its processes or is drained by Ray, and another is started in its place. The goodput of the run, from its
-ledger, is printed beside the target of 95 %, and the time that the ledger accounts for beside that of a clock outside,
-from which it may differ by 1 %. Weights and samples are compared, by hash, with those of a calm run of as many steps on
-one worker.
+Every 20 s on average one event happens, drawn from a seed: a worker gets SIGKILL, SIGSEGV, SIGTERM or SIGSTOP, the run
+is resized, the rendezvous process is killed, or a node dies or is drained and another one replaces it. The benchmark
+prints the run's goodput from its ledger with the target of 95 %. The time that the ledger accounts for may differ by
+1 % from the wall time. Hashes of weights and samples must equal those of an undisturbed run on one worker.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ from rich.table import Table
 import elastic_ddp as ed
 
 STEP_S = 0.05
-"""Every step takes at least so long: what is measured is not the model."""
+"""Minimum duration of a step in seconds, so that the model does not matter."""
 ROWS, WIDTH = 131_072, 256
-"""128 MiB: more than pipelines hold ready, so that they are at work when membership changes."""
+"""128 MiB: more than pipelines prefetch, so that they are active when membership changes."""
 EVENTS = {
     "kill": 4,
     "segfault": 2,
@@ -46,20 +44,20 @@ EVENTS = {
     "freeze": 1,
     "resize": 4,
     "kill rendezvous": 1,
-    "lose node": 2,
+    "kill node": 2,
     "drain node": 2,
 }
-"""What happens, and how often."""
+"""Events and their weights."""
 SIGNALS = {
     "kill": signal.SIGKILL,
     "segfault": signal.SIGSEGV,
     "sigterm": signal.SIGTERM,
     "freeze": signal.SIGSTOP,
 }
-"""What is sent to a worker."""
+"""Signals sent to a worker."""
 TARGET = 0.95
-MAY_MISS = 0.01
-"""Of the wall time, by which the parts of the goodput may miss it."""
+TOLERANCE = 0.01
+"""Share of the wall time by which the parts of the goodput may differ from it."""
 
 console = Console()
 
@@ -108,34 +106,34 @@ def fit(folder: Path, name: str, steps: int, step_s: float, workers: tuple[int, 
     return ed.ElasticTrainer(make_train(step_s), str(folder / "data"), config).fit()
 
 
-class Trouble:
-    """Makes it. In the main thread, where alone Ray lets nodes be started."""
+class FaultInjector:
+    """Injects random events. Runs in the main thread, as Ray starts nodes only there."""
 
     def __init__(self, name: str, nodes: Nodes, seed: int, every_s: float) -> None:
-        self.made: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._nodes = nodes
         self._run_name, self._random, self._every_s = name, random.Random(seed), every_s
 
-    def make_until(self, run: Future[Any]) -> None:
+    def inject_until(self, run: Future[Any]) -> None:
         while wait([run], timeout=self._random.uniform(0.5, 1.5) * self._every_s).not_done:
             with suppress(ed.ElasticDDPError, ProcessLookupError):
-                self.made[self._make()] += 1
+                self.counts[self._inject()] += 1
 
-    def _make(self) -> str:
+    def _inject(self) -> str:
         run = ed.get_run(self._run_name)
         status = run.status()
         pids = [member["pid"] for member in status["members"]]
-        stay = [member for member in status["members"] if member["node_id"] != self._nodes.newest]
-        # The last holder of the state is not what this is about.
-        can_be = {"lose node": bool(stay), "drain node": True, "resize": True, "kill rendezvous": True}
-        possible = {kind: often for kind, often in EVENTS.items() if can_be.get(kind, len(pids) > 1)}
+        others = [member for member in status["members"] if member["node_id"] != self._nodes.newest]
+        # The last worker that holds the state survives.
+        is_possible = {"kill node": bool(others), "drain node": True, "resize": True, "kill rendezvous": True}
+        possible = {kind: weight for kind, weight in EVENTS.items() if is_possible.get(kind, len(pids) > 1)}
         (kind,) = self._random.choices(list(possible), list(possible.values()))
         if kind == "resize":
             run.resize(self._random.randint(1, 3))
         elif kind == "kill rendezvous":
             os.kill(status["pid"], signal.SIGKILL)
-        elif kind == "lose node":
-            for pid in self._nodes.forget_newest():
+        elif kind == "kill node":
+            for pid in self._nodes.pop_newest():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._nodes.add()
@@ -160,52 +158,54 @@ def main() -> None:
         (folder / "data").mkdir()
         write_rows(folder / "data")
         steps = round(options.minutes * 60 / STEP_S)
-        trouble = Trouble("stormy", nodes, options.seed, options.every_s)
+        injector = FaultInjector("faults", nodes, options.seed, options.every_s)
         with ThreadPoolExecutor(1) as thread:
-            run = thread.submit(timed, lambda: fit(folder, "stormy", steps, STEP_S, (1, 3)))
-            trouble.make_until(run)
-        stormy, outside_s = run.result()
+            run = thread.submit(timed, lambda: fit(folder, "faults", steps, STEP_S, (1, 3)))
+            injector.inject_until(run)
+        disturbed, wall_s = run.result()
         calm = fit(folder, "calm", steps, 0.0, (1, 1))
-        report(options.seed, trouble.made, stormy, calm, outside_s)
+        report(options.seed, injector.counts, disturbed, calm, wall_s)
     ray.shutdown()
     nodes.shut_down()
-    same = all(stormy.summary[key] == calm.summary[key] for key in ("weights_sha256", "samples_sha256", "samples"))
-    is_whole = abs(sum(parts_of(stormy).values()) / outside_s - 1) <= MAY_MISS
-    raise SystemExit(0 if same and is_whole and stormy.summary["goodput"]["goodput"] >= TARGET else 1)
+    same = all(disturbed.summary[key] == calm.summary[key] for key in ("weights_sha256", "samples_sha256", "samples"))
+    is_complete = abs(sum(parts_of(disturbed).values()) / wall_s - 1) <= TOLERANCE
+    raise SystemExit(0 if same and is_complete and disturbed.summary["goodput"]["goodput"] >= TARGET else 1)
 
 
 def timed(run: Callable[[], ed.RunResult]) -> tuple[ed.RunResult, float]:
-    """Its result, and for how many seconds it ran by a clock outside of it."""
+    """Returns the result of a run and its wall time in seconds."""
     began = time.monotonic()
     return run(), time.monotonic() - began
 
 
 def parts_of(run: ed.RunResult) -> dict[str, float]:
-    """Seconds of each part of its goodput."""
-    return {part: each for part, each in run.summary["goodput"].items() if part not in ("goodput", "total")}
+    """Returns the seconds of each part of the goodput."""
+    return {part: seconds for part, seconds in run.summary["goodput"].items() if part not in ("goodput", "total")}
 
 
-def report(seed: int, made: Counter[str], stormy: ed.RunResult, calm: ed.RunResult, outside_s: float) -> None:
-    summary, goodput = stormy.summary, stormy.summary["goodput"]
+def report(seed: int, counts: Counter[str], disturbed: ed.RunResult, calm: ed.RunResult, wall_s: float) -> None:
+    summary, goodput = disturbed.summary, disturbed.summary["goodput"]
     table = Table(title=f"soak, seed {seed}", box=None)
     table.add_column("")
     table.add_column("", justify="right")
-    table.add_row("steps", f"{stormy.steps:,}")
-    table.add_row("events", ", ".join(f"{count} x {kind}" for kind, count in sorted(made.items())))
+    table.add_row("steps", f"{disturbed.steps:,}")
+    table.add_row("events", ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items())))
     table.add_row("generations", str(len(summary["generations"])))
     table.add_row("goodput", f"{100 * goodput['goodput']:.2f} %  (target {100 * TARGET:g} %)")
-    for part, seconds in parts_of(stormy).items():
+    for part, seconds in parts_of(disturbed).items():
         table.add_row(f"  {part}", f"{seconds:.1f} s")
-    accounted_s = sum(parts_of(stormy).values())
-    missed = accounted_s / outside_s - 1
-    table.add_row("  all parts", f"{accounted_s:.1f} s  ({100 * missed:+.2f} % of {outside_s:.1f} s outside)")
+    accounted_s = sum(parts_of(disturbed).values())
+    difference = accounted_s / wall_s - 1
+    table.add_row("  all parts", f"{accounted_s:.1f} s  ({100 * difference:+.2f} % of {wall_s:.1f} s wall time)")
     for key in ("weights_sha256", "samples_sha256"):
-        table.add_row(key, "as the calm run's" if stormy.summary[key] == calm.summary[key] else "NOT THE CALM RUN'S")
+        table.add_row(
+            key, "same as undisturbed" if disturbed.summary[key] == calm.summary[key] else "DIFFERENT FROM UNDISTURBED"
+        )
     console.print(table)
     results = Path(__file__).with_name("results")
     results.mkdir(exist_ok=True)
     (results / "soak.json").write_text(
-        json.dumps({"seed": seed, "made": made, "goodput": goodput, "outside_s": outside_s}, indent=1)
+        json.dumps({"seed": seed, "counts": counts, "goodput": goodput, "wall_s": wall_s}, indent=1)
     )
 
 

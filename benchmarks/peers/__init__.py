@@ -1,5 +1,4 @@
-"""Ways to train that `benchmarks/elasticity.py` compares: the same workload, the same events, a file for each.
+"""The systems that `benchmarks/elasticity.py` compares, one file each. Open `system.py` first.
 
-A file holds two programs: the training script, as a user of that tool would write it from its documentation, and a
-`System`, which starts it, adds a worker, has one killed and takes one away.
+Each file has a training script, written as the system's documentation shows, and a `System` that runs it.
 """

@@ -22,7 +22,7 @@ class ElasticDDP(RaySystem):
     about = About(
         name="elastic_ddp",
         settings="defaults; rows from Parquet through Ray Data",
-        not_kept="nothing: the same batches, every sample once, the same bits at every number of workers",
+        not_kept="nothing: the same batches, each sample once, the same bits at any number of workers",
     )
 
     def start_driver(self, address: str) -> None:
@@ -37,7 +37,7 @@ class ElasticDDP(RaySystem):
 
 
 def write_dataset(folder: Path) -> None:
-    """128 MiB: more than pipelines hold ready, so that they are at work when membership changes."""
+    """Writes 128 MiB: more than pipelines prefetch, so that they are active when membership changes."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -53,7 +53,7 @@ def run(folder: str) -> None:
 
     import elastic_ddp as ed
 
-    cloudpickle.register_pickle_by_value(workload)  # nodes do not have this folder among their modules
+    cloudpickle.register_pickle_by_value(workload)  # nodes cannot import this folder
 
     def train(run: ed.Run) -> None:
         model = run.prepare(make_model())

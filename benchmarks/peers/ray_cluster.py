@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, whose nodes come and go."""
+"""A Ray cluster of several nodes on this machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ray.cluster_utils import Cluster
 from peers.system import System, tree
 
 NOTICE_S = 10
-"""Between a node's notice and its end."""
+"""Seconds between a node's notice and its end."""
 _WORKERS_OF_HEAD = 2
 
 
 class Nodes:
-    """A head with room for two workers, where the driver runs, and others with one each, which come and go."""
+    """A head with two CPUs, on which the driver runs, and further nodes with one CPU each."""
 
     def __init__(self, num_workers: int, system_config: dict[str, Any] | None = None) -> None:
         head = {
@@ -42,7 +42,7 @@ class Nodes:
 
     @property
     def newest(self) -> str:
-        """Ray's name for the node that was added last."""
+        """Ray's id of the newest node."""
         name: str = self._others[-1].node_id
         return name
 
@@ -50,7 +50,7 @@ class Nodes:
         self._others.append(self._cluster.add_node(num_cpus=1, object_store_memory=10**8))
 
     def drain_newest(self) -> None:
-        """Ray is told as a cloud would tell it, and the node that was added last ends when the time is over."""
+        """Drains the newest node through Ray, as a cloud does, and removes it at the deadline."""
         node = self._others.pop()
         command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self.address]
         command += ["--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
@@ -59,17 +59,17 @@ class Nodes:
         time.sleep(NOTICE_S)
         self._cluster.remove_node(node)
 
-    def forget_newest(self) -> set[int]:
-        """The processes of the node that was added last, for whoever ends them."""
-        processes = self._others.pop().all_processes.values()
-        return set().union(*(tree(each.process.pid) for kind in processes for each in kind))
+    def pop_newest(self) -> set[int]:
+        """Removes the newest node from the list, and returns the ids of its processes."""
+        kinds = self._others.pop().all_processes.values()
+        return set().union(*(tree(info.process.pid) for infos in kinds for info in infos))
 
     def shut_down(self) -> None:
         self._cluster.shutdown()
 
 
 class RaySystem(System):
-    """A system that runs on such a cluster."""
+    """A system that runs on a Ray cluster."""
 
     system_config: ClassVar[dict[str, Any]] = {}
     _nodes: Nodes | None = None
@@ -91,13 +91,13 @@ class RaySystem(System):
 
     def newest_machine(self) -> set[int]:
         assert self._nodes is not None
-        return self._nodes.forget_newest()
+        return self._nodes.pop_newest()
 
     def stop(self) -> None:
         super().stop()
         if self._nodes is not None:
             self._nodes.shut_down()
-        for pid in {end.pid for end in self.step_ends()}:  # one whose node is gone may live on for a while
+        for pid in {end.pid for end in self.step_ends()}:  # workers of a removed node may still run
             with suppress(OSError):
                 if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
                     os.kill(pid, signal.SIGKILL)

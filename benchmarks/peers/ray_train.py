@@ -1,4 +1,4 @@
-"""Ray Train's elastic training: a range of workers, and checkpoints by which the whole group is restarted."""
+"""Ray Train's elastic training: a range of workers; the whole group restarts from checkpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from peers.system import About, module
 from peers.workload import StepLog, loss_fn, make_model, make_rows, share_of, wait
 
 NOT_KEPT = (
-    "the steps since the last checkpoint, where every process starts again; the place in the data, which is the user's "
-    "to restore; the bits of an undisturbed run"
+    "the steps since the last checkpoint, from which all processes restart; the position in the data, which user code "
+    "must restore; the bits of an undisturbed run"
 )
 RESTARTS = "all processes restart"
 
@@ -30,7 +30,7 @@ class RayTrain(RaySystem):
         settings="defaults; a checkpoint on local disk every 20 steps",
         not_kept=NOT_KEPT,
         remarks={
-            "add": f"it looks for room once a minute; {RESTARTS}",
+            "add": f"it checks for resources once a minute; {RESTARTS}",
             **dict.fromkeys(("kill", "drain", "node", "silence"), RESTARTS),
         },
     )
@@ -46,8 +46,8 @@ class RayTrainTuned(RayTrain):
     about = About(
         name="ray-train-tuned",
         settings=(
-            "a checkpoint on local disk every 5 steps; looks for room every second, after workers and for drained "
-            "nodes every 0.5 s; gives a group 5 s to start; Ray's health checks fail within 2 s"
+            "a checkpoint on local disk every 5 steps; checks for resources every second, and for failed workers and "
+            "drained nodes every 0.5 s; groups start within 5 s; Ray's health checks fail within 2 s"
         ),
         not_kept=NOT_KEPT,
         remarks=dict.fromkeys(("add", "kill", "drain", "node", "silence"), RESTARTS),
@@ -105,7 +105,7 @@ def run(config: dict[str, Any]) -> None:
     from ray import cloudpickle
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    cloudpickle.register_pickle_by_value(workload)  # nodes do not have this folder among their modules
+    cloudpickle.register_pickle_by_value(workload)  # nodes cannot import this folder
     ray.init(logging_level=logging.WARNING)
     TorchTrainer(
         train,

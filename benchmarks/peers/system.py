@@ -1,4 +1,4 @@
-"""A way to train, seen from outside: what `benchmarks/elasticity.py` does to all of them alike."""
+"""The interface through which `benchmarks/elasticity.py` controls every system."""
 
 from __future__ import annotations
 
@@ -22,73 +22,72 @@ _MARK = "ELASTICITY_BENCHMARK"
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What is to be known of a system beside its figures."""
+    """Facts about a system beside its figures."""
 
     name: str
     settings: str
-    """Those that matter here, in a line."""
+    """Relevant settings, in one line."""
     not_kept: str
-    """What a change of membership costs beside time, in a line."""
+    """What a membership change loses beside time, in one line."""
     remarks: Mapping[str, str] = field(default_factory=dict)
-    """By event, a few words."""
+    """A remark for each event."""
 
 
 class System(ABC):
-    """One run of a system, in a folder of its own. `stop` ends every process of it, whatever state it is in."""
+    """One run of a system, in its own folder. `stop` kills all its processes."""
 
     about: ClassVar[About]
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._spawned: list[subprocess.Popen[bytes]] = []
-        self._lost: set[int] = set()
+        self._stopped_pids: set[int] = set()
 
     @abstractmethod
     def start(self, num_workers: int) -> None:
-        """Starts a run that may have up to three workers, with so many, or with room for so many."""
+        """Starts a run of up to three workers with this many workers, or with CPUs for them."""
 
     @abstractmethod
     def add_worker(self) -> None:
-        """Gives the run room for one more, or starts one, whichever is how it is done there."""
+        """Starts one more worker, or adds a CPU so that the system starts it."""
 
     def kill_worker(self, rank: int) -> int:
-        """Ends the process of a rank as a crash would (SIGKILL). Returns its process id."""
+        """Kills the process of a rank with SIGKILL. Returns its process id."""
         pid = next(end.pid for end in reversed(self.step_ends()) if end.rank == rank)
         os.kill(pid, signal.SIGKILL)
         return pid
 
     @abstractmethod
     def drain_worker(self) -> None:
-        """Takes the worker that was added last away with notice, as a cloud does with a machine. Returns when that is
-        done, or has been asked for."""
+        """Removes the newest worker with notice, as a cloud does. Returns when the worker is gone or has the notice."""
 
     @abstractmethod
     def newest_machine(self) -> set[int]:
-        """Forgets the machine that was added last, and returns the processes on it."""
+        """Removes the newest machine from the books, and returns the ids of its processes."""
 
-    def lose_machine(self, how: signal.Signals) -> None:
-        """All of the machine that was added last, its worker and what looks after it, in one moment: it dies, and its
-        sockets with it (SIGKILL), or falls silent with its sockets open, as if frozen or cut off (SIGSTOP)."""
-        self._lost |= (pids := self.newest_machine())
+    def stop_machine(self, how: signal.Signals) -> None:
+        """Sends a signal to all processes of the newest machine: SIGKILL closes its sockets, and SIGSTOP leaves them
+        open, as on a frozen or disconnected machine."""
+        self._stopped_pids |= (pids := self.newest_machine())
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, how)
 
     def resize(self, num_workers: int) -> None:
-        """Asks for another number of workers, where there is such a thing."""
+        """Asks for another number of workers, if the system supports that."""
         raise NotImplementedError
 
     def step_ends(self) -> list[StepEnd]:
         return read_steps(self.folder)
 
     def ended(self) -> bool:
-        """Whether every process that was started for it has ended by itself."""
+        """Whether all spawned processes have exited."""
         return all(process.poll() is not None for process in self._spawned)
 
     def spawn(self, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
-        """Starts a process of the run, whose output goes to the folder's log."""
+        """Starts a process of the run with its output in the folder's log."""
         path = os.pathsep.join(filter(None, [BENCHMARKS, os.environ.get("PYTHONPATH")]))
-        # One thread for a worker, as Ray gives it; torchrun with one worker leaves it as many as there are cores.
+        # One thread for each worker, as with Ray; torchrun with one worker would use all cores.
         marked = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FOLDER": str(self.folder), _MARK: str(self.folder)}
         with (self.folder / "log").open("ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **marked, **environment})
@@ -96,8 +95,8 @@ class System(ABC):
         return process
 
     def stop(self) -> None:
-        """Kills what was spawned and everything that came of it, also what was left without a parent."""
-        for pid in self._lost:
+        """Kills all spawned processes and their descendants, also orphaned ones."""
+        for pid in self._stopped_pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         mark = f"{_MARK}={self.folder}".encode()
@@ -112,32 +111,32 @@ class System(ABC):
 
 
 def _processes_with(mark: bytes) -> set[int]:
-    """Processes that were started with this in their environment. Needs Linux."""
-    found = set()
+    """Returns the processes with this entry in their environment. Needs Linux."""
+    pids = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
-            with suppress(OSError):  # it is gone meanwhile, or not ours
+            with suppress(OSError):  # it has exited, or belongs to another user
                 if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found.add(int(folder.name))
-    return found
+                    pids.add(int(folder.name))
+    return pids
 
 
 def tree(root: int) -> set[int]:
-    """A process and all that came of it. Needs Linux."""
-    below: dict[int, set[int]] = {}
+    """Returns a process and its descendants. Needs Linux."""
+    children: dict[int, set[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it is gone meanwhile
+        with suppress(OSError):  # it has exited
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            below.setdefault(parent, set()).add(int(stat.parent.name))
-    found, new = {root}, {root}
+            children.setdefault(parent, set()).add(int(stat.parent.name))
+    pids, new = {root}, {root}
     while new:
-        new = set().union(*(below.get(pid, set()) for pid in new)) - found
-        found |= new
-    return found
+        new = set().union(*(children.get(pid, set()) for pid in new)) - pids
+        pids |= new
+    return pids
 
 
 def module(name: str, *arguments: str) -> list[str]:
-    """The command that runs one of these files as a program."""
+    """Returns the command that runs one of these files as a program."""
     return [sys.executable, "-m", f"peers.{name}", *arguments]
 
 

@@ -1,10 +1,10 @@
-"""torchft: replicas that train on while others fail, each under a torchrun of its own, and a lighthouse.
+"""torchft: replicas that continue while others fail, each under its own torchrun, and a lighthouse.
 
-The workers are started as torchft's own torchx component does it: a replica is one worker under torchrun, which starts
-it again when it dies. A replica whose torchrun is gone too is replaced by nobody.
+As in torchft's torchx component, each replica is one worker under torchrun, which restarts it when it dies. If its
+torchrun dies too, nothing replaces the replica.
 """
 
-# No `from __future__ import annotations`: DDP compares the annotations of a communication hook with the types.
+# No `from __future__ import annotations`: DDP compares annotations of a communication hook with types.
 
 import os
 import signal
@@ -22,13 +22,12 @@ from peers.workload import GLOBAL_BATCH_SIZE, StepLog, loss_fn, make_model, make
 
 _START_WORKERS = 2
 _MAX_REPLICAS = 16
-"""torchft's sampler cuts the data into shards by the most replicas that there may be."""
-
+"""torchft's sampler shards the data by the maximum number of replicas."""
 
 NOT_KEPT = (
-    "the samples in flight, and while a replica is missing those of its shard; the batch, which grows and shrinks with "
-    "the workers; the bits of an undisturbed run. It starts no replacement itself: here torchrun does, for a process "
-    "but not for a machine"
+    "the samples in flight, and those of a missing replica's shard; the batch size, which follows the number of "
+    "workers; the bits of an undisturbed run. It starts no replacements: here torchrun restarts processes, but not "
+    "machines"
 )
 
 
@@ -37,11 +36,11 @@ class TorchFT(System):
         name="torchft",
         settings=(
             "0.2.0 with a fix of its DDP hook on gloo; --min_replicas 1 --quorum_tick_ms 50 --join_timeout_ms 1000 "
-            "--heartbeat_timeout_ms 1000; torchrun --max-restarts=10 for each replica; collectives over gloo time out "
-            "after 5 s, which is what ends its wait for a silent machine, all else after 30 s"
+            "--heartbeat_timeout_ms 1000; torchrun --max-restarts=10 for each replica; gloo collectives time out "
+            "after 5 s, which ends the wait for a frozen machine; everything else after 30 s"
         ),
         not_kept=NOT_KEPT,
-        remarks={"kill": "the torchrun of the killed replica starts it again"},
+        remarks={"kill": "the killed replica's torchrun restarts it"},
     )
     heartbeat_timeout_ms = 1000
 
@@ -64,7 +63,7 @@ class TorchFT(System):
         self._started += 1
 
     def drain_worker(self) -> None:
-        """torchrun hands the signal on, and the worker leaves when its step is done."""
+        """torchrun forwards the signal, and the worker leaves after its step."""
         self._replicas.pop().send_signal(signal.SIGTERM)
 
     def newest_machine(self) -> set[int]:
@@ -80,9 +79,8 @@ class TorchFTTuned(TorchFT):
 
 
 def _comm_hook(manager: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The one line that torchft 0.2.0 needs on gloo. Its own hook hands on the future inside of torchft's, and after an
-    error there is none, so that the survivors of a lost replica die of an assertion. Here the all-reduce has been
-    waited for, and a finished future says the same."""
+    """Replaces torchft 0.2.0's hook, which fails on gloo: it returns an inner future that does not exist after an
+    error, so that survivors of a failed replica die of an assertion. This hook waits and returns a finished future."""
     manager.allreduce(bucket.buffer()).wait()
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -93,7 +91,7 @@ def train(folder: str, replica: int) -> None:
     from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
 
     DistributedDataParallel._comm_hook = staticmethod(_comm_hook)
-    leaving = []
+    leaving: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: leaving.append(True))
 
     def state_dict() -> dict[str, Any]:
@@ -125,7 +123,7 @@ def train(folder: str, replica: int) -> None:
             wait()
             loss_fn(model, x).backward()
             optimizer.step()
-            # A step that an error spoiled is not counted; in its first one, a newcomer only gets the others' state.
+            # A failed step does not count, nor does a newcomer's first one, which only receives the state.
             if manager.current_step() > steps_done and manager.is_participating():
                 rank = manager.participating_rank()
                 log.step_ended(manager.current_step() - 1, rank=rank, world_size=manager.num_participants())

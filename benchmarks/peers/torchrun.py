@@ -1,4 +1,4 @@
-"""torchrun's elastic launch: an agent for each machine, with one worker each, and snapshots on a shared disk."""
+"""torchrun's elastic launch: one agent and worker for each machine, and snapshots on a shared disk."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from peers.system import About, System, free_port, tree
 from peers.workload import StepLog, loss_fn, make_model, make_rows, share_of, wait
 
 NOT_KEPT = (
-    "the steps since the last snapshot, where every process starts again; the place in the data, which is the user's "
-    "to restore; the bits of an undisturbed run"
+    "the steps since the last snapshot, from which all processes restart; the position in the data, which user code "
+    "must restore; the bits of an undisturbed run"
 )
 RESTARTS = "all processes restart"
 
@@ -34,9 +34,9 @@ class Torchrun(System):
         ),
         not_kept=NOT_KEPT,
         remarks={
-            "add": "torch 2.13 publishes rank 0's address in the first round only, so that a new agent waits for it",
+            "add": "torch 2.13 publishes rank 0's address in the first round only, so a new agent keeps waiting for it",
             "kill": RESTARTS,
-            "drain": f"{RESTARTS} once the agent has been silent for 15 s and no other has come for 30 s",
+            "drain": f"{RESTARTS} once the agent has sent no heartbeat for 15 s and no other has joined for 30 s",
             "node": RESTARTS,
         },
     )
@@ -46,7 +46,7 @@ class Torchrun(System):
     def start(self, num_workers: int) -> None:
         port = free_port()
         self._endpoint = f"localhost:{port}"
-        self._agents = [self._start_agent()]  # the first one hosts the rendezvous, as does the machine that is named
+        self._agents = [self._start_agent()]  # the first agent hosts the rendezvous
         while not _listens(port) and not self.ended():
             time.sleep(0.1)
         self._agents += [self._start_agent() for _ in range(num_workers - 1)]
@@ -61,7 +61,7 @@ class Torchrun(System):
         self._agents.append(self._start_agent())
 
     def drain_worker(self) -> None:
-        """What a machine that shuts down sends: the agent hands it on to its worker."""
+        """Sends SIGTERM as a shutdown does; the agent forwards it to its worker."""
         self._agents.pop().send_signal(signal.SIGTERM)
 
     def newest_machine(self) -> set[int]:
@@ -72,7 +72,7 @@ class TorchrunTuned(Torchrun):
     about = About(
         name="torchrun-tuned",
         settings=(
-            "a snapshot on local disk every 5 steps; a TCPStore of its own, not shared with the workers; "
+            "a snapshot on local disk every 5 steps; a separate TCPStore, not shared with the workers; "
             "--monitor-interval=0.1; last_call_timeout=1, keep_alive_interval=1, keep_alive_max_attempt=3, "
             "close_timeout=5, heartbeat_timeout=3"
         ),
@@ -107,7 +107,7 @@ def train(folder: str, snapshot_steps: int) -> None:
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     snapshot, first_step = f"{folder}/snapshot.pt", 0
-    if os.path.exists(snapshot):  # no process of an earlier round lives, so that all read the same one
+    if os.path.exists(snapshot):  # no process of an earlier round runs, so all ranks read the same one
         state = torch.load(snapshot)
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
