@@ -1,4 +1,4 @@
-"""Whether memory is let go."""
+"""Checks that a call frees its memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class _Large:
     pass
 
 
-def is_let_go_after(call: Callable[[], object]) -> bool:
-    """Whether what whoever makes a call has is let go with it, also if it met an error of ours."""
-    held = _meet(call)
+def frees_memory(call: Callable[[], object]) -> bool:
+    """Whether the caller's locals are freed after a call, also if it raised an error of this package."""
+    local = _call(call)
     gc.collect()
-    return held() is None
+    return local() is None
 
 
-def _meet(call: Callable[[], object]) -> weakref.ref[_Large]:
+def _call(call: Callable[[], object]) -> weakref.ref[_Large]:
     large = _Large()
     try:
         call()
     except ElasticDDPError as error:
-        met = error  # in a frame to which the error leads, as those have it that go on after one
-        assert str(met)
+        caught = error  # a cycle: the error's traceback holds this frame, which holds the error
+        assert str(caught)
     return weakref.ref(large)

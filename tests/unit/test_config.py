@@ -20,7 +20,7 @@ from elastic_ddp.config.run_config import (
     read_toml,
 )
 from elastic_ddp.errors import ConfigError
-from tests.unit.memory_checks import is_let_go_after
+from tests.unit.memory_checks import frees_memory
 
 MINIMAL: dict[str, Any] = {
     "name": "lm",
@@ -203,7 +203,7 @@ def test_every_invalid_setting_is_named_in_one_error() -> None:
 
 
 def test_a_caught_refusal_frees_its_memory() -> None:
-    assert is_let_go_after(lambda: CheckpointConfig(interval=5))  # type: ignore[arg-type]
+    assert frees_memory(lambda: CheckpointConfig(interval=5))  # type: ignore[arg-type]
 
 
 def test_missing_settings_are_named() -> None:

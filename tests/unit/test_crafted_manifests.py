@@ -36,7 +36,7 @@ from tests.ranks import run_ranks, single_rank_group
 from tests.single_rank_store import SingleRankStore
 from tests.unit.blocks import PREFIX, commit_of, write
 from tests.unit.crafted_commits import in_little_memory, signed
-from tests.unit.memory_checks import is_let_go_after
+from tests.unit.memory_checks import frees_memory
 from tests.unit.test_checkpoint import make_state, save, step_of
 
 
@@ -282,9 +282,9 @@ def test_a_rejected_manifest_is_not_kept_in_memory(run: str, path: str, value: A
     storage = Storage(run).at(COMMITS)
     storage.write("commits/2.json", signed(_edited(json.loads(storage.read("as-it-was")), path, value)))
     catalog = CommitCatalog(storage)
-    assert is_let_go_after(lambda: catalog.latest())
+    assert frees_memory(lambda: catalog.latest())
     assert [key for key, _ in catalog.rejected] == ["commits/2.json"]
-    assert is_let_go_after(lambda: read_manifest(storage, "commits/2.json"))
+    assert frees_memory(lambda: read_manifest(storage, "commits/2.json"))
 
 
 def _body(tmp_path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Blocks read into tensors by any number of ranks, whoever wrote them, each checked as it comes."""
+"""Blocks read into tensors and verified, at any number of readers and writers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint import Commit
-from elastic_ddp.checkpoint import pieces as reading
+from elastic_ddp.checkpoint import pieces as pieces_module
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor
 from elastic_ddp.checkpoint.pieces import Piece, pieces_of
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, local_box
@@ -37,7 +37,7 @@ from tests.unit.blocks import ATTEMPT, PREFIX, SHAPES, commit_of, in_slabs_from,
 @given(
     st.integers(1, 4), st.integers(1, 4), st.tuples(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6)), st.data()
 )
-def test_any_part_of_a_tensor_can_be_read_whoever_wrote_it(
+def test_any_part_of_a_tensor_can_be_read_at_any_number_of_writers(
     tmp_path_factory: pytest.TempPathFactory,
     writers: int,
     readers: int,
@@ -45,18 +45,18 @@ def test_any_part_of_a_tensor_can_be_read_whoever_wrote_it(
     data: st.DataObject,
 ) -> None:
     storage = Storage(tmp_path_factory.mktemp("any"))
-    whole = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
-    commit = commit_of(write(storage, {"w": whole}, writers, block_bytes=data.draw(st.integers(8, 200))), ["w"])
+    full = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    commit = commit_of(write(storage, {"w": full}, writers, block_bytes=data.draw(st.integers(8, 200))), ["w"])
     axis, first = data.draw(st.sampled_from([0, 1, 2])), 0
-    for part in whole.tensor_split(readers, axis):
-        place = torch.Size([first if dimension == axis else 0 for dimension in range(3)])
+    for part in full.tensor_split(readers, axis):
+        offsets = torch.Size([first if dimension == axis else 0 for dimension in range(3)])
         first += part.shape[axis]
         if not part.numel():
             continue
         with in_slabs_from(data.draw(st.sampled_from([1, 10_000]))):
             memory = host_memory.Memory([{"w": (part.shape, part.dtype)}])
         target = memory.tensors["w"].fill_(-1.0)
-        targets = Targets({"w": (commit.tensors["w"], ChunkStorageMetadata(place, part.shape))}, memory)
+        targets = Targets({"w": (commit.tensors["w"], ChunkStorageMetadata(offsets, part.shape))}, memory)
         for _ in read_pieces(storage, pieces_of(commit, ["w"]), targets):
             pass
         assert torch.equal(target, part)
@@ -79,7 +79,7 @@ SIZES = st.integers(0, 200).map(lambda length: torch.Size([length]))
 )
 @example([(torch.uint8, torch.Size([111])), (torch.uint8, torch.Size([13]))], 3, 40, 2000, 1, False, 0)
 @example([(torch.uint8, torch.Size([4])), (torch.uint8, torch.Size([1]))], 1, 1, 1, 1, False, 0)
-def test_a_state_comes_back_to_the_bit_whether_pieces_fit_its_tensors_or_not(
+def test_a_state_round_trips_whether_pieces_are_read_in_place_or_copied(
     kinds: list[tuple[torch.dtype, torch.Size]],
     writers: int,
     block_bytes: int,
@@ -88,7 +88,7 @@ def test_a_state_comes_back_to_the_bit_whether_pieces_fit_its_tensors_or_not(
     apart: bool,
     seed: int,
 ) -> None:
-    """Pieces are read one by one, so that whatever one of them overwrites is not written again."""
+    """Pieces are read one by one, in any order: what a piece overwrites by mistake stays wrong."""
     storage = Storage(f"memory://{uuid.uuid4().hex}")
     generator = torch.Generator().manual_seed(1)
     tensors = {
@@ -97,27 +97,30 @@ def test_a_state_comes_back_to_the_bit_whether_pieces_fit_its_tensors_or_not(
     }
     parts = write(storage, tensors, writers, block_bytes=block_bytes, object_bytes=object_bytes)
     commit = commit_of(parts, tensors)
-    with in_slabs_from(small_bytes), patch.object(reading, "MAX_PIECE_BYTES", 1 if apart else reading.MAX_PIECE_BYTES):
-        found, targets = allocate_state(commit)
-        pieces = pieces_of(commit, found)
+    with (
+        in_slabs_from(small_bytes),
+        patch.object(pieces_module, "MAX_PIECE_BYTES", 1 if apart else pieces_module.MAX_PIECE_BYTES),
+    ):
+        loaded, targets = allocate_state(commit)
+        pieces = pieces_of(commit, loaded)
     order = random.Random(seed).sample(pieces, len(pieces)) if seed else pieces
     for piece in order:
         for _ in read_pieces(storage, [piece], targets):
             pass
     for name, tensor in tensors.items():
-        assert same(found[name], tensor), name
+        assert same(loaded[name], tensor), name
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_large_tensor_whose_blocks_need_padding_leaves_the_next_one_alone(tmp_path: Path, world_size: int) -> None:
+def test_the_padding_of_a_large_tensor_does_not_overwrite_the_next_one(tmp_path: Path, world_size: int) -> None:
     storage = Storage(tmp_path)
     tensors = {"head.weight": torch.randn(100, 50257), "head.bias": torch.randn(20_000)}
     parts = write(storage, tensors, world_size, block_bytes=BLOCK_BYTES, object_bytes=OBJECT_BYTES)
     commit = commit_of(parts, tensors)
     assert len(commit.tensors["head.weight"].blocks) == 2
-    for _ in range(4):  # several are read at a time
-        found = read(storage, commit)
-        assert all(same(found[name], tensor) for name, tensor in tensors.items())
+    for _ in range(4):  # pieces are read in parallel
+        loaded = read(storage, commit)
+        assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
 
 
 def some_layers(width: int) -> dict[str, torch.Tensor]:
@@ -130,38 +133,38 @@ def some_layers(width: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("small_bytes", [1, 100])
-def test_neighbours_are_read_into_their_tensors_at_once(
+def test_neighboring_blocks_are_read_into_their_tensors_by_one_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, small_bytes: int
 ) -> None:
     tensors, storage = some_layers(40), Storage(tmp_path)
     parts = write(storage, tensors, world_size, block_bytes=BLOCK_BYTES, object_bytes=8000)
     commit = commit_of(parts, tensors)
     with in_slabs_from(small_bytes):
-        found, targets = allocate_state(commit)
-    monkeypatch.setattr(Piece, "empty", lambda piece: pytest.fail(f"{piece} is copied"))
-    pieces = pieces_of(commit, found)
+        loaded, targets = allocate_state(commit)
+    monkeypatch.setattr(Piece, "empty", lambda piece: pytest.fail(f"{piece} is not read in place"))
+    pieces = pieces_of(commit, loaded)
     assert len(pieces) == len(commit.objects) < len(tensors) / 5
     for _ in read_pieces(storage, pieces, targets):
         pass
-    assert all(same(found[name], tensor) for name, tensor in tensors.items())
+    assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_that_is_so_by_default_where_tensors_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_read_in_place_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, storage = some_layers(20_000), Storage(tmp_path)
     commit = commit_of(write(storage, tensors, block_bytes=BLOCK_BYTES, object_bytes=OBJECT_BYTES), tensors)
-    monkeypatch.setattr(Piece, "empty", lambda piece: pytest.fail(f"{piece} is copied"))
-    found = read(storage, commit)
-    assert all(same(found[name], tensor) for name, tensor in tensors.items())
+    monkeypatch.setattr(Piece, "empty", lambda piece: pytest.fail(f"{piece} is not read in place"))
+    loaded = read(storage, commit)
+    assert all(same(loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_block_that_is_wanted_in_part_leaves_the_next_tensor_alone(tmp_path: Path) -> None:
+def test_a_block_that_is_needed_in_part_does_not_overwrite_the_next_tensor(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     tensors = {"w": torch.arange(80.0).reshape(10, 8), "v": torch.arange(200.0)}
     commit = commit_of(write(storage, tensors, block_bytes=BLOCK_BYTES, object_bytes=OBJECT_BYTES), tensors)
-    with in_slabs_from(1), patch.object(reading, "MAX_PIECE_BYTES", 1):
+    with in_slabs_from(1), patch.object(pieces_module, "MAX_PIECE_BYTES", 1):
         memory = host_memory.Memory([{"w": ([5, 8], torch.float32), "v": ([200], torch.float32)}])
         pieces = pieces_of(commit, tensors)
-    wanted = {name: (commit.tensors[name], local_box(each)) for name, each in memory.tensors.items()}
+    wanted = {name: (commit.tensors[name], local_box(tensor)) for name, tensor in memory.tensors.items()}
     targets = Targets(wanted, memory)
     assert [piece.blocks[0][0] for piece in pieces] == ["w", "v"]
     for piece in reversed(pieces):
@@ -170,34 +173,34 @@ def test_a_block_that_is_wanted_in_part_leaves_the_next_tensor_alone(tmp_path: P
     assert same(memory.tensors["w"], tensors["w"][:5]) and same(memory.tensors["v"], tensors["v"])
 
 
-def test_large_blocks_are_read_with_their_neighbours_if_those_are_theirs_in_memory_too(tmp_path: Path) -> None:
-    """As they are for who wants one block alone of each tensor, but not for who wants several."""
+def test_large_blocks_share_a_piece_only_if_they_are_neighbors_in_memory(tmp_path: Path) -> None:
+    """They are for a reader that needs one block of each tensor, and not for a reader that needs several."""
     tensors = {"a": torch.rand(4000), "b": torch.rand(4000)}
     commit = commit_of(write(Storage(tmp_path), tensors, 2, block_bytes=8000, object_bytes=OBJECT_BYTES), tensors)
-    with patch.object(reading, "LONE_BLOCK_BYTES", 8000):
+    with patch.object(pieces_module, "LONE_BLOCK_BYTES", 8000):
         of_all = pieces_of(commit, tensors)
         of_shards = pieces_of(commit, tensors, lambda name, block: block.offsets)
     assert [[name for name, _ in piece.blocks] for piece in of_all] == [["a"], ["b"], ["a"], ["b"]]
     assert [[name for name, _ in piece.blocks] for piece in of_shards] == [["a", "b"], ["a", "b"]]
 
 
-def test_a_large_block_of_several_is_read_without_the_small_ones_behind_it(tmp_path: Path) -> None:
+def test_a_large_block_of_several_is_a_piece_without_the_small_one_after_it(tmp_path: Path) -> None:
     tensors = {"a": torch.rand(4000), "b": torch.rand(10)}
     commit = commit_of(write(Storage(tmp_path), tensors, 2, block_bytes=8000, object_bytes=OBJECT_BYTES), tensors)
     assert [block.object for block in commit.tensors["a"].blocks + commit.tensors["b"].blocks] == [0, 1, 0]
-    with patch.object(reading, "LONE_BLOCK_BYTES", 8000):
+    with patch.object(pieces_module, "LONE_BLOCK_BYTES", 8000):
         pieces = pieces_of(commit, tensors)
     assert [[name for name, _ in piece.blocks] for piece in pieces] == [["a"], ["b"], ["a"]]
 
 
-def test_shards_that_are_no_ranges_of_the_whole_come_to_their_places(tmp_path: Path) -> None:
+def test_shards_by_columns_are_read_into_the_full_tensor(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
-    whole = torch.arange(32.0, dtype=torch.float64).reshape(4, 8)
-    shards = [whole[:, :4].contiguous(), whole[:, 4:].contiguous()]
+    full = torch.arange(32.0, dtype=torch.float64).reshape(4, 8)
+    shards = [full[:, :4].contiguous(), full[:, 4:].contiguous()]
     data = [bytes(shard.view(torch.uint8).numpy().data) for shard in shards]
     blocks = tuple(
-        StoredBlock(offsets=(0, 4 * number), sizes=(4, 4), object=0, start=128 * number, crc32=zlib_ng.crc32(each))
-        for number, each in enumerate(data)
+        StoredBlock(offsets=(0, 4 * number), sizes=(4, 4), object=0, start=128 * number, crc32=zlib_ng.crc32(shard))
+        for number, shard in enumerate(data)
     )
     key = f"{PREFIX}/0-0.bin"
     storage.write(key, b"".join(data))
@@ -209,31 +212,31 @@ def test_shards_that_are_no_ranges_of_the_whole_come_to_their_places(tmp_path: P
         tensors={"w": StoredTensor(dtype="float64", shape=(4, 8), blocks=blocks)},
         record={},
     )
-    for large_bytes in (1, 1 << 20):
-        with in_slabs_from(1), patch.object(reading, "LONE_BLOCK_BYTES", large_bytes):
-            assert same(read(storage, commit)["w"], whole)
+    for lone_block_bytes in (1, 1 << 20):
+        with in_slabs_from(1), patch.object(pieces_module, "LONE_BLOCK_BYTES", lone_block_bytes):
+            assert same(read(storage, commit)["w"], full)
 
 
-def test_what_is_kept_of_a_component_keeps_nothing_of_another_and_counts_of_steps_keep_nothing(tmp_path: Path) -> None:
+def test_a_kept_tensor_keeps_no_memory_of_another_component(tmp_path: Path) -> None:
     tensors = {
         f"{component}.{name}": tensor
         for component in ("model", "optimizer")
         for name, tensor in {"w": torch.rand(2000, 1000), "step": torch.tensor(1.0)}.items()
     }
     commit = commit_of(write(Storage(tmp_path), tensors, object_bytes=OBJECT_BYTES, block_bytes=BLOCK_BYTES), tensors)
-    found, targets = allocate_state(commit)
-    slabs = [weakref.ref(each.base) for each in targets._memory._slabs]
+    loaded, targets = allocate_state(commit)
+    slabs = [weakref.ref(slab.base) for slab in targets._memory._slabs]
     del targets
-    assert len(slabs) == 2 and all(each() is not None for each in slabs)
-    kept = found.pop("model.w")
-    steps = [found.pop("model.step"), found.pop("optimizer.step")]
-    del found
-    assert sum(each() is not None for each in slabs) == 1
+    assert len(slabs) == 2 and all(slab() is not None for slab in slabs)
+    kept = loaded.pop("model.w")
+    steps = [loaded.pop("model.step"), loaded.pop("optimizer.step")]
+    del loaded
+    assert sum(slab() is not None for slab in slabs) == 1
     del kept
-    assert sum(each() is not None for each in slabs) == 0 and len(steps) == 2
+    assert sum(slab() is not None for slab in slabs) == 0 and len(steps) == 2, "step counts keep no slab"
 
 
-def test_pieces_are_read_before_anybody_asks_for_the_first_and_never_too_many() -> None:
+def test_pieces_are_read_ahead_from_the_start_and_up_to_the_limit() -> None:
     pieces = [Piece("object", number, number + 1, ()) for number in range(3 * PIECES_READ_AHEAD)]
     begun: Queue[Piece] = Queue()
 
@@ -250,7 +253,7 @@ def test_pieces_are_read_before_anybody_asks_for_the_first_and_never_too_many() 
     assert number + 1 == len(pieces) and [*reader] == []
 
 
-def test_nothing_more_is_read_after_an_error_or_once_it_is_closed() -> None:
+def test_no_more_pieces_are_read_after_an_error_or_a_close() -> None:
     pieces = [Piece("object", number, number + 1, ()) for number in range(3 * PIECES_READ_AHEAD)]
     begun: list[int] = []
 
@@ -271,8 +274,7 @@ def test_nothing_more_is_read_after_an_error_or_once_it_is_closed() -> None:
     assert [*closed] == [] and len(begun) <= PIECES_READ_AHEAD
 
 
-def test_what_is_being_read_is_waited_for_when_reading_is_closed() -> None:
-    """It goes into memory that others may send from."""
+def test_closing_waits_for_the_reads_in_progress() -> None:
     begun, go_on, done = Event(), Event(), Event()
 
     def read(piece: Piece) -> memoryview:
@@ -292,34 +294,34 @@ def test_what_is_being_read_is_waited_for_when_reading_is_closed() -> None:
     assert not closing.is_alive() and done.is_set()
 
 
-def test_every_flipped_bit_of_every_object_is_noticed_and_where_is_said(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_every_object_is_reported_with_its_range(tmp_path: Path) -> None:
     storage, tensors = Storage(tmp_path), some_tensors()
     commit = commit_of(write(storage, tensors, 2), tensors)
-    for item in commit.objects:
-        pieces = [piece for piece in pieces_of(commit, tensors) if piece.key == item.key]
-        file = tmp_path / item.key
+    for stored in commit.objects:
+        pieces = [piece for piece in pieces_of(commit, tensors) if piece.key == stored.key]
+        file = tmp_path / stored.key
         good = file.read_bytes()
-        for position in range(0, item.size, 11):
+        for position in range(0, stored.size, 11):
             bad = bytearray(good)
             bad[position] ^= 1 << position % 8
             file.write_bytes(bad)
-            with pytest.raises(CheckpointError, match=f"{item.key} does not have the checksum .* in bytes"):
+            with pytest.raises(CheckpointError, match=f"{stored.key} does not have the checksum .* in bytes"):
                 list(read_pieces(storage, pieces))
         file.write_bytes(good[:-1])
-        with pytest.raises(CheckpointError, match=f"{item.key} ends before byte"):
+        with pytest.raises(CheckpointError, match=f"{stored.key} ends before byte"):
             list(read_pieces(storage, pieces))
         file.unlink()
-        with pytest.raises(CheckpointError, match=f"{item.key} is missing"):
+        with pytest.raises(CheckpointError, match=f"{stored.key} is missing"):
             list(read_pieces(storage, pieces))
         file.write_bytes(good)
     read(storage, commit)
 
 
-def test_an_object_swapped_with_that_of_another_step_is_noticed(tmp_path: Path) -> None:
+def test_an_object_swapped_with_one_of_another_step_is_rejected(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     store = SingleRankStore(storage, keep=2)
     commits = [store.save({"model": {"w": torch.full((4, 4), float(n))}}, step=n, record={}) for n in (1, 2)]
-    one, two = (each.objects[0].key for each in commits)
+    one, two = (commit.objects[0].key for commit in commits)
     first, second = storage.read(one), storage.read(two)
     storage.write(one, second)
     storage.write(two, first)
