@@ -376,3 +376,14 @@ def test_the_identity_ignores_settings_that_a_resumed_run_may_change() -> None:
 def test_the_identity_survives_json() -> None:
     identity = config(data={"columns": ["x", "y"]}, clip_grad_norm=0.1).identity()
     assert json.loads(json.dumps(identity)) == identity
+
+
+def test_a_folder_given_as_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        RunConfig.load(tmp_path)
+
+
+@pytest.mark.parametrize("setting", ["collective_timeout_s", "clip_grad_norm", "resize_interval_s"])
+def test_infinite_numbers_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        RunConfig(**MINIMAL, **{setting: float("inf")})

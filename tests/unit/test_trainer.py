@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,3 +102,20 @@ def test_a_failing_storage_does_not_hide_why_the_run_failed(tmp_path: Path, caps
     assert "cannot write ledger/1.jsonl" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(StorageError, match="cannot write ledger"):
         trainer._conclude({"status": "finished"}, session, lease)  # type: ignore[arg-type]
+
+
+def test_a_training_function_that_cannot_be_serialized_is_refused(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def train(run: Any) -> None:
+        lock.acquire()
+
+    settings = {"name": "a", "storage": str(tmp_path), "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
+    with pytest.raises(ConfigError, match=r"train.*<unlocked _thread\.lock"):
+        ElasticTrainer(train, "data", settings)
+
+
+def test_storage_in_the_memory_of_one_process_is_refused() -> None:
+    settings = {"name": "a", "storage": "memory://a", "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
+    with pytest.raises(ConfigError, match="storage='memory://a'"):
+        ElasticTrainer(takes_a_run, "data", settings)
