@@ -1,4 +1,4 @@
-"""Commits that are whole, by their checksums, and made to harm who restores them."""
+"""Commits with valid checksums that were crafted to harm the process that restores them."""
 
 from __future__ import annotations
 
@@ -84,17 +84,17 @@ SKELETONS = {
 
 
 def restored_with(uri: str, group: ProcessGroup) -> tuple[int | None, list[str]]:
-    """The step that a rank restores, and what of the newer ones was rejected."""
+    """The step that a rank restores, and the rejected commits."""
     store = SingleRankStore(Storage(uri), keep=2)
-    found = restore(store, Storage(uri), group)
-    return None if found is None else step_of(found[1]), [key for key, _ in store.rejected]
+    restored = restore(store, Storage(uri), group)
+    return None if restored is None else step_of(restored[1]), [key for key, _ in store.rejected]
 
 
 def restore_all(group: ProcessGroup, uris: list[str]) -> list[tuple[int | None, list[str]]]:
     return [restored_with(uri, group) for uri in uris]
 
 
-def test_a_crafted_skeleton_has_all_ranks_use_the_commit_before(tmp_path: Path) -> None:
+def test_all_ranks_reject_a_crafted_skeleton(tmp_path: Path) -> None:
     names = ["an absurd shape of nothing", "a module of torch", "no text", "nothing", "deep JSON", "deep tuples"]
     uris = [str(tmp_path / name.replace(" ", "-")) for name in names]
     for uri, name in zip(uris, names, strict=True):
@@ -104,8 +104,8 @@ def test_a_crafted_skeleton_has_all_ranks_use_the_commit_before(tmp_path: Path) 
     assert first == [(1, ["commits/2.json"])] * len(names) and second == [(1, [])] * len(names)
 
 
-def test_a_skeleton_in_another_encoding_has_the_commit_before_used(tmp_path: Path) -> None:
-    """JSON may be in UTF-16, too, and would be guessed to be."""
+def test_a_skeleton_in_another_encoding_is_rejected(tmp_path: Path) -> None:
+    """Given bytes, json detects UTF-16."""
     storage = Storage(tmp_path)
     [_, newest] = save(storage, 1, 2)
     text = storage.read(newest.state.key).decode().encode("utf-16")
@@ -116,17 +116,17 @@ def test_a_skeleton_in_another_encoding_has_the_commit_before_used(tmp_path: Pat
 
 
 def steps_used() -> dict[str, int | None]:
-    """Which of two commits is used, by what the newer one's skeleton is."""
-    found = {}
+    """Which of two commits is restored, by the skeleton of the newer one."""
+    steps = {}
     for name, skeleton in SKELETONS.items():
         storage = Storage(f"memory://{uuid.uuid4().hex}")
         save(storage, 1)
         plant(storage, 2, skeleton, TENSORS)
-        found[name] = restored_step(storage)
-    return found
+        steps[name] = restored_step(storage)
+    return steps
 
 
-def test_a_crafted_skeleton_allocates_little_and_the_commit_before_is_used() -> None:
+def test_a_crafted_skeleton_is_rejected_in_little_memory() -> None:
     steps, used = in_little_memory(steps_used, more_bytes=2**30)
     assert steps == dict.fromkeys(SKELETONS, 1) and used < 100 << 20
 
@@ -136,7 +136,7 @@ def arrays_of_one_tensor() -> int:
     return len(unflatten(nodes, {"w": TENSORS["model.w"]}))
 
 
-def test_a_tensor_that_is_named_again_and_again_is_there_once() -> None:
+def test_a_tensor_that_a_skeleton_names_many_times_takes_memory_once() -> None:
     count, used = in_little_memory(arrays_of_one_tensor, more_bytes=2**30)
     assert count == 2000 and used < 48 << 20
 
@@ -144,61 +144,61 @@ def test_a_tensor_that_is_named_again_and_again_is_there_once() -> None:
 # Sizes.
 
 
-def why_not(group: ProcessGroup, uri: str) -> str:
-    """What a rank says that has not the memory for the newest commit."""
+def refusal(group: ProcessGroup, uri: str) -> str:
+    """The error of a rank that has too little memory for the newest commit."""
     before = Storage(uri).list()
     with pytest.raises(ConfigError) as caught:
         restored_with(uri, group)
-    assert Storage(uri).list() == before, "it may be good, and is not set aside"
+    assert Storage(uri).list() == before, "the commit may be good"
     return str(caught.value)
 
 
-def test_a_commit_that_no_memory_has_room_for_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    as_many = reader.MEMORY_BYTES // MAX_BLOCK_BYTES
+def test_a_commit_larger_than_the_memory_is_refused_and_stays(tmp_path: Path) -> None:
+    num_blocks = reader.MEMORY_BYTES // MAX_BLOCK_BYTES
     for name, tensors in {
-        "one that is larger than the memory": {"model.w": (as_many + 1, MAX_BLOCK_BYTES)},
-        "several that are together": {f"model.{n}": (as_many // 3 + 1, MAX_BLOCK_BYTES) for n in range(3)},
+        "one tensor": {"model.w": (num_blocks + 1, MAX_BLOCK_BYTES)},
+        "several tensors together": {f"model.{n}": (num_blocks // 3 + 1, MAX_BLOCK_BYTES) for n in range(3)},
     }.items():
         folder = tmp_path / name.replace(" ", "-")
         save(Storage(folder), 1)
         plant_sparse(folder, 2, tensors)
-        assert "commits/2.json needs" in why_not(single_rank_group(), str(folder))
+        assert "commits/2.json needs" in refusal(single_rank_group(), str(folder))
 
 
 def used_and_verified(uri: str) -> tuple[int, list[str]]:
-    """The step that is restored, and what `verify` says of all commits."""
+    """The step that is restored, and the errors of `verify` for all commits."""
     store = SingleRankStore(Storage(uri), keep=2)
-    said = []
+    errors = []
     for _, commit in store.all_commits():
         try:
             if isinstance(commit, CheckpointError):
                 raise commit
             store.verify(commit)
         except CheckpointError as error:
-            said.append(str(error))
-    found = store.load_latest()
-    assert found is not None
-    return found[0].step, said
+            errors.append(str(error))
+    loaded = store.load_latest()
+    assert loaded is not None
+    return loaded[0].step, errors
 
 
 @pytest.mark.parametrize("size", [MAX_BLOCK_BYTES + 16, 3 << 29, 2**43])
-def test_a_block_that_is_larger_than_any_is_written_is_never_read(tmp_path: Path, size: int) -> None:
+def test_a_block_larger_than_the_limit_is_never_read(tmp_path: Path, size: int) -> None:
     assert MAX_BLOCK_BYTES >= BLOCK_BYTES
     save(Storage(tmp_path), 1)
     plant_sparse(tmp_path, 2, {"model.w": (1, size)})
-    (step, said), used = in_little_memory(used_and_verified, str(tmp_path), more_bytes=2**31)
-    assert step == 1 and len(said) == 1
-    assert f"a block has {size} bytes; the limit is {MAX_BLOCK_BYTES}" in said[0]
+    (step, errors), used = in_little_memory(used_and_verified, str(tmp_path), more_bytes=2**31)
+    assert step == 1 and len(errors) == 1
+    assert f"a block has {size} bytes; the limit is {MAX_BLOCK_BYTES}" in errors[0]
     assert used < 100 << 20
 
 
-def test_what_this_machine_has_no_memory_for_is_not_begun_however_much_it_promises(
+def test_a_restore_that_needs_more_memory_than_there_is_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = SingleRankStore(Storage(tmp_path), keep=2)
     for step in (1, 2):
         store.save({"model": torch.zeros(1000 * step)}, step=step, record={})
-    monkeypatch.setattr(reader, "MEMORY_BYTES", 2 * 8000 - 1)  # for the tensor, and for its bytes as they come
+    monkeypatch.setattr(reader, "MEMORY_BYTES", 2 * 8000 - 1)  # the tensor, and its bytes as they are read
     with pytest.raises(
         ConfigError, match=r"commits/2.json needs 16000 bytes of memory on .* has 15999 bytes.*more memory"
     ):
@@ -206,9 +206,7 @@ def test_what_this_machine_has_no_memory_for_is_not_begun_however_much_it_promis
     assert not store.rejected
 
 
-def test_memory_that_was_there_and_cannot_be_had_is_no_word_on_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_allocation_does_not_reject_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(Storage(tmp_path), 1)
     monkeypatch.setattr(host_memory, "Memory", Mock(side_effect=MemoryError("unable to allocate 34.0 MiB")))
     store = SingleRankStore(Storage(tmp_path), keep=2)
@@ -217,38 +215,40 @@ def test_memory_that_was_there_and_cannot_be_had_is_no_word_on_the_commit(
     assert not store.rejected
 
 
-def test_shapes_that_no_tensor_can_have_have_the_commit_before_used(tmp_path: Path) -> None:
+def test_a_commit_with_impossible_shapes_is_rejected(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     save(storage, 1)
     commit = plant(storage, 2, NAMES_NOTHING, {"model.w": torch.empty(0, 1, 1)})
     body = json.loads(commit.model_dump_json())
-    for each in (body["tensors"]["model.w"], *body["tensors"]["model.w"]["blocks"]):
-        each["shape" if "shape" in each else "sizes"] = [2**48, 2**48, 0]
+    tensor = body["tensors"]["model.w"]
+    tensor["shape"] = [2**48, 2**48, 0]
+    for block in tensor["blocks"]:
+        block["sizes"] = tensor["shape"]
     storage.write(commit.key, Commit.model_validate_json(json.dumps(body)).to_bytes())
     store = SingleRankStore(storage, keep=2)
-    found = store.load_latest()
-    assert found is not None and found[0].step == 1
+    loaded = store.load_latest()
+    assert loaded is not None and loaded[0].step == 1
     assert "commits/2.json lists tensors that cannot exist" in store.rejected[0][1]
 
 
 def restore_in_little_memory(group: ProcessGroup, uri: str, poor: int) -> str:
     if group.rank == poor:
         limit_memory(1 << 30)
-    return why_not(group, uri)
+    return refusal(group, uri)
 
 
 @pytest.mark.parametrize("poor", [0, 1])
-def test_what_one_rank_has_no_memory_for_all_ranks_refuse_with_its_words(tmp_path: Path, poor: int) -> None:
+def test_all_ranks_refuse_what_one_rank_has_too_little_memory_for(tmp_path: Path, poor: int) -> None:
     save(Storage(tmp_path), 1)
     plant_sparse(tmp_path, 2, {"model.w": (128, 16 << 20)})
     first, second = run_ranks(2, restore_in_little_memory, str(tmp_path), poor)
     assert first == second and "commits/2.json needs" in first
 
 
-# Anything.
+# Arbitrary skeletons.
 
 TEXT = st.text("ab0.[~\x00é\ud800\U0001f600", max_size=4)
-"""For all of Unicode, hypothesis makes a table first, which takes 200 MB."""
+"""A strategy for all of Unicode builds a table of 200 MB first."""
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), TEXT,
     st.sampled_from(["weight", "bias", "state.0.exp_avg", "complex", "__metadata__"]),
@@ -275,26 +275,26 @@ ANYTHING = st.recursive(
 )
 
 
-def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Ways to all that is in a tree of JSON."""
+def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths to everything in a tree of JSON."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [way, *(place for key, each in inner for place in places(each, (*way, key)))]
+    return [path, *(below for key, child in inner for below in paths(child, (*path, key)))]
 
 
-def changed(value: Any, way: tuple[Any, ...], other: Any) -> Any:
-    if not way:
+def changed(value: Any, path: tuple[Any, ...], other: Any) -> Any:
+    if not path:
         return other
     copy = value.copy()
-    copy[way[0]] = changed(value[way[0]], way[1:], other)
+    copy[path[0]] = changed(value[path[0]], path[1:], other)
     return copy
 
 
 def _within_tensors(skeleton: Any) -> list[tuple[Any, ...]]:
-    return [way for way in places(skeleton) if {"shape", "dtype"} & {*way}]
+    return [path for path in paths(skeleton) if {"shape", "dtype"} & {*path}]
 
 
 def restore_anything() -> None:
-    """Replaces something in the skeleton of a real state, or all of it, and restores."""
+    """Replaces a part of the skeleton of a real state, and restores."""
     storage = Storage(f"memory://{uuid.uuid4().hex}")
     store = SingleRankStore(storage, keep=9)
     real = store.save(make_state(2), step=2, record={})
@@ -302,12 +302,12 @@ def restore_anything() -> None:
     for _ in reader.read_pieces(storage, pieces_of(real, tensors), targets):
         pass
     skeleton = json.loads(store.skeleton(real))
-    ways = st.one_of(*(st.sampled_from(ways) for ways in (places(skeleton), _within_tensors(skeleton))))
+    either = st.one_of(*(st.sampled_from(group) for group in (paths(skeleton), _within_tensors(skeleton))))
 
     @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(ways, ANYTHING, st.randoms(use_true_random=False))
-    def fuzz(way: tuple[Any, ...], value: Any, random: Any) -> None:
-        text = json.dumps(changed(skeleton, way, value))
+    @given(either, ANYTHING, st.randoms(use_true_random=False))
+    def fuzz(path: tuple[Any, ...], value: Any, random: Any) -> None:
+        text = json.dumps(changed(skeleton, path, value))
         if random.random() < 0.1:
             text = text[: random.randrange(len(text))]
         try:
@@ -320,16 +320,16 @@ def restore_anything() -> None:
     fuzz()
 
 
-def test_whatever_a_skeleton_holds_is_a_state_or_an_error_and_allocates_little() -> None:
+def test_any_skeleton_is_a_state_or_a_checkpoint_error_in_little_memory() -> None:
     _, used = in_little_memory(restore_anything, more_bytes=2**30)
     assert used < 200 << 20
 
 
-# Weights that others give.
+# Pretrained weights.
 
 
 @pytest.mark.parametrize("node", [[1], {"kind": "dict", "value": [[1, 2], ["a", 3]]}, "text", None], ids=str)
-def test_weights_of_no_model_are_refused(tmp_path: Path, node: Any) -> None:
+def test_a_state_that_is_not_a_models_weights_is_refused(tmp_path: Path, node: Any) -> None:
     skeleton = json.dumps({"model": node}).encode()
     commit = plant(Storage(tmp_path), 2, skeleton, {"model.w": torch.zeros(16)})
     with pytest.raises(CheckpointError, match="does not hold the weights of a model"):

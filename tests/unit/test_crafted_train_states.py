@@ -1,4 +1,4 @@
-"""States that can be read, and are those of no run."""
+"""States that can be read and do not fit the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import flatten, unflatten, weights_sha256
 from elastic_ddp.worker.train_state import Position, TrainState
 from tests.single_rank_store import SingleRankStore
-from tests.unit.test_crafted_states import places
+from tests.unit.test_crafted_states import paths
 
 
 class Model(torch.nn.Sequential):
@@ -69,9 +69,9 @@ def trained() -> dict[str, Any]:
     return state.state_dict()
 
 
-def put(*way: Any) -> Callable[[dict[str, Any]], None]:
-    """Puts the last of these where the others lead."""
-    *before, last, value = way
+def put(*path: Any) -> Callable[[dict[str, Any]], None]:
+    """Sets the value at a path; both are in the arguments, the value last."""
+    *before, last, value = path
 
     def change(state: dict[str, Any]) -> None:
         inner: Any = state
@@ -110,17 +110,17 @@ def put(*way: Any) -> Callable[[dict[str, Any]], None]:
         (lambda state: state["position"].pop("samples"), "position is invalid"),
     ],
 )
-def test_a_state_of_no_run_is_refused(change: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_a_state_that_does_not_fit_the_run_is_refused(change: Callable[[dict[str, Any]], None], message: str) -> None:
     saved = trained()
     change(saved)
     state = prepared()
     with pytest.raises(CheckpointError, match=message):
         state.load_state_dict(saved)
     assert state.position == Position()
-    assert all(isinstance(each.step, types.MethodType) for each in state.schedulers)
+    assert all(isinstance(scheduler.step, types.MethodType) for scheduler in state.schedulers)
 
 
-def test_a_setting_of_the_users_in_a_group_of_parameters_is_kept() -> None:
+def test_a_users_setting_in_a_parameter_group_is_restored() -> None:
     state = prepared()
     train(state)
     state.optimizers[0].param_groups[0]["frozen"] = True
@@ -130,7 +130,7 @@ def test_a_setting_of_the_users_in_a_group_of_parameters_is_kept() -> None:
 
 
 class Wide(torch.nn.Module):
-    """With a buffer that is not kept with the weights."""
+    """A model with a buffer that is not in its state_dict."""
 
     def __init__(self, name: str = "table") -> None:
         super().__init__()
@@ -155,8 +155,8 @@ def train_state_of(model: torch.nn.Module) -> TrainState:
     ],
     ids=["parameters", "a buffer", "a new buffer", "no buffer"],
 )
-def test_a_model_of_other_dtypes_or_buffers_is_another_one(change: Callable[[Any], Any], message: str) -> None:
-    """Torch would round the weights, and say nothing."""
+def test_a_model_with_other_dtypes_or_buffers_is_refused(change: Callable[[Any], Any], message: str) -> None:
+    """Torch would round the weights without an error."""
     saved, model = train_state_of(Wide()).state_dict(), Wide()
     state = train_state_of(model)
     change(model)
@@ -167,7 +167,7 @@ def test_a_model_of_other_dtypes_or_buffers_is_another_one(change: Callable[[Any
 
 
 class Scaled(Wide):
-    """Has measured something once it was trained."""
+    """A model whose extra state changes its type during training."""
 
     scale: Any = None
 
@@ -179,7 +179,7 @@ class Scaled(Wide):
 
 
 @pytest.mark.parametrize("before", [None, torch.zeros((), dtype=torch.int64), {"of": 1}], ids=["none", "int64", "dict"])
-def test_extra_state_of_a_module_may_be_of_another_kind_than_when_it_was_built(before: Any) -> None:
+def test_extra_state_may_have_another_type_than_when_the_module_was_built(before: Any) -> None:
     trained, built = Scaled(), Scaled()
     trained.scale, built.scale = torch.tensor(1.5), before
     train_state_of(built).load_state_dict(train_state_of(trained).state_dict())
@@ -187,7 +187,7 @@ def test_extra_state_of_a_module_may_be_of_another_kind_than_when_it_was_built(b
 
 
 class Counting(torch.optim.SGD):
-    """Gets a setting when it steps, as several optimizers outside of torch do."""
+    """An optimizer that adds a setting in `step`, as several outside of torch do."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -195,7 +195,7 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_anothers_optimizer_has_since_its_first_step_comes_back() -> None:
+def test_a_setting_that_an_optimizer_adds_in_its_first_step_is_restored() -> None:
     def counting() -> TrainState:
         state = TrainState(model=PreparedModel(Model(), device=torch.device("cpu"), bf16=False))
         state.add_optimizer(Counting(state.module.parameters(), lr=0.1, momentum=0.9))
@@ -211,16 +211,16 @@ def test_what_anothers_optimizer_has_since_its_first_step_comes_back() -> None:
 
 
 class Mixed(torch.optim.SGD):
-    """Keeps state of many kinds, and none of it in the dtype of its parameter."""
+    """An optimizer with state of many types, none in the dtype of its parameter."""
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
-            own = self.state[parameter]
-            own["master"] = own.get("master", parameter.detach().to(torch.float64)) + 1 / 3
-            own["seen"] = own.get("seen", torch.zeros(3, dtype=torch.int64)) + 2**40 + 1
-            own["mask"] = torch.tensor([True, False])
-            own["scale"] = {"kind": "dynamic", "at": [torch.tensor(1.1, dtype=torch.float64), "a", 2]}
-            own["last"] = deque([torch.tensor(7, dtype=torch.int8)], maxlen=4)
+            state = self.state[parameter]
+            state["master"] = state.get("master", parameter.detach().to(torch.float64)) + 1 / 3
+            state["seen"] = state.get("seen", torch.zeros(3, dtype=torch.int64)) + 2**40 + 1
+            state["mask"] = torch.tensor([True, False])
+            state["scale"] = {"kind": "dynamic", "at": [torch.tensor(1.1, dtype=torch.float64), "a", 2]}
+            state["last"] = deque([torch.tensor(7, dtype=torch.int8)], maxlen=4)
         return super().step(closure)
 
 
@@ -230,10 +230,10 @@ class Mixed(torch.optim.SGD):
     [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Rprop, Mixed],
     ids=lambda kind: kind.__name__,
 )
-def test_an_optimizers_state_comes_back_to_the_bit_whatever_its_dtype(
+def test_optimizer_state_of_any_dtype_is_restored_bit_for_bit(
     kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype
 ) -> None:
-    """Torch's own loader makes it that of the parameter."""
+    """`Optimizer.load_state_dict` converts state to the dtype of the parameter."""
 
     def steps(state: TrainState, count: int) -> str:
         for number in range(count):
@@ -251,20 +251,20 @@ def test_an_optimizers_state_comes_back_to_the_bit_whatever_its_dtype(
     before, after = prepared_with(), prepared_with()
     steps(before, 2)
     after.load_state_dict(unflatten(*flatten(copy.deepcopy(before.state_dict()))))
-    one, other = (flatten(each.state_dict()) for each in (before, after))
-    assert one[0] == other[0] and one[1].keys() == other[1].keys()
-    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+    (skeleton, tensors), (expected_skeleton, expected) = (flatten(state.state_dict()) for state in (after, before))
+    assert skeleton == expected_skeleton and tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert steps(before, 2) == steps(after, 2)
 
 
 class RoundsWhatItLoads(Mixed):
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
-        for own in self.state.values():
-            own["master"] = own["master"].round()
+        for state in self.state.values():
+            state["master"] = state["master"].round()
 
 
-def test_an_optimizer_that_loads_in_its_own_way_is_left_to_it() -> None:
+def test_an_optimizer_with_its_own_load_state_dict_uses_it() -> None:
     def prepared_with() -> TrainState:
         state = TrainState(model=PreparedModel(Model(), device=torch.device("cpu"), bf16=False))
         state.add_optimizer(RoundsWhatItLoads(state.module.parameters(), lr=0.1))
@@ -277,7 +277,7 @@ def test_an_optimizer_that_loads_in_its_own_way_is_left_to_it() -> None:
 
 
 class Masked(Model):
-    """Has a buffer of which elements share their memory, twice."""
+    """A model with an expanded buffer that is registered twice."""
 
     def __init__(self, value: float = 1.0) -> None:
         super().__init__()
@@ -286,24 +286,24 @@ class Masked(Model):
         unshare_buffers(self)
 
 
-def test_a_buffer_whose_elements_shared_their_memory_comes_back() -> None:
+def test_an_expanded_buffer_is_restored() -> None:
     def masked(value: float) -> TrainState:
         return TrainState(model=PreparedModel(Masked(value), device=torch.device("cpu"), bf16=False))
 
     before, after = masked(float("nan")), masked(2.0)
     after.load_state_dict(before.state_dict())
     mask: Any = after.module.mask
-    assert mask.isnan().all() and mask is after.module[0].same, "what was one is one"
+    assert mask.isnan().all() and mask is after.module[0].same, "it is still shared"
 
 
-def test_a_buffer_of_another_shape_does_not_fit() -> None:
+def test_a_buffer_of_another_shape_is_refused() -> None:
     saved = prepared().state_dict()
-    saved["buffers"]["passing"] = torch.ones(1)  # torch would spread it
+    saved["buffers"]["passing"] = torch.ones(1)  # torch would broadcast it
     with pytest.raises(CheckpointError, match=r"passing has shape \(1,\) in the commit and \(2,\)"):
         prepared().load_state_dict(saved)
 
 
-def test_a_buffer_has_the_same_bits_where_it_is_equal_to_what_was_there() -> None:
+def test_a_buffer_is_restored_bit_for_bit_even_if_equal() -> None:
     before, after = prepared(), prepared()
     buffer = dict(before.module.named_buffers())["passing"]
     buffer.fill_(-0.0)
@@ -312,7 +312,7 @@ def test_a_buffer_has_the_same_bits_where_it_is_equal_to_what_was_there() -> Non
 
 
 class Warmup(StepLR):
-    """A user's, with an attribute from its first step on."""
+    """A user's scheduler that adds an attribute in its first step."""
 
     def step(self, epoch: int | None = None) -> None:
         super().step(epoch)
@@ -320,7 +320,7 @@ class Warmup(StepLR):
             self.warmed_up = True
 
 
-def test_what_a_users_scheduler_has_since_its_first_step_comes_back_and_nothing_in_a_methods_place() -> None:
+def test_a_users_scheduler_is_restored_and_its_methods_are_not_replaced() -> None:
     def prepared_with() -> TrainState:
         state = TrainState(model=PreparedModel(Model(), device=torch.device("cpu"), bf16=False))
         sgd = torch.optim.SGD(state.module.parameters(), lr=0.1)
@@ -339,12 +339,12 @@ def test_what_a_users_scheduler_has_since_its_first_step_comes_back_and_nothing_
             prepared_with().load_state_dict({**saved, "scheduler": {"0": {**saved["scheduler"]["0"], name: 3}}})
 
 
-def test_a_state_that_says_another_step_than_its_commit_has_the_one_before_used(tmp_path: Path) -> None:
+def test_a_commit_whose_state_has_another_step_is_rejected(tmp_path: Path) -> None:
     for step, position in ((1, {"step": 1}), (2, {"step": 3}), (3, {"step": 3.0}), (4, {}), (5, "5"), (6, [6])):
         store = SingleRankStore(Storage(tmp_path), keep=9)
         store.save({"position": position, "model": {"w": torch.ones(2)}}, step=step, record={})
-    found = store.load_latest()
-    assert found is not None and found[0].step == 1
+    loaded = store.load_latest()
+    assert loaded is not None and loaded[0].step == 1
     assert [reason.partition(": its")[0] for _, reason in store.rejected][-1].endswith("is not a state of step 2")
     assert "its position is {'step': 3}" in store.rejected[-1][1]
 
@@ -367,20 +367,23 @@ ANYTHING = st.recursive(
     max_leaves=6,
 )
 SAVED = trained()
+PATHS = [path for path in paths(SAVED) if path]
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([way for way in places(SAVED) if way]), ANYTHING, st.sampled_from(["replace", "remove", "add"]))
-def test_whatever_a_state_holds_is_taken_or_an_error(way: tuple[Any, ...], other: Any, how: str) -> None:
+@given(
+    st.sampled_from([path for path in paths(SAVED) if path]), ANYTHING, st.sampled_from(["replace", "remove", "add"])
+)
+def test_any_state_is_loaded_or_is_a_checkpoint_error(path: tuple[Any, ...], other: Any, how: str) -> None:
     saved = copy.deepcopy(SAVED)
     inner: Any = saved
-    for key in way[:-1]:
+    for key in path[:-1]:
         inner = inner[key]
     if how == "replace":
-        inner[way[-1]] = copy.deepcopy(other)
+        inner[path[-1]] = copy.deepcopy(other)
     elif how == "remove":
-        del inner[way[-1]]
+        del inner[path[-1]]
     elif isinstance(inner, dict):
         inner[other if isinstance(other, str | int) else "step"] = copy.deepcopy(other)
     state = prepared()
@@ -390,4 +393,4 @@ def test_whatever_a_state_holds_is_taken_or_an_error(way: tuple[Any, ...], other
         return
     assert type(state.position.step) is int and type(state.position.samples) is int
     state.position.after(4, [b"digest"])
-    assert all(isinstance(each.step, types.MethodType) for each in state.schedulers)
+    assert all(isinstance(scheduler.step, types.MethodType) for scheduler in state.schedulers)
