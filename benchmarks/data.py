@@ -1,11 +1,12 @@
-"""What the data path costs: `python benchmarks/data.py` prints a table and writes its figures as JSON.
+"""Measures the data path: `python benchmarks/data.py` prints a table and writes its figures as JSON.
 
-Four questions, each answered by what it compares in one run, on data it writes into a temporary folder:
+It writes a data set into a temporary folder and measures:
 
-    rows/s     one worker's feed against a torch DataLoader that shuffles the same Parquet files in worker processes
-    bytes      what W workers together fetch in an epoch, counted by the HTTP server that holds the files
-    entry      an epoch entered at its last step against its first step, until that step's micro-batches are there
-    memory     what the order of an epoch takes, for more rows and for more row groups
+    rows/s     one worker's feed, and a torch DataLoader that shuffles the same Parquet files in worker processes
+    bytes      the bytes that W workers together read in an epoch, counted by the HTTP server of the files
+    entry      the time to the first micro-batches of an epoch's last step, and of its first step
+    memory     the memory of an epoch's order, for more rows and for more row groups
+    shuffle    how well the rows of a sorted data set are mixed
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from elastic_ddp.data.order import EpochOrder, EpochShape, FeedPlan, Lane
 
 NUM_MICRO_BATCHES = 8
 MICRO_BATCH_SIZES = (64, 512)
-MICRO_BATCH_SIZE = MICRO_BATCH_SIZES[0]  # where it makes no difference
+MICRO_BATCH_SIZE = MICRO_BATCH_SIZES[0]  # for measurements that do not depend on it
 
 
 def write_dataset(folder: Path, *, num_files: int, groups_per_file: int, rows_per_group: int, tokens: int) -> None:
-    """Rows of `tokens` 32-bit integers and a label, as a tokenized text would be stored. The last row group of a file
-    is short, so that lanes begin and end inside row groups."""
+    """Writes rows of `tokens` 32-bit integers and a label, like a tokenized text. The last row group of each file is
+    short, so that lanes begin and end inside row groups."""
     random = np.random.default_rng(0)
     rows = groups_per_file * rows_per_group - rows_per_group // 3
     for number in range(num_files):
@@ -83,8 +84,8 @@ def run_feed(feed: MicroBatchFeed, first_step: int, last_step: int) -> int:
 
 
 class ShuffledRowGroups(IterableDataset):
-    """The usual way to shuffle Parquet with a DataLoader: row groups in a random order, dealt out to the workers, and
-    the rows of each permuted. Batches are cut here, so that nothing is collated row by row."""
+    """Shuffles Parquet as usual with a DataLoader: row groups in random order, distributed over worker processes, and
+    the rows of each permuted. It yields batches, so that rows are not collated one by one."""
 
     def __init__(self, index: DatasetIndex, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -95,8 +96,8 @@ class ShuffledRowGroups(IterableDataset):
         worker = get_worker_info()
         order = np.random.default_rng(0).permutation(len(self.groups))[worker.id :: worker.num_workers]
         files: dict[int, pq.ParquetFile] = {}
-        for number, place in enumerate(order):
-            file, group = self.groups[place]
+        for number, index in enumerate(order):
+            file, group = self.groups[index]
             if file not in files:
                 files[file] = pq.ParquetFile(self.paths[file])
             table = files[file].read_row_group(group)
@@ -121,7 +122,7 @@ def run_loader(index: DatasetIndex, batch_size: int, num_workers: int) -> int:
 def measure_throughput(
     index: DatasetIndex, *, micro_batch_size: int, pairs: int, num_workers: int
 ) -> dict[str, object]:
-    """Rows/s over an epoch from nothing to its last batch, in alternation, after one of each that is not counted."""
+    """Measures rows/s over an epoch, start-up included. Feed and loader alternate, after an uncounted run of each."""
     steps = EpochShape(index.num_rows, NUM_MICRO_BATCHES, micro_batch_size).steps_per_epoch
     feeds, loaders = [], []
     for _ in range(pairs + 1):
@@ -144,7 +145,7 @@ def measure_throughput(
 
 
 class CountingServer:
-    """An HTTP server with byte ranges over a folder, which counts the bytes it sends of the files."""
+    """An HTTP server with byte ranges for a folder, which counts the bytes that it sends."""
 
     def __init__(self, folder: Path) -> None:
         counter = self
@@ -215,10 +216,10 @@ def measure_bytes(folder: Path) -> list[dict[str, object]]:
 
 
 def measure_entry(index: DatasetIndex, pairs: int) -> dict[str, object]:
-    """Entering epoch 3 at its last step against its first, in alternation, after one of each that is not counted.
+    """Measures entering epoch 3 at its first and at its last step, alternating, after an uncounted run of each.
 
-    The order alone, of 10^8 rows in 10^5 row groups: until every lane's first rows are known. A feed: from nothing
-    until the step's micro-batches are there.
+    For the order alone, of 10^8 rows in 10^5 row groups, until the first rows of every lane are known. For a feed, from
+    its creation until the micro-batches of the step are ready.
     """
     large = EpochShape(10**8, NUM_MICRO_BATCHES, MICRO_BATCH_SIZE)
     groups = np.full(10**5, 10**3)
@@ -252,7 +253,7 @@ def compare(first: list[float], last: list[float]) -> dict[str, float]:
 
 
 def measure_memory() -> list[dict[str, object]]:
-    """What entering an epoch allocates: kept for the epoch, and at most at once (one window's permutation on top)."""
+    """Measures the memory that entering an epoch allocates: for the epoch, and at most, with a window's permutation."""
     results = []
     for num_rows, num_groups in ((10**4, 10**3), (10**8, 10**3), (10**8, 10**4), (10**8, 10**5)):
         rows_per_group = np.full(num_groups, num_rows // num_groups)
@@ -271,8 +272,8 @@ def measure_memory() -> list[dict[str, object]]:
 
 
 def measure_shuffle() -> list[dict[str, float]]:
-    """How well a sorted data set is mixed: the variance of the label counts of a global batch beside that of a full
-    shuffle, and the correlation of a row's place in the epoch with its value."""
+    """Measures the shuffle of a sorted data set: the variance of a global batch's label counts relative to a full
+    shuffle, and the correlation of a row's position in the epoch with its value."""
     num_rows, num_groups, num_labels, results = 10**6, 1000, 10, []
     rows_per_group = np.full(num_groups, num_rows // num_groups)
     for num_lanes, micro_batch_size in ((8, 32), (64, 4)):
@@ -286,21 +287,21 @@ def measure_shuffle() -> list[dict[str, float]]:
             labels = batches * num_labels // num_rows
             counts = np.stack([(labels == label).sum(axis=1) for label in range(num_labels)], 1)
             full_shuffle = batches.shape[1] / num_labels * (1 - 1 / num_labels)
-            place = np.repeat(np.arange(steps), batches.shape[1])
+            position = np.repeat(np.arange(steps), batches.shape[1])
             results.append(
                 {
                     "micro_batches": num_lanes,
                     "micro_batch_size": micro_batch_size,
                     "window_row_groups": window,
                     "variance_ratio": float(counts.var(axis=0).mean() / full_shuffle),
-                    "correlation": float(np.corrcoef(place, batches.reshape(-1))[0, 1]),
+                    "correlation": float(np.corrcoef(position, batches.reshape(-1))[0, 1]),
                 }
             )
     return results
 
 
 def rows_of(lane: Lane, rows_per_group: int) -> np.ndarray:
-    """The rows of a lane in its order, by their place in the data set."""
+    """Returns the row ids of a lane, in its order."""
     windows = []
     for window in range(len(lane.window_starts) - 1):
         parts = [
@@ -314,8 +315,8 @@ def rows_of(lane: Lane, rows_per_group: int) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/data.json"))
-    parser.add_argument("--pairs", type=int, default=5, help="measurements of each side; medians are reported")
-    parser.add_argument("--rows", type=int, default=200_000, help="rows of 1 KiB in the data set")
+    parser.add_argument("--pairs", type=int, default=5, help="number of measurements of each side")
+    parser.add_argument("--rows", type=int, default=200_000, help="number of rows of 1 KiB in the data set")
     arguments = parser.parse_args()
     cores = os.cpu_count() or 1
     ray.init("local", num_cpus=cores, include_dashboard=False, logging_level="warning", log_to_driver=False)
@@ -364,14 +365,14 @@ def print_table(results: dict[str, Any], output: Path) -> None:
         entry = results["entry"][name]
         line(f"{label}: epoch 3 entered at its first step, ms", f"{entry['first_step_s'] * 1e3:.1f}")
         line(f"{label}: epoch 3 entered at its last step, ms", f"{entry['last_step_s'] * 1e3:.1f}")
-        line(f"{label}: last / first", f"{entry['ratio']:.2f}", "no more than 1, but for noise")
+        line(f"{label}: last / first", f"{entry['ratio']:.2f}", "at most 1, except for noise")
     for entry in results["memory"]:
         label = f"order of {entry['rows']:.0e} rows in {entry['row_groups']:.0e} row groups, KiB"
         line(label, f"{entry['kept_bytes'] / 1024:,.0f}", "grows with row groups, not rows")
         line(
-            "and while a window of row groups is permuted, KiB",
+            "with the permutation of a window, KiB",
             f"{entry['peak_bytes'] / 1024:,.0f}",
-            "and with a window's rows",
+            "grows with a window's rows",
         )
     for entry in results["shuffle"]:
         label = f"{entry['micro_batches']} micro-batches of {entry['micro_batch_size']}, windows of "

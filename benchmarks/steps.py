@@ -1,16 +1,16 @@
-"""What whole steps cost next to plain DDP: `python benchmarks/steps.py` prints a table and writes its figures as JSON.
+"""Compares whole steps with plain DDP: `python benchmarks/steps.py` prints a table and writes its figures as JSON.
 
-The same GPT of 10 M parameters, Parquet rows, batches, clipping and AdamW on two workers of one thread each (on as many
-as `--workers` says), over gloo:
+All sides train the same GPT of 10 M parameters with the same Parquet rows, batches, clipping and AdamW. They use gloo
+and two workers (or `--workers`) of one thread each:
 
     plain        torchrun, DistributedDataParallel with no_sync, DataLoader with a DistributedSampler
     native       ElasticTrainer with `reduction="native"`, the stock all-reduce
     canonical    ElasticTrainer with `reduction="canonical"`, the same bits at every world size
 
-Other programs of a machine come and go within seconds, so all sides are started and warmed up, and then take turns: one
-runs for ten seconds while every process of the others, Ray's included, is stopped (SIGSTOP). A turn in which programs
-beside the benchmark took more than 5 % of the machine is taken again, for as long as patience lasts. A round gives each
-side a turn, in an order that moves on; a figure is the median over rounds, a ratio the median of the rounds' ratios.
+The load of other programs changes within seconds. So all sides are started and warmed up, and then take turns: one runs
+for ten seconds while all processes of the others, including Ray's, are stopped (SIGSTOP). A turn in which other
+programs used more than 5 % of the machine is repeated, until `--patience-s` has passed. Each round has one turn of each
+side, in rotating order. Figures are medians over rounds, and ratios are medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TARGETS = {"native": 0.95, "canonical": 0.85}
 
 
 def write_dataset(folder: Path) -> None:
-    """Windows of bytes, as `examples/text.py` cuts them out of text; what the bytes are does not change the time."""
+    """Writes random windows of bytes in the format of `examples/text.py`. Their values do not affect the time."""
     length = MODEL["context"] + 1
     values = np.random.default_rng(0).integers(0, 256, ROWS * length, dtype=np.uint8)
     table = pa.table({"window": pa.FixedSizeListArray.from_arrays(pa.array(values), length)})
@@ -68,20 +68,20 @@ def write_dataset(folder: Path) -> None:
 
 
 class StepLog:
-    """A rank's file: a line with its process id, then one with the time at the end of every step."""
+    """A rank's log file: its process id, then the end time of every step, one per line."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        self._file = open(f"{folder}/rank-{rank}", "w", buffering=1)  # noqa: SIM115 - open for as long as the rank lives
+        self._file = open(f"{folder}/rank-{rank}", "w", buffering=1)  # noqa: SIM115 - stays open until the process ends
         self._file.write(f"{os.getpid()}\n")
 
     def step_ended(self) -> None:
         self._file.write(f"{time.monotonic()}\n")
 
 
-# Ours.
+# elastic_ddp.
 
 
-def run_ours(side: str, data: str, folder: str, workers: int, accumulate: int) -> None:
+def run_elastic(side: str, data: str, folder: str, workers: int, accumulate: int) -> None:
     import ray
 
     import elastic_ddp as ed
@@ -109,7 +109,7 @@ def run_ours(side: str, data: str, folder: str, workers: int, accumulate: int) -
         reduction=side,
         clip_grad_norm=1.0,
         log_every_steps=LOG_EVERY_STEPS,
-        checkpoint=ed.CheckpointConfig(every_steps=MANY_STEPS),  # plain DDP makes none
+        checkpoint=ed.CheckpointConfig(every_steps=MANY_STEPS),  # plain DDP writes no checkpoints
     )
     ray.init("local", num_cpus=workers, include_dashboard=False, logging_level="warning")
     ed.ElasticTrainer(train, data, config).fit()
@@ -119,7 +119,7 @@ def run_ours(side: str, data: str, folder: str, workers: int, accumulate: int) -
 
 
 class Windows(Dataset):
-    """Rows of a Parquet folder, held in memory and fetched a batch at a time: as fast as a map-style data set gets."""
+    """Rows of a Parquet folder in memory, fetched by the batch: the fastest form of a map-style data set."""
 
     def __init__(self, data: str) -> None:
         column = pq.read_table(data)["window"].combine_chunks()
@@ -128,8 +128,8 @@ class Windows(Dataset):
     def __len__(self) -> int:
         return len(self.windows)
 
-    def __getitems__(self, places: list[int]) -> dict[str, torch.Tensor]:
-        return {"window": self.windows[places]}
+    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        return {"window": self.windows[indices]}
 
 
 def endless(loader: DataLoader, sampler: DistributedSampler) -> Iterator[dict[str, torch.Tensor]]:
@@ -175,11 +175,11 @@ def run_plain(data: str, folder: str, accumulate: int) -> None:
 
 
 def processes_below(root: int) -> dict[int, float]:
-    """CPU seconds so far (with children that are gone) of a process and all below it, by process id. Needs Linux."""
+    """Returns the CPU seconds of a process and its descendants by process id, with ended children. Needs Linux."""
     parents, seconds = {}, {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            with suppress(OSError):  # it is gone meanwhile
+            with suppress(OSError):  # the process ended meanwhile
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 parents[int(folder.name)] = int(fields[1])
                 seconds[int(folder.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -190,7 +190,7 @@ def processes_below(root: int) -> dict[int, float]:
 
 
 def busy_seconds() -> float:
-    """CPU seconds so far that this machine has spent on anything, or lost to others on its host. Needs Linux."""
+    """Returns the CPU seconds that this machine has used, or that its host has stolen. Needs Linux."""
     user, nice, system, _, _, *interrupts_and_steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
     return (user + nice + system + sum(interrupts_and_steal)) / os.sysconf("SC_CLK_TCK")
 
@@ -199,11 +199,11 @@ def busy_seconds() -> float:
 class Turn:
     steps_per_s: float
     foreign_share: float
-    """Of the machine, taken by programs that are no part of the side whose turn it was."""
+    """The share of the machine that other programs than this side used."""
 
 
 class Side:
-    """One of the three ways to train, running in processes of its own."""
+    """One of the three ways to train, in processes of its own."""
 
     def __init__(self, name: str, data: Path, folder: Path, *, workers: int, accumulate: int) -> None:
         self.name, self._folder, self._num_workers = name, folder, workers
@@ -229,7 +229,7 @@ class Side:
         self._begin = self._cpu()
 
     def take_turn(self, seconds: float) -> Turn:
-        """Runs for a while. Steps count from the first one's end to the last one's."""
+        """Runs for some seconds, and measures from the end of the first step to the end of the last one."""
         self._check()
         begin, own, busy = time.monotonic(), sum(self._cpu()[1:]), busy_seconds()
         self.signal(signal.SIGCONT)
@@ -243,7 +243,7 @@ class Side:
         return Turn((len(ends) - 1) / (ends[-1] - ends[0]), foreign / machine)
 
     def figures(self) -> dict[str, float]:
-        """CPU seconds of a step, and peak memory, since the warm-up."""
+        """Returns CPU seconds per step since the warm-up, and peak memory."""
         (steps, workers, others), end = self._begin, self._cpu()
         status = Path(f"/proc/{self._workers()[0]}/status").read_text()
         peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
@@ -261,17 +261,17 @@ class Side:
         return [int((self._folder / f"rank-{rank}").read_text().split()[0]) for rank in range(self._num_workers)]
 
     def _cpu(self) -> tuple[int, float, float]:
-        """Steps so far, CPU seconds of the workers, and of all processes beside them."""
+        """Returns the number of steps, the CPU seconds of the workers, and those of this side's other processes."""
         seconds = processes_below(self._process.pid)
         workers = sum(seconds.pop(pid) for pid in self._workers())
         return len(self.step_ends()), workers, sum(seconds.values())
 
     def _check(self) -> None:
         if self._process.poll() is not None:
-            raise SystemExit(f"the run of {self.name} ended:\n{(self._folder / 'log').read_text()[-4000:]}")
+            raise SystemExit(f"the {self.name} side ended unexpectedly:\n{(self._folder / 'log').read_text()[-4000:]}")
 
     def signal(self, number: signal.Signals) -> None:
-        """To every process of this side; again until none was started meanwhile."""
+        """Sends a signal to every process of this side, until no new one has started meanwhile."""
         done: set[int] = set()
         while new := set(processes_below(self._process.pid)) - done:
             for pid in new:
@@ -281,7 +281,7 @@ class Side:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            self.signal(signal.SIGSTOP)  # what is stopped starts no more processes
+            self.signal(signal.SIGSTOP)  # stopped processes start no new ones
             self.signal(signal.SIGKILL)
             self._process.wait()
 
@@ -315,22 +315,22 @@ def measure(
         for side in sides:
             side.close()
     global_batch_size = MICRO_BATCH_SIZE * accumulate * workers
-    for name, each in turns.items():
-        rates = [global_batch_size * turn.steps_per_s for turn in each]
-        ratios = [ours.steps_per_s / plain.steps_per_s for ours, plain in zip(each, turns["plain"], strict=True)]
+    for name, taken in turns.items():
+        rates = [global_batch_size * turn.steps_per_s for turn in taken]
+        ratios = [turn.steps_per_s / plain.steps_per_s for turn, plain in zip(taken, turns["plain"], strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
         figures[name] |= {
             "samples_per_s": statistics.median(rates),
             "ratio": statistics.median(ratios),
             "ratio_quartiles": [low, high],
             "samples_per_s_by_round": rates,
-            "foreign_share_by_round": [turn.foreign_share for turn in each],
+            "foreign_share_by_round": [turn.foreign_share for turn in taken],
         }
     return {
         "micro_batches_per_worker": accumulate,
         "global_batch_size": global_batch_size,
         "turns_repeated": repeated,
-        "turns_disturbed": sum(turn.foreign_share > FOREIGN_SHARE for each in turns.values() for turn in each),
+        "turns_disturbed": sum(turn.foreign_share > FOREIGN_SHARE for taken in turns.values() for turn in taken),
         "sides": figures,
     }
 
@@ -347,10 +347,8 @@ def print_table(results: dict[str, Any], output: Path) -> None:
     for setting in results["settings"]:
         title = f"M/W = {setting['micro_batches_per_worker']}, global batch {setting['global_batch_size']}"
         table = Table("", title=title, title_justify="left", caption_justify="left")
-        table.caption = (
-            f"{setting['turns_disturbed']} of {3 * results['rounds']} turns were disturbed by other programs"
-        )
-        for heading in ("samples/s", "of plain", "quartiles", "target", "CPU ms", "beside", "MiB"):
+        table.caption = f"other programs disturbed {setting['turns_disturbed']} of {3 * results['rounds']} turns"
+        for heading in ("samples/s", "of plain", "quartiles", "target", "CPU ms", "other ms", "MiB"):
             table.add_column(heading, justify="right", no_wrap=True)
         for side, figures in setting["sides"].items():
             compared = [f"{figures['ratio']:.3f}", "{:.2f} to {:.2f}".format(*figures["ratio_quartiles"])]
@@ -363,7 +361,7 @@ def print_table(results: dict[str, Any], output: Path) -> None:
                 f"{figures['worker_peak_mib']:.0f}",
             )
         console.print(table)
-    console.print("CPU: of one worker, in a step; beside: of all processes of that side but the workers, in a step")
+    console.print("CPU ms: CPU time per step of one worker; other ms: of all other processes of that side")
     console.print("MiB: peak resident memory of rank 0")
     console.print(f"written to {output}")
 
@@ -371,22 +369,22 @@ def print_table(results: dict[str, Any], output: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/steps.json"))
-    parser.add_argument("--rounds", type=int, default=12, help="turns of each side; medians are reported")
-    parser.add_argument("--turn-s", type=float, default=10.0, help="length of a turn; three whole steps at least")
+    parser.add_argument("--rounds", type=int, default=12, help="number of turns of each side")
+    parser.add_argument("--turn-s", type=float, default=10.0, help="seconds per turn; a turn has at least three steps")
     parser.add_argument(
-        "--patience-s", type=float, default=600.0, help="how long to repeat turns that other programs disturbed"
+        "--patience-s", type=float, default=600.0, help="seconds during which disturbed turns are repeated"
     )
-    parser.add_argument("--workers", type=int, default=2, help="the world size; with fewer than cores, some are free")
+    parser.add_argument("--workers", type=int, default=2, help="world size")
     parser.add_argument(
         "--accumulate", type=int, nargs="+", default=[1, 4], help="micro-batches per worker and step, M/W"
     )
-    for hidden in ("--side", "--data", "--folder"):  # how a side is started
+    for hidden in ("--side", "--data", "--folder"):  # passed to the processes of a side
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side == "plain":
         run_plain(options.data, options.folder, options.accumulate[0])
     elif options.side:
-        run_ours(options.side, options.data, options.folder, options.workers, options.accumulate[0])
+        run_elastic(options.side, options.data, options.folder, options.workers, options.accumulate[0])
     else:
         compare(options)
 
