@@ -306,7 +306,7 @@ def _send(save: Save, report: _Report) -> None:
 
 
 def _receive(save: Save, rank: int) -> _Report:
-    """Takes the report of a rank, which is there, out of the mailbox."""
+    """Removes the report of a rank from the mailbox, and returns it."""
     mailbox, key = save.mailbox, _mailbox_key(save, rank)
     assert mailbox is not None
     count = mailbox.get(key)

@@ -73,10 +73,10 @@ def commit_of(parts: list[Part], names: Any) -> Commit:
 
 
 def read(storage: Storage, commit: Commit) -> dict[str, torch.Tensor]:
-    found, targets = allocate_state(commit)
-    for _ in read_pieces(storage, pieces_of(commit, found), targets):
+    restored, targets = allocate_state(commit)
+    for _ in read_pieces(storage, pieces_of(commit, restored), targets):
         pass
-    return found
+    return restored
 
 
 @contextmanager

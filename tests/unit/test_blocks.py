@@ -64,10 +64,10 @@ def test_tensors_written_at_any_world_size_are_read_bit_for_bit(tmp_path: Path, 
     storage, tensors = Storage(tmp_path), some_tensors()
     parts = write(storage, tensors, world_size)
     commit = commit_of(parts, tensors)
-    found = read(storage, commit)
-    assert found.keys() == tensors.keys()
+    restored = read(storage, commit)
+    assert restored.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert same(found[name], tensor), name
+        assert same(restored[name], tensor), name
     assert sum(storage.sizes().values()) == sum(item.size for item in commit.objects)
 
 
@@ -139,8 +139,8 @@ def test_staging_allocates_only_the_share_of_a_rank_in_any_memory_format(
         assert (first.num_bytes, second.num_bytes) == (share + sample, 0)
         parts.append(writer.write(storage, PREFIX))
     names = [f"model.{name}" for name in weights]
-    found = read(storage, commit_of(parts, names))
-    assert all(torch.equal(found[f"model.{name}"], weight) for name, weight in weights.items())
+    restored = read(storage, commit_of(parts, names))
+    assert all(torch.equal(restored[f"model.{name}"], weight) for name, weight in weights.items())
     on_disk = np.concatenate([np.fromfile(tmp_path / key, np.float32) for part in parts for key in keys_in(part)])
     expected = np.concatenate([weights[str(k)].numpy().reshape(-1) for rank in range(4) for k in (rank, rank + 4)])
     assert np.array_equal(on_disk, expected), "row-major"
@@ -153,8 +153,8 @@ def test_arrays_are_flattened_without_a_copy() -> None:
     tree = {"array": array, "turned": array.reshape(4, -1).T, "frozen": frozen, "at": np.array("2026-01-01", "M8[D]")}
     skeleton, tensors = flatten(tree)
     assert tensors["array"].data_ptr() == array.ctypes.data and tensors["array"].dtype == torch.uint8
-    found = unflatten(skeleton, tensors)
-    assert all(np.array_equal(found[name], tree[name]) and found[name].dtype == tree[name].dtype for name in tree)
+    restored = unflatten(skeleton, tensors)
+    assert all(np.array_equal(restored[name], tree[name]) and restored[name].dtype == tree[name].dtype for name in tree)
 
 
 def keys_in(part: Part) -> list[str]:
@@ -192,8 +192,8 @@ def test_states_that_change_between_commits_are_saved_correctly(tmp_path: Path) 
             for tensor in state.values():
                 tensor.zero_()  # as in the next step
         part = writer.write(Storage(tmp_path / str(number)), PREFIX)
-        found = read(Storage(tmp_path / str(number)), commit_of([part], expected))
-        assert all(same(found[name], tensor) for name, tensor in expected.items()), number
+        restored = read(Storage(tmp_path / str(number)), commit_of([part], expected))
+        assert all(same(restored[name], tensor) for name, tensor in expected.items()), number
         with torch.no_grad():
             for name, tensor in state.items():
                 tensor.copy_(expected[f"model.{name}"])
@@ -233,8 +233,8 @@ def test_a_share_staged_in_pinned_memory_is_written(tmp_path: Path, monkeypatch:
     tensors = some_tensors()
     parts = write(Storage(tmp_path), tensors, object_bytes=500, block_bytes=128)
     assert len(parts[0].objects) > len(taken) > 1 and sum(taken) == sum(item.size for item in parts[0].objects)
-    found = read(Storage(tmp_path), commit_of(parts, tensors))
-    assert all(same(found[name], tensor) for name, tensor in tensors.items())
+    restored = read(Storage(tmp_path), commit_of(parts, tensors))
+    assert all(same(restored[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_writer_does_not_keep_the_state_alive() -> None:
@@ -303,8 +303,8 @@ def test_padding_is_zero_in_reused_memory(tmp_path: Path) -> None:
         tensors = {"a": torch.full((ones,), 1.5), "b": torch.full((others,), 2.5)}
         writer.stage(BlockPlanner().plan(tensors), tensors)
         [item] = writer.write(storage, f"{number}", "0").objects
-    found = np.frombuffer(storage.read(item.key), np.float32).tolist()
-    assert found == [1.5] * 3 + [0.0] * 13 + [2.5] * 5 + [0.0] * 11
+    values = np.frombuffer(storage.read(item.key), np.float32).tolist()
+    assert values == [1.5] * 3 + [0.0] * 13 + [2.5] * 5 + [0.0] * 11
 
 
 def test_parts_with_missing_or_repeated_blocks_are_not_assembled(tmp_path: Path) -> None:

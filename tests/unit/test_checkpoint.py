@@ -33,10 +33,10 @@ def save(storage: Storage, *steps: int, keep: int = 3) -> list[Commit]:
 
 
 def restored_step(storage: Storage) -> int | None:
-    found = SingleRankStore(storage, keep=1).load_latest()
-    if found is None:
+    restored = SingleRankStore(storage, keep=1).load_latest()
+    if restored is None:
         return None
-    commit, state = found
+    commit, state = restored
     assert commit.step == commit.record["step"] == step_of(state)
     return commit.step
 
@@ -60,15 +60,15 @@ def test_the_newest_commit_is_loaded_with_its_record(storage: Storage) -> None:
 @pytest.mark.parametrize("keys", [(9, 10), ("\U0001f600", "\uffff")], ids=["numbers", "beyond the BMP"])
 def test_record_keys_may_sort_differently_as_text(storage: Storage, keys: tuple[Any, Any]) -> None:
     SingleRankStore(storage, keep=1).save(make_state(1), step=1, record={"x": dict.fromkeys(keys, 1)})
-    found = SingleRankStore(storage, keep=1).latest()
-    assert found is not None and found.record["x"] == {str(key): 1 for key in keys}
+    restored = SingleRankStore(storage, keep=1).latest()
+    assert restored is not None and restored.record["x"] == {str(key): 1 for key in keys}
 
 
 def test_a_modified_copy_of_a_commit_has_its_own_manifest(storage: Storage) -> None:
     SingleRankStore(storage, keep=1).save(make_state(1), step=1, record={"epoch": 1})
-    found = SingleRankStore(storage, keep=1).latest()
-    assert found is not None and found.manifest == storage.read(found.key)
-    changed = found.model_copy(update={"record": {"epoch": 2}})
+    restored = SingleRankStore(storage, keep=1).latest()
+    assert restored is not None and restored.manifest == storage.read(restored.key)
+    changed = restored.model_copy(update={"record": {"epoch": 2}})
     assert Commit.from_bytes(changed.key, changed.manifest).record == {"epoch": 2}
 
 
@@ -226,11 +226,11 @@ def test_a_damaged_commit_is_rejected_for_the_one_before_it(
     corrupt(storage, key, how)
     store = SingleRankStore(storage, keep=3)
     with caplog.at_level(logging.WARNING):
-        found = store.load_latest()
+        restored = store.load_latest()
     if which == "manifest" and how == "long":
-        assert found is not None and found[0].step == 3  # JSON may end with a space
+        assert restored is not None and restored[0].step == 3  # JSON may end with a space
         return
-    assert found is not None and step_of(found[1]) == found[0].step == 2
+    assert restored is not None and step_of(restored[1]) == restored[0].step == 2
     if (which, how) == ("manifest", "missing"):
         return
     [(rejected, reason)] = store.rejected
@@ -292,17 +292,17 @@ class _BusySaver(Storage):
     busy = True
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        found = super().sizes(prefix)
+        restored = super().sizes(prefix)
         if self.busy:
             self.busy = False
             save(Storage(self.uri), 3, 4, keep=1)
-        return found
+        return restored
 
 
 def test_a_reader_lists_again_if_a_saver_removed_what_it_listed(tmp_path: Path) -> None:
     save(Storage(tmp_path), 1, 2)
-    found = SingleRankStore(_BusySaver(tmp_path), keep=1).load_latest()
-    assert found is not None and found[0].step == 4
+    restored = SingleRankStore(_BusySaver(tmp_path), keep=1).load_latest()
+    assert restored is not None and restored[0].step == 4
 
 
 def test_states_and_records_that_cannot_be_saved_are_refused_before_a_write(storage: Storage) -> None:

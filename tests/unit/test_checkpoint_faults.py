@@ -49,13 +49,13 @@ def _survives(uri: str, fault: str, at: int) -> bool:
         saved = True
     except (StorageError, Died):
         pass
-    found = restored_step(Storage(uri))
+    restored = restored_step(Storage(uri))
     if saved and fault != "lies":
-        assert found == 3, f"{fault} at {at}: the save returned"
-    assert found in (2, 3), f"{fault} at {at}"
+        assert restored == 3, f"{fault} at {at}: the save returned"
+    assert restored in (2, 3), f"{fault} at {at}"
 
     # The run resumes, and after two more commits no leftovers exist.
-    newest = save(Storage(uri), *range(found + 1, 6), keep=2)[-2:]
+    newest = save(Storage(uri), *range(restored + 1, 6), keep=2)[-2:]
     assert restored_step(Storage(uri)) == 5
     expected = sorted(key for commit in newest for key in keys_of(commit))
     aside = Storage(uri).list("set-aside")  # it stays, with its objects
@@ -120,5 +120,5 @@ def test_a_killed_saver_loses_no_reported_commit(tmp_path: Path) -> None:
         announced = [int(saver.stdout.readline()) for _ in range(8)]
         os.kill(saver.pid, signal.SIGKILL)
         announced += [int(line) for line in saver.stdout.read().split()]
-    found = SingleRankStore(Storage(tmp_path), keep=2).load_latest()
-    assert found is not None and step_of(found[1]) in (announced[-1], announced[-1] + 1)
+    restored = SingleRankStore(Storage(tmp_path), keep=2).load_latest()
+    assert restored is not None and step_of(restored[1]) in (announced[-1], announced[-1] + 1)

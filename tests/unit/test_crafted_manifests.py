@@ -75,8 +75,8 @@ def test_empty_blocks_may_be_anywhere_in_a_tensor(tmp_path: Path) -> None:
     none = [{**block, "offsets": at, "sizes": [0, 4], "crc32": 0} for at in ([0, 0], [3, 0], [6, 0])]
     body["tensors"]["model.value"]["blocks"] = [*none, block]
     storage.write(commit.key, signed(body))
-    found = store.load_latest()
-    assert found is not None and torch.equal(found[1]["model"], weight)
+    restored = store.load_latest()
+    assert restored is not None and torch.equal(restored[1]["model"], weight)
 
 
 def test_an_empty_block_may_start_where_another_block_does(tmp_path: Path) -> None:
@@ -101,17 +101,17 @@ def test_an_empty_block_may_start_where_another_block_does(tmp_path: Path) -> No
     body["tensors"]["model.value"]["blocks"], item["size"] = blocks, len(stored)
     storage.write(item["key"], stored)
     storage.write(commit.key, signed(body))
-    found = store.load_latest()
-    assert found is not None and torch.equal(found[1]["model"], weight)
+    restored = store.load_latest()
+    assert restored is not None and torch.equal(restored[1]["model"], weight)
 
 
 def restored_within(group: ProcessGroup, uri: str, most: int) -> tuple[int, list[tuple[str, str]]]:
     """Returns the restored step and the rejected commits, with a limit on the size of a manifest."""
     store = SingleRankStore(Storage(uri), keep=2)
     with mock.patch.object(manifest, "MAX_MANIFEST_BYTES", most):
-        found = restore(store, Storage(uri), group)
-    assert found is not None
-    return found[0].step, store.rejected
+        restored = restore(store, Storage(uri), group)
+    assert restored is not None
+    return restored[0].step, store.rejected
 
 
 def test_all_ranks_receive_the_stored_bytes_of_a_manifest(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_a_skeleton_above_the_size_limit_is_not_read(tmp_path: Path) -> None:
     body["state"]["size"] = MAX_SKELETON_BYTES + 1
     storage.write(newest.key, signed(body))
     store = SingleRankStore(storage, keep=2)
-    found = store.load_latest()
-    assert found is not None and found[0].step == 1
+    restored = store.load_latest()
+    assert restored is not None and restored[0].step == 1
     [(rejected, reason)] = store.rejected
     assert rejected == newest.key and "less than or equal" in reason
 
@@ -172,8 +172,8 @@ def test_objects_above_their_size_limit_are_not_read_in_full(
     for module in (manifest, reader):
         monkeypatch.setattr(module, "MAX_MANIFEST_BYTES", 1 << 20)
     store = SingleRankStore(storage, keep=2)
-    found = restore(store, storage, single_rank_group())
-    assert found is not None and found[0].step == 1
+    restored = restore(store, storage, single_rank_group())
+    assert restored is not None and restored[0].step == 1
     assert [rejected for rejected, _ in store.rejected] == [newest.key]
     assert storage.most[key] == most + 1
 
@@ -263,10 +263,10 @@ def test_after_any_change_of_a_manifest_its_commit_or_the_one_before_is_used(run
         )
     storage.write("commits/2.json", signed(body))
     store = SingleRankStore(storage, keep=2)
-    found = store.load_latest()
-    assert found is not None
-    if found[0].step == 1:
-        assert step_of(found[1]) == 1 and [key for key, _ in store.rejected] == ["commits/2.json"]
+    restored = store.load_latest()
+    assert restored is not None
+    if restored[0].step == 1:
+        assert step_of(restored[1]) == 1 and [key for key, _ in store.rejected] == ["commits/2.json"]
     for as_json in (False, True):
         checkpoints.ls(run, as_json)
     with suppress(typer.Exit):

@@ -118,10 +118,10 @@ class StaleStorage(Storage):
     without = ""
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        found = super().sizes(prefix)
+        sizes = super().sizes(prefix)
         if not prefix and self.without:
-            found.pop(self.without)
-        return found
+            sizes.pop(self.without)
+        return sizes
 
 
 @pytest.mark.parametrize("what", ["manifest", "object"])

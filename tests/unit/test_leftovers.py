@@ -79,9 +79,9 @@ def test_an_unfinished_manifest_is_removed_once_it_is_old(tmp_path: Path) -> Non
 def test_prune_finds_temporary_files_of_a_killed_saver(tmp_path: Path) -> None:
     left_by_a_kill_before("replace", tmp_path)
     storage = Storage(tmp_path)
-    [found], _ = removals(storage, None, orphan_age_s=0, with_set_aside=False)
-    assert (found.what, found.step) == ("orphan", 5) and found.num_bytes >= 1 << 18
-    prune(storage, [found], orphan_age_s=0)
+    [orphan], _ = removals(storage, None, orphan_age_s=0, with_set_aside=False)
+    assert (orphan.what, orphan.step) == ("orphan", 5) and orphan.num_bytes >= 1 << 18
+    prune(storage, [orphan], orphan_age_s=0)
     assert storage.uploads() == [] and not (tmp_path / "step=5").exists()
 
 
@@ -172,16 +172,16 @@ def test_an_interrupted_removal_leaves_no_manifest_with_missing_objects(tmp_path
             save(SingleRankStore(storage, keep=2), step)
         storage.remaining = at
         save(SingleRankStore(storage, keep=1), 3)
-        found = SingleRankStore(storage, keep=1).all_commits()
-        assert [step for step, _ in found] == [3, 2, 1][: max(1, 3 - at)], "the oldest is removed first"
-        assert all(isinstance(commit, Commit) for _, commit in found)
+        commits = SingleRankStore(storage, keep=1).all_commits()
+        assert [step for step, _ in commits] == [3, 2, 1][: max(1, 3 - at)], "the oldest is removed first"
+        assert all(isinstance(commit, Commit) for _, commit in commits)
     assert storage.remaining >= 0, "it has no further removal"
     assert not storage.list("step=1") and not storage.list("step=2")
 
 
 def restored_step_of(storage: Storage) -> int | None:
-    found = SingleRankStore(storage, keep=1).load_latest()
-    return None if found is None else found[0].step
+    newest = SingleRankStore(storage, keep=1).load_latest()
+    return None if newest is None else newest[0].step
 
 
 def test_the_newest_object_of_an_attempt_determines_its_age(tmp_path: Path) -> None:

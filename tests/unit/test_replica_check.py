@@ -145,10 +145,10 @@ def test_extra_state_of_modules_is_saved_from_rank_0(tmp_path: Path) -> None:
         parts.append(writer.write(storage, attempt_prefix(1, attempt)))
     store, kinds = CheckpointStore(storage, keep=1), writers[0].kinds
     commit = store.complete(step=1, attempt=attempt, parts=parts, kinds=kinds, record={}, fence=lambda: None)
-    found = store.load(commit)["model"]
-    assert torch.equal(found["a"], torch.arange(40.0)) and torch.equal(found["z"], torch.arange(90.0))
-    assert found["layer._extra_state"].keys() == extra[0].keys()
-    assert all(torch.equal(value, extra[0][name]) for name, value in found["layer._extra_state"].items())
+    restored = store.load(commit)["model"]
+    assert torch.equal(restored["a"], torch.arange(40.0)) and torch.equal(restored["z"], torch.arange(90.0))
+    assert restored["layer._extra_state"].keys() == extra[0].keys()
+    assert all(torch.equal(value, extra[0][name]) for name, value in restored["layer._extra_state"].items())
 
 
 def test_a_tensor_of_different_shape_on_another_rank_is_not_committed(tmp_path: Path) -> None:

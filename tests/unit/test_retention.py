@@ -28,8 +28,8 @@ def test_the_newest_complete_commits_stay_and_bad_ones_among_them() -> None:
 
 def test_the_first_commit_at_or_after_each_multiple_stays() -> None:
     steps = [30, 60, 90, 120, 150, 200, 230, 450, 480, 500]
-    found = kept(steps, complete(*steps), Retention(last=1, every_steps=100))
-    assert found == {120, 200, 450, 500}, "none before 100; 450 is the first after 300 and after 400"
+    staying = kept(steps, complete(*steps), Retention(last=1, every_steps=100))
+    assert staying == {120, 200, 450, 500}, "none before 100; 450 is the first after 300 and after 400"
 
 
 def test_commits_kept_for_good_stay_after_every_later_commit() -> None:
@@ -49,8 +49,8 @@ def test_a_bad_commit_does_not_count_for_a_multiple_and_stays() -> None:
 @pytest.mark.parametrize(("mode", "expected"), [("min", {20, 40, 60}), ("max", {10, 50, 60})])
 def test_the_best_commits_by_a_metric_stay(mode: Any, expected: set[int]) -> None:
     values = {10: 0.9, 20: 0.1, 30: 0.5, 40: 0.2, 50: 0.8}
-    found = kept([*values, 60], valued(values) | complete(60), Retention(last=1, best=2, metric="loss", mode=mode))
-    assert found == expected, "60 is the newest, without a value"
+    staying = kept([*values, 60], valued(values) | complete(60), Retention(last=1, best=2, metric="loss", mode=mode))
+    assert staying == expected, "60 is the newest, without a value"
 
 
 def test_the_earlier_of_equal_values_is_better() -> None:

@@ -80,10 +80,10 @@ class HoldingStorage(Storage):
         self._zombie = zombie
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        found = super().sizes(prefix)
+        sizes = super().sizes(prefix)
         if self._zombie.kind == "lists":
             self._zombie.hold()
-        return found
+        return sizes
 
     def delete(self, key: str) -> None:
         if self._zombie.kind == "removes":
@@ -111,9 +111,9 @@ def save_beside(zombie_step: int, kind: str, rank: int, when: str, at: int) -> t
 
 def restored(storage: Storage) -> tuple[Commit, int]:
     """Returns the newest commit that verifies, and the step of its state."""
-    found = SingleRankStore(storage, keep=1).load_latest()
-    assert found is not None
-    return found[0], step_of(found[1])
+    newest = SingleRankStore(storage, keep=1).load_latest()
+    assert newest is not None
+    return newest[0], step_of(newest[1])
 
 
 def check_next(storage: Storage, step: int) -> None:
@@ -238,8 +238,8 @@ class SuspendedStore(SingleRankStore):
         super().__init__(Storage(uri), keep=9)
         self.uri, self.when, self.made = uri, when, list[Commit]()
 
-    def reject(self, *found: Any) -> None:
-        super().reject(*found)
+    def reject(self, *arguments: Any) -> None:
+        super().reject(*arguments)
         if self.when == "rejected" and not self.made:
             self.made.append(make_again(self.uri))
 
@@ -266,8 +266,8 @@ def test_a_suspended_process_keeps_the_replacement_of_a_bad_commit(does: str, wh
         with pytest.raises(PeerFailedError):
             zombie.save(make_state(STEP + OTHER), step=STEP, record={}, fence=zombie.fence)
     else:
-        found = restore(zombie, Storage(uri), single_rank_group(), fence=zombie.fence)
-        assert found is not None and found[0].step == 1
+        newest = restore(zombie, Storage(uri), single_rank_group(), fence=zombie.fence)
+        assert newest is not None and newest[0].step == 1
     [made] = zombie.made
     assert restored(Storage(uri)) == (made, STEP)
     [aside] = Storage(uri).list("set-aside")

@@ -154,12 +154,12 @@ def restore_on(group: ProcessGroup, folder: str, strategy: str, saved: str) -> l
     same = []
     for world_size in WORLD_SIZES:
         storage = Storage(f"{folder}/{saved}-{world_size}")
-        found = restore(CheckpointStore(storage, keep=1), storage, group)
-        assert found is not None
-        same.append(whole(found[1]) == expected)
+        restored = restore(CheckpointStore(storage, keep=1), storage, group)
+        assert restored is not None
+        same.append(whole(restored[1]) == expected)
         state = STRATEGIES[strategy](100 + group.rank)
         assert whole(state.state_dict()) != expected
-        state.load_state_dict(found[1])
+        state.load_state_dict(restored[1])
         same.append(whole(state.state_dict()) == expected)
         same.append(state.module.head.weight is state.module.embedding.weight)
         train(state)
