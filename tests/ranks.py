@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: real processes, a real gloo group, no Ray."""
+"""Runs a function on several ranks: processes in a gloo group, without Ray."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
 from elastic_ddp.distributed.store import StoreConnection
 
 PROCESSES = multiprocessing.get_context("forkserver")
-# What every process would import by itself otherwise. DDP imports torch._dynamo when it is first built: that alone is a
-# second or more.
+# Otherwise each process imports these. The first DDP imports torch._dynamo, which takes a second or more.
 PROCESSES.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest", "elastic_ddp.worker.run"]
 )
 
 OTHERS_FAIL_S = 1.0
-"""How long what else fails may take to be told as well."""
+"""After one rank has failed, how long to wait for the errors of others."""
 
 
 def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, generation: int = 1) -> list[Any]:
-    """`body(group, *args)` on every rank; its results in rank order. A rank that raises or dies fails the call and
-    ends the others, which may wait for it."""
+    """Returns the results of `body(group, *args)` on every rank, in rank order.
+
+    A rank that raises or dies fails the call and ends the other ranks, which may wait for it.
+    """
     store = empty_store()
     processes, answers = [], {}
     for rank in range(world_size):
@@ -44,25 +45,25 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, generation:
         answer, results = PROCESSES.Pipe(duplex=False)
         processes.append(PROCESSES.Process(target=_rank, args=(assignment, body, args, results)))
         processes[-1].start()
-        results.close()  # here: a rank that dies closes the last
+        results.close()  # so that the pipe ends when the rank dies
         answers[answer] = rank
     try:
         return _results(answers)
     finally:
         for process in processes:
-            process.kill()  # one that has answered has nothing left to do
+            process.kill()  # after its answer a rank has nothing left to do
             process.join()
 
 
 def _results(answers: dict[Any, int]) -> list[Any]:
-    """Of all ranks, in their order."""
+    """Returns the results of all ranks, or fails with the errors of those that failed."""
     by_rank: dict[int, Any] = {}
     errors: list[str] = []
     while answers and (ready := wait(list(answers), OTHERS_FAIL_S if errors else None)):
-        for each in ready:
-            rank = answers.pop(each)
+        for answer in ready:
+            rank = answers.pop(answer)
             try:
-                by_rank[rank], error = each.recv()
+                by_rank[rank], error = answer.recv()
             except EOFError:
                 error = "it died"
             if error is not None:
@@ -72,13 +73,13 @@ def _results(answers: dict[Any, int]) -> list[Any]:
 
 
 def single_rank_group() -> ProcessGroup:
-    """That of a rank which has no others: nothing has to be formed."""
+    """Returns the group of a run's only rank. It need not be formed."""
     place = Assignment(generation=1, rank=0, world_size=1, store_host="127.0.0.1", store_port=0, reason="start")
     return ProcessGroup(place, torch.device("cpu"), StoreConnection())
 
 
 def empty_store() -> dist.TCPStore:
-    """The one store of all tests, one after the other."""
+    """Returns the store that all tests use, one after the other."""
     store = _store()
     for key in store.list_keys():
         store.delete_key(key)
@@ -91,7 +92,7 @@ def _store() -> dist.TCPStore:
 
 
 def _rank(assignment: Assignment, body: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
-    gc.freeze()  # closing a group collects garbage: not among the modules that were loaded before, a second or more
+    gc.freeze()  # closing a group collects garbage, which takes a second or more with all modules
     torch.set_num_threads(1)
     try:
         store = StoreConnection()

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need no Ray."""
+"""Fixtures of the unit tests, which need no Ray."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.unit.single_worker import CPU, FakeClient, FakeFeed, FakeIndex, NewRu
 
 
 @pytest.fixture(scope="module")
-def _a_small_heap() -> Iterator[None]:
-    """Closing a process group collects garbage: not among all the modules that are loaded, which takes 0.2 s."""
+def _frozen_heap() -> Iterator[None]:
+    """Closing a process group collects garbage, which takes 0.2 s unless loaded modules are frozen."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -38,15 +38,15 @@ def _a_small_heap() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _connection() -> StoreConnection:
-    """One for all runs on one worker: a new one takes seconds where a name server's answer is lost."""
+    """One connection for all runs on one worker. A new one takes seconds if a DNS response is lost."""
     return StoreConnection()
 
 
 @pytest.fixture
 def new_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _connection: StoreConnection, _a_small_heap: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _connection: StoreConnection, _frozen_heap: None
 ) -> Iterator[NewRun]:
-    """Makes runs on one worker, with a real process group. One in the folder of another finds its commits."""
+    """Makes runs on one worker, with a real process group. A run in the folder of another finds its commits."""
     monkeypatch.setattr("elastic_ddp.worker.generation.MicroBatchFeed", FakeFeed)
     monkeypatch.setattr("elastic_ddp.worker.membership.StoreConnection", lambda: _connection)
     runs: list[Run] = []
@@ -75,7 +75,7 @@ def new_run(
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Runs a scenario against a rendezvous of its own, whose polls are short."""
+    """Runs a scenario against a new rendezvous with short polls."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(rendezvous_module, "LONG_POLL_S", 0.05)
 
@@ -95,7 +95,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
 @pytest.fixture
 def rendezvous_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., InProcessRendezvous]]:
-    """Starts rendezvous in this process, for links and drivers in it."""
+    """Starts a rendezvous in this process, for clients and drivers in it."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(rendezvous_module, "LONG_POLL_S", 0.05)
     monkeypatch.setattr("elastic_ddp.rendezvous.client.ray", RAY_HERE)
@@ -107,20 +107,20 @@ def rendezvous_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., I
         return started[-1]
 
     yield start
-    for each in started:
-        each.close()
+    for rendezvous in started:
+        rendezvous.close()
 
 
 @pytest.fixture
 def long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that comes at all comes because of a change."""
+    """Makes polls so long that a response means a change."""
     monkeypatch.setattr(rendezvous_module, "LONG_POLL_S", 1000.0)
 
 
 @pytest.fixture
 def quick_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that save look often for word of others, states have many blocks, and threads may die like processes."""
-    for each in QUICK:
-        monkeypatch.setattr(*each)
+    """Ranks poll often while they save, states have many blocks, and threads may die like processes."""
+    for patch in QUICK:
+        monkeypatch.setattr(*patch)
     report = threading.excepthook
-    monkeypatch.setattr(threading, "excepthook", lambda said: None if said.exc_type is Died else report(said))
+    monkeypatch.setattr(threading, "excepthook", lambda args: None if args.exc_type is Died else report(args))

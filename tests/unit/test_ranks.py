@@ -1,4 +1,4 @@
-"""Of ranks in tests, those that fail are heard of."""
+"""`run_ranks`, which runs the ranks of tests, reports failures."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ def one_fails(group: ProcessGroup, how: str) -> None:
     raise NameError(how)
 
 
-@pytest.mark.parametrize(
-    ("how", "said"), [("a mistake", "rank 1: .*NameError: a mistake"), ("dies", "rank 1: it died")]
-)
-def test_a_rank_that_fails_ends_those_who_wait_for_it(how: str, said: str) -> None:
-    with pytest.raises(AssertionError, match=f"(?s)^{said}"):
+@pytest.mark.parametrize(("how", "error"), [("a typo", "rank 1: .*NameError: a typo"), ("dies", "rank 1: it died")])
+def test_a_rank_that_fails_ends_the_ranks_that_wait_for_it(how: str, error: str) -> None:
+    with pytest.raises(AssertionError, match=f"(?s)^{error}"):
         run_ranks(2, one_fails, how)

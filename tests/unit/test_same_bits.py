@@ -1,4 +1,4 @@
-"""The promise in small: a step's weights, buffers and loss have the same bits at every world size."""
+"""Weights, buffers and loss of a step have the same bits at every world size."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Model(torch.nn.Module):
 
 
 class ImageModel(torch.nn.Module):
-    """Channels-last convolution weights: DDP's bucket views are not contiguous."""
+    """With channels-last convolution weights, whose views of DDP's buckets are not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class ImageModel(torch.nn.Module):
 
 
 class SometimesModel(torch.nn.Module):
-    """One part is used by some micro-batches only, another by none, so that DDP has to look for unused parameters."""
+    """Some micro-batches use one part, and none uses another, so DDP must look for unused parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class SometimesModel(torch.nn.Module):
 
 
 class ReassigningModel(torch.nn.Module):
-    """Puts new tensors into the places of its buffers, as moving averages often do; one of them is not persistent."""
+    """Replaces its buffers by new tensors, as moving averages often do. One buffer is not persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,21 +110,21 @@ class ReassigningModel(torch.nn.Module):
 
 
 class PartlyTrainedModel(torch.nn.Module):
-    """Gradients reach a part that no optimizer steps."""
+    """A part that no optimizer steps has gradients."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.idle = torch.nn.Linear(12, 5), torch.nn.Linear(12, 5)
+        self.body, self.untrained = torch.nn.Linear(12, 5), torch.nn.Linear(12, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x) + self.idle(x)
+        return self.body(x) + self.untrained(x)
 
     def trained(self) -> Iterator[torch.nn.Parameter]:
         return self.body.parameters()
 
 
 class SummedModel(torch.nn.Module):
-    """Two parameters that are added to each other share one gradient, and a third is only ever summed up."""
+    """Two parameters share one gradient, because they are only used as their sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,12 +145,12 @@ class UnusedModel(torch.nn.Module):
         return self.body(x)
 
 
-def refusal(group: ProcessGroup, config: RunConfig) -> str:
+def config_error(group: ProcessGroup, config: RunConfig) -> str:
     try:
         train(group, config, 1000, UnusedModel)
     except ConfigError as error:
         return str(error)
-    return "not refused"
+    return "no error"
 
 
 def config_of(**changes: Any) -> RunConfig:
@@ -167,7 +167,7 @@ def config_of(**changes: Any) -> RunConfig:
 
 
 def add_noise(model: torch.nn.Module, noise: float) -> None:
-    """To the mean gradient, from every generator that a user may draw from."""
+    """Adds noise from all random generators to the mean gradient."""
     scale = noise * (random.random() + np.random.random())
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -188,16 +188,15 @@ def train(
     strategy = DDPStrategy(model, config, group)
     shape = EpochShape(num_rows, config.num_micro_batches, config.micro_batch_size)
     feed: Any = FakeFeed(shape, strategy.micro_batches)
-    buffers = StepBuffers(state.module)
     generation = Generation(
-        group,
-        state,
-        strategy,
-        buffers,
-        feed,
-        FeedCache(lambda owned, step, after: feed),
-        config.seed,
-        config.clip_grad_norm,
+        group=group,
+        state=state,
+        strategy=strategy,
+        buffers=StepBuffers(state.module),
+        feed=feed,
+        feeds=FeedCache(lambda micro_batches, step, before_reading: feed),
+        seed=config.seed,
+        clip_grad_norm=config.clip_grad_norm,
         activity=Activity(),
     )
     losses = []
@@ -251,15 +250,15 @@ def test_weights_and_losses_have_the_same_bits_at_every_world_size(
     micro_batches: int, micro_batch_size: int, num_rows: int, model_type: type[torch.nn.Module]
 ) -> None:
     config = config_of(global_batch_size=micro_batch_size * micro_batches, micro_batch_size=micro_batch_size)
-    calm = run_ranks(1, train, config, num_rows, model_type, 1e-3)[0]
+    expected = run_ranks(1, train, config, num_rows, model_type, 1e-3)[0]
     for world_size in (2, 3, 4):
         for result in run_ranks(world_size, train, config, num_rows, model_type, 1e-3):
-            assert result["weights"] == calm["weights"]
-            assert result["losses"] == calm["losses"]
-            assert result["samples"] == calm["samples"]
-            assert result["count"] == calm["count"]
+            assert result["weights"] == expected["weights"]
+            assert result["losses"] == expected["losses"]
+            assert result["samples"] == expected["samples"]
+            assert result["count"] == expected["count"]
     if model_type is Model:
-        assert calm["constant"] == Model().constant.tolist()
+        assert expected["constant"] == Model().constant.tolist()
 
 
 @pytest.mark.parametrize(
@@ -272,40 +271,40 @@ def test_weights_and_losses_have_the_same_bits_at_every_world_size(
     ],
     ids=["bf16", "copied-buckets", "find-unused", "static-graph"],
 )
-def test_options_of_ddp_and_precision_keep_the_bits(changes: dict[str, Any]) -> None:
+def test_ddp_options_and_precision_do_not_change_that(changes: dict[str, Any]) -> None:
     config = config_of(**changes)
-    calm = run_ranks(1, train, config, 1000, Model)[0]
+    expected = run_ranks(1, train, config, 1000, Model)[0]
     for world_size in (2, 4):
-        assert run_ranks(world_size, train, config, 1000, Model)[0]["weights"] == calm["weights"]
+        assert run_ranks(world_size, train, config, 1000, Model)[0]["weights"] == expected["weights"]
 
 
-def test_parameters_that_some_micro_batches_do_not_use_keep_the_bits() -> None:
+def test_parameters_that_only_some_micro_batches_use_have_the_same_bits() -> None:
     config = config_of(ddp={"find_unused_parameters": True, "bucket_cap_mb": 0.0001})
-    calm = run_ranks(1, train, config, 1000, SometimesModel)[0]
+    expected = run_ranks(1, train, config, 1000, SometimesModel)[0]
     for world_size in (2, 3, 6):
         for result in run_ranks(world_size, train, config, 1000, SometimesModel):
-            assert result["weights"] == calm["weights"]
-    ours, plain = calm["losses"], plain_sgd(1000, config, SometimesModel)
+            assert result["weights"] == expected["weights"]
+    ours, plain = expected["losses"], plain_sgd(1000, config, SometimesModel)
     assert ours == pytest.approx(plain, rel=1e-4)
 
 
-def test_gradients_that_share_memory_are_each_counted_once() -> None:
-    sought, plain = config_of(ddp={"find_unused_parameters": True}), config_of()
-    calm = run_ranks(1, train, plain, 1000, SummedModel)[0]
+def test_gradients_that_share_memory_are_counted_once() -> None:
+    find_unused, plain = config_of(ddp={"find_unused_parameters": True}), config_of()
+    expected = run_ranks(1, train, plain, 1000, SummedModel)[0]
     for world_size in (1, 2, 6):
-        assert run_ranks(world_size, train, sought, 1000, SummedModel)[0]["weights"] == calm["weights"]
+        assert run_ranks(world_size, train, find_unused, 1000, SummedModel)[0]["weights"] == expected["weights"]
 
 
 @pytest.mark.parametrize("reduction", ["canonical", "native"])
 @pytest.mark.parametrize("global_batch_size", [2, 12])
-def test_a_parameter_that_is_not_used_is_refused_in_its_first_step(reduction: str, global_batch_size: int) -> None:
-    """DDP itself would raise in the second step, when the first has been applied with some gradients unreduced."""
+def test_an_unused_parameter_is_refused_in_its_first_step(reduction: str, global_batch_size: int) -> None:
+    """DDP raises only in the second step, after it has applied unreduced gradients."""
     config = config_of(reduction=reduction, global_batch_size=global_batch_size)
-    for text in run_ranks(global_batch_size // 6 or 1, refusal, config):
+    for text in run_ranks(global_batch_size // 6 or 1, config_error, config):
         assert "2 of the trained parameters: never.weight, never.bias. Either set ddp.find_unused_parameters" in text
 
 
-def test_the_native_reduction_agrees_but_for_rounding() -> None:
+def test_the_native_reduction_agrees_up_to_rounding() -> None:
     losses = {}
     for reduction in ("canonical", "native"):
         losses[reduction] = run_ranks(3, train, config_of(reduction=reduction), 45, ImageModel)[0]["losses"]
@@ -313,7 +312,7 @@ def test_the_native_reduction_agrees_but_for_rounding() -> None:
 
 
 def plain_sgd(num_rows: int, config: RunConfig, model_type: type[torch.nn.Module]) -> list[float]:
-    """What a user would write on one process: the exact mean over the global batch."""
+    """Trains in one process without this package, on the exact mean over the global batch."""
     torch.manual_seed(7)
     model = model_type()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

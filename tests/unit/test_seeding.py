@@ -1,4 +1,4 @@
-"""Randomness that follows from a place in the run."""
+"""Seeds from the place in the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draws() -> tuple[float, float, float]:
 
 
 def test_seeds_never_change_between_versions() -> None:
-    """A run that was begun with one version is resumed with the next."""
+    """A later version can resume a run."""
     assert derive_seed(0, "init") == 6109011495221250200
     assert derive_seed(17, 3, 5) == 4106087806314617616
 
@@ -34,7 +34,7 @@ def test_different_places_have_different_seeds(
     assert (derive_seed(seed, *place) == derive_seed(seed, *other)) == (place == other)
 
 
-def test_neighbours_and_other_runs_have_different_seeds() -> None:
+def test_neighbouring_places_and_other_runs_have_different_seeds() -> None:
     seeds = {derive_seed(seed, step, m) for seed in range(3) for step in range(20) for m in range(20)}
     seeds |= {derive_seed(seed, step, "optimize") for seed in range(3) for step in range(20)}
     seeds |= {derive_seed(seed, "evaluate", step, m) for seed in range(3) for step in range(20) for m in range(20)}
@@ -45,19 +45,18 @@ def test_torch_numpy_and_python_are_all_seeded() -> None:
     seed_all(0, 1, 2)
     first, second = draws(), draws()
     seed_all(0, 1, 3)
-    elsewhere = draws()
+    other = draws()
     seed_all(0, 1, 2)
     assert (draws(), draws()) == (first, second)
-    for here, there in zip(first, elsewhere, strict=True):
-        assert here != there
+    assert all(number != other_number for number, other_number in zip(first, other, strict=True))
 
 
-def test_every_seed_is_one_that_numpy_takes() -> None:
+def test_numpy_accepts_every_seed() -> None:
     for step in range(200):
         seed_all(2**63 - 1, step)
 
 
-def test_generators_are_left_as_they_were_found() -> None:
+def test_the_state_of_all_generators_is_preserved_also_after_an_error() -> None:
     seed_all(1, "a")
     expected = draws()
     seed_all(1, "a")

@@ -1,4 +1,4 @@
-"""How a worker ends, by what came out of the user's function."""
+"""How a worker ends, for each way in which the training function ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
 from tests.unit.inprocess_rendezvous import InProcessRendezvous
 from tests.unit.rendezvous_harness import OPTIONS
-from tests.unit.single_worker import CPU, PEER_FAILURE, FakeClient, Model, NewRun, prepared
+from tests.unit.single_worker import (
+    CPU,
+    PEER_FAILURE,
+    FakeClient,
+    Model,
+    NewRun,
+    PeerFailures,
+    compute_gradients,
+    prepared,
+)
 
 Train = Callable[[Run], Any]
 LIMIT_S = 20.0
@@ -33,17 +42,17 @@ CONTEXT = WorkerContext(MEMBER, CPU, {"CPU": 4.0})
 
 
 @pytest.fixture(autouse=True)
-def _in_a_process_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker does to its process is left undone."""
+def _shared_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker does not change the process of the tests."""
     monkeypatch.setattr(main.signals, "on_sigterm", lambda act: None)
     monkeypatch.setattr(main, "_set_up_process", lambda config, context: None)
 
 
 @pytest.fixture
 def outcome_of(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[Train], dict[str, Any]]:
-    """What a worker with a training function says of the run's end."""
-    said: list[dict[str, Any]] = []
-    monkeypatch.setattr(FakeClient, "end", lambda client, **outcome: said.append(outcome) or True, raising=False)
+    """Runs a worker with a training function, and returns the outcome that it reports."""
+    reported: list[dict[str, Any]] = []
+    monkeypatch.setattr(FakeClient, "end", lambda client, **outcome: reported.append(outcome) or True, raising=False)
     monkeypatch.setattr(FakeClient, "close", lambda client: None, raising=False)
 
     def end_of(train: Train) -> dict[str, Any]:
@@ -53,14 +62,14 @@ def outcome_of(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tr
         monkeypatch.setattr(main, "RendezvousClient", lambda *_: run._loop.client)
         monkeypatch.setattr(main, "Loop", lambda *_: run._loop)
         main.work(job, None, CONTEXT)
-        (outcome,) = said
+        (outcome,) = reported
         return outcome
 
     return end_of
 
 
 @pytest.mark.parametrize("call", [dist.get_rank, dist.barrier, lambda: dist.new_group([0])])
-def test_a_collective_before_the_first_step_is_a_mistake_and_not_a_lost_peer(
+def test_a_collective_before_the_first_step_is_an_error_and_no_peer_failure(
     outcome_of: Callable[[Train], dict[str, Any]], call: Callable[[], Any]
 ) -> None:
     outcome = outcome_of(lambda run: call())
@@ -69,38 +78,37 @@ def test_a_collective_before_the_first_step_is_a_mistake_and_not_a_lost_peer(
     assert "Traceback" in outcome["error"]
 
 
-def test_what_the_training_function_has_built_is_gone_when_it_builds_it_again(
+def test_a_restart_of_the_training_function_frees_what_it_had_built(
     outcome_of: Callable[[Train], dict[str, Any]],
 ) -> None:
-    class Knotted(Model):
-        """Refers to itself, as FSDP's modules do."""
+    class CyclicModel(Model):
+        """Refers to itself, as modules with FSDP do."""
 
         def __init__(self) -> None:
             super().__init__()
             self.itself = [self]
 
-    built: list[weakref.ref[Knotted]] = []
+    built: list[weakref.ref[CyclicModel]] = []
 
     def train(run: Run) -> None:
-        assert not any(each() for each in built[1:]), "the fixture has the first run"
-        model = prepared(run, Knotted())
+        assert not any(reference() for reference in built[1:]), "the fixture keeps the first one"
+        model = prepared(run, CyclicModel())
         built.append(weakref.ref(model.module))
         for step in run.steps():
             with step:
-                for batch in step.micro_batches():
-                    step.backward(model(batch["x"]).square().mean())
+                compute_gradients(step, model)
                 step.optimize()
                 if step.index == len(built) and len(built) < 4:
                     raise dist.DistNetworkError(PEER_FAILURE)
 
-    gc.disable()  # by itself Python might look just then
+    gc.disable()  # a collection might free it by chance
     try:
         assert outcome_of(train)["status"] == "finished" and len(built) == 4
     finally:
         gc.enable()
 
 
-def test_a_lost_peer_that_the_training_function_lets_through_has_the_worker_replaced(
+def test_a_worker_whose_training_function_raises_a_peer_failure_is_replaced(
     outcome_of: Callable[[Train], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(run: Run) -> None:
@@ -117,7 +125,7 @@ def test_a_lost_peer_that_the_training_function_lets_through_has_the_worker_repl
 def worked(
     new_run: NewRun, rendezvous_here: Callable[..., InProcessRendezvous]
 ) -> Callable[..., tuple[InProcessRendezvous, CheckpointStore]]:
-    """What a rendezvous heard of a worker with a training function, which may be told of it, and the run's commits."""
+    """Runs a worker with a training function. Returns its rendezvous, in this process, and the run's commits."""
 
     def work(
         train: Callable[[Run, InProcessRendezvous], Any], **changes: Any
@@ -131,10 +139,10 @@ def worked(
     return work
 
 
-def test_a_save_under_way_ends_though_the_training_function_fails(
+def test_a_running_save_ends_although_the_training_function_fails(
     worked: Callable[..., tuple[InProcessRendezvous, CheckpointStore]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others are told of the failure before."""
+    """The error is reported first."""
     write = Storage.write
 
     def train(run: Run, rendezvous: InProcessRendezvous) -> None:
@@ -145,26 +153,25 @@ def test_a_save_under_way_ends_though_the_training_function_fails(
         monkeypatch.setattr(Storage, "write", write_after_the_end)
         model = prepared(run)
         for step in run.steps():
-            assert step.index < 3, "the loss is no number"
+            assert step.index < 3, "the loss is NaN"
             with step:
-                for batch in step.micro_batches():
-                    step.backward(model(batch["x"]).square().mean())
+                compute_gradients(step, model)
                 step.optimize()
 
     rendezvous, commits = worked(train, checkpoint={"every_steps": 2})
     outcome = rendezvous.actor._coordinator.event_log.outcome
-    assert outcome is not None and outcome["status"] == "failed" and "the loss is no number" in outcome["error"]
+    assert outcome is not None and outcome["status"] == "failed" and "the loss is NaN" in outcome["error"]
     newest = commits.latest()
     assert newest is not None and newest.step == 2
-    assert [each.step for each in rendezvous.events("commit")] == [2] and not rendezvous.events("commit_failed")
+    assert [event.step for event in rendezvous.events("commit")] == [2] and not rendezvous.events("commit_failed")
     assert not rendezvous.actor._coordinator.is_saving
 
 
-def test_too_many_saves_that_fail_end_the_run_with_what_to_mend(
+def test_too_many_failed_saves_end_the_run_with_an_error_that_names_the_cause(
     worked: Callable[..., tuple[InProcessRendezvous, CheckpointStore]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the training function begins again meanwhile, and another object makes them."""
-    write, failure = Storage.write, []
+    """Also if the training function restarts meanwhile."""
+    write, fail_in_block = Storage.write, PeerFailures(4)
 
     def fail(storage: Storage, key: str, data: bytes | memoryview) -> None:
         if key.startswith("step=") and not key.startswith(("step=1/", "step=2/")):
@@ -174,20 +181,21 @@ def test_too_many_saves_that_fail_end_the_run_with_what_to_mend(
     def train(run: Run, rendezvous: InProcessRendezvous) -> None:
         model = prepared(run)
         for step in run.steps():
-            run._loop.checkpointer.close(LIMIT_S)  # that of the step before
+            run._loop.checkpointer.close(LIMIT_S)
             with step:
-                for batch in step.micro_batches():
-                    step.backward(model(batch["x"]).square().mean())
+                compute_gradients(step, model)
                 step.optimize()
-                if step.index == 4 and not failure:
-                    failure.append(step.index)
-                    raise dist.DistNetworkError(PEER_FAILURE)
-            if failure and step.index == 3:
+                fail_in_block(step.index)
+            if fail_in_block.raised and step.index == 3:
                 assert rendezvous.has_ended.wait(LIMIT_S)
 
     monkeypatch.setattr(Storage, "write", fail)
     rendezvous, _ = worked(train, checkpoint={"every_steps": 1, "max_failed_saves": 2})
     outcome = rendezvous.actor._coordinator.event_log.outcome
-    assert failure and outcome is not None and (outcome["status"], outcome["kind"]) == ("failed", "StorageError")
+    assert (
+        fail_in_block.raised
+        and outcome is not None
+        and (outcome["status"], outcome["kind"]) == ("failed", "StorageError")
+    )
     message = r"^3 saves in a row failed \(checkpoint\.max_failed_saves=2\).*step=3.*no space left.* commit: step 2"
     assert re.search(message, outcome["error"])
