@@ -346,12 +346,13 @@ def print_table(results: dict[str, Any], output: Path) -> None:
     console.print(f"{results['machine']}")
     for setting in results["settings"]:
         title = f"M/W = {setting['micro_batches_per_worker']}, global batch {setting['global_batch_size']}"
-        table = Table("", title=title, title_justify="left", caption_justify="left")
+        table = Table(title=title, title_justify="left", caption_justify="left")
         table.caption = f"other programs disturbed {setting['turns_disturbed']} of {3 * results['rounds']} turns"
+        table.add_column("", no_wrap=True)
         for heading in ("samples/s", "of plain", "quartiles", "target", "CPU ms", "other ms", "MiB"):
             table.add_column(heading, justify="right", no_wrap=True)
         for side, figures in setting["sides"].items():
-            compared = [f"{figures['ratio']:.3f}", "{:.2f} to {:.2f}".format(*figures["ratio_quartiles"])]
+            compared = [f"{figures['ratio']:.3f}", "{:.2f}-{:.2f}".format(*figures["ratio_quartiles"])]
             table.add_row(
                 side,
                 f"{figures['samples_per_s']:.1f}",

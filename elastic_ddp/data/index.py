@@ -242,16 +242,16 @@ def _select(schema: pa.Schema, columns: Sequence[str], path: str) -> pa.Schema:
     return pa.schema([schema.field(name) for name in columns])
 
 
-def _check_schema(expected: pa.Schema, found: pa.Schema, first: str, path: str, *, every_column: bool) -> None:
+def _check_schema(expected: pa.Schema, actual: pa.Schema, first: str, path: str, *, every_column: bool) -> None:
     """Raises a DataError if names or types of columns differ. Their order and nullability may differ."""
     problems = []
     for field in expected:
-        if field.name not in found.names:
+        if field.name not in actual.names:
             problems.append(f"column {field.name!r} ({field.type}) is missing")
-        elif found.field(field.name).type != field.type:
-            problems.append(f"column {field.name!r} is {found.field(field.name).type} instead of {field.type}")
+        elif actual.field(field.name).type != field.type:
+            problems.append(f"column {field.name!r} is {actual.field(field.name).type} instead of {field.type}")
     if every_column:
-        problems += [f"column {name!r} is extra" for name in found.names if name not in expected.names]
+        problems += [f"column {name!r} is extra" for name in actual.names if name not in expected.names]
     if problems:
         raise DataError(
             f"{path} does not have the schema of {first}: {'; '.join(problems)}. Write the files with one schema, or "
