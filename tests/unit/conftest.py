@@ -23,7 +23,7 @@ from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
 from tests.ranks import empty_store
 from tests.unit.faulty import QUICK, Died
-from tests.unit.inprocess_rendezvous import RAY_HERE, InProcessRendezvous
+from tests.unit.inprocess_rendezvous import FAKE_RAY, InProcessRendezvous
 from tests.unit.rendezvous_harness import LIMIT_S, OPTIONS, Play
 from tests.unit.single_worker import CPU, FakeClient, FakeFeed, FakeIndex, NewRun
 
@@ -94,12 +94,12 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
 
 
 @pytest.fixture
-def rendezvous_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., InProcessRendezvous]]:
+def inprocess_rendezvous(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., InProcessRendezvous]]:
     """Starts a rendezvous in this process, for clients and drivers in it."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(rendezvous_module, "LONG_POLL_S", 0.05)
-    monkeypatch.setattr("elastic_ddp.rendezvous.client.ray", RAY_HERE)
-    monkeypatch.setattr("elastic_ddp.driver.session.ray", RAY_HERE)
+    monkeypatch.setattr("elastic_ddp.rendezvous.client.ray", FAKE_RAY)
+    monkeypatch.setattr("elastic_ddp.driver.session.ray", FAKE_RAY)
     started: list[InProcessRendezvous] = []
 
     def start(options: RendezvousOptions = OPTIONS) -> InProcessRendezvous:

@@ -1,5 +1,4 @@
-"""A rendezvous in a thread of this process, which is called like the actor: what workers and drivers do with it,
-without Ray."""
+"""A rendezvous in a thread of this process, called like the actor, for clients and drivers without Ray."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ LIMIT_S = 20.0
 
 
 class InProcessRendezvous:
-    """Its handle.
+    """A handle of the rendezvous.
 
     Attributes:
-        actor: itself.
-        has_ended: whether the run is over, as far as it knows.
+        actor: the rendezvous.
+        has_ended: set once the run has an outcome.
     """
 
     def __init__(self, options: RendezvousOptions) -> None:
@@ -34,7 +33,7 @@ class InProcessRendezvous:
         self._thread.start()
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # which ends what is left
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels remaining tasks
             runner.run(self._closed.wait())
 
     def __getattr__(self, method: str) -> Any:
@@ -52,8 +51,8 @@ class InProcessRendezvous:
         return get(getattr(self, method).remote(*arguments))
 
     def events(self, name: str) -> list[Event]:
-        """Those of a name that nobody has written down."""
-        return [each for each in self.actor._coordinator.event_log._events if each.event == name]
+        """Returns the undelivered events of a name."""
+        return [event for event in self.actor._coordinator.event_log._events if event.event == name]
 
     def close(self) -> None:
         if self.actor._heartbeats._server is not None:
@@ -63,9 +62,9 @@ class InProcessRendezvous:
 
 
 def get(answer: Any) -> Any:
-    """As `ray.get`."""
+    """Acts as `ray.get`."""
     return answer.result(LIMIT_S)
 
 
-RAY_HERE = SimpleNamespace(get=get, exceptions=ray.exceptions)
-"""What a worker's link and a driver need of Ray."""
+FAKE_RAY = SimpleNamespace(get=get, exceptions=ray.exceptions)
+"""The part of Ray that clients and drivers use."""

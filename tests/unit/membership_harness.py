@@ -1,4 +1,4 @@
-"""A membership under test, and those who come to it, by name."""
+"""A membership under test, with members by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from elastic_ddp.rendezvous.members import DrainNotice, FormedGeneration, JoinRequest, Member
 from elastic_ddp.rendezvous.membership import Membership
 
-DEAD = "its process exited"
+FAILED = "its process exited"
 AT_ONCE = DrainNotice()
 BROKEN = "connection closed by peer"
 
@@ -16,8 +16,12 @@ def member(name: str, node: str = "n", size: int = 2, rank: int = 0) -> Member:
     return Member(id=name, group_size=size, rank_in_group=rank, node=node, node_id=f"id of {node}", pid=100 + rank)
 
 
+def ids_of(generation: FormedGeneration) -> list[str]:
+    return [member.id for member in generation.members]
+
+
 class MembershipHarness:
-    """A membership whose clock stands still, and those who come to it, by name."""
+    """A membership with a manual clock. Members are created when they join, by name."""
 
     def __init__(self, max_workers: int = 8, min_workers: int = 1, size: int = 2) -> None:
         self.membership = Membership(min_workers=min_workers, max_workers=max_workers)
@@ -39,7 +43,7 @@ class MembershipHarness:
     ) -> str | None:
         rank = len(self.members) if rank is None else rank
         known = self.members.setdefault(name, member(name, node, self.size, rank))
-        arrival = JoinRequest(
+        request = JoinRequest(
             member=known,
             step=step,
             between_steps=between_steps,
@@ -47,7 +51,7 @@ class MembershipHarness:
             committed=committed,
             at_s=self.now,
         )
-        return self.membership.join(arrival, failure=failure)
+        return self.membership.join(request, failure=failure)
 
     def all_join(self, names: Iterable[str], step: int | None = None) -> None:
         for name in names:
@@ -62,8 +66,8 @@ class MembershipHarness:
         return generation
 
     def names(self) -> list[str]:
-        """Who is in the generation that can be formed now, in rank order."""
-        return [each.id for each in self.formed().members]
+        """Forms a generation and returns the names of its members in rank order."""
+        return ids_of(self.formed())
 
     @property
     def wants_change(self) -> bool:
@@ -73,7 +77,7 @@ class MembershipHarness:
 def harness_of(
     names: str, max_workers: int = 8, min_workers: int = 1, nodes: dict[str, str] | None = None
 ) -> MembershipHarness:
-    """A harness with a healthy first generation."""
+    """Returns a membership with a healthy first generation of the named members."""
     harness = MembershipHarness(max_workers, min_workers, size=len(names))
     for name in names:
         assert harness.join(name, node=(nodes or {}).get(name, "n")) is None

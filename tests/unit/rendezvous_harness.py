@@ -1,4 +1,4 @@
-"""Scenes with a rendezvous: who comes to it, and what they ask."""
+"""Calls that members make to a rendezvous under test, without Ray."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ async def join(
     resumable: bool = True,
     account: dict[str, float] | None = None,
 ) -> Assignment | Ended | PlannedAssignment | None:
-    arrival = JoinRequest(member=who, step=step, between_steps=between_steps, committed=committed, resumable=resumable)
-    return await rendezvous.join(arrival, after, failure, account)
+    request = JoinRequest(member=who, step=step, between_steps=between_steps, committed=committed, resumable=resumable)
+    return await rendezvous.join(request, after, failure, account)
 
 
 async def started(rendezvous: Rendezvous, group: str = "a", size: int = 2) -> list[Any]:
@@ -52,30 +52,32 @@ async def started(rendezvous: Rendezvous, group: str = "a", size: int = 2) -> li
 
 
 async def joined(rendezvous: Rendezvous, who: Member, after: int = 0, step: int | None = None) -> Assignment:
-    """Asks, as a link does, until there is an answer."""
+    """Repeats a join request until there is an assignment, as a client does."""
     while (answer := await join(rendezvous, who, after, step)) is None or isinstance(answer, PlannedAssignment):
         await asyncio.sleep(0)
     assert isinstance(answer, Assignment)
     return answer
 
 
-async def until_held(*calls: asyncio.Task[Any]) -> None:
-    """Lets calls run until they wait for something to happen."""
+async def until_blocked(*calls: asyncio.Task[Any]) -> None:
+    """Lets calls run until they wait for a change."""
     for _ in range(10):
         await asyncio.sleep(0)
     assert not any(call.done() for call in calls)
 
 
-async def heard(rendezvous: Rendezvous, who: Member, generation: int, what: Callable[[Signals], object]) -> Signals:
-    """Listens, as a link does, until a member is told something."""
-    while not what(signals := await rendezvous.poll_signals(who, generation, None)):
+async def signaled(
+    rendezvous: Rendezvous, who: Member, generation: int, condition: Callable[[Signals], object]
+) -> Signals:
+    """Polls until a member gets certain signals, as a client does."""
+    while not condition(signals := await rendezvous.poll_signals(who, generation, None)):
         await asyncio.sleep(0)
     return signals
 
 
 async def events_of(rendezvous: Rendezvous, event: str) -> list[Event]:
-    return [each for each in (await rendezvous.wait_for_update(0)).events if each.event == event]
+    return [recorded for recorded in (await rendezvous.wait_for_update(0)).events if recorded.event == event]
 
 
-def where(number: int, place: str) -> ActivityReport:
+def at_place(number: int, place: str) -> ActivityReport:
     return ActivityReport(number, place)

@@ -1,4 +1,4 @@
-"""What a worker tells of its time in a generation that loses a peer."""
+"""A worker's account of a generation in which a peer fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.single_worker import PEER_FAILURE, NewRun, client_of, prepared
 
 
 class Worker:
-    """Where it is, and what it tells of its time; by a clock that stands still."""
+    """The activity and the account of a worker, with a manual clock."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -33,25 +33,25 @@ class Worker:
         self.now += seconds
 
     @property
-    def dummy_batch(self) -> tuple[float, float]:
-        """Redone, and spent on noticing that."""
+    def wasted(self) -> tuple[float, float]:
+        """Seconds of redone work and of detection."""
         seconds = self.account.seconds()
         return seconds["redone"], seconds["detection"]
 
 
-def lose_in_the_first_step(worker: Worker) -> None:
+def fail_in_the_first_step(worker: Worker) -> None:
     worker.work(2.0)
     worker.wait(30.0)
     worker.account.record_failure(in_step=True)
 
 
-def lose_in_the_second_step(worker: Worker) -> None:
+def fail_in_the_second_step(worker: Worker) -> None:
     worker.work(9.0)
     worker.account.step_done()
-    lose_in_the_first_step(worker)
+    fail_in_the_first_step(worker)
 
 
-def lose_where_the_first_metrics_are_gathered(worker: Worker) -> None:
+def fail_while_metrics_are_gathered(worker: Worker) -> None:
     worker.work(9.0)
     worker.account.step_done()
     worker.wait(2.0)
@@ -61,7 +61,7 @@ def lose_where_the_first_metrics_are_gathered(worker: Worker) -> None:
     worker.account.record_failure(in_step=True)
 
 
-def lose_in_an_evaluation(worker: Worker) -> None:
+def fail_in_an_evaluation(worker: Worker) -> None:
     for _ in range(5):
         worker.work(9.0)
         worker.account.step_done()
@@ -73,22 +73,22 @@ def lose_in_an_evaluation(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize(
-    "lose",
+    "fail",
     [
-        lose_in_the_first_step,
-        lose_in_the_second_step,
-        lose_where_the_first_metrics_are_gathered,
-        lose_in_an_evaluation,
+        fail_in_the_first_step,
+        fail_in_the_second_step,
+        fail_while_metrics_are_gathered,
+        fail_in_an_evaluation,
     ],
 )
-def test_silence_is_no_work_where_nobody_knows_how_long_that_takes(lose: Callable[[Worker], None]) -> None:
+def test_waiting_is_not_work_without_a_typical_step(fail: Callable[[Worker], None]) -> None:
     worker = Worker()
-    lose(worker)
-    assert worker.dummy_batch == (2.0, 30.0)
+    fail(worker)
+    assert worker.wasted == (2.0, 30.0)
 
 
-def test_a_typical_step_tells_how_much_of_a_long_wait_was_work() -> None:
-    """Also where the worker counts what it waits for as one with its work, such as the backward with the reduction."""
+def test_work_in_a_long_wait_is_at_most_a_typical_step() -> None:
+    """This holds if waiting and work are in one place, such as the backward with the reduction."""
     worker = Worker()
     for seconds in (9.0, 4.0, 4.0):
         worker.work(seconds)
@@ -96,10 +96,10 @@ def test_a_typical_step_tells_how_much_of_a_long_wait_was_work() -> None:
     worker.work(1.0)
     worker.wait(30.0)
     worker.account.record_failure(in_step=True)
-    assert worker.dummy_batch == (4.0, 27.0)
+    assert worker.wasted == (4.0, 27.0)
 
 
-def test_a_worker_whose_first_step_waits_for_a_silent_peer_says_so(new_run: NewRun) -> None:
+def test_a_first_step_that_waits_for_a_failed_peer_counts_as_detection(new_run: NewRun) -> None:
     run, now = new_run(), 1000.0
     run._loop.membership.account._watch = Stopwatch(lambda: now)
     run._loop.membership.activity._clock = lambda: now
@@ -113,5 +113,5 @@ def test_a_worker_whose_first_step_waits_for_a_silent_peer_says_so(new_run: NewR
                 now += 30.0
                 raise dist.DistNetworkError(PEER_FAILURE)
             step.optimize()
-    told = next(said["account"] for said in client_of(run).events if said["event"] == "generation_ended")
-    assert (told["useful"], told["redone"], told["detection"]) == (0.0, 4.0, 30.0)
+    account = next(event["account"] for event in client_of(run).events if event["event"] == "generation_ended")
+    assert (account["useful"], account["redone"], account["detection"]) == (0.0, 4.0, 30.0)

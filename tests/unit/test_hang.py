@@ -1,4 +1,4 @@
-"""A hang is told from slowness, and the one that others wait for is named."""
+"""Hang detection: a hang is not slow progress, and the member that others wait for is the culprit."""
 
 from __future__ import annotations
 
@@ -10,102 +10,102 @@ from elastic_ddp.errors import StorageError, TrainFunctionError
 from elastic_ddp.rendezvous.hang import Activity, ActivityReport, HangDetector, Place, stacks
 
 
-def watch_of(*members: str) -> HangDetector:
-    watch = HangDetector(timeout_s=10.0)
-    watch.begin(members, 0.0)
-    return watch
+def detector_of(*members: str) -> HangDetector:
+    detector = HangDetector(timeout_s=10.0)
+    detector.begin(members, 0.0)
+    return detector
 
 
-def test_nobody_hangs_who_gets_somewhere_before_the_timeout() -> None:
-    watch = watch_of("a", "b")
-    assert not watch.is_hung(9.0)
-    watch.update("a", ActivityReport(1, "data"), 9.0)
-    assert not watch.is_hung(10.0)
-    assert not watch.is_hung(18.0), "b is waiting for a, which is slow"
-    assert watch.is_hung(19.0)
+def test_progress_of_one_member_is_no_hang() -> None:
+    detector = detector_of("a", "b")
+    assert not detector.is_hung(9.0)
+    detector.update("a", ActivityReport(1, "data"), 9.0)
+    assert not detector.is_hung(10.0)
+    assert not detector.is_hung(18.0), "b waits for a, which is slow"
+    assert detector.is_hung(19.0)
 
 
-def test_the_same_word_again_is_no_progress() -> None:
-    watch = watch_of("a")
+def test_a_repeated_report_is_no_progress() -> None:
+    detector = detector_of("a")
     for now in range(11):
-        watch.update("a", ActivityReport(3, "forward"), float(now))
-    assert watch.is_hung(10.0)
+        detector.update("a", ActivityReport(3, "forward"), float(now))
+    assert detector.is_hung(10.0)
 
 
-def test_the_one_that_others_wait_for_is_the_culprit() -> None:
-    watch = watch_of("a", "b", "c")
-    watch.update("a", ActivityReport(5, "reduction"), 0.0)
-    watch.update("b", ActivityReport(4, "forward"), 0.0)
-    watch.update("c", ActivityReport(9, "rendezvous"), 0.0)
-    assert watch.culprits(is_broken=False) == ["b"]
+def test_the_member_that_others_wait_for_is_the_culprit() -> None:
+    detector = detector_of("a", "b", "c")
+    detector.update("a", ActivityReport(5, "reduction"), 0.0)
+    detector.update("b", ActivityReport(4, "forward"), 0.0)
+    detector.update("c", ActivityReport(9, "rendezvous"), 0.0)
+    assert detector.culprits(is_broken=False) == ["b"]
 
 
-def test_nobody_is_named_if_all_wait_or_none_does() -> None:
-    watch = watch_of("a", "b")
+def test_there_is_no_culprit_if_all_members_wait_or_none_does() -> None:
+    detector = detector_of("a", "b")
     for member in "ab":
-        watch.update(member, ActivityReport(5, "reduction"), 0.0)
-    assert watch.culprits(is_broken=False) == []
+        detector.update(member, ActivityReport(5, "reduction"), 0.0)
+    assert detector.culprits(is_broken=False) == []
     for member in "ab":
-        watch.update(member, ActivityReport(6, "forward"), 0.0)
-    assert watch.culprits(is_broken=False) == []
+        detector.update(member, ActivityReport(6, "forward"), 0.0)
+    assert detector.culprits(is_broken=False) == []
 
 
-def test_once_a_generation_is_broken_all_but_those_at_the_rendezvous_are_culprits() -> None:
-    watch = watch_of("a", "b", "c")
-    watch.update("a", ActivityReport(5, "rendezvous"), 0.0)
-    watch.update("b", ActivityReport(4, "hand-over"), 0.0)
-    watch.update("c", ActivityReport(9, "reduction"), 0.0)
-    assert watch.culprits(is_broken=True) == ["b", "c"]
-    assert watch.culprits(is_broken=False) == []
+def test_after_an_abort_members_outside_the_rendezvous_are_culprits() -> None:
+    detector = detector_of("a", "b", "c")
+    detector.update("a", ActivityReport(5, "rendezvous"), 0.0)
+    detector.update("b", ActivityReport(4, "hand-over"), 0.0)
+    detector.update("c", ActivityReport(9, "reduction"), 0.0)
+    assert detector.culprits(is_broken=True) == ["b", "c"]
+    assert detector.culprits(is_broken=False) == []
 
 
-def at(watch: HangDetector, **places: Place) -> HangDetector:
+def at(detector: HangDetector, **places: Place) -> HangDetector:
     for member, place in places.items():
-        watch.update(member, ActivityReport(5, place), 0.0)
-    return watch
+        detector.update(member, ActivityReport(5, place), 0.0)
+    return detector
 
 
-def test_a_culprit_is_given_up_and_the_run_goes_on() -> None:
-    verdict = at(watch_of("a", "b"), a="reduction", b="data").decide(is_broken=False)
+def test_a_culprit_fails_and_the_run_continues() -> None:
+    verdict = at(detector_of("a", "b"), a="reduction", b="data").decide(is_broken=False)
     assert [*verdict.culprits] == ["b"] and verdict.failure is verdict.end is None
     assert verdict.culprits["b"] == "hung in 'data' for 10 s (hang_timeout_s) while others waited for it"
 
 
-def test_where_some_may_wait_for_others_the_generation_breaks_and_then_all_but_those_who_came_are_culprits() -> None:
-    watch = at(watch_of("a", "b"), a="forward", b="data")
-    verdict = watch.decide(is_broken=False)
+def test_a_generation_that_may_wait_is_aborted_to_find_the_culprits() -> None:
+    detector = at(detector_of("a", "b"), a="forward", b="data")
+    verdict = detector.decide(is_broken=False)
     assert not verdict.culprits and verdict.end is None and "in 'data, forward'" in (verdict.failure or "")
-    assert [*at(watch, a="rendezvous").decide(is_broken=True).culprits] == ["b"]
+    assert [*at(detector, a="rendezvous").decide(is_broken=True).culprits] == ["b"]
 
 
-def test_where_nobody_comes_after_the_generation_was_broken_the_run_ends() -> None:
+def test_the_run_ends_if_no_member_comes_after_an_abort() -> None:
     for place in get_args(Place):
-        watch = at(watch_of("a", "b"), a="reduction", b=place)
-        verdict = watch.decide(is_broken=True)
+        detector = at(detector_of("a", "b"), a="reduction", b=place)
+        verdict = detector.decide(is_broken=True)
         assert (verdict.end is None) == (place == "rendezvous"), place
         assert isinstance(verdict.end, StorageError) == (place == "commit"), place
 
 
-def test_what_nobody_waits_for_ends_the_run_at_once() -> None:
-    verdict = at(watch_of("a", "b"), a="data", b="data").decide(is_broken=False)
+def test_a_hang_that_no_member_waits_for_ends_the_run() -> None:
+    verdict = at(detector_of("a", "b"), a="data", b="data").decide(is_broken=False)
     assert isinstance(verdict.end, TrainFunctionError) and not verdict.culprits and verdict.failure is None
     assert "'data'" in str(verdict.end) and "10 s (hang_timeout_s)" in str(verdict.end)
-    alone = at(watch_of("a"), a="forward").decide(is_broken=False)
-    assert isinstance(alone.end, TrainFunctionError), "there is nobody to wait for"
+    alone = at(detector_of("a"), a="forward").decide(is_broken=False)
+    assert isinstance(alone.end, TrainFunctionError), "no other member to wait for"
 
 
-def test_all_at_the_rendezvous_go_on_waiting() -> None:
-    verdict = at(watch_of("a", "b"), a="rendezvous", b="rendezvous").decide(is_broken=True)
+def test_members_at_the_rendezvous_keep_waiting() -> None:
+    verdict = at(detector_of("a", "b"), a="rendezvous", b="rendezvous").decide(is_broken=True)
     assert verdict.end is None and not verdict.culprits
 
 
-def test_the_dead_do_not_hang() -> None:
-    watch = watch_of("a")
-    watch.remove("a")
-    assert not watch.is_hung(100.0)
+def test_a_removed_member_does_not_hang() -> None:
+    detector = detector_of("a")
+    detector.remove("a")
+    assert not detector.is_hung(100.0)
 
 
-def test_an_activity_comes_back_to_where_it_was() -> None:
+def test_an_activity_returns_to_the_previous_place() -> None:
     activity = Activity()
     activity.enter("forward")
     with activity.within("collective"):
@@ -113,25 +113,25 @@ def test_an_activity_comes_back_to_where_it_was() -> None:
     assert activity.now == ActivityReport(3, "forward")
 
 
-def test_what_is_done_in_a_place_counts() -> None:
-    activity, watch, worked_s = Activity(), watch_of("a"), [0.0]
+def test_ticks_and_background_work_count_as_progress() -> None:
+    activity, detector, worked_s = Activity(), detector_of("a"), [0.0]
     with activity.within("commit", lambda: worked_s[0]):
-        watch.update("a", activity.now, 0.0)
+        detector.update("a", activity.now, 0.0)
         activity.tick()
-        watch.update("a", activity.now, 9.0)
+        detector.update("a", activity.now, 9.0)
         worked_s[0] += 5.0
-        watch.update("a", activity.now, 18.0)
+        detector.update("a", activity.now, 18.0)
         with activity.within("shares"):
-            assert activity.now.worked_s == 0.0, "that is waited for in the other place"
+            assert activity.now.worked_s == 0.0, "the background work belongs to the other place"
         assert activity.now.worked_s == 5.0
-    assert not watch.is_hung(27.0) and watch.is_hung(28.0)
+    assert not detector.is_hung(27.0) and detector.is_hung(28.0)
 
 
-def test_stacks_name_every_thread_and_what_it_is_in() -> None:
-    go_on = threading.Event()
+def test_stacks_name_each_thread_and_its_function() -> None:
+    resume = threading.Event()
 
     def stuck_in_a_function() -> None:
-        go_on.wait()
+        resume.wait()
 
     thread = threading.Thread(target=stuck_in_a_function, name="TrainingThread(x)")
     thread.start()
@@ -139,5 +139,5 @@ def test_stacks_name_every_thread_and_what_it_is_in() -> None:
         time.sleep(0.01)
     assert stacks().startswith("Thread TrainingThread(x):")
     assert "test_stacks_name_every_thread" in stacks()
-    go_on.set()
+    resume.set()
     thread.join()

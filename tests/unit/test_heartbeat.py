@@ -1,4 +1,4 @@
-"""How a death is noticed, and what is not taken for one."""
+"""Heartbeats: which failures they detect, and what is no failure."""
 
 from __future__ import annotations
 
@@ -19,56 +19,56 @@ from elastic_ddp.rendezvous.heartbeat import Heartbeat, HeartbeatServer
 
 LIMIT_S = 20.0
 LONG_S = 1000.0
-"""Silence so long that nobody is lost by it in a test."""
+"""A timeout that no test reaches."""
 SHORT_S = 0.3
 BEATING_S = 1.0
-"""Short, but longer than a loaded machine keeps a thread from its turn."""
+"""A timeout longer than a loaded machine delays a thread."""
 
 HOST = "127.0.0.1"
 
 BEATS_UNTIL_ITS_INPUT_ENDS = """
 import sys
 from elastic_ddp.rendezvous.heartbeat import Heartbeat
-pulse = Heartbeat(lambda: (sys.argv[1], int(sys.argv[2])), "worker", float(sys.argv[3]))
+heartbeat = Heartbeat(lambda: (sys.argv[1], int(sys.argv[2])), "worker", float(sys.argv[3]))
 print("connected", flush=True)
 sys.stdin.read()
 """
 
 
-class Ear:
-    """A pulse server and what it has heard."""
+class Receiver:
+    """A heartbeat server and the failures that it reports."""
 
     def __init__(self, timeout_s: float) -> None:
         self.server = HeartbeatServer(timeout_s, self._on_failure)
-        self.failure: list[tuple[str, str]] = []
-        self._heard = asyncio.Condition()
+        self.failures: list[tuple[str, str]] = []
+        self._changed = asyncio.Condition()
 
     async def _on_failure(self, member: str, how: str) -> None:
-        async with self._heard:
-            self.failure.append((member, how))
-            self._heard.notify_all()
+        async with self._changed:
+            self.failures.append((member, how))
+            self._changed.notify_all()
 
-    async def until_lost(self, count: int = 1) -> list[tuple[str, str]]:
-        async with self._heard:
-            await self._heard.wait_for(lambda: len(self.failure) >= count)
-        return self.failure
+    async def until_failed(self, count: int = 1) -> list[tuple[str, str]]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.failures) >= count)
+        return self.failures
 
 
-def listening(timeout_s: float, scenario: Callable[[Ear, tuple[str, int]], Awaitable[None]]) -> None:
+def run_server(timeout_s: float, scenario: Callable[[Receiver, tuple[str, int]], Awaitable[None]]) -> None:
     async def within_time() -> None:
-        ear = Ear(timeout_s)
-        address = await ear.server.start(HOST)
+        receiver = Receiver(timeout_s)
+        address = await receiver.server.start(HOST)
         try:
-            await asyncio.wait_for(scenario(ear, address), LIMIT_S)
+            await asyncio.wait_for(scenario(receiver, address), LIMIT_S)
         finally:
-            assert ear.server._server is not None
-            ear.server._server.close()
+            assert receiver.server._server is not None
+            receiver.server._server.close()
 
     asyncio.run(within_time())
 
 
 async def connected(address: tuple[str, int], member: str) -> asyncio.StreamWriter:
-    """Somebody who says who it is, and then nothing."""
+    """Connects as a member that sends no heartbeats."""
     _, writer = await asyncio.open_connection(*address)
     writer.write(member.encode() + b"\n")
     await writer.drain()
@@ -87,135 +87,135 @@ async def started_process(address: tuple[str, int], timeout_s: float) -> subproc
     return process
 
 
-def ended(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.communicate()
 
 
-# Deaths.
+# Failures.
 
 
-def test_the_death_of_a_process_is_heard_at_once() -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+def test_a_killed_process_is_detected_at_once() -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         process = await started_process(address, LONG_S)
-        assert ear.failure == []
-        ended(process)
-        (failure,) = await ear.until_lost()  # within much less than the silence it may keep
+        assert receiver.failures == []
+        kill(process)
+        (failure,) = await receiver.until_failed()  # long before the timeout
         assert failure[0] == "worker"
         assert failure[1] == "its process exited" or failure[1].startswith("its connection broke: ")
 
-    listening(LONG_S, scenario)
+    run_server(LONG_S, scenario)
 
 
-def test_a_process_that_ends_without_a_word_is_dead_however_well_it_ended() -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+def test_a_process_that_exits_without_a_stop_has_failed() -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         process = await started_process(address, LONG_S)
         await asyncio.to_thread(process.communicate)
         assert process.returncode == 0
-        assert await ear.until_lost() == [("worker", "its process exited")]
+        assert await receiver.until_failed() == [("worker", "its process exited")]
 
-    listening(LONG_S, scenario)
+    run_server(LONG_S, scenario)
 
 
-def test_a_process_that_is_stopped_falls_silent() -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+def test_a_stopped_process_sends_no_heartbeats() -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         process = await started_process(address, SHORT_S)
         process.send_signal(signal.SIGSTOP)
         try:
-            assert await ear.until_lost() == [("worker", f"no heartbeat for {SHORT_S} s")]
+            assert await receiver.until_failed() == [("worker", f"no heartbeat for {SHORT_S} s")]
         finally:
-            ended(process)
+            kill(process)
 
-    listening(SHORT_S, scenario)
+    run_server(SHORT_S, scenario)
 
 
-def test_a_connection_that_is_closed_is_a_death() -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+def test_a_closed_connection_is_a_failure() -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         writer = await connected(address, "worker")
         writer.write(b"..")
         writer.close()
-        assert await ear.until_lost() == [("worker", "its process exited")]
+        assert await receiver.until_failed() == [("worker", "its process exited")]
 
-    listening(LONG_S, scenario)
+    run_server(LONG_S, scenario)
 
 
-def test_a_connection_that_is_reset_is_a_death() -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+def test_a_reset_connection_is_a_failure() -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         connection = socket.create_connection(address)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closing resets
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close() resets the connection
         connection.sendall(b"worker\n")
-        other = await connected(address, "other")  # what was sent before has been read when this one is lost
+        other = await connected(address, "other")  # earlier data has been read when this one fails
         other.close()
-        await ear.until_lost()
+        await receiver.until_failed()
         connection.close()
-        failure = dict(await ear.until_lost(2))
+        failure = dict(await receiver.until_failed(2))
         assert failure["worker"].startswith(("its connection broke: ", "its process exited"))
 
-    listening(LONG_S, scenario)
+    run_server(LONG_S, scenario)
 
 
-def test_silence_is_taken_for_death() -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+def test_a_missing_heartbeat_is_a_failure() -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         began = time.monotonic()
         writer = await connected(address, "worker")
-        assert await ear.until_lost() == [("worker", f"no heartbeat for {SHORT_S} s")]
+        assert await receiver.until_failed() == [("worker", f"no heartbeat for {SHORT_S} s")]
         assert time.monotonic() - began >= SHORT_S * 0.9
         writer.close()
 
-    listening(SHORT_S, scenario)
+    run_server(SHORT_S, scenario)
 
 
-def test_everybody_who_dies_is_heard_once() -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+def test_each_failure_is_reported_once() -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         writers = [await connected(address, name) for name in ("a", "b", "c")]
         for writer in writers:
             writer.close()
-        assert sorted(name for name, _ in await ear.until_lost(3)) == ["a", "b", "c"]
+        assert sorted(name for name, _ in await receiver.until_failed(3)) == ["a", "b", "c"]
 
-    listening(LONG_S, scenario)
-
-
-# What is none.
+    run_server(LONG_S, scenario)
 
 
-def test_a_peaceful_stop_is_no_loss() -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
-        pulse = await asyncio.to_thread(Heartbeat, lambda: address, "peaceful", BEATING_S)
-        await asyncio.to_thread(pulse.stop)
-        other = await connected(address, "silent")  # from now on; it is lost after the other would have been
-        assert await ear.until_lost() == [("silent", f"no heartbeat for {BEATING_S:g} s")]
+# No failures.
+
+
+def test_a_stop_is_no_failure() -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
+        heartbeat = await asyncio.to_thread(Heartbeat, lambda: address, "leaving", BEATING_S)
+        await asyncio.to_thread(heartbeat.stop)
+        other = await connected(address, "silent")  # it fails later than the other one would
+        assert await receiver.until_failed() == [("silent", f"no heartbeat for {BEATING_S:g} s")]
         other.close()
 
-    listening(BEATING_S, scenario)
+    run_server(BEATING_S, scenario)
 
 
-def test_a_stop_ends_the_thread_whatever_became_of_the_rendezvous() -> None:
+def test_a_stop_ends_the_thread_without_a_rendezvous() -> None:
     listener = socket.create_server((HOST, 0))
-    pulse = Heartbeat(listener.getsockname, "worker", SHORT_S)
+    heartbeat = Heartbeat(listener.getsockname, "worker", SHORT_S)
     connection, _ = listener.accept()
     connection.close()
     listener.close()
-    stopper = threading.Thread(target=pulse.stop)
+    stopper = threading.Thread(target=heartbeat.stop)
     stopper.start()
     stopper.join(LIMIT_S)
     assert not stopper.is_alive()
 
 
-@pytest.mark.parametrize("said", [b"", b"\n"])
-def test_a_connection_of_nobody_is_nobodys_death(said: bytes) -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+@pytest.mark.parametrize("data", [b"", b"\n"])
+def test_a_connection_without_a_member_reports_no_failure(data: bytes) -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         _, stranger = await asyncio.open_connection(*address)
-        stranger.write(said)
+        stranger.write(data)
         stranger.close()
         worker = await connected(address, "worker")
         worker.close()
-        assert await ear.until_lost() == [("worker", "its process exited")]
+        assert await receiver.until_failed() == [("worker", "its process exited")]
 
-    listening(LONG_S, scenario)
+    run_server(LONG_S, scenario)
 
 
-def test_one_that_computes_for_long_keeps_its_pulse() -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+def test_a_busy_process_sends_heartbeats() -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         over = threading.Event()
 
         def compute() -> None:
@@ -224,51 +224,51 @@ def test_one_that_computes_for_long_keeps_its_pulse() -> None:
                 total = sum(range(10_000))
             assert total
 
-        pulse = await asyncio.to_thread(Heartbeat, lambda: address, "busy", BEATING_S)
+        heartbeat = await asyncio.to_thread(Heartbeat, lambda: address, "busy", BEATING_S)
         computing = threading.Thread(target=compute)
         computing.start()
         try:
-            for name in ("first", "second"):  # each for as long as silence may last
+            for name in ("first", "second"):  # each takes one timeout
                 writer = await connected(address, name)
-                while name not in dict(ear.failure):
-                    await ear.until_lost(len(ear.failure) + 1)
+                while name not in dict(receiver.failures):
+                    await receiver.until_failed(len(receiver.failures) + 1)
                 writer.close()
-            assert [name for name, _ in ear.failure] == ["first", "second"]
+            assert [name for name, _ in receiver.failures] == ["first", "second"]
         finally:
             over.set()
             await asyncio.to_thread(computing.join)
-            await asyncio.to_thread(pulse.stop)
+            await asyncio.to_thread(heartbeat.stop)
 
-    listening(BEATING_S, scenario)
+    run_server(BEATING_S, scenario)
 
 
 @pytest.mark.parametrize("timeouts", [1.2, 2.0])
-def test_a_rendezvous_that_was_stopped_itself_takes_nobody_for_dead(timeouts: float) -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
-        pulse = await asyncio.to_thread(Heartbeat, lambda: address, "worker", BEATING_S)
+def test_a_rendezvous_that_was_stopped_reports_no_failure(timeouts: float) -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
+        heartbeat = await asyncio.to_thread(Heartbeat, lambda: address, "worker", BEATING_S)
         first = await connected(address, "first")
         first.close()
-        await ear.until_lost()  # so the worker, who came before, is listened to
-        time.sleep(BEATING_S * timeouts)  # the whole event loop stands still
+        await receiver.until_failed()  # so the server reads the first worker
+        time.sleep(BEATING_S * timeouts)  # blocks the event loop
         silent = await connected(address, "silent")
-        assert [name for name, _ in await ear.until_lost(2)] == ["first", "silent"]
-        await asyncio.to_thread(pulse.stop)
+        assert [name for name, _ in await receiver.until_failed(2)] == ["first", "silent"]
+        await asyncio.to_thread(heartbeat.stop)
         silent.close()
 
-    listening(BEATING_S, scenario)
+    run_server(BEATING_S, scenario)
 
 
 def test_a_server_is_started_once() -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
-        assert await ear.server.start(HOST) == address
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
+        assert await receiver.server.start(HOST) == address
 
-    listening(LONG_S, scenario)
+    run_server(LONG_S, scenario)
 
 
-def test_the_end_of_an_older_connection_means_nothing_where_a_newer_one_is_heard() -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+def test_only_the_newest_connection_of_a_member_counts() -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         older = await connected(address, "a")
-        while not ear.server.is_connected("a"):
+        while not receiver.server.is_connected("a"):
             await asyncio.sleep(0)
         _, newer = await asyncio.open_connection(*address)
         newer.write(b"a\n.")
@@ -277,57 +277,57 @@ def test_the_end_of_an_older_connection_means_nothing_where_a_newer_one_is_heard
         older.close()
         other = await connected(address, "b")
         other.close()
-        assert await ear.until_lost() == [("b", "its process exited")], "a is heard"
+        assert await receiver.until_failed() == [("b", "its process exited")], "a is connected"
         newer.close()
-        assert (await ear.until_lost(2))[1] == ("a", "its process exited")
+        assert (await receiver.until_failed(2))[1] == ("a", "its process exited")
 
-    listening(LONG_S, scenario)
+    run_server(LONG_S, scenario)
 
 
-def test_one_that_nobody_waits_for_yet_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It imports, or compiles, and holds Python's global lock."""
+def test_a_worker_that_has_not_joined_has_a_longer_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports and compilers may hold the interpreter lock."""
     monkeypatch.setattr("elastic_ddp.rendezvous.heartbeat.IDLE_TIMEOUT_S", 4 * SHORT_S)
     begun = time.monotonic()
 
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
-        ear.server._is_awaited = lambda member: member == "awaited"
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
+        receiver.server._is_awaited = lambda member: member == "awaited"
         connections = [await connected(address, member) for member in ("starting", "awaited")]
-        assert await ear.until_lost() == [("awaited", f"no heartbeat for {SHORT_S:g} s")]
-        assert (await ear.until_lost(2))[1] == ("starting", f"no heartbeat for {4 * SHORT_S:g} s")
+        assert await receiver.until_failed() == [("awaited", f"no heartbeat for {SHORT_S:g} s")]
+        assert (await receiver.until_failed(2))[1] == ("starting", f"no heartbeat for {4 * SHORT_S:g} s")
         assert time.monotonic() - begun >= 4 * SHORT_S
         assert len(connections) == 2
 
-    listening(SHORT_S, scenario)
+    run_server(SHORT_S, scenario)
 
 
-def test_a_worker_that_starts_finds_a_rendezvous_that_was_restarted_just_then() -> None:
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+def test_a_starting_worker_finds_a_restarted_rendezvous() -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         with socket.create_server((HOST, 0)) as gone:
             addresses = iter([gone.getsockname()[:2], address])
-        pulse = await asyncio.to_thread(Heartbeat, lambda: next(addresses), "a", BEATING_S)
-        while not ear.server.is_connected("a"):
+        heartbeat = await asyncio.to_thread(Heartbeat, lambda: next(addresses), "a", BEATING_S)
+        while not receiver.server.is_connected("a"):
             await asyncio.sleep(0.01)
-        await asyncio.to_thread(pulse.stop)
+        await asyncio.to_thread(heartbeat.stop)
 
-    listening(LONG_S, scenario)
+    run_server(LONG_S, scenario)
 
 
-def test_a_process_with_many_files_open_keeps_its_pulse() -> None:
-    """As one has whose group has a thousand peers."""
+def test_a_process_with_many_open_files_sends_heartbeats() -> None:
+    """As with a thousand peers."""
 
-    async def scenario(ear: Ear, address: tuple[str, int]) -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
         most, hardest = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, 2000), hardest))
         files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
         try:
-            pulse = await asyncio.to_thread(Heartbeat, lambda: address, "worker", BEATING_S)
-            assert pulse._connection.fileno() >= 1024
+            heartbeat = await asyncio.to_thread(Heartbeat, lambda: address, "worker", BEATING_S)
+            assert heartbeat._connection.fileno() >= 1024
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(ear.until_lost(), 2 * BEATING_S)
-            await asyncio.to_thread(pulse.stop)
+                await asyncio.wait_for(receiver.until_failed(), 2 * BEATING_S)
+            await asyncio.to_thread(heartbeat.stop)
         finally:
-            for each in files:
-                os.close(each)
+            for file in files:
+                os.close(file)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hardest))
 
-    listening(BEATING_S, scenario)
+    run_server(BEATING_S, scenario)

@@ -52,7 +52,7 @@ def test_a_session_sorts_by_its_time() -> None:
     assert name < new_session(lambda: 1_795_169_701.0)
 
 
-def test_what_was_flushed_is_read_in_order_and_what_was_not_is_not(storage: Storage) -> None:
+def test_only_flushed_events_are_read_and_in_order(storage: Storage) -> None:
     ledger = Ledger(storage, "s1", Clock())
     ledger.append(SessionStarted(config={"name": "x"}))
     ledger.append(Resumed(step=4))
@@ -67,7 +67,7 @@ def test_what_was_flushed_is_read_in_order_and_what_was_not_is_not(storage: Stor
     assert storage.list() == ["ledger/s1-000000.jsonl"]
 
 
-def test_a_long_session_rolls_to_new_segments_and_writes_old_ones_no_more(tmp_path: Path) -> None:
+def test_a_long_session_starts_new_segments_and_keeps_old_ones(tmp_path: Path) -> None:
     storage = Flaky(tmp_path)
     ledger = Ledger(storage, "s1", Clock())
     for number in range(50):
@@ -80,10 +80,10 @@ def test_a_long_session_rolls_to_new_segments_and_writes_old_ones_no_more(tmp_pa
     assert list(storage.writes) == sorted(storage.writes)
     written = len(storage.writes)
     ledger.flush()
-    assert len(storage.writes) == written, "nothing new, nothing written"
+    assert len(storage.writes) == written, "no new events, no write"
 
 
-def test_an_event_larger_than_a_segment_is_kept_whole(storage: Storage) -> None:
+def test_an_event_larger_than_a_segment_is_kept(storage: Storage) -> None:
     ledger = Ledger(storage, "s1", Clock())
     for text in ("a", "b" * 200_000, "c"):
         ledger.append(RunFailed(error=text))
@@ -91,7 +91,7 @@ def test_an_event_larger_than_a_segment_is_kept_whole(storage: Storage) -> None:
     assert [len(event.error) for event in read_ledger(storage)] == [1, 200_000, 1]
 
 
-def test_events_outlive_an_outage_and_only_close_complains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_events_survive_an_outage_and_only_close_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     storage = Flaky(tmp_path)
     ledger = Ledger(storage, "s1", Clock())
     storage.failing = True
@@ -107,7 +107,7 @@ def test_events_outlive_an_outage_and_only_close_complains(tmp_path: Path, caplo
     assert [event.seq for event in read_ledger(storage)] == list(range(40))
 
 
-def test_sessions_come_in_the_order_they_began_and_events_as_appended(storage: Storage) -> None:
+def test_sessions_are_in_the_order_of_their_start(storage: Storage) -> None:
     for session, start in (("20261120T101500Z-ffffff", 100.0), ("20261120T101500Z-000000", 200.0)):
         ledger = Ledger(storage, session, Clock(start))
         for number in range(12):
@@ -131,7 +131,7 @@ def test_sessions_come_in_the_order_they_began_and_events_as_appended(storage: S
         (b'{"seq":0,"time":1,"event":"a"}\n[]\n{}\n', True),
     ],
 )
-def test_a_torn_last_line_is_left_out_and_any_other_bad_line_with_a_warning(
+def test_a_bad_line_is_skipped_with_a_warning_unless_it_is_torn(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes, warned: bool
 ) -> None:
     storage = Storage(tmp_path)

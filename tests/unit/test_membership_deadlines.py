@@ -1,4 +1,4 @@
-"""Who trains together where workers and nodes are given notice: histories by seed, in which time passes."""
+"""Membership: random histories with drain notices for workers and nodes, and a running clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from elastic_ddp.rendezvous.members import DrainNotice, FormedGeneration, JoinRequest, Member
 from elastic_ddp.rendezvous.membership import Membership
-from tests.unit.membership_harness import BROKEN, DEAD, member
+from tests.unit.membership_harness import BROKEN, FAILED, member
 
 SEEDS = 1600
 CALM_S = 60.0
@@ -17,26 +17,25 @@ CALM_S = 60.0
 
 @dataclass
 class Worker:
-    """As it is in truth."""
+    """The actual state of a worker."""
 
     member: Member
     step: int | None = None
     committed: int | None = None
     waits: bool = False
-    is_amid: bool = False
-    """It evaluates, with all who began it, and not between steps."""
+    in_task: bool = False
+    """Whether it is in an evaluation."""
     resumable: bool = True
-    """Others can go on from its state: it is not in the midst of a step's block."""
+    """Whether others can continue from its state: it is not inside a step's block."""
     is_stuck: bool = False
-    """It was not when its time was nearly up, and went on with what it was amid, whatever became of it."""
+    """Whether it continues a task although it is overdue, because its state is not resumable."""
     alive: bool = True
-    """Neither dead nor let go."""
+    """Whether it has not failed or left."""
 
 
 class History:
-    """Workers come, train, evaluate, commit, die (also while a generation forms), get notice with deadlines, alone or
-    with their node, at the end of which they are killed, and the run is resized. At the end it is calm, and there is
-    room for all on a node of its own."""
+    """Workers start, train, evaluate, commit and fail, also while a generation forms. Workers and nodes get notices,
+    and are killed at their deadlines. The run is resized. At the end no more faults happen and all workers fit."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -45,10 +44,10 @@ class History:
         self.membership = Membership(min_workers=self.least, max_workers=self.most)
         self.workers: dict[str, Worker] = {}
         self.notices: dict[str, DrainNotice] = {}
-        """By the id of a worker, or of a node."""
+        """Notices by the id of a worker or a node."""
         self.generation: FormedGeneration | None = None
         self.now, self.stored = 100.0, 0
-        self.may_die_while_forming = True
+        self.may_fail_while_forming = True
 
     def go(self) -> None:
         for _ in range(self.least):
@@ -59,84 +58,82 @@ class History:
             self.an_evaluation_begins: 2,
             self.an_evaluation_ends: 1,
             lambda: self.a_worker_starts(self.random.choice("xyz")): 3,
-            self.a_worker_dies: 2,
+            self.a_worker_fails: 2,
             self.a_worker_gets_notice: 2,
             self.a_node_gets_notice: 1,
             self.the_run_is_resized: 1,
             self.time_passes: 5,
         }
         for _ in range(self.random.randint(10, 60)):
-            if not self.notice_a_loss():
+            if not self.detect_failure():
                 [event] = self.random.choices([*events], [*events.values()])
                 event()
-            self.step_is_broken_off()
+            self.interrupt_step()
             self.form()
         self.calm_down()
 
     def calm_down(self) -> None:
-        self.may_die_while_forming = False
+        self.may_fail_while_forming = False
         for _ in range(self.most):
-            self.a_worker_starts("room for all")
+            self.a_worker_starts("another node")
         end = self.now + CALM_S
         while self.now < end:
-            self.a_moment_passes()
-            if not self.notice_a_loss():
+            self.half_a_second_passes()
+            if not self.detect_failure():
                 self.an_evaluation_ends()
                 self.a_step()
             self.form()
         assert len(self.training()) >= min(self.membership.limit, self.most)
-        assert not any(self.notice_of(each) for each in self.training())
+        assert not any(self.notice_of(worker) for worker in self.training())
         assert not self.membership.wants_change(self.now)
-        assert self.membership.wanted is None or len(self.living()) == len(self.training()), (
-            "who is not wanted is let go"
-        )
+        assert self.membership.wanted is None or len(self.living()) == len(self.training()), "surplus workers left"
 
-    # What is so.
+    # State.
 
     def living(self) -> list[Worker]:
-        return [each for each in self.workers.values() if each.alive]
+        return [worker for worker in self.workers.values() if worker.alive]
 
     def current(self) -> list[Worker]:
-        return [self.workers[each.id] for each in self.generation.members] if self.generation is not None else []
+        return [self.workers[worker.id] for worker in self.generation.members] if self.generation is not None else []
 
     def training(self) -> list[Worker]:
-        return [each for each in self.current() if each.alive and not each.waits]
+        return [worker for worker in self.current() if worker.alive and not worker.waits]
 
     def held(self) -> int:
-        """Steps that are not lost: in the memory of the living, or committed."""
-        return max([each.step for each in self.living() if each.step is not None] + [self.stored])
+        """Steps done in the newest state that live workers hold or that is committed."""
+        return max([worker.step for worker in self.living() if worker.step is not None] + [self.stored])
 
-    # What happens.
+    # Events.
 
     def a_worker_starts(self, node: str) -> None:
         if len(self.living()) < 6 or node not in "xyz":
             name = str(len(self.workers) + 1)
             self.workers[name] = Worker(member(name, node, size=self.least, rank=len(self.workers)))
-            self.arrives(self.workers[name])
+            self.join(self.workers[name])
 
-    def arrives(self, worker: Worker, failure: str | None = None) -> None:
+    def join(self, worker: Worker, failure: str | None = None) -> None:
         worker.waits = True
-        arrival = JoinRequest(
+        request = JoinRequest(
             member=worker.member,
             step=worker.step,
-            between_steps=not worker.is_amid,
+            between_steps=not worker.in_task,
             resumable=worker.resumable,
             committed=worker.committed,
             at_s=self.now,
         )
-        self.membership.join(arrival, failure=failure)
-        self.let_go()
+        self.membership.join(request, failure=failure)
+        self.remove_gone()
 
-    def let_go(self) -> None:
-        for each in self.living():
-            if self.membership.why_gone(each.member.id) is not None:
-                before, each.alive = self.held(), False
-                assert self.held() == before, f"step {before} went with {each.member.id}"
+    def remove_gone(self) -> None:
+        for worker in self.living():
+            if self.membership.why_gone(worker.member.id) is not None:
+                before, worker.alive = self.held(), False
+                assert self.held() == before, f"step {before} left with {worker.member.id}"
 
     def notice_of(self, worker: Worker) -> DrainNotice | None:
-        """The shortest of its own and of its node."""
-        mine = [self.notices[key] for key in (worker.member.id, worker.member.node_id) if key in self.notices]
-        return min(mine, key=lambda each: each.ends_s, default=None)
+        """The earliest notice of the worker and its node."""
+        notices = [self.notices[key] for key in (worker.member.id, worker.member.node_id) if key in self.notices]
+        return min(notices, key=lambda notice: notice.ends_s, default=None)
 
     def is_overdue(self, worker: Worker) -> bool:
         notice = self.notice_of(worker)
@@ -144,70 +141,70 @@ class History:
 
     def a_step(self) -> None:
         training = self.training()
-        if not training or len(training) < len(self.current()) or any(each.is_amid for each in training):
+        if not training or len(training) < len(self.current()) or any(worker.in_task for worker in training):
             return
-        for each in training:
-            each.step = (each.step or 0) + 1
+        for worker in training:
+            worker.step = (worker.step or 0) + 1
         if self.random.random() < 0.2:
             training[0].committed = self.stored = max(self.stored, training[0].step or 0)
         if self.membership.wants_change(self.now):
-            for each in training:
-                self.arrives(each)
+            for worker in training:
+                self.join(worker)
 
     def an_evaluation_begins(self) -> None:
         training, resumable = self.training(), self.random.random() < 0.8
         if training and len(training) == len(self.current()) and self.membership.failure is None:
-            for each in training:
-                each.is_amid, each.resumable = True, resumable
+            for worker in training:
+                worker.in_task, worker.resumable = True, resumable
 
     def an_evaluation_ends(self) -> None:
         if self.membership.failure is None:
-            for each in self.training():
-                each.is_amid, each.resumable = False, True
+            for worker in self.training():
+                worker.in_task, worker.resumable = False, True
 
-    def a_worker_dies(self) -> None:
+    def a_worker_fails(self) -> None:
         if self.living():
             dead = self.random.choice(self.living())
-            if dead in self.training():  # some have made the step in which it dies, and then evaluate
-                goes_on = [each.is_amid for each in self.training()]
-                for each in self.training():
-                    if not any(goes_on) and self.random.randint(0, 1):
-                        each.step, each.is_amid = (each.step or 0) + 1, self.random.random() < 0.2
-            self.dies(dead)
+            if dead in self.training():  # some complete the step in which it fails, and then evaluate
+                in_task = [worker.in_task for worker in self.training()]
+                for worker in self.training():
+                    if not any(in_task) and self.random.randint(0, 1):
+                        worker.step, worker.in_task = (worker.step or 0) + 1, self.random.random() < 0.2
+            self.fail(dead)
 
-    def dies(self, worker: Worker) -> None:
+    def fail(self, worker: Worker) -> None:
         worker.alive = False
-        self.membership.mark_failed(worker.member.id, DEAD)
+        self.membership.mark_failed(worker.member.id, FAILED)
 
-    def notice_a_loss(self) -> bool:
+    def detect_failure(self) -> bool:
         survivors = self.training()
         if self.membership.failure is None or not survivors:
             return False
-        for each in survivors:
-            self.arrives(each, BROKEN)
+        for worker in survivors:
+            self.join(worker, BROKEN)
         return True
 
-    def give_notice(self, whom: str) -> DrainNotice:
+    def give_notice(self, target: str) -> DrainNotice:
         notice = DrainNotice(self.now, self.random.choice([2.0, 8.0, 30.0]))
-        self.notices[whom] = min(notice, self.notices.get(whom, notice), key=lambda each: each.ends_s)
+        self.notices[target] = min(notice, self.notices.get(target, notice), key=lambda one: one.ends_s)
         return notice
 
     def a_worker_gets_notice(self) -> None:
         if self.living():
             leaving = self.random.choice(self.living()).member.id
             self.membership.ask_to_leave([leaving], self.give_notice(leaving))
-            self.let_go()
+            self.remove_gone()
 
     def a_node_gets_notice(self) -> None:
         node = f"id of {self.random.choice('xyz')}"
         self.membership.drain(node, self.give_notice(node))
-        self.let_go()
+        self.remove_gone()
 
-    def step_is_broken_off(self) -> None:
-        """If it is not to be waited for any more."""
+    def interrupt_step(self) -> None:
+        """Interrupts a step that an overdue worker does not finish."""
         self.membership.interrupt_if_overdue(self.now)
-        overdue = [each for each in self.training() if self.is_overdue(each) and not each.is_stuck]
-        assert not overdue or self.membership.failure is not None, "a step is waited for"
+        overdue = [worker for worker in self.training() if self.is_overdue(worker) and not worker.is_stuck]
+        assert not overdue or self.membership.failure is not None, "an overdue worker is still waited for"
 
     def the_run_is_resized(self) -> None:
         self.membership.wanted = self.random.randint(self.least, self.most)
@@ -215,64 +212,64 @@ class History:
     def time_passes(self) -> None:
         end = self.now + self.random.choice([0.5, 1.0, 3.0, 10.0])
         while self.now < end:
-            self.a_moment_passes()
+            self.half_a_second_passes()
             self.form()
-            while self.notice_a_loss():  # also that of one who died while the generation formed
+            while self.detect_failure():  # also of a worker that failed while the generation formed
                 self.form()
 
-    def a_moment_passes(self) -> None:
-        """Those whose time is up are killed."""
+    def half_a_second_passes(self) -> None:
+        """Kills workers at their deadlines."""
         self.now += 0.5
-        for each in self.living():
-            if (notice := self.notice_of(each)) is not None and notice.ends_s <= self.now:
+        for worker in self.living():
+            if (notice := self.notice_of(worker)) is not None and notice.ends_s <= self.now:
                 before = self.held()
-                self.dies(each)
-                assert self.held() == before or each.is_stuck, f"step {before} died with {each.member.id}"
-        self.step_is_broken_off()
+                self.fail(worker)
+                assert self.held() == before or worker.is_stuck, f"step {before} was lost with {worker.member.id}"
+        self.interrupt_step()
 
-    # What has to hold.
+    # Checks.
 
     def form(self) -> None:
         formed = self.membership.form(self.now)
-        self.let_go()
+        self.remove_gone()
         if formed is None:
             return
-        self.generation, members = formed, [self.workers[each.id] for each in formed.members]
-        assert all(each.alive and each.waits for each in members)
+        self.generation, members = formed, [self.workers[worker.id] for worker in formed.members]
+        assert all(worker.alive and worker.waits for worker in members)
         assert len(members) <= self.most and (
             formed.handover_only or formed.in_collective_task or len(members) >= self.least
         )
-        steps = [each.step for each in self.living() if each.step is not None]
+        steps = [worker.step for worker in self.living() if worker.step is not None]
         if steps and max(steps) > self.stored:
             assert formed.first_step == max(steps), "the newest state counts"
         if formed.source is not None and formed.receivers:
-            assert members[formed.source].resumable, "what it has is the state of no step"
-        for each in members:
-            each.waits = False
-        if self.may_die_while_forming and self.random.random() < 0.1:
-            self.dies(self.random.choice(members))
+            assert members[formed.source].resumable, "its state is that of a step"
+        for worker in members:
+            worker.waits = False
+        if self.may_fail_while_forming and self.random.random() < 0.1:
+            self.fail(self.random.choice(members))
             return
-        for rank, each in enumerate(members):
+        for rank, worker in enumerate(members):
             if formed.source is None or rank in formed.receivers:
-                each.step = self.stored if formed.first_step is None else formed.first_step
-        assert formed.in_collective_task == (not formed.handover_only and any(each.is_amid for each in members))
-        if not formed.handover_only and any(self.is_overdue(each) for each in members):
-            assert any(not each.resumable for each in members), "one whose time is nearly up is to go on"
-            for each in members:
-                each.is_stuck = True
-        if not formed.handover_only and not all(each.is_amid for each in members):
-            for each in members:
-                each.is_amid, each.resumable = False, True
+                worker.step = self.stored if formed.first_step is None else formed.first_step
+        assert formed.in_collective_task == (not formed.handover_only and any(worker.in_task for worker in members))
+        if not formed.handover_only and any(self.is_overdue(worker) for worker in members):
+            assert any(not worker.resumable for worker in members), "an overdue worker continues"
+            for worker in members:
+                worker.is_stuck = True
+        if not formed.handover_only and not all(worker.in_task for worker in members):
+            for worker in members:
+                worker.in_task, worker.resumable = False, True
         if formed.handover_only:
             if not formed.receivers:
                 members[0].committed = self.stored = max(self.stored, members[0].step or 0)
-            for each in members:
-                self.arrives(each)
+            for worker in members:
+                self.join(worker)
             self.form()
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 400))
-def test_no_state_is_lost_to_a_notice_and_in_the_end_all_train_who_may(first: int) -> None:
+def test_no_drain_loses_a_state_and_all_wanted_members_train_in_the_end(first: int) -> None:
     for seed in range(first, first + 400):
         try:
             History(seed).go()

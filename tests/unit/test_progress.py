@@ -38,7 +38,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_without_a_terminal_a_plain_line_comes_every_few_seconds(clock: Clock) -> None:
+def test_without_a_terminal_plain_lines_are_printed(clock: Clock) -> None:
     screen = Screen(terminal=False)
     with Progress(400, screen.console, clock=clock, line_every_s=10) as progress:
         for step in range(121):
@@ -52,7 +52,7 @@ def test_without_a_terminal_a_plain_line_comes_every_few_seconds(clock: Clock) -
     ]
 
 
-def test_the_last_numbers_are_shown_when_it_ends(clock: Clock) -> None:
+def test_the_last_numbers_are_shown_at_the_end(clock: Clock) -> None:
     screen = Screen(terminal=False)
     with Progress(None, screen.console, clock=clock) as progress:
         progress.update(1, samples=8, world_size=1)
@@ -73,7 +73,7 @@ def test_the_last_step_and_changes_of_state_are_shown_at_once(clock: Clock) -> N
     assert screen.lines == ["step 0/3  2 workers", "step 2/3  waiting for workers", "step 3/3  2 workers"]
 
 
-def test_a_note_is_a_line_of_its_own_and_never_markup(clock: Clock) -> None:
+def test_a_note_is_a_separate_line_without_markup(clock: Clock) -> None:
     for terminal in (False, True):
         screen = Screen(terminal)
         with Progress(3, screen.console, clock=clock) as progress:
@@ -82,7 +82,7 @@ def test_a_note_is_a_line_of_its_own_and_never_markup(clock: Clock) -> None:
         assert any(line.endswith("2 workers [red]" + " on a long line" * 20) for line in screen.lines)
 
 
-def test_on_a_terminal_there_is_a_bar_that_is_redrawn_ten_times_a_second_at_most(clock: Clock) -> None:
+def test_a_terminal_shows_a_bar_redrawn_at_most_ten_times_a_second(clock: Clock) -> None:
     screen = Screen(terminal=True)
     threads = threading.active_count()
     with Progress(1000, screen.console, clock=clock) as progress:
@@ -93,7 +93,7 @@ def test_on_a_terminal_there_is_a_bar_that_is_redrawn_ten_times_a_second_at_most
     assert 8 <= screen.text.count("samples/s") <= 14
     last = screen.lines[-1]
     assert "━" in last and "step 999/1,000  loss 1  8,000 samples/s  4 workers  0:01 left" in last
-    assert screen.file.getvalue().endswith("\x1b[?25h"), "the cursor is back"
+    assert screen.file.getvalue().endswith("\x1b[?25h"), "the cursor is visible again"
 
 
 def test_the_terminal_is_restored_when_the_run_fails(clock: Clock) -> None:
@@ -104,7 +104,7 @@ def test_the_terminal_is_restored_when_the_run_fails(clock: Clock) -> None:
     assert "\x1b[?25h" in screen.file.getvalue()
 
 
-def test_the_rate_is_that_of_the_window_and_forgets_what_was_before() -> None:
+def test_the_rate_is_that_of_the_window() -> None:
     rate = MovingRate(window_s=10)
     assert rate.samples_per_s is None
     for second in range(20):

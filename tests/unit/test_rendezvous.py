@@ -1,4 +1,4 @@
-"""The rendezvous, without Ray: who gets into which generation, and when they are told."""
+"""The rendezvous, without Ray: joins, failures, newcomers and heartbeats."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ from elastic_ddp.rendezvous.heartbeat import Heartbeat
 from elastic_ddp.rendezvous.members import RESIZE
 from elastic_ddp.rendezvous.membership import LEFT
 from elastic_ddp.rendezvous.messages import NO_SIGNALS, Ended, PlannedAssignment, RendezvousOptions, Signals
-from tests.unit.rendezvous_harness import BROKEN, Play, events_of, heard, join, joined, member, started, until_held
+from tests.unit.rendezvous_harness import (
+    BROKEN,
+    Play,
+    events_of,
+    join,
+    joined,
+    member,
+    signaled,
+    started,
+    until_blocked,
+)
 
 # Joining.
 
 
-def test_members_that_join_get_their_ranks_and_a_store_that_answers(play: Play, long_polls: None) -> None:
+def test_members_get_their_ranks_and_a_working_store(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         first, second = await started(rendezvous)
         assert isinstance(first, Assignment)
@@ -40,7 +50,7 @@ def test_members_that_join_get_their_ranks_and_a_store_that_answers(play: Play, 
     play(scenario)
 
 
-def test_a_member_that_waits_alone_is_told_to_ask_again_within_a_poll(play: Play) -> None:
+def test_a_join_request_returns_within_a_poll(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         assert await join(rendezvous, member("a", 0)) is None
         assert await join(rendezvous, member("a", 0)) is None
@@ -48,7 +58,7 @@ def test_a_member_that_waits_alone_is_told_to_ask_again_within_a_poll(play: Play
     play(scenario)
 
 
-def test_a_member_whose_answer_was_lost_gets_it_again(play: Play, long_polls: None) -> None:
+def test_a_repeated_join_request_gets_the_same_answer(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         answers = await started(rendezvous)
         assert await join(rendezvous, member("a", 1)) == answers[1]
@@ -56,13 +66,11 @@ def test_a_member_whose_answer_was_lost_gets_it_again(play: Play, long_polls: No
     play(scenario)
 
 
-def test_members_that_wait_go_without_those_who_do_not_come(
-    play: Play, long_polls: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_members_form_without_late_ones(play: Play, long_polls: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.rendezvous.members.GROUP_WAIT_S", 0.05)
 
     async def scenario(rendezvous: Rendezvous) -> None:
-        await rendezvous.heartbeat_address()  # the clock runs from here on
+        await rendezvous.heartbeat_address()  # starts the clock
         alone = await join(rendezvous, member("a", 1))
         assert isinstance(alone, Assignment)
         assert (alone.rank, alone.world_size) == (0, 1)
@@ -70,10 +78,8 @@ def test_members_that_wait_go_without_those_who_do_not_come(
     play(scenario)
 
 
-def test_members_that_wait_longer_than_a_poll_go_without_those_who_do_not_come(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("elastic_ddp.rendezvous.members.GROUP_WAIT_S", 0.5)  # many polls, as in truth
+def test_waiting_members_form_without_late_ones_after_many_polls(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.rendezvous.members.GROUP_WAIT_S", 0.5)  # many polls
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()
@@ -84,10 +90,10 @@ def test_members_that_wait_longer_than_a_poll_go_without_those_who_do_not_come(
     play(scenario)
 
 
-# Losses.
+# Failures.
 
 
-def test_members_that_all_survived_a_broken_connection_get_a_new_generation(play: Play, long_polls: None) -> None:
+def test_a_broken_connection_leads_to_a_new_generation(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         before = await started(rendezvous)
         after = await asyncio.gather(
@@ -95,26 +101,28 @@ def test_members_that_all_survived_a_broken_connection_get_a_new_generation(play
             join(rendezvous, member("a", 1), after=1, step=6, failure=BROKEN),
         )
         assert [answer.generation for answer in before] == [1, 1]
-        assert [(each.generation, each.rank, each.source, each.receivers, each.reason) for each in after] == [
+        assert [
+            (answer.generation, answer.rank, answer.source, answer.receivers, answer.reason) for answer in after
+        ] == [
             (2, 0, 1, (0,), "worker failed"),
             (2, 1, 1, (0,), "worker failed"),
         ]
-        # Its answer was lost, and it asks again.
+        # A repeated request, as after a lost reply.
         assert await join(rendezvous, member("a", 1), after=1, step=6, failure=BROKEN) == after[1]
 
     play(scenario)
 
 
-def test_a_survivor_goes_on_as_soon_as_the_pulse_of_the_dead_one_ends(play: Play, long_polls: None) -> None:
+def test_a_survivor_continues_as_soon_as_a_heartbeat_connection_closes(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         address = await rendezvous.heartbeat_address()
         await started(rendezvous)
-        _, dying = await asyncio.open_connection(*address)
-        dying.write(b"a1\n")
-        await dying.drain()
+        _, connection = await asyncio.open_connection(*address)
+        connection.write(b"a1\n")
+        await connection.drain()
         survivor = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=5, failure=BROKEN))
-        await until_held(survivor)
-        dying.close()
+        await until_blocked(survivor)
+        connection.close()
         answer = await survivor
         assert (answer.generation, answer.rank, answer.world_size, answer.source) == (2, 0, 1, 0)
         assert (await rendezvous.supervise(["a0", "a1"], 0, {})).failed == {"a1": "its process exited"}
@@ -124,45 +132,47 @@ def test_a_survivor_goes_on_as_soon_as_the_pulse_of_the_dead_one_ends(play: Play
     play(scenario)
 
 
-def test_a_member_in_a_collective_is_told_that_its_generation_is_broken(play: Play, long_polls: None) -> None:
+def test_a_member_in_a_collective_learns_of_a_failure(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         address = await rendezvous.heartbeat_address()
         await started(rendezvous)
-        training = asyncio.create_task(heard(rendezvous, member("a", 0), 1, lambda signals: signals.failed_generation))
-        await until_held(training)
-        _, dying = await asyncio.open_connection(*address)
-        dying.write(b"a1\n")
-        await dying.drain()
-        dying.close()
+        training = asyncio.create_task(
+            signaled(rendezvous, member("a", 0), 1, lambda signals: signals.failed_generation)
+        )
+        await until_blocked(training)
+        _, connection = await asyncio.open_connection(*address)
+        connection.write(b"a1\n")
+        await connection.drain()
+        connection.close()
         assert await training == Signals(failed_generation=1)
         failure = await events_of(rendezvous, "worker_lost")
-        assert [(each.generation, each.member, each.error) for each in failure] == [(1, "a1", "its process exited")]
+        assert [(event.generation, event.member, event.error) for event in failure] == [(1, "a1", "its process exited")]
 
     play(scenario)
 
 
-def test_a_loss_is_recorded_once_with_its_generation(play: Play) -> None:
+def test_a_failure_is_recorded_once_with_its_generation(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous, size=3)
         for rank in (1, 1, 2):
             who = member("a", rank, 3)
             assert await join(rendezvous, who, after=1, step=5, failure=f"rank {rank} saw it") is None
         failure = await events_of(rendezvous, "worker_lost")
-        assert [(each.generation, each.reported_by, each.error) for each in failure] == [(1, "a1", "rank 1 saw it")]
+        assert [(event.generation, event.reported_by, event.error) for event in failure] == [(1, "a1", "rank 1 saw it")]
 
     play(scenario)
 
 
-# Joining and leaving a run that is healthy.
+# Joining and leaving a healthy run.
 
 
-def test_a_newcomer_is_let_in_at_a_step_boundary(play: Play, long_polls: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newcomer_joins_at_a_step_boundary(play: Play, long_polls: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership_module, "BATCH_S", 0.05)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()
         await started(rendezvous)
-        asked = asyncio.create_task(heard(rendezvous, member("a", 0), 1, lambda signals: signals.reconfigure))
+        asked = asyncio.create_task(signaled(rendezvous, member("a", 0), 1, lambda signals: signals.reconfigure))
         newcomer = asyncio.create_task(joined(rendezvous, member("a", 2)))
         assert await asked == Signals(reconfigure=True, planned=PlannedAssignment(rank=0, world_size=3, step=0))
         assert not newcomer.done()
@@ -170,15 +180,21 @@ def test_a_newcomer_is_let_in_at_a_step_boundary(play: Play, long_polls: None, m
             *await asyncio.gather(*(joined(rendezvous, member("a", rank), after=1, step=7) for rank in range(2))),
             await newcomer,
         ]
-        assert [(each.generation, each.rank, each.world_size) for each in answers] == [(2, 0, 3), (2, 1, 3), (2, 2, 3)]
-        assert [(each.source, each.receivers, each.reason) for each in answers] == [(0, (2,), "workers joined")] * 3
+        assert [(answer.generation, answer.rank, answer.world_size) for answer in answers] == [
+            (2, 0, 3),
+            (2, 1, 3),
+            (2, 2, 3),
+        ]
+        assert [(answer.source, answer.receivers, answer.reason) for answer in answers] == [
+            (0, (2,), "workers joined")
+        ] * 3
         formed = await events_of(rendezvous, "rendezvous")
-        assert [(each.generation, each.first_step) for each in formed] == [(1, None), (2, 7)]
+        assert [(event.generation, event.first_step) for event in formed] == [(1, None), (2, 7)]
 
     play(scenario)
 
 
-def test_nobody_is_asked_to_let_in_more_than_there_is_room_for(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_change_is_wanted_beyond_max_workers(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership_module, "BATCH_S", 0.0)
 
     async def scenario(rendezvous: Rendezvous) -> None:
@@ -189,27 +205,25 @@ def test_nobody_is_asked_to_let_in_more_than_there_is_room_for(play: Play, monke
     play(scenario, RendezvousOptions(min_workers=1, max_workers=2, heartbeat_timeout_s=30.0))
 
 
-def test_a_newcomer_for_whom_there_is_no_room_any_more_is_told_so_at_once(play: Play, long_polls: None) -> None:
+def test_a_resize_dismisses_a_waiting_newcomer_at_once(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         newcomer = asyncio.create_task(joined(rendezvous, member("a", 2)))
         late = member("a", 3)
-        await until_held(newcomer)
+        await until_blocked(newcomer)
         await rendezvous.resize(2)
         assert await join(rendezvous, member("a", 2)) == await join(rendezvous, late) == Ended(LEFT)
         with pytest.raises(AssertionError):
             await newcomer
         assert (await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})).dismissed == ["a2", "a3"]
         left = await events_of(rendezvous, "worker_left")
-        assert [(each.member, each.kind) for each in left] == [("a2", RESIZE), ("a3", RESIZE)]
+        assert [(event.member, event.kind) for event in left] == [("a2", RESIZE), ("a3", RESIZE)]
 
     play(scenario)
 
 
 @pytest.mark.parametrize("resumable", [True, False])
-def test_one_that_has_to_go_amid_an_evaluation_commits_if_its_state_is_that_of_a_step(
-    play: Play, resumable: bool
-) -> None:
+def test_an_overdue_member_in_an_evaluation_commits_if_it_is_resumable(play: Play, resumable: bool) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         alone = member("a", 0, 1)
         await join(rendezvous, alone)
@@ -221,7 +235,7 @@ def test_one_that_has_to_go_amid_an_evaluation_commits_if_its_state_is_that_of_a
     play(scenario)
 
 
-def test_a_member_that_is_through_when_the_run_is_over_is_no_loss(play: Play, long_polls: None) -> None:
+def test_a_member_that_retires_after_the_end_is_no_failure(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         await rendezvous.end(member("a", 1), None, {"status": "finished"})
@@ -232,7 +246,7 @@ def test_a_member_that_is_through_when_the_run_is_over_is_no_loss(play: Play, lo
     play(scenario)
 
 
-def test_the_driver_hears_how_many_are_alive(play: Play) -> None:
+def test_the_driver_receives_the_number_of_live_members(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         assert (await rendezvous.wait_for_update(0)).num_alive == 0
         await started(rendezvous)
@@ -243,10 +257,10 @@ def test_the_driver_hears_how_many_are_alive(play: Play) -> None:
     play(scenario)
 
 
-# The pulse.
+# Heartbeats.
 
 
-def test_all_members_connect_their_pulses_to_one_address(play: Play) -> None:
+def test_the_heartbeat_address_is_constant(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         first = await rendezvous.heartbeat_address()
         assert await rendezvous.heartbeat_address() == first
@@ -254,16 +268,16 @@ def test_all_members_connect_their_pulses_to_one_address(play: Play) -> None:
     play(scenario)
 
 
-def test_a_member_that_falls_silent_is_lost_and_one_that_beats_is_not(play: Play) -> None:
+def test_only_a_member_without_heartbeats_fails(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         address = await rendezvous.heartbeat_address()
         await started(rendezvous)
-        pulse = await asyncio.to_thread(Heartbeat, lambda: address, "a0", 1.0)
+        heartbeat = await asyncio.to_thread(Heartbeat, lambda: address, "a0", 1.0)
         _, silent = await asyncio.open_connection(*address)
         silent.write(b"a1\n")
-        await heard(rendezvous, member("a", 0), 1, lambda signals: signals.failed_generation)
+        await signaled(rendezvous, member("a", 0), 1, lambda signals: signals.failed_generation)
         assert (await rendezvous.supervise(["a0", "a1"], 0, {})).failed == {"a1": "no heartbeat for 1 s"}
-        await asyncio.to_thread(pulse.stop)
+        await asyncio.to_thread(heartbeat.stop)
         silent.close()
 
     play(scenario, RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=1.0))
@@ -272,7 +286,7 @@ def test_a_member_that_falls_silent_is_lost_and_one_that_beats_is_not(play: Play
 # Newcomers.
 
 
-def test_a_newcomer_that_fails_is_replaced_and_does_not_end_a_run_that_trains(play: Play, long_polls: None) -> None:
+def test_a_newcomers_failure_does_not_end_a_run_that_trains(play: Play, long_polls: None) -> None:
     failed = {"status": "failed", "kind": "TrainFunctionError", "error": "no such mount"}
 
     async def scenario(rendezvous: Rendezvous) -> None:
@@ -280,15 +294,17 @@ def test_a_newcomer_that_fails_is_replaced_and_does_not_end_a_run_that_trains(pl
         assert not await rendezvous.end(member("a", 2), None, failed)
         (failure,) = await events_of(rendezvous, "newcomer_lost")
         assert (failure.member, failure.error) == ("a2", "no such mount")
-        orders = await rendezvous.supervise(["a0", "a1", "a2"], 0, {})
-        assert orders is not None and orders.failed == {"a2": "no such mount"} and orders.newcomers == ["a2"]
+        directives = await rendezvous.supervise(["a0", "a1", "a2"], 0, {})
+        assert (
+            directives is not None and directives.failed == {"a2": "no such mount"} and directives.newcomers == ["a2"]
+        )
         assert await rendezvous.end(member("a", 0), None, failed)
         assert (await rendezvous.wait_for_update(0)).outcome == failed
 
     play(scenario)
 
 
-def test_who_fails_where_nobody_trains_ends_the_run(play: Play, long_polls: None) -> None:
+def test_a_failure_before_any_worker_trains_ends_the_run(play: Play, long_polls: None) -> None:
     failed = {"status": "failed", "kind": "TrainFunctionError", "error": "no such mount"}
 
     async def scenario(rendezvous: Rendezvous) -> None:
@@ -298,21 +314,21 @@ def test_who_fails_where_nobody_trains_ends_the_run(play: Play, long_polls: None
     play(scenario)
 
 
-def test_a_newcomer_that_is_killed_costs_nothing_but_its_start(play: Play, long_polls: None) -> None:
+def test_a_killed_newcomer_is_listed_as_one(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         await rendezvous._on_failure("a2", "its process exited")
-        orders = await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})
-        assert orders is not None and orders.failed == {"a2": "its process exited"}
-        assert orders.newcomers == ["a2", "a3"], "of one that dies before it ever comes the controller knows first"
+        directives = await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})
+        assert directives is not None and directives.failed == {"a2": "its process exited"}
+        assert directives.newcomers == ["a2", "a3"], "the controller lists a worker before it joins"
         await rendezvous._on_failure("a1", "its process exited")
-        orders = await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})
-        assert orders is not None and "a1" not in orders.newcomers
+        directives = await rendezvous.supervise(["a0", "a1", "a2", "a3"], 0, {})
+        assert directives is not None and "a1" not in directives.newcomers
 
     play(scenario)
 
 
-def test_who_leaves_a_generation_unasked_is_a_loss(play: Play, long_polls: None) -> None:
+def test_a_member_that_leaves_a_generation_unasked_has_failed(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         await rendezvous.retire(member("a", 1))
@@ -325,12 +341,12 @@ def test_who_leaves_a_generation_unasked_is_a_loss(play: Play, long_polls: None)
     play(scenario)
 
 
-def test_a_newcomer_that_others_wait_for_takes_its_place_though_the_run_stops(play: Play, long_polls: None) -> None:
+def test_a_newcomer_with_an_assignment_gets_it_while_the_run_stops(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         newcomer = asyncio.create_task(join(rendezvous, member("a", 2)))
-        await until_held(newcomer)
-        newcomer.cancel()  # its call ended without an answer, and it is about to ask again
+        await until_blocked(newcomer)
+        newcomer.cancel()  # the call ended without an answer, so the client will repeat it
         await asyncio.gather(*(join(rendezvous, member("a", rank), 1, 5) for rank in (0, 1)))
         await rendezvous.stop()
         place = await join(rendezvous, member("a", 2))
@@ -339,15 +355,15 @@ def test_a_newcomer_that_others_wait_for_takes_its_place_though_the_run_stops(pl
     play(scenario)
 
 
-def test_a_newcomer_that_was_told_that_the_run_stops_is_not_waited_for(play: Play, long_polls: None) -> None:
+def test_a_newcomer_of_a_stopping_run_is_not_waited_for(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         newcomer = asyncio.create_task(join(rendezvous, member("a", 2)))
-        await until_held(newcomer)
+        await until_blocked(newcomer)
         await rendezvous.stop()
         newcomer.cancel()
         assert await join(rendezvous, member("a", 2)) == Ended("stopped")
         places = await asyncio.gather(*(join(rendezvous, member("a", rank), 1, 5) for rank in (0, 1)))
-        assert [each.world_size for each in places if isinstance(each, Assignment)] == [2, 2]
+        assert [place.world_size for place in places if isinstance(place, Assignment)] == [2, 2]
 
     play(scenario)

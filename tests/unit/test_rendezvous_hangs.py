@@ -1,4 +1,4 @@
-"""The rendezvous, without Ray: who is given up where nothing goes on any more."""
+"""The rendezvous, without Ray: hangs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.messages import NO_SIGNALS, RendezvousOptions, Signals
-from tests.unit.rendezvous_harness import Play, events_of, join, joined, member, started, where
+from tests.unit.rendezvous_harness import Play, at_place, events_of, join, joined, member, started
 
 
 def hang_options(timeout_s: float) -> RendezvousOptions:
     return RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, hang_timeout_s=timeout_s)
 
 
-def test_a_worker_that_hangs_is_given_up_after_all_have_said_where_they_are(
+def test_a_hanging_worker_fails_after_all_have_recorded_their_stacks(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.3)
@@ -25,53 +25,51 @@ def test_a_worker_that_hangs_is_given_up_after_all_have_said_where_they_are(
         await rendezvous.heartbeat_address()
         await started(rendezvous)
 
-        async def listens(rank: int, place: str) -> list[Signals]:
-            everything = []
-            while not (everything and (everything[-1].failed_generation or everything[-1].ended)):
-                everything.append(await rendezvous.poll_signals(member("a", rank), 1, None, where(7, place)))
-                await asyncio.sleep(0)  # an answer that comes at once leaves no time to others
-            return everything
+        async def poll(rank: int, place: str) -> list[Signals]:
+            received = []
+            while not (received and (received[-1].failed_generation or received[-1].ended)):
+                received.append(await rendezvous.poll_signals(member("a", rank), 1, None, at_place(7, place)))
+                await asyncio.sleep(0)  # lets other tasks run
+            return received
 
-        waits, hangs = await asyncio.gather(listens(0, "reduction"), listens(1, "forward"))
-        assert any(each.show_stacks for each in waits) and any(each.show_stacks for each in hangs)
+        waits, hangs = await asyncio.gather(poll(0, "reduction"), poll(1, "forward"))
+        assert any(signals.show_stacks for signals in waits) and any(signals.show_stacks for signals in hangs)
         assert "hung in 'forward' for 0.3 s (hang_timeout_s)" in str(hangs[-1].ended)
         (hang,) = await events_of(rendezvous, "hang")
         assert hang.culprits == ["a1"] and hang.places == {"a0": "reduction", "a1": "forward"}
         assert isinstance(await join(rendezvous, member("a", 0), 1, 5), Assignment)
-        assert await rendezvous.poll_signals(member("a", 0), 2, None) == NO_SIGNALS, "nobody asks for stacks any more"
+        assert await rendezvous.poll_signals(member("a", 0), 2, None) == NO_SIGNALS, "stacks are not requested any more"
 
     play(scenario, hang_options(0.3))
 
 
-def test_a_collective_that_nobody_completes_is_tried_again(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collective_that_no_rank_completes_is_repeated(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.1)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()
         await started(rendezvous)
         for rank in (0, 1):
-            await rendezvous.poll_signals(member("a", rank), 1, None, where(7, "reduction"))
-        while not (await rendezvous.poll_signals(member("a", 0), 1, None, where(7, "reduction"))).failed_generation:
+            await rendezvous.poll_signals(member("a", rank), 1, None, at_place(7, "reduction"))
+        while not (await rendezvous.poll_signals(member("a", 0), 1, None, at_place(7, "reduction"))).failed_generation:
             await asyncio.sleep(0)
         assert not (await rendezvous.supervise(["a0", "a1"], 0, {})).failed  # type: ignore[union-attr]
 
     play(scenario, hang_options(0.3))
 
 
-def test_of_workers_that_seem_to_be_stuck_in_a_forward_those_who_are_cut_off_go_on(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With FSDP a forward waits for the others, to gather parameters."""
+def test_workers_that_come_after_an_abort_continue(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An FSDP forward waits for other ranks to gather parameters."""
     monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.1)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()
         await started(rendezvous)
         for rank in (0, 1):
-            await rendezvous.poll_signals(member("a", rank), 1, None, where(7, "forward"))
-        while not (await rendezvous.poll_signals(member("a", 0), 1, None, where(7, "forward"))).failed_generation:
+            await rendezvous.poll_signals(member("a", rank), 1, None, at_place(7, "forward"))
+        while not (await rendezvous.poll_signals(member("a", 0), 1, None, at_place(7, "forward"))).failed_generation:
             await asyncio.sleep(0)
-        at = where(8, "rendezvous")
+        at = at_place(8, "rendezvous")
         await rendezvous.poll_signals(member("a", 0), 1, None, at)
         assert isinstance(await joined(rendezvous, member("a", 0), 1, 5), Assignment)
         first, second = await events_of(rendezvous, "hang")
@@ -82,7 +80,7 @@ def test_of_workers_that_seem_to_be_stuck_in_a_forward_those_who_are_cut_off_go_
 
 
 @pytest.mark.parametrize(("num_workers", "place", "times"), [(1, "forward", 1), (2, "data", 1), (2, "forward", 2)])
-def test_a_function_in_which_all_workers_are_stuck_ends_the_run(
+def test_a_training_function_in_which_all_workers_hang_ends_the_run(
     play: Play, monkeypatch: pytest.MonkeyPatch, num_workers: int, place: str, times: int
 ) -> None:
     monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.1)
@@ -91,26 +89,24 @@ def test_a_function_in_which_all_workers_are_stuck_ends_the_run(
         await rendezvous.heartbeat_address()
         await started(rendezvous, size=num_workers)
 
-        async def stays(rank: int) -> None:
+        async def hang(rank: int) -> None:
             while True:
-                await rendezvous.poll_signals(member("a", rank), 1, None, where(7, place))
+                await rendezvous.poll_signals(member("a", rank), 1, None, at_place(7, place))
                 await asyncio.sleep(0)
 
-        workers = [asyncio.create_task(stays(rank)) for rank in range(num_workers)]
+        workers = [asyncio.create_task(hang(rank)) for rank in range(num_workers)]
         while (news := await rendezvous.wait_for_update(0)).outcome is None:
             await asyncio.sleep(0.01)
-        for each in workers:
-            each.cancel()
+        for task in workers:
+            task.cancel()
         assert news.outcome["status"] == "failed"
         assert f"'{place}' without progress for 0.3 s (hang_timeout_s)" in news.outcome["error"]
-        assert len([each for each in news.events if each.event == "hang"]) == times
+        assert len([event for event in news.events if event.event == "hang"]) == times
 
     play(scenario, hang_options(0.3))
 
 
-def test_saves_that_go_on_are_no_hang_and_those_that_do_not_are_the_storages_fault(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_saves_without_progress_are_a_hang(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.3)
 
     async def scenario(rendezvous: Rendezvous) -> None:
@@ -118,9 +114,9 @@ def test_saves_that_go_on_are_no_hang_and_those_that_do_not_are_the_storages_fau
         await started(rendezvous)
         clock = asyncio.get_running_loop().time
         begun = clock()
-        while (saving_s := clock() - begun) < 1.0:  # several times the timeout
+        while (saving_s := clock() - begun) < 1.0:  # several timeouts
             for rank in (0, 1):
-                at = where(7, "commit")._replace(worked_s=saving_s)
+                at = at_place(7, "commit")._replace(worked_s=saving_s)
                 await rendezvous.poll_signals(member("a", rank), 1, None, at)
         assert await events_of(rendezvous, "hang") == []
         news = await rendezvous.wait_for_update(10_000)
@@ -132,16 +128,16 @@ def test_saves_that_go_on_are_no_hang_and_those_that_do_not_are_the_storages_fau
     play(scenario, hang_options(0.3))
 
 
-def test_a_worker_that_never_comes_is_given_up(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_never_joins_fails(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.START_TIMEOUT_S", 0.0)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
         begun = asyncio.get_running_loop().time()
-        while not (orders := await rendezvous.supervise(["a0", "a1", "a2"], 0, {})).failed:  # type: ignore[union-attr]
+        while not (directives := await rendezvous.supervise(["a0", "a1", "a2"], 0, {})).failed:  # type: ignore[union-attr]
             await asyncio.sleep(0.01)
         assert asyncio.get_running_loop().time() - begun >= 0.3
-        assert orders is not None and list(orders.failed) == ["a2"]
+        assert directives is not None and list(directives.failed) == ["a2"]
         (failure,) = await events_of(rendezvous, "newcomer_lost")
         assert "not ready to train 0.3 s after its start (hang_timeout_s)" in failure.error
         assert await events_of(rendezvous, "worker_lost") == []
@@ -149,17 +145,17 @@ def test_a_worker_that_never_comes_is_given_up(play: Play, monkeypatch: pytest.M
     play(scenario, hang_options(0.3))
 
 
-def test_waiting_for_workers_is_no_hang_however_long_it_takes(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_workers_is_no_hang(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ddp.rendezvous.coordinator.STACKS_WITHIN_S", 0.0)
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()
         await started(rendezvous)
         await rendezvous._on_failure("a1", "its process exited")
-        await rendezvous.poll_signals(member("a", 0), 1, None, where(8, "rendezvous"))
+        await rendezvous.poll_signals(member("a", 0), 1, None, at_place(8, "rendezvous"))
         waited, clock = 0.0, asyncio.get_running_loop().time
         begun = clock()
-        while waited < 1.0:  # many times the timeout
+        while waited < 1.0:  # many timeouts
             assert await join(rendezvous, member("a", 0), 1, 5) is None
             waited = clock() - begun
         assert await events_of(rendezvous, "hang") == []

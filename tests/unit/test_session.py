@@ -35,7 +35,7 @@ Drive = Callable[[Callable[[InProcessRendezvous], Any]], list[Event]]
 
 @pytest.fixture
 def drive(
-    new_run: NewRun, rendezvous_here: Callable[..., InProcessRendezvous], monkeypatch: pytest.MonkeyPatch
+    new_run: NewRun, inprocess_rendezvous: Callable[..., InProcessRendezvous], monkeypatch: pytest.MonkeyPatch
 ) -> Drive:
     """Runs a session whose only worker fails during a save and then calls `then`. Returns the ledger."""
     monkeypatch.setattr(session_module, "EXIT_TIMEOUT_S", 0.1)
@@ -47,7 +47,7 @@ def drive(
             rendezvous.ask("end", WORKER, None, {"status": "failed", "error": "the loss is no number"})
             then(rendezvous)
 
-        job, rendezvous = new_run()._loop.job, rendezvous_here()
+        job, rendezvous = new_run()._loop.job, inprocess_rendezvous()
         monkeypatch.setattr(session_module, "run_workers", work)
         with DriverLease(job.storage, "test", "session", print) as lease:
             lease.acquire()

@@ -35,7 +35,7 @@ def watch(clock: Clock) -> Stopwatch:
     return Stopwatch(clock)
 
 
-def test_each_phase_has_the_time_that_was_spent_in_it(clock: Clock, watch: Stopwatch) -> None:
+def test_each_phase_has_the_time_spent_in_it(clock: Clock, watch: Stopwatch) -> None:
     watch.start("rendezvous")
     clock.now += 0.25
     watch.enter("hand_over")
@@ -49,7 +49,7 @@ def test_each_phase_has_the_time_that_was_spent_in_it(clock: Clock, watch: Stopw
     assert watch.seconds() == {"rendezvous": 0.25, "hand_over": 0.5, "useful": 10.0, "checkpoint": 1.0}
 
 
-def test_a_start_forgets_what_was_before_it(clock: Clock, watch: Stopwatch) -> None:
+def test_a_start_resets_the_stopwatch(clock: Clock, watch: Stopwatch) -> None:
     assert (watch.seconds(), watch.since_mark()) == ({}, 0.0)
     watch.start("useful")
     clock.now += 5
@@ -58,10 +58,10 @@ def test_a_start_forgets_what_was_before_it(clock: Clock, watch: Stopwatch) -> N
     watch.start("rendezvous")
     clock.now += 1
     assert watch.seconds() == {"rendezvous": 1.0}
-    assert watch.since_mark() == 1.0, "no step is done since"
+    assert watch.since_mark() == 1.0, "no step has been done"
 
 
-def test_a_stopwatch_that_nobody_started_starts_with_its_first_phase(clock: Clock, watch: Stopwatch) -> None:
+def test_a_stopwatch_starts_with_its_first_phase(clock: Clock, watch: Stopwatch) -> None:
     watch.move("useful", "redone", 1.0)
     assert watch.seconds() == {}
     with watch.within("checkpoint"):
@@ -71,28 +71,28 @@ def test_a_stopwatch_that_nobody_started_starts_with_its_first_phase(clock: Cloc
     assert watch.seconds() == {"checkpoint": 1.0, "useful": 2.0}
 
 
-def test_a_block_ends_in_the_phase_before_it_however_it_ends(clock: Clock, watch: Stopwatch) -> None:
+def test_a_block_ends_in_the_previous_phase_also_after_an_error(clock: Clock, watch: Stopwatch) -> None:
     watch.start("useful")
     with watch.within("checkpoint"):
         clock.now += 1
         with pytest.raises(RuntimeError), watch.within("detection"):
             clock.now += 2
-            raise RuntimeError("a peer is gone")
+            raise RuntimeError("a peer failed")
         clock.now += 4
     clock.now += 8
     assert watch.seconds() == {"checkpoint": 5.0, "detection": 2.0, "useful": 8.0}
 
 
-@pytest.mark.parametrize(("asked", "moved"), [(2.0, 2.0), (3.0, 3.0), (7.0, 3.0), (-1.0, 0.0)])
+@pytest.mark.parametrize(("requested", "moved"), [(2.0, 2.0), (3.0, 3.0), (7.0, 3.0), (-1.0, 0.0)])
 @pytest.mark.parametrize("still_in_it", [True, False])
-def test_no_more_is_moved_than_was_booked(
-    clock: Clock, watch: Stopwatch, asked: float, moved: float, still_in_it: bool
+def test_at_most_the_booked_seconds_are_moved(
+    clock: Clock, watch: Stopwatch, requested: float, moved: float, still_in_it: bool
 ) -> None:
     watch.start("useful")
     clock.now += 3
     if not still_in_it:
         watch.enter("detection")
-    watch.move("useful", "redone", asked)
+    watch.move("useful", "redone", requested)
     assert watch.seconds().get("redone") == moved
     assert watch.seconds()["useful"] == 3.0 - moved
     clock.now += 1
@@ -122,12 +122,12 @@ durations = st.floats(0, 1e4)
         max_size=30,
     )
 )
-def test_phases_add_up_to_the_time_since_the_start_whatever_happens(acts: list[tuple[Any, ...]]) -> None:
+def test_phases_add_up_to_the_time_since_the_start(actions: list[tuple[Any, ...]]) -> None:
     clock = Clock()
     watch = Stopwatch(clock)
     watch.start("rendezvous")
     began = clock.now
-    for name, *arguments in acts:
+    for name, *arguments in actions:
         if name == "wait":
             clock.now += arguments[0]
         else:
@@ -137,7 +137,7 @@ def test_phases_add_up_to_the_time_since_the_start_whatever_happens(acts: list[t
         assert sum(seconds.values()) == pytest.approx(clock.now - began, abs=1e-5)
 
 
-def test_who_reads_while_a_phase_ends_sees_one_moment(clock: Clock, watch: Stopwatch) -> None:
+def test_a_read_during_a_switch_is_consistent(clock: Clock, watch: Stopwatch) -> None:
     watch.start("useful")
     clock.now += 3
 
@@ -184,7 +184,7 @@ def test_another_thread_may_read_at_any_time() -> None:
         (-0.1, 1.0, 0.0, 0.0),
     ],
 )
-def test_what_is_longer_than_the_work_was_waiting(
+def test_wasted_time_beyond_the_work_is_detection(
     seconds: float, worked: float, redone: float, detection: float
 ) -> None:
     assert split_wasted(seconds, worked) == (redone, detection)

@@ -15,7 +15,7 @@ from tests.unit.ledger_events import ledger_event
 
 
 def session(name: str, start: float, *events: tuple[str, dict[str, Any]]) -> list[Event]:
-    """Events of one session, one each second, of the newest generation unless they name one."""
+    """Events of one session, one each second, in the newest generation unless they name one."""
     session, generation = [], 0
     for number, (event, fields) in enumerate(events):
         generation = fields.get("generation", generation)
@@ -71,7 +71,7 @@ RUN = [
 def test_a_run_over_two_sessions_is_one_summary() -> None:
     summary = summarize(RUN)
     generations, goodput = summary.pop("generations"), summary.pop("goodput")
-    assert (goodput["total"], goodput["goodput"]) == (15.0, None), "no account was written down"
+    assert (goodput["total"], goodput["goodput"]) == (15.0, None), "there is no account"
     assert summary == {
         "name": "mnist", "status": "finished", "error": None, "steps": 40, "epochs": 1, "samples": 400,
         "total_steps": None, "workers_drained": 0,
@@ -83,7 +83,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
     }  # fmt: skip
     assert [[row["generation"], row["world_size"], row["first_step"], row["last_step"]] for row in generations] == [
         [0, 2, 0, 14],
-        [1, 1, 14, 26],  # killed: the last step heard of
+        [1, 1, 14, 26],  # killed: the last reported step
         [2, 3, 20, 40],
     ]
     assert [row["reason"] for row in generations] == ["start", "worker failed", "resume"]
@@ -94,7 +94,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
 
 
-def test_the_interval_that_was_chosen_last_is_shown_beside_the_number_of_commits() -> None:
+def test_the_newest_commit_interval_is_shown() -> None:
     commits = [("commit", {"step": step, "interval_s": every_s}) for step, every_s in ((10, 60.0), (20, 33.75))]
     summary = summarize(session("s1", 100.0, STARTED, *commits))
     assert summary["commit_interval_s"] == 33.75 and "2, one every 33.8 s" in shown(summary)
@@ -127,7 +127,7 @@ DRAINED = session(
 )  # fmt: skip
 
 
-def test_the_summary_says_where_the_time_went_and_what_each_generation_cost() -> None:
+def test_the_summary_has_goodput_and_the_stall_of_each_generation() -> None:
     summary = summarize(DRAINED)
     assert summary["goodput"] == {
         "useful": 6.75, "redone": 0.0, "detection": 0.0, "rendezvous": 1.375, "hand_over": 0.75, "checkpoint": 0.0,
@@ -147,7 +147,7 @@ def test_the_summary_says_where_the_time_went_and_what_each_generation_cost() ->
     assert ["2", "1", "7", "9", "1.38", "s", "workers", "left", "it", "ended"] in lines
 
 
-def test_the_time_until_a_loss_was_noticed_is_part_of_the_stall() -> None:
+def test_detection_is_part_of_the_stall() -> None:
     told = accounted(1, 7, rendezvous=0.25, hand_over=0.5, useful=3.25, detection=2.0)[1]
     summary = summarize(
         [
@@ -159,7 +159,7 @@ def test_the_time_until_a_loss_was_noticed_is_part_of_the_stall() -> None:
     assert "3.38 s" in shown(summary) and "detection 2.0 s" in shown(summary)
 
 
-def test_nothing_is_said_of_what_was_not_measured() -> None:
+def test_unknown_figures_are_not_shown() -> None:
     text = shown(summarize(RUN))
     assert "goodput" not in text and "drained" not in text and "worker failed" in text
     assert "2.5 → 1 (step 30)" in text
@@ -172,10 +172,10 @@ def test_every_prefix_of_a_run_can_be_summarized_and_shown() -> None:
         assert shown(summary)
     assert summarize([])["name"] is None
     assert summarize(RUN[:10])["steps"] == 26
-    assert summarize(RUN[:11])["steps"] == 20, "resumed where the commit was"
+    assert summarize(RUN[:11])["steps"] == 20, "resumed from the commit"
 
 
-def test_a_failed_run_keeps_its_error_until_it_is_resumed() -> None:
+def test_a_failed_run_has_an_error_until_it_is_resumed() -> None:
     failed = session("s1", 0.0, STARTED, generation(0, 1, 0, "start"), steps(3), ("failed", {"error": "boom"}))
     assert (summarize(failed)["status"], summarize(failed)["error"]) == ("failed", "boom")
     both = failed + session("s1", 4.0, ("finished", {"status": "failed", "steps": 3, "samples": None, "metrics": {}}))
@@ -185,8 +185,8 @@ def test_a_failed_run_keeps_its_error_until_it_is_resumed() -> None:
     assert (summarize(resumed)["status"], summarize(resumed)["error"]) == ("unfinished", None)
 
 
-def test_a_generation_in_which_the_training_function_failed_did_not_end_by_a_loss() -> None:
-    """Its peers see a connection that breaks."""
+def test_an_error_of_the_training_function_ends_its_generation() -> None:
+    """Its peers report a broken connection."""
     ended = ("generation_ended", {"generation": 0, "last_step": 3, "reason": "a worker failed"})
     events = session("s1", 0.0, STARTED, generation(0, 2, 0, "start"), steps(3), ended)
     for kind, by in {"TrainFunctionError": "an error", "WorkersFailedError": "a worker failed"}.items():
@@ -194,7 +194,7 @@ def test_a_generation_in_which_the_training_function_failed_did_not_end_by_a_los
         assert summarize(failed)["generations"][0]["ended_by"] == by
 
 
-def test_a_stopped_run_says_so_and_arguments_win_over_events() -> None:
+def test_a_stopped_run_is_stopped_and_arguments_override_events() -> None:
     stopped = session("s1", 0.0, STARTED, ("finished", {"status": "stopped", "steps": 5, "samples": 50}))
     summary = summarize(stopped, name="other", storage="/runs", versions={"ray": "2.60.0"})
     assert (summary["status"], summary["steps"], summary["name"]) == ("stopped", 5, "other")
@@ -213,7 +213,7 @@ def test_the_table_shows_the_facts_and_one_line_for_each_generation() -> None:
     for part in ("mnist", "finished", "27 samples/s", "2.5 → 1 (step 30)", "accuracy 0.9", "0:15", "s3://b/runs"):
         assert part in text
     rows = [line.split() for line in text.splitlines()]
-    formed = [each["reason"].split() for each in summarize(RUN)["generations"]]
+    formed = [generation["reason"].split() for generation in summarize(RUN)["generations"]]
     assert ["1.0", "2", "0", "14", *formed[0], "worker", "failed"] in rows
     assert ["1.1", "1", "14", "26", *formed[1], "the", "driver", "failed"] in rows
     assert ["2.2", "3", "20", "40", *formed[2], "finished"] in rows
@@ -223,7 +223,7 @@ def unpadded(events: list[Event]) -> str:
     return "\n".join(line.strip() for line in shown(summarize(events)).splitlines())
 
 
-def test_generations_of_one_session_are_not_numbered_by_it() -> None:
+def test_generations_of_one_session_have_no_session_number() -> None:
     assert "\n1.0 " in unpadded(RUN) and "\n1 " in unpadded(DRAINED)
 
 
@@ -233,13 +233,13 @@ def test_sessions_that_formed_no_generation_are_counted() -> None:
     assert [(row["generation"], row["session_number"]) for row in rows] == [(0, 1), (1, 1), (1, 3)]
 
 
-def test_text_of_a_user_is_shown_as_it_is_and_losses_may_be_nan() -> None:
+def test_user_text_is_not_markup_and_losses_may_be_nan() -> None:
     events = session("s1", 0.0, STARTED, steps(1, "NaN"), ("failed", {"error": "KeyError: [red] in [/b]"}))
     text = shown(summarize(events))
     assert "KeyError: [red] in [/b]" in text and "NaN → NaN" in text
 
 
-def test_a_generation_whose_first_worker_died_before_it_could_speak_is_told_by_the_rendezvous() -> None:
+def test_a_generation_without_events_of_its_rank_0_is_listed() -> None:
     events = session(
         "a",
         0.0,
@@ -256,7 +256,7 @@ def test_a_generation_whose_first_worker_died_before_it_could_speak_is_told_by_t
     assert rows[0]["ended_by"] == "a worker failed"
 
 
-def test_a_word_on_a_generation_that_comes_after_the_next_was_formed_is_not_about_that() -> None:
+def test_a_late_report_belongs_to_its_own_generation() -> None:
     formed = [{"generation": number, "world_size": 3 - number, "reason": "start"} for number in (1, 2, 3)]
     events = session(
         "a",
@@ -278,7 +278,7 @@ def test_a_word_on_a_generation_that_comes_after_the_next_was_formed_is_not_abou
     ]
 
 
-def test_a_loss_that_is_older_than_the_run_says_of_which_step_it_is() -> None:
+def test_older_values_are_shown_with_their_step() -> None:
     evaluation = {"name": "validation_loss", "loss": 5.5}
     events = session(
         "s1",

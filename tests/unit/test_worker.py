@@ -123,7 +123,7 @@ def test_a_worker_whose_training_function_raises_a_peer_failure_is_replaced(
 
 @pytest.fixture
 def worked(
-    new_run: NewRun, rendezvous_here: Callable[..., InProcessRendezvous]
+    new_run: NewRun, inprocess_rendezvous: Callable[..., InProcessRendezvous]
 ) -> Callable[..., tuple[InProcessRendezvous, CheckpointStore]]:
     """Runs a worker with a training function. Returns its rendezvous, in this process, and the run's commits."""
 
@@ -131,7 +131,7 @@ def worked(
         train: Callable[[Run, InProcessRendezvous], Any], **changes: Any
     ) -> tuple[InProcessRendezvous, CheckpointStore]:
         job = new_run(**changes)._loop.job
-        rendezvous = rendezvous_here(replace(OPTIONS, max_failed_saves=job.config.checkpoint.max_failed_saves))
+        rendezvous = inprocess_rendezvous(replace(OPTIONS, max_failed_saves=job.config.checkpoint.max_failed_saves))
         object.__setattr__(job, "train", lambda run: train(run, rendezvous))
         main.work(job, rendezvous, CONTEXT)
         return rendezvous, CheckpointStore(job.storage.at(COMMITS), keep=1)

@@ -1,0 +1,32 @@
+"""Events of runs for the goodput tests, as the driver records them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_ddp.telemetry.events import Event
+from elastic_ddp.telemetry.stopwatch import PHASES
+from tests.unit.ledger_events import ledger_event
+
+
+def event(name: str, at: float, session: str = "s1", *, late: float = 0.25, **fields: Any) -> Event:
+    """An event that the driver records a little later."""
+    return ledger_event(name, at=at, time=at + late, session=session, **fields)
+
+
+def started(at: float, session: str = "s1", step: int | None = None) -> Event:
+    return ledger_event("session_started", time=at, session=session, resumed_from_step=step)
+
+
+def finished(at: float, session: str = "s1", status: str = "finished") -> Event:
+    return ledger_event("finished", time=at, session=session, status=status)
+
+
+def formed(number: int, at: float, step: int | None, session: str = "s1", **fields: Any) -> Event:
+    reason = fields.pop("reason", "start" if step is None else "worker failed")
+    return event("rendezvous", at, session, generation=number, world_size=2, first_step=step, reason=reason, **fields)
+
+
+def accounted(name: str, number: int, at: float, session: str = "s1", **fields: Any) -> Event:
+    account = {phase: fields.pop(phase) for phase in PHASES if phase in fields}
+    return event(name, at, session, generation=number, account=account, **fields)
