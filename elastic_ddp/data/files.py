@@ -21,6 +21,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import merge_offset_ranges
 
 from elastic_ddp.errors import DataError, format_exception
 from elastic_ddp.storage.errors import suggest_fix
@@ -215,15 +216,17 @@ def read_row_group(path: str, size: int, metadata: pq.FileMetaData, number: int,
     """Returns the given columns of one row group."""
     wanted = set(columns)
     group = metadata.row_group(number)
-    ranges = []
+    starts, stops = [], []
     for index in range(group.num_columns):
         chunk = group.column(index)
         if chunk.path_in_schema in wanted or chunk.path_in_schema.split(".")[0] in wanted:
             start = chunk.data_page_offset
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 start = min(start, chunk.dictionary_page_offset)
-            ranges.append((start, start + chunk.total_compressed_size))
-    ranges = _merge(ranges)
+            starts.append(start)
+            stops.append(start + chunk.total_compressed_size)
+    _, starts, stops = merge_offset_ranges([path] * len(starts), starts, stops, max_gap=_MAX_GAP_BYTES)
+    ranges = list(zip(starts, stops, strict=True))
     parts = _Parts(size, ranges, read_ranges(path, ranges), lambda start, stop: read_ranges(path, [(start, stop)])[0])
     with pq.ParquetFile(pa.PythonFile(parts, mode="r"), metadata=metadata) as file:
         return file.read_row_group(number, columns=list(columns))
@@ -261,16 +264,6 @@ def _read_at(descriptor: int, start: int, stop: int) -> bytes:
         parts.append(part)
         start += len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if merged and start - merged[-1][1] <= _MAX_GAP_BYTES:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 class _Parts(io.RawIOBase):

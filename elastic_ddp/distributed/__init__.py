@@ -1,1 +1,4 @@
-"""What the ranks of one generation do together: the process group, reduction, control and hand-over of state."""
+"""Communication between the ranks of a generation: process group, gradient reduction, votes, and transfer of state.
+
+Open `process_group` first, then `strategy` and `canonical_reduction`.
+"""
