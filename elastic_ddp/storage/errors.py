@@ -12,8 +12,8 @@ from typing import Any
 
 from elastic_ddp.errors import format_exception
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_PERMANENT = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EFBIG, errno.EROFS} | _FULL
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PERMANENT = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EROFS} | _FULL
 _UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"}
 _BAD_CREDENTIALS = {
@@ -26,7 +26,7 @@ _PERMANENT_STATUS = {401, 403, 404, 405, 501, 507}
 
 def format_error(error: BaseException) -> str:
     """Returns the type and text of an error, with S3's code and status if S3 sent it."""
-    code, status, message = _s3_answer(error)
+    code, status, message = s3_answer(error)
     if not code:
         return format_exception(error)
     answer = code if code == str(status) else f"{code}, {status}"
@@ -35,30 +35,24 @@ def format_error(error: BaseException) -> str:
 
 def is_missing_bucket(error: BaseException) -> bool:
     """Returns whether the bucket itself does not exist."""
-    return _s3_answer(error)[0] == "NoSuchBucket"
-
-
-def is_refused_as_changed(error: BaseException) -> bool:
-    """Returns whether S3 refused a conditional request because the object has changed."""
-    return _s3_answer(error)[1] == 412
+    return s3_answer(error)[0] == "NoSuchBucket"
 
 
 def is_unsupported(error: BaseException) -> bool:
-    """Returns whether the server or the client library does not support the request."""
-    by_client = _names(error) & {"ParamValidationError"} or (isinstance(error, OSError) and error.errno in _UNSUPPORTED)
-    return bool(by_client) or _s3_answer(error)[1] == 501
+    """Returns whether the server, the client library or the file system does not support the request."""
+    by_client = isinstance(error, NotImplementedError) or "ParamValidationError" in _names(error)
+    return by_client or getattr(error, "errno", None) in _UNSUPPORTED or s3_answer(error)[1] == 501
 
 
 def is_permanent(error: BaseException | None) -> bool:
     """Returns whether a retry cannot succeed, such as without permission, space or a bucket."""
-    code, status, _ = _s3_answer(error)
+    code, status, _ = s3_answer(error)
     if code:
         # A completed multipart upload no longer exists: its answer was lost, and the client repeated the request.
-        by_status = status in _PERMANENT_STATUS and code != "NoSuchUpload"
-        return by_status or code in _BAD_CREDENTIALS | _FULL_CODES | {"InvalidBucketName"}
+        return (status in _PERMANENT_STATUS and code != "NoSuchUpload") or code in _BAD_CREDENTIALS
     return any(
         isinstance(cause, PermissionError | FileNotFoundError | NotADirectoryError | NotImplementedError)
-        or (isinstance(cause, OSError) and cause.errno in _PERMANENT)
+        or getattr(cause, "errno", None) in _PERMANENT
         or _names(cause) & _NO_CREDENTIALS
         for cause in _causes(error)
     )
@@ -66,26 +60,15 @@ def is_permanent(error: BaseException | None) -> bool:
 
 def suggest_fix(error: BaseException) -> str:
     """Returns what the user can change."""
-    code, _, _ = _s3_answer(error)
-    number = error.errno if isinstance(error, OSError) else None
-    if _names(error) & _NO_CREDENTIALS:
+    code, _, _ = s3_answer(error)
+    if code in _BAD_CREDENTIALS or _names(error) & _NO_CREDENTIALS:
         return (
-            "set credentials: for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role of the machine"
+            "set or renew the credentials: for S3 AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, a "
+            "profile, or a role of the machine"
         )
-    if code in _BAD_CREDENTIALS:
-        return (
-            "renew or correct the credentials: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or "
-            "the profile that they come from"
-        )
-    if code == "RequestTimeTooSkewed":
-        return "set this machine's clock"
-    if code in _FULL_CODES or number in _FULL:
-        return "free space there or use another storage"
-    if number == errno.EROFS:
-        return "mount it for writing or use another storage"
-    if number == errno.EFBIG:
-        return "raise the file size limit (ulimit -f) or use another file system"
-    if isinstance(error, NotImplementedError) or number in _UNSUPPORTED:
+    if code in _FULL_CODES or getattr(error, "errno", None) in _FULL:
+        return "free space there, raise the limit (quota or ulimit -f), or use another storage"
+    if is_unsupported(error):
         return (
             "use a storage that can create an object only if it does not exist: a folder that all nodes mount, AWS "
             "S3, or a server that supports If-None-Match (check for a newer version)"
@@ -94,12 +77,10 @@ def suggest_fix(error: BaseException) -> str:
         return "create the bucket or the file system first, or correct its name"
     if isinstance(error, PermissionError):
         return "allow this user or role to read, write, list and delete there, or use another storage"
-    if isinstance(error, NotADirectoryError):
-        return "remove that file or use another folder"
     return "check the address (AWS_ENDPOINT_URL for S3 servers other than AWS), the network and the permissions"
 
 
-def _s3_answer(error: BaseException | None) -> tuple[str, int | None, str]:
+def s3_answer(error: BaseException | None) -> tuple[str, int | None, str]:
     """Returns code, HTTP status and message of the S3 answer that caused an error; an empty code if none did."""
     for cause in _causes(error):
         response: Any = getattr(cause, "response", None)

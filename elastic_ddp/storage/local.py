@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ from elastic_ddp.storage.folder import Folder, Upload
 TEMPORARY_PREFIX = ".tmp-"
 """Prefix of the names of files that are not objects yet."""
 
-_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+_CANNOT_LINK = frozenset({errno.EMLINK, errno.ENOSYS, errno.ENOTSUP, errno.EPERM})
+"""Errors of file systems without hard links."""
 _CANNOT_SYNC = frozenset({errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM})
 """Errors of file systems that cannot sync a directory. Any other error means that the names may not be durable."""
 
@@ -53,7 +52,7 @@ class LocalFolder(Folder):
             os.replace(temporary, target)
         sync_directory(target.parent)
 
-    def create(self, key: str, data: bytes, before_retry: Callable[[], None]) -> None:
+    def create(self, key: str, data: bytes) -> None:
         target = self._path / key
         with self._temporary(target, data) as temporary:
             try:
@@ -64,14 +63,13 @@ class LocalFolder(Folder):
                     sync_directory(target.parent)  # an earlier attempt may have linked it and failed to sync
                     raise
             except OSError as error:
-                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                if error.errno not in _CANNOT_LINK:
                     raise
-                if not _rename_if_new(temporary, target):
-                    # Exclusive, but not atomic: a crash leaves a part, which checksums detect.
-                    with target.open("xb") as file:
-                        _write_and_sync(file, data)
-                        if not os.fstat(file.fileno()).st_nlink:
-                            raise OSError(errno.ESTALE, "deleted while it was written", str(target)) from error
+                # Exclusive, but not atomic: a crash leaves a part, which checksums detect.
+                with target.open("xb") as file:
+                    _write_and_sync(file, data)
+                    if not os.fstat(file.fileno()).st_nlink:
+                        raise OSError(errno.ESTALE, "deleted while it was written", str(target)) from error
         sync_directory(target.parent)
 
     def sizes(self, prefix: str) -> dict[str, int]:
@@ -121,7 +119,10 @@ class LocalFolder(Folder):
     def _temporary(self, target: Path, data: bytes | memoryview) -> Iterator[Path]:
         """Yields a synced file with `data` next to `target`, and deletes it afterwards if it still exists."""
         temporary = target.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
-        file = _open_new(temporary)
+        try:
+            file = _open_new(temporary)
+        except FileNotFoundError:  # a concurrent `delete_tree` of a sibling removed the folder while it was empty
+            file = _open_new(temporary)
         try:
             with file:
                 _write_and_sync(file, data)
@@ -149,54 +150,29 @@ def sync(path: Path) -> None:
 
 
 def _open_new(path: Path) -> Any:
-    """Opens a new file for writing and creates its folder.
-
-    A concurrent `delete_tree` of a sibling can remove the folder while it is empty; a second attempt creates it again.
-    """
-    try:
-        _make_folder(path.parent)
-        return path.open("xb")
-    except FileNotFoundError:
-        _make_folder(path.parent)
-        return path.open("xb")
+    """Opens a new file for writing and creates its folder."""
+    _make_folder(path.parent)
+    return path.open("xb")
 
 
 def _make_folder(path: Path) -> None:
     """Creates a folder and its missing parents, with durable names."""
-    missing = list(itertools.takewhile(lambda folder: not folder.exists(), (path, *path.parents)))
+    if path.exists():
+        return
+    _make_folder(path.parent)
+    with suppress(FileExistsError):  # created meanwhile; for a file of this name, opening one below it fails
+        path.mkdir()
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:  # must not look like an object that exists already
-        raise NotADirectoryError(errno.ENOTDIR, "a file has the name of this folder", str(path)) from None
-    try:
-        for folder in reversed(missing):
-            sync_directory(folder.parent)
+        sync_directory(path.parent)
     except OSError:
-        with suppress(OSError):  # a retry would take the folders that exist for synced ones
-            for folder in missing:
-                folder.rmdir()
+        with suppress(OSError):  # a retry would take the folder for one with a durable name
+            path.rmdir()
         raise
 
 
 def _write_and_sync(file: Any, data: bytes | memoryview) -> None:
     direct_io.write(file, data)
     os.fsync(file.fileno())
-
-
-def _rename_if_new(old: Path, new: Path) -> bool:
-    """Renames with Linux's renameat2, which many file systems without hard links support. Returns whether it could.
-
-    Raises:
-        FileExistsError: `new` exists.
-    """
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), _RENAME_NOREPLACE) == 0:
-        return True
-    if (code := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
-        return False
-    raise OSError(code, os.strerror(code), str(new))
 
 
 def _raise_unless_missing(error: OSError) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from datetime import UTC, datetime
+from datetime import UTC
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -19,8 +18,8 @@ _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "ad
 """File systems that need no parent folders."""
 _MEMORY_LOCK = threading.Lock()
 """fsspec's memory file system checks whether an object exists and then stores it, which is not atomic."""
-_MODIFIED_FIELDS = ("LastModified", "last_modified", "updated", "mtime")
-"""Names of the time of the last write in listings of S3, Azure, Google, SFTP and others."""
+_MODIFIED_FIELDS = ("LastModified", "last_modified", "mtime")
+"""Names of the time of the last write in listings of S3, of Azure, and of Google, SFTP and others."""
 
 
 class RemoteFolder(Folder):
@@ -33,18 +32,14 @@ class RemoteFolder(Folder):
 
     def read(self, key: str, max_bytes: int | None = None) -> bytes:
         fs, path = self._locate(key)
-        data = b""
-        if max_bytes is None:
-            data = fs.cat_file(path)
-            return data
         try:  # with a range, s3fs does not request the object's size first
-            data = fs.cat_file(path, start=0, end=max_bytes + 1)
+            return bytes(fs.cat_file(path, **({} if max_bytes is None else {"start": 0, "end": max_bytes + 1})))
         except FileNotFoundError:
             raise
         except Exception:
-            if self.size(key):  # some stores refuse a range of an empty object
+            if max_bytes is None or self.size(key):  # some stores refuse a range of an empty object
                 raise
-        return data
+            return b""
 
     def size(self, key: str) -> int:
         fs, path = self._locate(key)
@@ -61,7 +56,7 @@ class RemoteFolder(Folder):
         self._make_parent(fs, path)
         fs.pipe_file(path, bytes(data))
 
-    def create(self, key: str, data: bytes, before_retry: Callable[[], None]) -> None:
+    def create(self, key: str, data: bytes) -> None:
         fs, path = self._locate(key)
         if getattr(fs.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:  # checks, then writes: not atomic
             raise NotImplementedError(f"{type(fs).__name__} has no mode='create' of its own")
@@ -78,11 +73,11 @@ class RemoteFolder(Folder):
 
     def modified(self, prefix: str) -> list[float]:
         fs, _ = self._open()
-        times = []
+        times: list[float] = []
         for name, info in self._find(prefix).items():
-            listed = next((info[field] for field in _MODIFIED_FIELDS if info.get(field)), None)
             with suppress(FileNotFoundError):  # deleted since it was listed
-                times.append(_timestamp(fs.modified(name) if listed is None else listed))
+                at = next((info[field] for field in _MODIFIED_FIELDS if info.get(field)), None) or fs.modified(name)
+                times.append(at.replace(tzinfo=at.tzinfo or UTC).timestamp())
         return times
 
     def delete(self, key: str) -> None:
@@ -141,11 +136,3 @@ class RemoteFolder(Folder):
             for name, info in listed.items()
             if info["type"] == "file" and name.startswith(inside) and name != inside
         }
-
-
-def _timestamp(modified: Any) -> float:
-    """Converts a time as fsspec packages give it (seconds, text or datetime, UTC by default) to seconds since 1970."""
-    if isinstance(modified, int | float):
-        return float(modified)
-    at = datetime.fromisoformat(modified) if isinstance(modified, str) else modified
-    return float((at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp())

@@ -70,7 +70,7 @@ class RetryingStorage(StorageProxy):
         def attempt() -> None:
             if next(attempts):
                 before_retry()
-            self._storage.create(key, data, before_retry=before_retry)
+            self._storage.create(key, data)
 
         self._call(attempt)
 

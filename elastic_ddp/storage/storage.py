@@ -7,7 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import fsspec
@@ -46,26 +46,13 @@ class Storage:
         """The address: an absolute path for a local folder, else `protocol://…`, without a slash at the end."""
         return self._folder.uri
 
-    @property
-    def is_local(self) -> bool:
-        """Whether this is a folder of a mounted file system."""
-        return isinstance(self._folder, LocalFolder)
-
     def read(self, key: str, max_bytes: int | None = None) -> bytes:
-        """Returns an object, or the first `max_bytes + 1` bytes of a larger one.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-        """
+        """Returns an object, or the first `max_bytes + 1` bytes of a larger one; FileNotFoundError if it is missing."""
         with self._errors("read", key, FileNotFoundError):
             return self._folder.read(_checked(key), max_bytes)
 
     def size(self, key: str) -> int:
-        """Returns the size of an object in bytes.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-        """
+        """Returns the size of an object in bytes; FileNotFoundError if it is missing."""
         with self._errors("read", key, FileNotFoundError):
             return self._folder.size(_checked(key))
 
@@ -96,14 +83,14 @@ class Storage:
         On S3 `data` must be small, because only a single PUT can be conditional.
 
         Args:
-            before_retry: called before every attempt but the first; an error of this package that it raises ends them.
+            before_retry: `RetryingStorage` calls it before every attempt but the first. If it raises, that ends them.
 
         Raises:
             FileExistsError: the object exists.
             StorageError: also if the storage cannot create exclusively; `check_writable` finds this out.
         """
         with self._errors("create", key, FileExistsError):
-            self._folder.create(_checked(key), data, before_retry)
+            self._folder.create(_checked(key), data)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Returns the sizes in bytes of all objects below the folder `prefix`, by key, sorted by key."""
@@ -182,46 +169,30 @@ class Storage:
         return inner
 
     def check_writable(self) -> None:
-        """Writes, reads and deletes a small object, and tests that it can be created only once.
+        """Checks that an object can be created, only once, and read and deleted.
 
         Raises:
             ConfigError: one of these failed; the message names the cause and the fix.
         """
         key, data = f".writable-{uuid.uuid4().hex}", b"elastic_ddp"
-        verb = "written"
         try:
-            self._folder.write(key, data)  # first, because unlike `create` it fails without retries
-            verb = "read back"
-            if self._folder.read(key) != data:
-                raise OSError(errno.EIO, "the bytes read differ from the bytes written")
-            verb = "deleted from"
-            self._folder.delete(key)
-            verb = "trusted with commits"
-            self._check_exclusive(key, data)
+            self._folder.create(key, data)
+            try:
+                with suppress(FileExistsError):
+                    self._folder.create(key, data)
+                    raise NotImplementedError("creating an object that exists replaced it")
+                if self._folder.read(key) != data:
+                    raise OSError(errno.EIO, "the bytes read differ from the bytes written")
+            finally:
+                self._folder.delete(key)
         except Exception as error:  # backends raise any exception of their client library
             raise ConfigError(
-                f"storage={self.uri!r} cannot be {verb}: {format_error(error)}; {suggest_fix(error)}"
+                f"storage={self.uri!r} cannot be used: {format_error(error)}; {suggest_fix(error)}"
             ) from error
-
-    def _check_exclusive(self, key: str, data: bytes) -> None:
-        self._folder.create(key, data, lambda: None)
-        try:
-            self._folder.create(key, data, lambda: None)
-        except FileExistsError:
-            return
-        finally:
-            self._folder.delete(key)
-        raise NotImplementedError("creating an object that exists replaced it")
 
     def filesystem_and_path(self) -> tuple[Any, str]:
         """Returns a `pyarrow.fs.FileSystem` and this folder's path in it, for Ray's `storage_filesystem`."""
         return self._folder.filesystem_and_path()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Storage) and other.uri == self.uri
-
-    def __hash__(self) -> int:
-        return hash(self.uri)
 
     def __repr__(self) -> str:
         return f"Storage({self.uri!r})"

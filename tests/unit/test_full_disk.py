@@ -20,7 +20,7 @@ ROOM_BYTES = PART_BYTES
 """Size of the disk: several small commits fit, two tensors of this size do not."""
 
 
-def save_without_room(folder: str, words: str, remedy: str = "free space there or use another storage") -> None:
+def save_without_room(folder: str, words: str, remedy: str = "free space there") -> None:
     """Makes a save that does not fit between two that do."""
     storage = Storage(f"{folder}/runs")
     assert isinstance(save_on_ranks([storage] * 2, 1), Commit)
@@ -35,7 +35,7 @@ def save_without_room(folder: str, words: str, remedy: str = "free space there o
 
 def save_with_small_files(folder: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES // 2, ROOM_BYTES // 2))
-    save_without_room(folder, "File too large", "raise the file size limit (ulimit -f)")
+    save_without_room(folder, "File too large", "ulimit -f")
 
 
 def test_a_file_size_limit_fails_the_save_and_earlier_commits_stay(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from elastic_ddp.errors import ConfigError, PeerFailedError, StorageError
+from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
 
 
@@ -42,51 +43,46 @@ def test_a_server_without_conditional_writes_is_refused(
     with monkeypatch.context() as patch:
         patch_conditions(patch, condition)
         storage = Storage(f"{s3}/runs")
-        with pytest.raises(ConfigError, match=r"cannot be trusted with commits: .*If-None-Match"):
+        with pytest.raises(ConfigError, match=r"cannot be used: .*If-None-Match"):
             storage.check_writable()
         assert storage.list() == []
     Storage(f"{s3}/runs").check_writable()
 
 
-class FakeAnswers:
-    """Replaces the answers to creates, which reach S3 or not."""
+def fake_answers(storage: Storage, monkeypatch: pytest.MonkeyPatch, *answers: tuple[bool, Exception]) -> list[str]:
+    """Replaces the first answers to creates, which reach S3 or not. Returns a list that grows with each create."""
+    fs = storage.filesystem_and_path()[0].handler.fs
+    real, remaining, calls = fs.pipe_file, list(answers), list[str]()
 
-    def __init__(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fs = storage.filesystem_and_path()[0].handler.fs
-        self.real = self.fs.pipe_file
-        self.answers: list[tuple[bool, Exception]] = []
-        self.calls = 0
-        monkeypatch.setattr(self.fs, "pipe_file", self)
-        monkeypatch.setattr("elastic_ddp.storage.s3.time.sleep", lambda seconds: None)
-
-    def __call__(self, path: str, data: bytes, **options: object) -> None:
-        self.calls += 1
-        if not self.answers:
-            self.real(path, data, **options)
-            return
-        arrives, answer = self.answers.pop(0)
+    def pipe_file(path: str, data: bytes, **options: object) -> None:
+        calls.append(path)
+        arrives, answer = remaining.pop(0) if remaining else (True, None)
         if arrives:
-            self.real(path, data, **options)
-        raise answer
+            real(path, data, **options)
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(fs, "pipe_file", pipe_file)
+    monkeypatch.setattr("elastic_ddp.storage.retry.FIRST_BACKOFF_S", 0.01)
+    return calls
 
 
 def test_before_retry_is_called_between_attempts_and_can_end_them(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, calls = Storage(s3), itertools.count(1)
-    answers = FakeAnswers(storage, monkeypatch)
-    answers.answers = [(False, OSError(errno.EIO, "InternalError"))] * 10
+    storage, fences = Storage(s3), itertools.count(1)
+    calls = fake_answers(storage, monkeypatch, *[(False, OSError(errno.EIO, "InternalError"))] * 10)
 
     def fence() -> None:
-        if next(calls) == 2:
+        if next(fences) == 2:
             raise PeerFailedError("generation 1 is over")
 
     with pytest.raises(PeerFailedError, match="generation 1 is over"):
-        storage.create("a", b"mine", before_retry=fence)
-    assert answers.calls == 2 and storage.list() == []
+        RetryingStorage(storage).create("a", b"mine", before_retry=fence)
+    assert len(calls) == 2 and storage.list() == []
 
 
 def test_a_missing_bucket_is_an_error_not_an_empty_folder(s3: str) -> None:
     missing = Storage(f"{s3}-missing/runs")
-    with pytest.raises(ConfigError, match=r"-missing/runs.* cannot be written: .*create the bucket"):
+    with pytest.raises(ConfigError, match=r"-missing/runs.* cannot be used: .*create the bucket"):
         missing.check_writable()
     with pytest.raises(StorageError):
         missing.list()
@@ -122,21 +118,19 @@ def test_a_listing_shows_changes_of_other_clients_at_once(s3: str) -> None:
         storage.read("a")
 
 
-def test_a_create_whose_answer_was_lost_succeeds(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", [ConnectionError("reset"), FileExistsError("PreconditionFailed")], ids=repr)
+def test_a_create_whose_answer_was_lost_succeeds(s3: str, monkeypatch: pytest.MonkeyPatch, answer: Exception) -> None:
+    """The connection broke, or it broke and the client repeated the request, which was refused."""
     storage = Storage(s3)
-    answers = FakeAnswers(storage, monkeypatch)
-    answers.answers = [(True, ConnectionError("reset"))]
+    calls = fake_answers(storage, monkeypatch, (True, answer))
     storage.create("a", b"mine")
-    # As if the client repeated the request and the repetition was refused.
-    answers.answers = [(True, FileExistsError("PreconditionFailed"))]
-    storage.create("b", b"mine")
-    assert answers.calls == 2 and storage.list() == ["a", "b"]
+    assert len(calls) == 1 and storage.list() == ["a"]
 
 
 def test_cephs_invalid_argument_means_that_the_object_exists(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(s3)
     storage.create("a", b"theirs")
-    FakeAnswers(storage, monkeypatch).answers = [(False, OSError(errno.EINVAL, "PreconditionFailed"))]
+    fake_answers(storage, monkeypatch, (False, OSError(errno.EINVAL, "PreconditionFailed")))
     with pytest.raises(FileExistsError):
         storage.create("a", b"mine")
     assert storage.read("a") == b"theirs"
@@ -144,14 +138,9 @@ def test_cephs_invalid_argument_means_that_the_object_exists(s3: str, monkeypatc
 
 def test_a_create_that_conflicts_with_one_in_progress_is_retried(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(s3)
-    answers = FakeAnswers(storage, monkeypatch)
-    answers.answers = [(False, OSError(errno.EIO, "ConditionalRequestConflict"))] * 2
-    storage.create("a", b"mine")
-    assert answers.calls == 3 and storage.read("a") == b"mine"
-    answers.answers = [(False, OSError(errno.EIO, "InternalError"))] * 10
-    with pytest.raises(StorageError, match="InternalError"):
-        storage.create("b", b"mine")
-    assert storage.list() == ["a"]
+    calls = fake_answers(storage, monkeypatch, *[(False, OSError(errno.EIO, "ConditionalRequestConflict"))] * 2)
+    RetryingStorage(storage).create("a", b"mine")
+    assert len(calls) == 3 and storage.read("a") == b"mine"
 
 
 def test_a_create_on_s3_is_one_conditional_put(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +160,8 @@ def test_a_create_on_s3_is_one_conditional_put(s3: str, monkeypatch: pytest.Monk
 
 def test_a_denied_request_fails_at_once_with_its_cause(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(s3)
-    FakeAnswers(storage, monkeypatch).answers = [(False, PermissionError("AccessDenied"))]
+    fake_answers(storage, monkeypatch, (False, PermissionError("AccessDenied")))
     began = time.monotonic()
     with pytest.raises(StorageError, match=r"cannot create 'a' in s3://.*AccessDenied") as caught:
-        storage.create("a", b"mine")
+        RetryingStorage(storage).create("a", b"mine")
     assert isinstance(caught.value.__cause__, PermissionError) and time.monotonic() - began < 5
