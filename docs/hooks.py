@@ -15,7 +15,7 @@ from typer.core import TyperArgument, TyperOption
 
 from elastic_ddp.cli.main import app
 from elastic_ddp.config import run_config
-from elastic_ddp.telemetry import events
+from elastic_ddp.telemetry.event import EVENTS, Event
 
 ROOT = Path(__file__).parents[1]
 
@@ -129,7 +129,8 @@ def _commands(words: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 def ledger_events() -> str:
     """Returns the page of ledger events: one heading for each, with its description and fields."""
-    documented = griffe.load("elastic_ddp.telemetry.events", search_paths=[ROOT])
+    package = griffe.load("elastic_ddp.telemetry", search_paths=[ROOT])
+    documented = {**package["event"].classes, **package["events"].classes}
     lines = [
         "# Ledger events",
         "",
@@ -138,13 +139,13 @@ def ledger_events() -> str:
         "",
         "## Fields of all events",
         "",
-        *_fields(documented[events.Event.__name__]),
+        *_fields(documented[Event.__name__]),
     ]
-    for name, kind in events.EVENTS.items():
+    for name, kind in EVENTS.items():
         event = documented[kind.__name__]
         lines += [f"## `{name}` {{#{name}}}", "", _text(event.docstring), ""]
         for base in reversed(kind.__mro__):
-            if issubclass(base, events.Event) and base is not events.Event:
+            if issubclass(base, Event) and base is not Event:
                 lines += _fields(documented[base.__name__])
     return "\n".join(lines)
 
@@ -153,7 +154,7 @@ def _fields(event: griffe.Object) -> list[str]:
     """Returns a definition list of the fields that a class of events adds."""
     lines = []
     for name, field in event.members.items():
-        if field.is_attribute and (name != "event" or event.name == events.Event.__name__):
+        if field.is_attribute and (name != "event" or event.name == Event.__name__):
             lines += [f"`{name}`", f":   {_text(field.docstring)}", ""]
     return lines
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.telemetry import Progress
+from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import (
     CommitFailed,
     CommitRejected,
@@ -18,7 +19,6 @@ from elastic_ddp.telemetry.events import (
     CommitSucceeded,
     EvaluationFinished,
     EvaluationStarted,
-    Event,
     GenerationStarted,
     HangDetected,
     NewcomerFailed,

@@ -35,7 +35,8 @@ from elastic_ddp.rendezvous.messages import (
     Signals,
     WorkerDirectives,
 )
-from elastic_ddp.telemetry.events import Event, ResizeRequested
+from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.events import ResizeRequested
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from elastic_ddp.rendezvous.hang import Activity, stacks
 from elastic_ddp.rendezvous.heartbeat import Heartbeat
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import NO_SIGNALS, Ended, PlannedAssignment, Signals
-from elastic_ddp.telemetry.events import Event, StacksRecorded
+from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.events import StacksRecorded
 
 _log = logging.getLogger(__name__)
 

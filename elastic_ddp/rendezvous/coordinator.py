@@ -16,6 +16,7 @@ from elastic_ddp.rendezvous.membership import LEFT, Membership
 from elastic_ddp.rendezvous.messages import Ended, PlannedAssignment, RendezvousOptions, Signals, WorkerDirectives
 from elastic_ddp.rendezvous.snapshot import Snapshot, State
 from elastic_ddp.telemetry import events
+from elastic_ddp.telemetry.event import Event, TrainingEvent
 
 PREPARE_S = 5.0
 """How long training continues while members read the first rows of their parts in the next generation."""
@@ -341,9 +342,7 @@ class Coordinator:
             "world_size": 0 if state == "waiting" else progress["world_size"],
         }
 
-    def report(
-        self, reports: list[events.Event], progress: dict[str, Any] | None, sender: str = "", first: int = 0
-    ) -> None:
+    def report(self, reports: list[Event], progress: dict[str, Any] | None, sender: str = "", first: int = 0) -> None:
         """Takes events for the ledger and a progress report, and does what follows from them. See `EventLog.add`."""
         has_failed = not self._is_in_good_standing(sender)
         if has_failed:  # the run continues without the sender
@@ -365,9 +364,9 @@ class Coordinator:
                         self._count_failed_save(event)
         self.notify_driver = self.notify_driver or bool(new)
 
-    def _without_stale_training(self, event: events.Event) -> events.Event:
+    def _without_stale_training(self, event: Event) -> Event:
         """Replaces what a failed member reports about an ended generation, which others have continued."""
-        if not isinstance(event, events.TrainingEvent):
+        if not isinstance(event, TrainingEvent):
             return event
         if event.generation < self.membership.generation:
             return events.ReportIgnored(generation=event.generation, what=event.event, at=event.at)
@@ -387,7 +386,7 @@ class Coordinator:
             )
         self._snapshot.save(self.state)
 
-    def record(self, event: events.Event) -> None:
+    def record(self, event: Event) -> None:
         """Records an event of the rendezvous itself, with the current time as `at`."""
         self.report([replace(event, at=time.time())], None)
 

@@ -6,7 +6,8 @@ import time
 from typing import Any, TypeVar
 
 from elastic_ddp.rendezvous.snapshot import Snapshot
-from elastic_ddp.telemetry.events import Event, GenerationStarted, WorkerFailed, parse
+from elastic_ddp.telemetry.event import Event, parse
+from elastic_ddp.telemetry.events import GenerationStarted, WorkerFailed
 from elastic_ddp.telemetry.progress import MovingRate
 
 E = TypeVar("E", bound=Event)

@@ -21,7 +21,7 @@ from elastic_ddp.rendezvous.members import (
     newest_step,
     select_with_newest,
 )
-from elastic_ddp.telemetry.events import STARTED, WORKER_FAILED
+from elastic_ddp.telemetry.event import STARTED, WORKER_FAILED
 
 LEFT = "it left"
 PROCESS_GONE = "its process is gone"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from elastic_ddp.telemetry.events import Event
+from elastic_ddp.telemetry.event import Event
 
 
 @dataclass(frozen=True)

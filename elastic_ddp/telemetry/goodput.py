@@ -27,18 +27,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_ddp.telemetry.events import (
+from elastic_ddp.telemetry.event import (
     MEMBERSHIP_CHANGED,
     RESUMED,
     STARTED,
     STATE_TRANSFERRED,
     Account,
-    CommitSucceeded,
     Event,
+    GenerationEvent,
+)
+from elastic_ddp.telemetry.events import (
+    CommitSucceeded,
     FirstStep,
     GenerationAccount,
     GenerationEnded,
-    GenerationEvent,
     GenerationFormed,
     GenerationStarted,
     RunFailed,

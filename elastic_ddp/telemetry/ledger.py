@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.telemetry.events import Event, parse
+from elastic_ddp.telemetry.event import Event, parse
 
 _log = logging.getLogger(__name__)
 _SEGMENT_BYTES = 64 * 1024

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from elastic_ddp.errors import WorkersFailedError
+from elastic_ddp.telemetry.event import PEER_FAILED, WORKER_FAILED, Event
 from elastic_ddp.telemetry.events import (
-    PEER_FAILED,
-    WORKER_FAILED,
     CommitSucceeded,
     EvaluationFinished,
-    Event,
     GenerationEnded,
     GenerationFormed,
     GenerationStarted,

@@ -28,8 +28,8 @@ from elastic_ddp.rendezvous.hang import STORING, Place
 from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.watchdog import STALL_TIMEOUT_S
+from elastic_ddp.telemetry.event import WORKER_FAILED
 from elastic_ddp.telemetry.events import (
-    WORKER_FAILED,
     CommitFailed,
     CommitRejected,
     CommitSkipped,

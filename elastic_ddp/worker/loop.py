@@ -11,14 +11,8 @@ from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.errors import CheckpointError, ConfigError, ReplicasDifferError, format_exception
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STORING
-from elastic_ddp.telemetry.events import (
-    MEMBERSHIP_CHANGED,
-    STEP_REPEATS,
-    EvaluationFinished,
-    EvaluationStarted,
-    FirstStep,
-    StepsCompleted,
-)
+from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STEP_REPEATS
+from elastic_ddp.telemetry.events import EvaluationFinished, EvaluationStarted, FirstStep, StepsCompleted
 from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.collective_tasks import TasksDifferError
 from elastic_ddp.worker.generation import Generation

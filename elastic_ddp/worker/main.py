@@ -19,7 +19,7 @@ from elastic_ddp.distributed.sockets import use_interface_of
 from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersFailedError, format_exception
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
-from elastic_ddp.telemetry.events import RUN_FAILED
+from elastic_ddp.telemetry.event import RUN_FAILED
 from elastic_ddp.worker.context import WorkerContext
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loop import Loop

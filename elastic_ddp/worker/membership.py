@@ -14,15 +14,8 @@ from elastic_ddp.rendezvous.coordinator import PREPARE_S
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.telemetry.account import Account
-from elastic_ddp.telemetry.events import (
-    PEER_FAILED,
-    RESUMED,
-    RUN_ENDED,
-    STARTED,
-    STATE_TRANSFERRED,
-    GenerationEnded,
-    GenerationStarted,
-)
+from elastic_ddp.telemetry.event import PEER_FAILED, RESUMED, RUN_ENDED, STARTED, STATE_TRANSFERRED
+from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
 from elastic_ddp.worker.generation import Generation, GenerationInputs, feeds_of, micro_batches_of, strategy_of
 from elastic_ddp.worker.retry_limit import ConsecutiveFailures

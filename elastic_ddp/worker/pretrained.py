@@ -14,7 +14,8 @@ from elastic_ddp.checkpoint.reader import build_state, meta_tensors
 from elastic_ddp.errors import CheckpointError, ConfigError, shorten
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.telemetry.events import CommitRejected, Event, WeightsLoaded
+from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.events import CommitRejected, WeightsLoaded
 from elastic_ddp.tensors.state_tree import dtype_name
 from elastic_ddp.worker.agreed_errors import agree_on_error, without_traceback
 from elastic_ddp.worker.job import COMMITS

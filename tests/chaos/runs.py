@@ -21,7 +21,7 @@ from elastic_ddp.driver.run_handle import RunHandle, live_runs
 from elastic_ddp.errors import ElasticDDPError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
-from elastic_ddp.telemetry.events import Event
+from elastic_ddp.telemetry.event import Event
 from tests.chaos.faults import LINGERING, Fault, Happened, happened, make_train, marker_of
 from tests.integration import jobs
 

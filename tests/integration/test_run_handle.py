@@ -19,7 +19,7 @@ from elastic_ddp.driver.run_handle import RunHandle, get_run
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
-from elastic_ddp.telemetry.events import Event
+from elastic_ddp.telemetry.event import Event
 from tests.integration import jobs
 from tests.integration.clusters import command, until
 

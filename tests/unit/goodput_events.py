@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_ddp.telemetry.events import Event
+from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.stopwatch import PHASES
 from tests.unit.ledger_events import ledger_event
 

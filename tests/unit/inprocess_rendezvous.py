@@ -11,7 +11,7 @@ import ray
 
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.messages import RendezvousOptions
-from elastic_ddp.telemetry.events import Event
+from elastic_ddp.telemetry.event import Event
 
 LIMIT_S = 20.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from elastic_ddp.telemetry.events import EVENTS, Event, parse
+from elastic_ddp.telemetry.event import EVENTS, Event, parse
 
 _ZEROS: dict[str, Any] = {"int": 0, "float": 0.0, "str": "", "bool": False}
 

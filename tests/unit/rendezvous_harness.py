@@ -11,7 +11,7 @@ from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.hang import ActivityReport
 from elastic_ddp.rendezvous.members import JoinRequest, Member
 from elastic_ddp.rendezvous.messages import Ended, PlannedAssignment, RendezvousOptions, Signals
-from elastic_ddp.telemetry.events import Event
+from elastic_ddp.telemetry.event import Event
 
 LIMIT_S = 20.0
 BROKEN = "connection closed"

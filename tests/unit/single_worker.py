@@ -21,7 +21,7 @@ from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.rendezvous.messages import PlannedAssignment
-from elastic_ddp.telemetry.events import Event
+from elastic_ddp.telemetry.event import Event
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run

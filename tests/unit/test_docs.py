@@ -22,7 +22,7 @@ import typer
 
 import elastic_ddp as ed
 from elastic_ddp.cli.main import app
-from elastic_ddp.telemetry.events import EVENTS, Event
+from elastic_ddp.telemetry.event import EVENTS, Event
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ddp.telemetry.events import EVENTS, CommitSucceeded, UnknownEvent, parse
+from elastic_ddp.telemetry.event import EVENTS, UnknownEvent, parse
+from elastic_ddp.telemetry.events import CommitSucceeded
 from tests.unit.ledger_events import ledger_event
 
 

@@ -5,13 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_ddp.telemetry.events import (
-    MEMBERSHIP_CHANGED,
-    RUN_ENDED,
-    Event,
-    GenerationEnded,
-    WorkerFailed,
-)
+from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, RUN_ENDED, Event
+from elastic_ddp.telemetry.events import GenerationEnded, WorkerFailed
 from elastic_ddp.telemetry.goodput import PARTS, goodput, partition, stalls
 from tests.unit.goodput_events import accounted, event, finished, formed, started
 

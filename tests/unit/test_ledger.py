@@ -13,7 +13,8 @@ import torch
 
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.telemetry.events import Resumed, RunFailed, SessionStarted, UnknownEvent
+from elastic_ddp.telemetry.event import UnknownEvent
+from elastic_ddp.telemetry.events import Resumed, RunFailed, SessionStarted
 from elastic_ddp.telemetry.ledger import Ledger, new_session, read_ledger
 
 

@@ -14,7 +14,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.storage.storage import Storage
-from elastic_ddp.telemetry.events import Event
+from elastic_ddp.telemetry.event import Event
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.pretrained import PretrainedWeights
 from elastic_ddp.worker.run import Run

@@ -12,7 +12,7 @@ from elastic_ddp.rendezvous import actor as rendezvous_module
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.membership import LEFT
 from elastic_ddp.rendezvous.messages import Ended, RendezvousOptions
-from elastic_ddp.telemetry.events import Event
+from elastic_ddp.telemetry.event import Event
 from tests.unit.ledger_events import ledger_event
 from tests.unit.rendezvous_harness import (
     BROKEN,

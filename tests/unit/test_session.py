@@ -20,7 +20,8 @@ from elastic_ddp.rendezvous.members import JoinRequest
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.telemetry import Progress
-from elastic_ddp.telemetry.events import CommitSucceeded, Event
+from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.events import CommitSucceeded
 from elastic_ddp.telemetry.ledger import read_ledger
 from tests.unit.inprocess_rendezvous import InProcessRendezvous
 from tests.unit.ledger_events import ledger_event

@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from elastic_ddp.cli.run_summary import render
-from elastic_ddp.telemetry.events import EVENTS, Event, GenerationEnded, GenerationEvent
+from elastic_ddp.telemetry.event import EVENTS, Event, GenerationEvent
+from elastic_ddp.telemetry.events import GenerationEnded
 from elastic_ddp.telemetry.goodput import STALLS
 from elastic_ddp.telemetry.summary import summarize
 from tests.unit.ledger_events import ledger_event
