@@ -1,4 +1,4 @@
-"""A small byte-level GPT: 256 tokens, learned positions, pre-norm blocks with PyTorch's own attention."""
+"""A small byte-level GPT: 256 tokens, learned positions, pre-norm blocks, PyTorch's attention."""
 
 import torch
 from torch import nn
@@ -20,13 +20,13 @@ class Block(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
         )
         dropout = self.dropout if self.training else 0.0
-        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        attention = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        x = x + self.out(attention.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
-    """Logits of shape (batch, length, 256) for the next byte, from bytes of shape (batch, length)."""
+    """Maps bytes of shape (batch, length) to logits of the next byte, of shape (batch, length, 256)."""
 
     def __init__(self, *, context: int, width: int, layers: int, heads: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(places))))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(positions))))
 
 
 def next_byte_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Mean cross-entropy, in nats per byte, over windows of shape (batch, context + 1)."""
+    """Returns the mean cross-entropy in nats per byte over windows of shape (batch, context + 1)."""
     windows = batch["window"].long()
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())

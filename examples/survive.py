@@ -1,7 +1,7 @@
-"""See that a run does not notice: `python examples/survive.py`, about a minute on two cores.
+"""Kills a worker and then the driver of a run: `python examples/survive.py`, about a minute on two cores.
 
-The same small job twice: undisturbed; and losing a worker (SIGKILL), then its driver, to be resumed on another number
-of workers. Both are shown as `elastic-ddp show` does; their weights and samples have the same hashes.
+Trains the same small job twice: without failures, and with a killed worker and a killed driver, after which it resumes
+on another number of workers. Both runs have the same weights and the same samples.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def train(run: ed.Run) -> None:
             for batch in step.micro_batches():
                 step.backward(torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"]))
             step.optimize()
-        time.sleep(0.01)  # so that there is time to kill something
+        time.sleep(0.01)  # leaves time to kill a worker
 
 
 def fit(folder: Path, name: str, workers: int) -> None:
@@ -54,7 +54,7 @@ def fit(folder: Path, name: str, workers: int) -> None:
 
 @contextmanager
 def driver(folder: Path, name: str, workers: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A run in a process of its own: this file again. It is killed in the end, also when this is interrupted."""
+    """Runs this file as the driver of a run in another process, which is killed at the end of the block."""
     process = subprocess.Popen([sys.executable, __file__, str(folder), name, str(workers)], start_new_session=True)
     try:
         yield process
@@ -64,9 +64,9 @@ def driver(folder: Path, name: str, workers: int) -> Iterator[subprocess.Popen[b
 
 
 def wait_for_step(folder: Path, step: int) -> list[Any]:
-    """The events of the stormy run's ledger, once it is behind `step`."""
+    """Waits until the run with failures has done `step` steps. Returns the events of its ledger."""
     while True:
-        events = read_ledger(Storage(str(folder / "runs" / "stormy")))
+        events = read_ledger(Storage(str(folder / "runs" / "with-failures")))
         if any(event.event == "steps" and event.step >= step for event in events):
             return events
         time.sleep(0.1)
@@ -80,20 +80,21 @@ def main(folder: Path) -> None:
     table = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), FEATURES), "y": y})
     pq.write_table(table, folder / "data" / "rows.parquet", row_group_size=500)
 
-    with driver(folder, "calm", 1) as calm:
-        assert calm.wait() == 0
-    with driver(folder, "stormy", 2):
+    with driver(folder, "without-failures", 1) as process:
+        assert process.wait() == 0
+    with driver(folder, "with-failures", 2):
         members = [event for event in wait_for_step(folder, 130) if event.event == "rendezvous"][-1].members
         os.kill(members[0]["pid"], signal.SIGKILL)
         wait_for_step(folder, 260)
-    with driver(folder, "stormy", 3) as resumed:
-        assert resumed.wait() == 0
+    with driver(folder, "with-failures", 3) as process:
+        assert process.wait() == 0
 
-    runs = [json.loads((folder / "runs" / name / "summary.json").read_text()) for name in ("calm", "stormy")]
+    names = ("without-failures", "with-failures")
+    runs = [json.loads((folder / "runs" / name / "summary.json").read_text()) for name in names]
     Console().print(*map(render, runs), sep="\n\n")
     for key in ("weights_sha256", "samples_sha256"):
         assert runs[0][key] == runs[1][key], key
-    print("\nthe same weights and the same samples, to the bit")
+    print("\nBoth runs have the same weights and the same samples, bit for bit.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Any text as Parquet: windows of bytes, cut once and kept in ./data."""
+"""Converts text files to Parquet files of byte windows, cached in ./data."""
 
 import errno
 import hashlib
@@ -15,16 +15,16 @@ HELD_OUT_WINDOWS = 500
 
 
 def is_text(data: str | None) -> bool:
-    """Whether `data` has to be turned into Parquet first: nothing given, or a local folder without Parquet files."""
+    """Returns whether `data` must be converted first: it is None, or a local folder without Parquet files."""
     return data is None or (Path(data).is_dir() and not any(Path(data).rglob("*.parquet")))
 
 
 def text_windows(folder: str | None, context: int) -> tuple[str, str]:
-    """Paths of Parquet folders (training, held out) with the text below `folder`; every 20th window is held out.
+    """Returns two folders of Parquet files, for training and for evaluation. Every 20th window is held out.
 
     Args:
-        folder: with text files; by default the source text of this Python's standard library.
-        context: bytes that the model sees; a window has one more.
+        folder: folder of text files; by default the source code of Python's standard library.
+        context: context length in bytes; a window has one byte more.
     """
     source = Path(folder or sysconfig.get_path("stdlib"))
     suffixes = (".py", ".txt", ".md", ".rst")
@@ -36,7 +36,9 @@ def text_windows(folder: str | None, context: int) -> tuple[str, str]:
         text = np.frombuffer(b"\n\n".join(file.read_bytes() for file in files), dtype=np.uint8)
         count = len(text) // (context + 1)
         if count < 2:
-            raise SystemExit(f"--data {source}: {len(text)} bytes of text ({', '.join(suffixes)}) make no two windows")
+            raise SystemExit(
+                f"--data {source}: {len(text)} bytes of text ({', '.join(suffixes)}) are less than two windows."
+            )
         windows = text[: count * (context + 1)].reshape(count, context + 1)
         held = np.arange(count) % 20 == min(19, count - 1)
         CACHE.mkdir(exist_ok=True)
@@ -44,7 +46,7 @@ def text_windows(folder: str | None, context: int) -> tuple[str, str]:
             write_windows(windows[~held], Path(unfinished, name, "train"))
             write_windows(windows[held][:HELD_OUT_WINDOWS], Path(unfinished, name, "held-out"))
             try:
-                Path(unfinished, name).rename(windows_folder)  # it appears when it is complete
+                Path(unfinished, name).rename(windows_folder)  # atomic: the folder is complete when it appears
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another process was faster
                     raise
@@ -52,7 +54,7 @@ def text_windows(folder: str | None, context: int) -> tuple[str, str]:
 
 
 def write_windows(windows: np.ndarray, folder: Path, row_group_rows: int = 1024) -> None:
-    """Writes windows of bytes, (rows, length)."""
+    """Writes windows of bytes, of shape (rows, length)."""
     table = pa.table({"window": pa.FixedSizeListArray.from_arrays(pa.array(windows.reshape(-1)), windows.shape[1])})
     folder.mkdir(parents=True)
     pq.write_table(table, folder / "part-0.parquet", row_group_size=row_group_rows)

@@ -1,7 +1,7 @@
-"""Trains a small GPT on text, on however many workers there are: `python examples/train.py`.
+"""Trains a small GPT on text: `python examples/train.py`.
 
-Without a Ray cluster it starts one on this machine; on a cluster (`RAY_ADDRESS`, or a node of it) it uses that. The
-text is by default the source of Python's standard library. Run it again with the same --name to resume.
+It uses the Ray cluster at RAY_ADDRESS or on this machine, or starts one on this machine. By default the text is the
+source code of Python's standard library. Run it again with the same --name to resume.
 """
 
 import argparse
@@ -52,46 +52,46 @@ def main() -> None:
         checkpoint=ed.CheckpointConfig(every_steps=options.commit_every),
     )
     result = ed.ElasticTrainer(train, data=data, config=config).fit()
-    end = f"weights {result.weights_sha256}" if result.weights_sha256 else "run the same command again to resume it"
-    print(f"\n{options.name} is {result.status} after {result.steps} steps; {end}")
-    print(f"summary, ledger and commits are in {result.uri}\nlook at them with: elastic-ddp show {result.uri}")
+    end = f"weights {result.weights_sha256}" if result.weights_sha256 else "run the same command again to resume"
+    print(f"\n{options.name} {result.status} after {result.steps} steps; {end}")
+    print(f"The run's folder is {result.uri}. Show it with: elastic-ddp show {result.uri}")
 
 
 def warm_cosine(done: float) -> float:
-    """The learning rate's factor when this part of the run is done: a tenth of it to warm up, then a cosine to zero."""
+    """Returns the factor of the learning rate: linear warm-up over the first tenth of the run, then cosine decay."""
     return min(1.0, done / 0.1 + 0.01) * (0.5 + 0.5 * math.cos(math.pi * min(done, 1.0)))
 
 
 def workers(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     if not (low + (high or low)).isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of workers nor MIN:MAX, such as 1:2")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers or MIN:MAX, such as 1:2")
     return int(low), int(high or low)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", default="gpt", help="of the run; the same name resumes it")
+    parser.add_argument("--name", default="gpt", help="name of the run; the same name resumes it")
     parser.add_argument(
-        "--storage", default="runs", help="where runs are kept: a path or a URI such as s3://bucket/runs"
+        "--storage", default="runs", help="folder of all runs: a path, or a URI such as s3://bucket/runs"
     )
     parser.add_argument(
         "--data",
-        help="a folder of Parquet with a `window` column, or of text, which is cut into ./data; default: the standard "
-        "library's",
+        help="folder of Parquet files with a `window` column, or of text files, which are converted into ./data; by "
+        "default the source code of the standard library",
     )
-    parser.add_argument("--held-out", help="Parquet to evaluate on, when --data is Parquet")
+    parser.add_argument("--held-out", help="Parquet files to evaluate on, if --data is Parquet")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--workers", default="2", type=workers, metavar="MIN:MAX", help="how many, or from how many on")
+    parser.add_argument("--workers", default="2", type=workers, metavar="MIN:MAX", help="number of workers")
     parser.add_argument("--global-batch-size", type=int, default=32)
     parser.add_argument("--micro-batch-size", type=int, default=8)
-    parser.add_argument("--context", type=int, default=128, help="bytes that the model sees")
+    parser.add_argument("--context", type=int, default=128, help="context length in bytes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
-    parser.add_argument("--reduction", choices=("canonical", "native"), help="default: canonical, with fsdp native")
+    parser.add_argument("--reduction", choices=("canonical", "native"), help="default: canonical, or native with fsdp")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--commit-every", type=int, default=50, help="steps between commits")
-    parser.add_argument("--gpu", action="store_true", help="one GPU for each worker")
+    parser.add_argument("--gpu", action="store_true", help="use one GPU per worker")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""A process group with NCCL's backend: cut, and formed again."""
+"""Process groups with the NCCL backend: abort and formation."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from tests.ranks import empty_store
 pytestmark = pytest.mark.gpu
 
 CYCLES = 4_000_000_000
-"""Some seconds of a GPU."""
+"""A few seconds on a GPU."""
 
 
 def form(generation: int) -> ProcessGroup:
     port = empty_store().port
-    place = Assignment(
+    assignment = Assignment(
         generation=generation, rank=0, world_size=1, store_host="127.0.0.1", store_port=port, reason="start"
     )
     store = StoreConnection()
     store.connect_with_retry(lambda: ("127.0.0.1", port))
-    return ProcessGroup.form(place, store=store, device=torch.device("cuda", 0), timeout_s=60)
+    return ProcessGroup.form(assignment, store=store, device=torch.device("cuda", 0), timeout_s=60)
 
 
-def test_a_group_that_is_cut_while_the_device_is_at_work_is_aborted_and_another_one_formed() -> None:
+def test_a_group_can_be_aborted_during_a_collective_and_another_one_formed() -> None:
     for generation in range(1, 4):
         group = form(generation)
         value = torch.full((1 << 20,), float(generation), device="cuda")
         dist.all_reduce(value)
         torch.cuda._sleep(CYCLES)
         work = dist.all_reduce(value, async_op=True)
-        cutter = threading.Timer(0.2, group.abort)
-        cutter.start()
+        abort = threading.Timer(0.2, group.abort)
+        abort.start()
         with pytest.raises(PeerFailedError, match="before the device had reduced"):
             group.synchronize()
-        cutter.join()
+        abort.join()
         assert group.aborted
         del work
         group.close(intact=False)
@@ -48,8 +48,8 @@ def test_a_group_that_is_cut_while_the_device_is_at_work_is_aborted_and_another_
         assert float(value.sum()) == generation * (1 << 20)
 
 
-def test_groups_one_after_the_other_leave_the_device_as_they_found_it() -> None:
-    held = []
+def test_groups_formed_one_after_the_other_leak_no_device_memory() -> None:
+    free_bytes = []
     for generation in range(1, 6):
         group = form(generation)
         value = torch.ones(1 << 10, device="cuda")
@@ -58,5 +58,5 @@ def test_groups_one_after_the_other_leave_the_device_as_they_found_it() -> None:
         group.barrier()
         group.close(intact=True)
         torch.cuda.synchronize()
-        held.append(torch.cuda.mem_get_info()[0])
-    assert held[-1] >= held[1] - (64 << 20), "communicators pile up"
+        free_bytes.append(torch.cuda.mem_get_info()[0])
+    assert free_bytes[-1] >= free_bytes[1] - (64 << 20), "communicators are not freed"

@@ -1,4 +1,4 @@
-"""Whole runs on a GPU: pinned copies, NCCL, the canonical reduction and bf16 on the device. Two workers share it."""
+"""Runs on one GPU: pinned copies, NCCL, canonical reduction, bf16, and two workers that share the GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def fit(
 
 @pytest.fixture(scope="module")
 def calm(folder: Path) -> Calm:
-    """By resources and precision, the summary of a run that nothing happens to; trained once."""
+    """Returns the summary of an undisturbed run by precision and resources. Each is trained once."""
 
     @cache
     def fit_calm(precision: str, gpu: float, workers: int = 1) -> Mapping[str, Any]:
@@ -57,31 +57,29 @@ def calm(folder: Path) -> Calm:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_on_a_gpu_repeats_its_bits_and_sees_the_samples_of_one_on_a_cpu(
-    folder: Path, calm: Calm, precision: str
-) -> None:
+def test_a_gpu_run_is_reproducible_and_uses_the_samples_of_a_cpu_run(folder: Path, calm: Calm, precision: str) -> None:
     again = fit(folder, f"{precision}-again", ALONE, precision=precision)
     assert jobs.same_bits(calm(precision, 1.0), again)
     assert again["samples_sha256"] == calm(precision, 0.0)["samples_sha256"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_two_workers_on_a_gpu_train_as_one_does(calm: Calm, precision: str) -> None:
+def test_two_workers_on_a_gpu_give_the_bits_of_one(calm: Calm, precision: str) -> None:
     assert jobs.same_bits(calm(precision, 0.5, 2), calm(precision, 1.0))
 
 
 @pytest.mark.parametrize(("precision", "rank"), [("fp32", 0), ("bf16", 1)])
-def test_one_of_two_workers_on_a_gpu_is_killed_and_replaced(
+def test_a_killed_worker_on_a_shared_gpu_is_replaced_with_the_same_bits(
     folder: Path, tmp_path: Path, calm: Calm, precision: str, rank: int
 ) -> None:
     fault = jobs.lose_and_regain(tmp_path / "killed", rank=rank, step=13)
     killed = fit(folder, f"killed-{rank}", SHARED, jobs.make_train(fault), workers=2, precision=precision)
     assert jobs.same_bits(killed, calm(precision, 1.0))
     assert killed["workers_lost"] == 1
-    assert [each["world_size"] for each in killed["generations"]] == [2, 1, 2]
+    assert [generation["world_size"] for generation in killed["generations"]] == [2, 1, 2]
 
 
-def test_the_only_worker_of_a_gpu_is_killed_and_its_successor_goes_on_from_the_newest_commit(
+def test_the_replacement_of_the_only_worker_resumes_from_the_newest_commit(
     folder: Path, tmp_path: Path, calm: Calm
 ) -> None:
     fault = jobs.kill_once(str(tmp_path / "killed"), rank=0, step=23)
@@ -90,7 +88,7 @@ def test_the_only_worker_of_a_gpu_is_killed_and_its_successor_goes_on_from_the_n
     assert jobs.same_bits(killed, calm("fp32", 1.0))
 
 
-def test_shards_on_a_gpu_are_restored_by_fewer_workers(folder: Path, tmp_path: Path) -> None:
+def test_fsdp_shards_on_a_gpu_are_restored_by_fewer_workers(folder: Path, tmp_path: Path) -> None:
     calm = fit(folder, "fsdp-calm", SHARED, workers=2, strategy="fsdp", precision="bf16")
     fault = jobs.kill_once(str(tmp_path / "killed"), rank=1, step=23)
     killed = fit(folder, "fsdp-killed", SHARED, jobs.make_train(fault), workers=2, strategy="fsdp", precision="bf16")
