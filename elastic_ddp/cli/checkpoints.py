@@ -51,7 +51,7 @@ def ls(run: RunFolder, as_json: AsJson = False) -> None:
             "-" if row["epoch"] is None else printable(str(row["epoch"])),
             "-" if row["bytes"] is None else format_size(row["bytes"]),
             "complete" if row["error"] is None else "bad",
-            printable("  ".join(_format_metric(name, row) for name in row["metrics"] or {})) or "-",
+            printable("\n".join(_format_metric(name, row) for name in row["metrics"] or {})) or "-",
         )
     out = console()
     out.print(commits)
