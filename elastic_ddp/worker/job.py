@@ -47,7 +47,7 @@ class Job:
         def values(identity: Mapping[str, Any]) -> str:
             return ", ".join(f"{name} is {identity[name]!r}" for name in names)
 
-        return f"{values(identity_of(record))} there, {values(identity_of(own))} in this run" if names else None
+        return f"{values(identity_of(record))} in the commit, {values(identity_of(own))} in this run" if names else None
 
     @property
     def shape(self) -> EpochShape:
