@@ -30,6 +30,8 @@ from elastic_ddp.storage.watchdog import WatchedStorage
 
 _log = logging.getLogger(__name__)
 
+COPY_PAUSE, MAX_COPY_PAUSE_S = 0.25, 0.25
+"""After its copy, a rank waits for this share of the copy's time: other ranks still copy and need the bandwidth."""
 MAILBOX_POLL_S = 0.01
 SAVE_HEARTBEAT_S = 0.5
 """Interval between the heartbeats of a rank that is writing."""
@@ -132,13 +134,15 @@ class Saver:
         # A thread of an abandoned save may still write from the buffers that are overwritten here. That does no harm:
         # its attempt is never committed.
         self._memory_error = None
+        began_at = time.monotonic()
         try:
             with _gc_paused():
                 self._writer.stage(state, rank=save.rank, world_size=save.world_size, seed=save.attempt)
         except HostMemoryError as error:
             self._memory_error = error.with_traceback(None)  # the traceback would keep the state
         self._generation_broke.clear()
-        self._thread.submit(lambda: self._run(save))
+        pause_s = min(COPY_PAUSE * (time.monotonic() - began_at), MAX_COPY_PAUSE_S) if save.world_size > 1 else 0.0
+        self._thread.submit(lambda: self._run(save, pause_s))
 
     def wait(self, within_s: float | None = None) -> bool:
         """Waits until this rank's part in the save has ended. Returns whether it has."""
@@ -148,7 +152,8 @@ class Saver:
         """Notes that a rank failed, or is presumed dead, in the generation in which the save began."""
         self._generation_broke.set()
 
-    def _run(self, save: Save) -> None:
+    def _run(self, save: Save, pause_s: float) -> None:
+        time.sleep(pause_s)
         threading.current_thread().name = f"save-{save.step}"
         storage = WatchedStorage(self._storage)
         if save.rank == 0:
