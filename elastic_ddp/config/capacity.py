@@ -14,9 +14,9 @@ _RAY_UNITS = 10_000
 def workers_that_fit(node: Mapping[str, float], resources_per_worker: Mapping[str, float]) -> int:
     """Returns how many workers fit on an empty node with these resources, such as `{"CPU": 8, "GPU": 1}`."""
     return min(
-        round(node.get(name, 0.0) * _RAY_UNITS) // round(amount * _RAY_UNITS)
+        round(node.get(name, 0.0) * _RAY_UNITS) // units
         for name, amount in resources_per_worker.items()
-        if amount
+        if (units := round(amount * _RAY_UNITS))
     )
 
 
@@ -28,11 +28,10 @@ def explain_shortage(
     fitting = sum(workers_that_fit(node, needs) for node in nodes)
     if fitting >= min_workers:
         return None
-    largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in needs}
     lacking = [
-        f"{name}={amount:g} (the largest node has {largest[name]:g})"
+        f"{name}={amount:g} (the largest node has {largest:g})"
         for name, amount in needs.items()
-        if largest[name] < amount
+        if (largest := max((node.get(name, 0.0) for node in nodes), default=0.0)) < amount
     ]
     if lacking:
         return f"no node has resources_per_worker {', '.join(lacking)}; lower it or add larger nodes"
@@ -50,16 +49,10 @@ def check_cpus(
     options: DataConfig,
     has_transform: bool,
 ) -> None:
-    """Checks that workers leave enough CPUs for their data pipelines.
+    """Raises ConfigError if the data pipelines on some node could never start, because workers reserve its CPUs.
 
     A pipeline runs on its worker's node. It needs CPUs for a read task and for a transform task; with `concurrency=1`
     one task does both. The check assumes that workers fill one node after the other, as Ray Train packs them.
-
-    Args:
-        nodes: the resources of every node, such as `{"CPU": 8, "GPU": 1}`.
-
-    Raises:
-        ConfigError: the pipelines on some node could never start.
     """
     cpus = options.num_cpus_per_task
     tasks = 2 if has_transform and options.concurrency > 1 else 1

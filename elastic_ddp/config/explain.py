@@ -13,6 +13,7 @@ _HINTS = {
     "float_type": " (a number without quotes)",
     "bool_type": " (true or false, without quotes)",
     "string_type": " (text in quotes)",
+    "tuple_type": ' (a list, such as ["name"])',
     "string_pattern_mismatch": " (letters, digits, '.', '_' and '-', beginning with a letter or digit)",
 }
 """What to give instead, by pydantic's error type, where pydantic's own message does not name it."""

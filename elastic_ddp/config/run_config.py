@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
@@ -21,7 +20,7 @@ from pydantic import (
 )
 
 from elastic_ddp.config.explain import explain
-from elastic_ddp.config.storage_uri import check_run_storage
+from elastic_ddp.config.storage_uri import check_storage_uri
 from elastic_ddp.errors import ConfigError
 
 MAX_STEP = 10**15
@@ -43,13 +42,14 @@ _building: ContextVar[bool] = ContextVar("building", default=False)
 """Whether an outer settings object is being built, which then reports the errors of its parts."""
 
 
-def _check_names(value: Any) -> Any:
-    """Converts a list, as TOML and JSON have them, to a tuple of distinct names."""
-    if isinstance(value, str):
-        raise ValueError(f'{value!r} is a string; give a list of names, such as ["{value}"]')
-    if isinstance(value, list | tuple) and len(set(map(str, value))) < len(value):
-        raise ValueError(f"{value!r} has a duplicate; give each name once")
-    return tuple(value) if isinstance(value, list) else value
+def _check_distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError(f"{list(names)} has a duplicate; give each name once")
+    return names
+
+
+Names = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_check_distinct)]
+"""Distinct names, also from a list, as TOML and JSON have them."""
 
 
 class _Settings(BaseModel):
@@ -144,7 +144,7 @@ class CheckpointConfig(_Settings):
 class DataConfig(_Settings):
     """How rows are read, ordered and fed. The data set itself is an argument of `ElasticTrainer`."""
 
-    columns: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_check_names)] | None = None
+    columns: Annotated[Names, Field(min_length=1)] | None = None
     """Columns to read. Default: all."""
     shuffle: bool = True
     """Shuffle the rows in every epoch, seeded by `seed`. With `false`, each micro-batch of a step reads its own
@@ -182,7 +182,7 @@ class DDPConfig(_Settings):
 class FSDPConfig(_Settings):
     """Options of `torch.distributed.fsdp.fully_shard`."""
 
-    shard_classes: Annotated[tuple[str, ...], BeforeValidator(_check_names)] = ()
+    shard_classes: Names = ()
     """Class names of the modules to shard and gather one at a time, such as a transformer's block. Parameters outside
     of them are gathered together; without any, the whole model is."""
     reshard_after_forward: bool = True
@@ -199,7 +199,7 @@ class RunConfig(_Settings):
 
     name: RunName
     """Name of the run. Starting the same name in the same storage resumes the run."""
-    storage: Annotated[str, AfterValidator(check_run_storage)]
+    storage: Annotated[str, AfterValidator(check_storage_uri)]
     """Where runs are stored: a local path, or an fsspec URI such as `s3://bucket/runs`. Every node must reach it. The
     store must be able to create an object only if it does not exist; the driver tests this at the start."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -315,13 +315,6 @@ class RunConfig(_Settings):
 
     @model_validator(mode="after")
     def _check_resources(self) -> Self:
-        for name, amount in self.resources_per_worker.items():
-            if 0 < amount < 0.0001:
-                raise ValueError(
-                    f"resources_per_worker {name}={amount:g}: Ray counts in steps of 0.0001; use that or more, or 0"
-                )
-            if name.upper() in ("CPU", "GPU") and name != name.upper():
-                raise ValueError(f"resources_per_worker {name} is unknown to Ray; did you mean {name.upper()}?")
         if (gpus := self.resources_per_worker.get("GPU", 0.0)) > 1.0:
             raise ValueError(f"resources_per_worker GPU={gpus:g}: a worker trains on at most one GPU; use 1 or less")
         if not any(self.resources_per_worker.values()):
@@ -381,16 +374,9 @@ class RunConfig(_Settings):
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the content of a TOML file.
-
-    Raises:
-        ConfigError: the file is missing, cannot be read, or is not TOML.
-    """
+    """Returns the content of a TOML file; ConfigError if it cannot be read."""
     try:
         return tomllib.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"config={os.fspath(path)!r} does not exist; give the path of a TOML file") from None
-    except OSError as error:
-        raise ConfigError(f"config={os.fspath(path)!r} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config={os.fspath(path)!r} is not TOML: {error}") from None
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"config={os.fspath(path)!r} is not a TOML file that can be read: {reason}") from None

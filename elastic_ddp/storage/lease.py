@@ -3,7 +3,8 @@
 A lease is an object in the run's storage, `driver/000001.json`, whose counter its holder increments while it lives.
 Each acquisition has a number, its term, and the newest term is valid. A driver acquires the lease by creating the next
 term, which only one driver can do, and releases it by marking its term as released. The newest object is never deleted.
-So if two drivers ever create the same term, the later one sees a newer term and withdraws. Older objects are deleted.
+So if two drivers ever create the same term, the later one sees a newer term and withdraws. Older objects are deleted
+with the next acquisition.
 
 The process of a holder shows whether it is alive, if it can be seen from here. Otherwise its counter does, so the
 clocks of machines are never compared.
@@ -17,12 +18,13 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
-from types import TracebackType
 from typing import Any, Self
 
 from elastic_ddp.errors import ConfigError, DriverReplacedError, StorageError
 from elastic_ddp.storage.lease_holder import Driver
+from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -57,17 +59,15 @@ class DriverLease:
     """This driver's lease on a run. `acquire` takes it, and the end of the `with` block releases it.
 
     Attributes:
-        session: the unique name of this start of the driver.
+        session: the unique name of this start of the driver, as in its ledger.
         replaced: set when another driver has taken over the run, and never cleared.
 
     Args:
         storage: the run's folder.
         run_name: the run's name, for messages.
-        session: the name of this start of the driver, as in its ledger.
         notify: shows a message at the driver's terminal.
         driver: the driver that takes the lease; by default this process.
         clock: a monotonic clock, in seconds.
-        sleep: sleeps for a number of seconds.
     """
 
     def __init__(
@@ -101,9 +101,7 @@ class DriverLease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def acquire(self) -> None:
@@ -140,19 +138,13 @@ class DriverLease:
         Raises:
             DriverReplacedError: another driver has taken over the run.
         """
-        with self._lock:
-            if ray_address is not None:
-                self._driver = replace(self._driver, ray_address=ray_address)
-            if self._term is not None:
-                self._renew(self._term)
+        if ray_address is not None:
+            self._driver = replace(self._driver, ray_address=ray_address)
+        self._renew()
         self.check()
 
     def check(self) -> None:
-        """Raises if this driver is known to be replaced. Does not access the storage, so loops can call it.
-
-        Raises:
-            DriverReplacedError: another driver has taken over the run; the message names it.
-        """
+        """Raises DriverReplacedError if this driver is known to be replaced. Loops can call it: it reads no storage."""
         if self.replaced.is_set():
             raise DriverReplacedError(
                 f"run {self._run_name!r} was taken over by another driver: {self._successor}. This one stops. A driver "
@@ -160,42 +152,39 @@ class DriverLease:
             )
 
     def release(self) -> None:
-        """Releases the lease; does nothing if it is not held.
+        """Releases the lease if it is held.
 
         A failure of the storage is logged. The next driver then waits for the lease to expire, unless it can see that
         this process has ended.
         """
         self._is_released.set()
-        with self._lock:
-            if self._term is not None:
-                self._renew(self._term, released=True)
-            self._term = None
         if self._thread is not None:
             self._thread.join()
+        self._renew(released=True)
+        self._term = None
 
     def _renew_periodically(self) -> None:
         while not self._is_released.wait(RENEW_EVERY_S):
-            with self._lock:
-                if self._term is not None:
-                    self._renew(self._term)
+            self._renew()
 
-    def _renew(self, term: int, *, released: bool = False) -> None:
-        """Writes the lease, unless another driver holds it now."""
-        try:
-            newest = _read_newest(self._storage)
-            if newest is not None and newest.term >= term and newest.driver.session != self.session:
-                self._successor = newest.driver
-                self.replaced.set()
-                self._term = None
+    def _renew(self, *, released: bool = False) -> None:
+        """Writes the lease if this driver holds it, and notes if another driver holds it now."""
+        with self._lock:
+            if self._term is None:
                 return
-            self._count += 1
-            self._storage.write(_key(term), self._content(released=released))
-        except StorageError as error:
-            if released or not self._is_failing:  # one log line for each outage
-                _log.warning("the lease on run %r cannot be renewed: %s", self._run_name, error)
-            self._is_failing = True
-        else:
-            self._is_failing = False
+            try:
+                newest = _read_newest(self._storage)
+                if newest is not None and newest.term >= self._term and newest.driver.session != self.session:
+                    self._successor, self._term = newest.driver, None
+                    self.replaced.set()
+                    return
+                self._count += 1
+                self._storage.write(_key(self._term), self._content(released=released))
+                self._is_failing = False
+            except StorageError as error:
+                if released or not self._is_failing:  # one log line for each outage
+                    _log.warning("the lease on run %r cannot be renewed: %s", self._run_name, error)
+                self._is_failing = True
 
     def _has_expired(self, lease: _Lease) -> bool:
         """Returns whether a lease's holder is dead, False if the lease has changed hands.
@@ -217,9 +206,8 @@ class DriverLease:
             self._sleep(POLL_EVERY_S)
             is_last = self._clock() >= deadline  # before the read: this process may be suspended between the two
             newest = _read_newest(self._storage)
-            if newest is None or (newest.term, newest.driver.session) != (lease.term, lease.driver.session):
-                return False
-            if newest.released:
+            holder = (lease.term, lease.driver.session)
+            if newest is None or newest.released or (newest.term, newest.driver.session) != holder:
                 return False
             if newest.data != lease.data:
                 raise self._refusal(newest.driver)
@@ -234,18 +222,15 @@ class DriverLease:
 
     def _create_term(self, term: int) -> bool:
         """Acquires a term. Returns False if another driver was first."""
-        try:
-            self._storage.create(_key(term), self._content())
-        except FileExistsError:
+        with suppress(FileExistsError):  # perhaps this driver created it, and only the answer was lost
+            RetryingStorage(self._storage).create(_key(term), self._content())
+            self._term = term
+        newest = _read_newest(self._storage)
+        if newest is None or newest.driver.session != self.session:
+            # Another driver was first, or this term was over and its object deleted, or two drivers could create it.
+            self._term = None
             return False
         self._term = term
-        newest = _read_newest(self._storage)
-        if newest is not None and newest.driver.session != self.session:
-            # Either this term was already over and its object deleted, or the storage let two drivers create it.
-            self._term = None
-            if newest.term > term:
-                self._storage.delete(_key(term))
-            return False
         for older in _terms(self._storage):
             if older < term:
                 self._storage.delete(_key(older))
@@ -264,16 +249,13 @@ def _read_newest(storage: Storage) -> _Lease | None:
     for _ in range(_READ_ATTEMPTS):
         if not (terms := _terms(storage)):
             return None
-        try:
+        with suppress(FileNotFoundError):  # a newer term was created meanwhile
             return _parse(terms[-1], storage.read(_key(terms[-1])))
-        except FileNotFoundError:
-            continue  # a newer term was created meanwhile
     raise StorageError(f"cannot read {_key(terms[-1])!r} in {storage.uri}: it is listed but does not exist")
 
 
 def _terms(storage: Storage) -> list[int]:
-    matches = (_OBJECT.fullmatch(key) for key in storage.list("driver"))
-    return sorted(int(match[1]) for match in matches if match)
+    return sorted(int(match[1]) for match in map(_OBJECT.fullmatch, storage.list("driver")) if match)
 
 
 def _parse(term: int, data: bytes) -> _Lease:

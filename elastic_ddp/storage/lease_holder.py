@@ -40,12 +40,16 @@ class Driver:
     @classmethod
     def this_process(cls, session: str) -> Driver:
         """Describes the current process."""
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # users in containers may have no name
+            user = f"user {os.getuid()}"
         boot_id, pid_namespace = _pid_scope()
         return cls(
             session=session,
             host=socket.gethostname(),
             pid=os.getpid(),
-            user=_user(),
+            user=user,
             command=shlex.join(sys.orig_argv),
             since=datetime.now(UTC).isoformat(timespec="seconds"),
             boot_id=boot_id,
@@ -55,8 +59,7 @@ class Driver:
 
     def is_alive(self) -> bool | None:
         """Returns whether the process is alive; None if this process cannot see that."""
-        boot_id, pid_namespace = _pid_scope()
-        if not boot_id or (self.boot_id, self.pid_namespace) != (boot_id, pid_namespace):
+        if not self.boot_id or (self.boot_id, self.pid_namespace) != _pid_scope():
             return None
         started_at = started(self.pid)
         if started_at is None:
@@ -90,10 +93,3 @@ def _pid_scope() -> tuple[str, int]:
         return boot_id, os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return "", 0
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # users in containers may have no name
-        return f"user {os.getuid()}"

@@ -8,11 +8,12 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import fsspec
 
-from elastic_ddp.config.storage_uri import check_storage_uri, local_path
+from elastic_ddp.config.storage_uri import check_storage_uri
 from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerFailedError, StorageError
 from elastic_ddp.storage.errors import format_error, is_missing_bucket, is_permanent, suggest_fix
 from elastic_ddp.storage.folder import Folder, Upload
@@ -218,9 +219,9 @@ class Storage:
 
 def _open(uri: str) -> Folder:
     check_storage_uri(uri)
-    if (path := local_path(uri)) is not None:
-        return LocalFolder(path)
-    protocol = uri.partition("://")[0]
+    protocol, separator, path = uri.partition("://")
+    if not separator or protocol in ("file", "local"):
+        return LocalFolder(Path(os.path.abspath(os.path.expanduser(path or uri))))
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:

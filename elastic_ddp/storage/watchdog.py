@@ -83,7 +83,6 @@ class DaemonPool(Generic[Item]):
 
     def __init__(self, work: Callable[[Item], object], items: Sequence[Item], *, size: int) -> None:
         self._work, self._items = work, iter(items)
-        self._lock = threading.Lock()
         self._error: BaseException | None = None
         name = threading.current_thread().name
         self._threads = [
@@ -101,12 +100,10 @@ class DaemonPool(Generic[Item]):
             raise self._error
 
     def _run(self) -> None:
-        while self._error is None:
-            with self._lock:
-                item = next(self._items, None)
-            if item is None:
-                return
-            try:
+        try:
+            for item in self._items:  # the iterator of a list or tuple gives each item to one thread
+                if self._error is not None:
+                    return
                 self._work(item)
-            except BaseException as error:
-                self._error = error
+        except BaseException as error:
+            self._error = error

@@ -168,9 +168,7 @@ def test_a_run_name_has_up_to_a_hundred_letters_digits_dots_and_dashes() -> None
         ({"resources_per_worker": {"GPU": 2}}, ["resources_per_worker GPU=2", "use 1 or less"]),
         ({"resources_per_worker": {}}, ["resources_per_worker={}", '{"CPU": 1}']),
         ({"resources_per_worker": {"CPU": 0}}, ["resources_per_worker={'CPU': 0.0}", '{"CPU": 1}']),
-        ({"resources_per_worker": {"CPU": 1, "gpu": 1}}, ["resources_per_worker gpu", "did you mean GPU?"]),
-        ({"resources_per_worker": {"CPU": 1, "slot": 1e-5}}, ["resources_per_worker slot=1e-05", "0.0001"]),
-        ({"data": {"columns": "x"}}, ["'x'", 'such as ["x"]']),
+        ({"data": {"columns": "x"}}, ["data.columns='x'", 'such as ["name"]']),
         ({"data": {"columns": ["x", "x"]}}, ["['x', 'x']", "each name once"]),
         ({"strategy": "fsdp", "reduction": "canonical"}, ['reduction="canonical"', 'use reduction="native"']),
         (
@@ -304,12 +302,9 @@ def test_a_missing_file_or_one_that_is_not_toml_is_refused(tmp_path: Path) -> No
     missing, broken, binary = (tmp_path / name for name in ("missing.toml", "broken.toml", "binary.toml"))
     broken.write_text("steps == 3")
     binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"missing\.toml' does not exist"):
-        RunConfig.load(str(missing))
-    with pytest.raises(ConfigError, match=r"broken\.toml' is not TOML: .*line 1"):
-        RunConfig.load(broken)
-    with pytest.raises(ConfigError, match=r"binary\.toml' is not TOML: "):
-        RunConfig.load(binary)
+    for path, reason in ((str(missing), "No such file"), (broken, "line 1"), (binary, "utf-8")):
+        with pytest.raises(ConfigError, match=rf"{Path(path).name}' is not a TOML file.*{reason}"):
+            RunConfig.load(path)
 
 
 def test_a_configuration_of_another_type_is_refused() -> None:
