@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from elastic_ddp.checkpoint.confirmed_read import read_twice
 from elastic_ddp.checkpoint.manifest import Commit, committed_steps, manifest_key, set_aside_key
 from elastic_ddp.checkpoint.pieces import pieces_of
 from elastic_ddp.checkpoint.reader import allocate_state, build_state, meta_tensors, read_manifest, read_pieces
-from elastic_ddp.errors import CheckpointError, StorageError
+from elastic_ddp.checkpoint.record import different_runs
+from elastic_ddp.errors import CheckpointError, StorageError, shorten
 from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -134,41 +136,54 @@ class CommitCatalog:
 
     def candidates(self, only: int | None = None) -> Iterator[Commit]:
         """Yields complete commits, as `manifests` does."""
-        commits = self.manifests(only)
-        return (commit for commit in commits if self._unless_bad(commit.step, self._if_complete(commit)) is not None)
+        return self._usable(self.complete_at, only)
 
     def manifests(self, only: int | None = None) -> Iterator[Commit]:
-        """Yields commits whose manifests verify, newest first, and clears `rejected`.
+        """Clears `rejected`, and yields commits whose manifests verify, newest first.
 
         It reads them one by one: nearly always the first is the one that is wanted.
 
         Args:
             only: the step of the only commit to yield; None for all.
         """
-        self.rejected, self._attempts = [], {}
-        return self._manifests(only)
+        return self._usable(self._manifest_at, only)
 
-    def _manifests(self, only: int | None) -> Iterator[Commit]:
+    def _usable(self, read: Callable[[int], Commit | Bad | None], only: int | None) -> Iterator[Commit]:
+        self.rejected, self._attempts = [], {}
         seen: set[int] = set()
         # List again if none was good: a saver may have committed, and removed older commits, since the listing.
         while steps := [step for step in self.steps() if step not in seen and only in (None, step)]:
             for step in steps:
                 seen.add(step)
-                commit = self._unless_bad(step, self._manifest_at(step))
-                if commit is not None:
+                commit = read(step)
+                if isinstance(commit, Bad):
+                    self.reject(manifest_key(step), commit.attempt, commit.error)
+                elif commit is not None:
                     yield commit
 
-    def _unless_bad(self, step: int, commit: Commit | Bad | None) -> Commit | None:
-        """Returns the commit, or rejects a bad one and returns None."""
-        if isinstance(commit, Bad):
-            self.reject(manifest_key(step), commit.attempt, commit.error)
-            return None
-        return commit
+    def complete_at(
+        self, step: int, *, listed: Mapping[str, int] | None = None, record: Mapping[str, Any] | None = None
+    ) -> Commit | Bad | None:
+        """Returns the commit of a step, or why it is not complete; None if it has been removed.
 
-    def complete_at(self, step: int) -> Commit | Bad | None:
-        """Returns the commit of a step, or why it is not complete; None if it has been removed."""
+        Args:
+            step: number of steps done.
+            listed: sizes of objects by key, as listed before. Objects that it lacks are listed again.
+            record: a commit of another run than this record's is bad; None for any run.
+        """
         commit = self._manifest_at(step)
-        return self._if_complete(commit) if isinstance(commit, Commit) else commit
+        if not isinstance(commit, Commit):
+            return commit
+        try:
+            if names := different_runs(record or {}, commit.record):
+                raise CheckpointError(f"{commit.key} belongs to another run (different {shorten(names, 5)})")
+            with self._unless_removed(commit):
+                self._check_present(commit, listed or {})
+        except FileNotFoundError:
+            return None
+        except CheckpointError as error:
+            return Bad(commit.attempt, error)
+        return commit
 
     def _manifest_at(self, step: int) -> Commit | Bad | None:
         key = manifest_key(step)
@@ -179,19 +194,12 @@ class CommitCatalog:
         except CheckpointError as error:
             return Bad(None, error)
 
-    def _if_complete(self, commit: Commit) -> Commit | Bad | None:
+    def _check_present(self, commit: Commit, listed: Mapping[str, int] = MappingProxyType({})) -> None:
         try:
-            with self._unless_removed(commit):
-                self._check_present(commit)
-        except FileNotFoundError:
-            return None
-        except CheckpointError as error:
-            return Bad(commit.attempt, error)
-        return commit
-
-    def _check_present(self, commit: Commit) -> None:
-        prefix = commit.prefix
-        read_twice(self._storage, prefix, lambda: commit.check_present(self._storage.sizes(prefix)))
+            commit.check_present(listed)
+        except CheckpointError:
+            prefix = commit.prefix
+            read_twice(self._storage, prefix, lambda: commit.check_present(self._storage.sizes(prefix)))
 
     def set_aside(self, key: str, attempt: str | None, fence: Callable[[], None] = lambda: None) -> None:
         """Moves the manifest of a bad commit to `set-aside/`: its step can be committed again. Its objects stay.

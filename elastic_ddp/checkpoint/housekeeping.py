@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from elastic_ddp.checkpoint.confirmed_read import check_answers
-from elastic_ddp.checkpoint.manifest import (
-    Commit,
-    attempt_of,
-    committed_steps,
-    manifest_key,
-    parse_set_aside,
-    step_of_attempt,
-)
+from elastic_ddp.checkpoint.catalog import Bad, CommitCatalog
+from elastic_ddp.checkpoint.manifest import Commit, attempt_of, committed_steps, manifest_key, parse_set_aside
 from elastic_ddp.checkpoint.metrics import Measurement, measurements
-from elastic_ddp.checkpoint.reader import read_manifest
-from elastic_ddp.checkpoint.record import different_runs
-from elastic_ddp.checkpoint.retention import Retention, kept, removable
-from elastic_ddp.errors import CheckpointError, StorageError, shorten
+from elastic_ddp.checkpoint.retention import Removal, Retention, kept, plan_removals
+from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.folder import Upload
 from elastic_ddp.storage.local import is_temporary
 from elastic_ddp.storage.storage import CLOCK_PREFIX, Storage
@@ -38,9 +28,8 @@ class Housekeeping:
 
     def __init__(self, retention: Retention) -> None:
         self._retention = retention
-        self._known: dict[int, tuple[str, Measurement | None]] = {}
-        """Complete commits by step: the folder of the attempt, and the value of the metric. Their manifests are not
-        read again, as the number of kept commits may grow with the run."""
+        self._measured: dict[int, Measurement | None] = {}
+        """The metric of complete commits, by step. Older manifests are read once: their number grows with the run."""
         self._doubtful: set[int] = set()
         """Steps whose commit could not be read, was bad, or belongs to another run. They stay."""
 
@@ -61,144 +50,75 @@ class Housekeeping:
         if not is_current():
             return
         steps = [step for step in committed_steps(sizes) if step <= newest.step]
-        self._doubtful.discard(newest.step)
-        read = self._read_newest(storage, newest, steps, sizes)
-        older = self._older(storage, newest, steps, read, sizes)
-        self._known = {commit.step: self._entry(commit) for commit in read} | older
-        measured = {step: measurement for step, (_, measurement) in self._known.items()}
-        staying = kept(steps, measured, self._retention) | self._doubtful
-        keys = [*sizes, *(upload.key for upload in uploads if attempt_of(upload.key) is not None)]
-        removal = removable(keys, staying, read, newest=newest.step, dead_before=newest.step)
+        read = self._read(storage, newest, steps, sizes)
+        staying = kept(steps, self._measured, self._retention) | self._doubtful
+        going = plan_removals(sizes, uploads, staying, read, newest=newest.step)
         fence()  # reading manifests may have taken long
         if not is_current():
             return
         # After the fence: a worker that has left may have committed since the listing.
-        dead, orphans = (without_manifest(storage, folders, steps) for folders in (removal.dead, removal.orphans))
-        abort_uploads(ORPHAN_AGE_S, storage, uploads, dead)
+        orphans = uncommitted(storage, going, steps)
+        dead = [removal for removal in going if removal.what == "commit"]
+        dead += [orphan for orphan in orphans if orphan.step < newest.step]
+        abort_uploads(storage, uploads, dead, ORPHAN_AGE_S)
         try:
-            remove(storage, removal.manifests, [*dead, *clock_folders(sizes)])
+            remove(storage, dead, clock_folders(sizes))
         finally:
-            remove(storage, [], older_than(ORPHAN_AGE_S, storage, orphans))
+            remove(storage, older_than(ORPHAN_AGE_S, storage, [item for item in orphans if item.step >= newest.step]))
 
-    def _read_newest(
-        self, storage: Storage, newest: Commit, steps: Iterable[int], sizes: Mapping[str, int]
-    ) -> list[Commit]:
-        """Returns the newest complete commits, `retention.last` of them.
+    def _read(self, storage: Storage, newest: Commit, steps: Iterable[int], sizes: Mapping[str, int]) -> list[Commit]:
+        """Finds the complete commits that may stay, and returns those whose manifests it has read.
 
-        It reads the newest one, too: a commit that the storage has lost must not displace good ones.
+        The newest are always read: a commit that the storage has lost must not displace good ones.
         """
-        read: list[Commit] = []
+        set_aside = {entry[0] for entry in map(parse_set_aside, sizes) if entry is not None}
+        known, self._measured = self._measured, {}
+        catalog, read = CommitCatalog(storage), list[Commit]()
+        self._doubtful.discard(newest.step)
         for step in steps:
-            if len(read) < self._retention.last:
-                commit = self._complete(storage, newest, step, sizes)
-                read += [commit] if commit is not None else []
+            is_older = len(self._measured) >= self._retention.last
+            if is_older and not self._retention.keeps_older:
+                break
+            if step in self._doubtful:
+                continue
+            if is_older and step in known and step not in set_aside:  # otherwise it may have been committed again
+                self._measured[step] = known[step]
+                continue
+            commit = catalog.complete_at(step, listed=sizes, record=newest.record)
+            if isinstance(commit, Commit):
+                read.append(commit)
+                self._measured[step] = measurements(commit.record).get(self._retention.metric or "")
+            elif isinstance(commit, Bad):
+                _log.warning("step %d and all attempts at it stay: %s", step, commit.error)
+                self._doubtful.add(step)
         if not read:
             raise StorageError(f"neither {newest.key} nor an earlier commit can be read")
         return read
 
-    def _older(
-        self,
-        storage: Storage,
-        newest: Commit,
-        steps: Iterable[int],
-        read: Collection[Commit],
-        sizes: Mapping[str, int],
-    ) -> dict[int, tuple[str, Measurement | None]]:
-        """Returns the complete commits before those, if any of them may stay."""
-        if not self._retention.keeps_older:
-            return {}
-        older = {}
-        only = only_attempts(sizes)
-        oldest = min(commit.step for commit in read)
-        for step in steps:
-            if step < oldest:
-                if step in self._known and self._known[step][0] == only.get(step):
-                    older[step] = self._known[step]
-                elif (commit := self._complete(storage, newest, step, sizes)) is not None:
-                    older[step] = self._entry(commit)
-        return older
 
-    def _complete(self, storage: Storage, newest: Commit, step: int, sizes: Mapping[str, int]) -> Commit | None:
-        """Returns the commit of a step if it is complete and of the same run as the newest."""
-        if step in self._doubtful:
-            return None
-        try:
-            commit = complete_commit(storage, step, sizes)
-            if names := different_runs(newest.record, commit.record):
-                raise CheckpointError(f"{commit.key} belongs to another run (different {shorten(names, 5)})")
-            return commit
-        except StorageError as error:
-            if not isinstance(error, CheckpointError):
-                check_answers(storage, manifest_key(step))
-            _log.warning("step %d and all attempts at it stay: %s", step, error)
-            self._doubtful.add(step)
-        except FileNotFoundError:
-            pass
-        return None
-
-    def _entry(self, commit: Commit) -> tuple[str, Measurement | None]:
-        return commit.prefix, measurements(commit.record).get(self._retention.metric or "")
-
-
-def complete_commit(storage: Storage, step: int, sizes: Mapping[str, int]) -> Commit:
-    """Returns the commit of a step, and checks that it is complete.
-
-    Args:
-        sizes: sizes of the objects by key, as listed before. Missing ones are listed again: a listing may be stale, on
-            network mounts in particular.
-
-    Raises:
-        CheckpointError: the commit is not complete.
-        FileNotFoundError: there is none.
-        StorageError: its manifest cannot be read.
-    """
-    key = manifest_key(step)
-    try:
-        commit = read_manifest(storage, key)
-    except CheckpointError:
-        commit = read_manifest(storage, key)  # bits flip in transit, and mounts can be stale
-    try:
-        commit.check_present(sizes)
-    except CheckpointError:
-        commit.check_present(storage.sizes(commit.prefix))
-    return commit
-
-
-def without_manifest(storage: Storage, prefixes: Iterable[str], listed: Collection[int]) -> list[str]:
-    """Returns the folders of attempts at steps that have no manifest, or one that was listed.
+def uncommitted(storage: Storage, removals: Iterable[Removal], listed: Collection[int]) -> list[Removal]:
+    """Returns the orphans whose steps have no manifest, or one that was listed.
 
     A manifest that was not listed is looked up by its key: a listing may be stale.
-
-    Raises:
-        StorageError: the storage failed.
     """
-    folders = []
-    for prefix in prefixes:
-        step = step_of_attempt(prefix)
-        if step not in listed:
+    orphans = []
+    for orphan in removals:
+        if orphan.what == "orphan":
             try:
-                storage.size(manifest_key(step))
+                if orphan.step not in listed:
+                    storage.size(manifest_key(orphan.step))
+                    _log.warning("%s stays: its step has a manifest that was not listed", *orphan.folders)
+                    continue
             except FileNotFoundError:
                 pass
-            else:
-                _log.warning("%s stays: its step has a manifest that was not listed", prefix)
-                continue
-        folders.append(prefix)
-    return folders
-
-
-def only_attempts(keys: Iterable[str]) -> dict[int, str]:
-    """Returns, by step, the folder of the attempt where there is only one: a commit at that step is that attempt's."""
-    attempts: dict[int, set[str]] = defaultdict(set)
-    for step, prefix in filter(None, map(attempt_of, keys)):
-        attempts[step].add(prefix)
-    return {step: prefixes.pop() for step, prefixes in attempts.items() if len(prefixes) == 1}
+            orphans.append(orphan)
+    return orphans
 
 
 def older_than(
-    age_s: float, storage: Storage, prefixes: Collection[str], now: Callable[[], float] | None = None
-) -> list[str]:
-    """Returns those folders in which nothing was written for `age_s` seconds.
+    age_s: float, storage: Storage, orphans: Collection[Removal], now: Callable[[], float] | None = None
+) -> list[Removal]:
+    """Returns those orphans to which nothing was written for `age_s` seconds.
 
     Args:
         now: the current time. By default the storage's own clock, which dates the writes, too; to read it writes a
@@ -207,11 +127,11 @@ def older_than(
     Raises:
         StorageError: the storage failed, or does not date its objects.
     """
-    if not prefixes:
+    if not orphans:
         return []
-    at_present = (now or storage.now)()
-    written = {prefix: storage.last_modified(prefix) for prefix in prefixes}
-    return sorted(prefix for prefix, at in written.items() if at is not None and at_present - at > age_s)
+    before = (now or storage.now)() - age_s
+    written = {orphan: storage.last_modified(*orphan.folders) for orphan in orphans}
+    return [orphan for orphan, at in written.items() if at is not None and at < before]
 
 
 def clock_folders(keys: Iterable[str]) -> list[str]:
@@ -228,24 +148,24 @@ def unfinished_uploads(storage: Storage) -> Sequence[Upload]:
         return []
 
 
-def abort_uploads(age_s: float, storage: Storage, uploads: Sequence[Upload], dead: Collection[str] = ()) -> None:
+def abort_uploads(storage: Storage, uploads: Sequence[Upload], dead: Iterable[Removal], age_s: float) -> None:
     """Aborts uploads to dead attempts, and a run's other uploads that are older than `age_s` seconds.
 
     A failure is ignored: the storage may not permit it, and nothing depends on it.
     """
+    folders = {folder for removal in dead for folder in removal.folders}
     try:
         now = storage.now() if uploads else 0.0
         for upload in uploads:
-            attempt = attempt_of(upload.key)
-            if attempt is None and parse_set_aside(upload.key) is None and not is_temporary(upload.key):
-                continue
-            if now - upload.started_at > age_s or (attempt is not None and attempt[1] in dead):
+            _, folder = attempt_of(upload.key) or (None, None)
+            is_own = folder is not None or parse_set_aside(upload.key) is not None or is_temporary(upload.key)
+            if folder in folders or (is_own and now - upload.started_at > age_s):
                 storage.abort(upload)
     except StorageError as error:
         _log.debug("unfinished uploads stay: %s", error)
 
 
-def remove(storage: Storage, manifests: Iterable[str], prefixes: Iterable[str]) -> None:
+def remove(storage: Storage, removals: Iterable[Removal], more_folders: Iterable[str] = ()) -> None:
     """Removes manifests, then folders: wherever it is interrupted, no manifest lists missing objects.
 
     What cannot be removed, because of a legal hold for example, does not stop the rest.
@@ -254,7 +174,10 @@ def remove(storage: Storage, manifests: Iterable[str], prefixes: Iterable[str]) 
         StorageError: the first failure, raised after all others were tried, or after a minute of failures. If it
             concerns a manifest, no folder is removed.
     """
-    for delete, names in ((storage.delete, manifests), (storage.delete_tree, prefixes)):
+    removals = list(removals)
+    manifests = [removal.manifest for removal in removals if removal.manifest is not None]
+    folders = [*(folder for removal in removals for folder in removal.folders), *more_folders]
+    for delete, names in ((storage.delete, manifests), (storage.delete_tree, folders)):
         first, failing_s = None, 0.0
         for name in names:
             begun = time.monotonic()

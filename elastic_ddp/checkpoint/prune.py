@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from contextlib import suppress
 
-from elastic_ddp.checkpoint.catalog import CommitCatalog
-from elastic_ddp.checkpoint.confirmed_read import check_answers
+from elastic_ddp.checkpoint.catalog import Bad, CommitCatalog
 from elastic_ddp.checkpoint.housekeeping import (
     ORPHAN_AGE_S,
     abort_uploads,
     clock_folders,
-    complete_commit,
     older_than,
     remove,
+    uncommitted,
     unfinished_uploads,
-    without_manifest,
 )
-from elastic_ddp.checkpoint.manifest import (
-    Commit,
-    attempt_of,
-    attempt_prefix,
-    committed_steps,
-    manifest_key,
-    parse_set_aside,
-    step_of_attempt,
-)
+from elastic_ddp.checkpoint.manifest import Commit, committed_steps, manifest_key
 from elastic_ddp.checkpoint.metrics import measurements
 from elastic_ddp.checkpoint.record import different_runs
-from elastic_ddp.checkpoint.retention import Retention, kept, removable
+from elastic_ddp.checkpoint.retention import Removal, Retention, kept, plan_removals
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, shorten
-from elastic_ddp.storage.folder import Upload
 from elastic_ddp.storage.storage import Storage
-
-Kind = Literal["commit", "set aside", "orphan"]
-
-
-@dataclass(frozen=True)
-class Removal:
-    """Something that can be removed, with all its bytes."""
-
-    what: Kind
-    step: int
-    manifest: str | None
-    folders: tuple[str, ...]
-    """The folders of its attempts."""
-    num_bytes: int
 
 
 def removals(
@@ -76,82 +49,37 @@ def removals(
     """
     uploads = unfinished_uploads(storage)
     sizes = storage.sizes()
-    steps = committed_steps(sizes)
-    complete, doubtful, bad = _complete(storage, steps, sizes)
+    steps, catalog = committed_steps(sizes), CommitCatalog(storage)
+    complete: dict[int, Commit] = {}
+    bad: dict[int, StorageError] = {}
+    doubtful: dict[int, StorageError] = {}
+    for step in steps:
+        commit = catalog.complete_at(step, listed=sizes)
+        if isinstance(commit, Commit):
+            complete[step] = commit
+        elif isinstance(commit, Bad):
+            cause = commit.error.__cause__
+            if isinstance(cause, StorageError) and not isinstance(cause, CheckpointError):
+                doubtful[step] = cause  # it cannot be read, and may be good
+            else:
+                bad[step] = commit.error
     staying = _staying(steps, complete, doubtful, retention)
     if staying < set(steps):  # verify what stays: the rest may be all that is good
-        doubtful |= _drop_unverified(storage, complete)
+        for step, newest in [*complete.items()]:
+            with suppress(FileNotFoundError):
+                try:
+                    catalog.verify(newest)
+                    break
+                except CheckpointError as error:
+                    doubtful[step] = error
+            del complete[step]
         staying = _staying(steps, complete, doubtful, retention)
         _check_same_run(complete, staying)
-    aside = {}
-    if with_set_aside:
-        parsed = {key: parse_set_aside(key) for key in sizes}
-        aside = {key: entry for key, entry in parsed.items() if entry is not None and entry[0] not in doubtful}
-    keys = [*(sizes.keys() - aside.keys()), *(upload.key for upload in uploads if attempt_of(upload.key) is not None)]
-    superseded = removable(keys, staying, complete.values(), newest=max(steps, default=0))
-    entries: list[tuple[Kind, int, str | None, list[str]]] = []
-    for manifest in superseded.manifests:
-        [step] = committed_steps([manifest])
-        at_step = [folder for folder in superseded.dead if step_of_attempt(folder) == step]
-        entries.append(("commit", step, manifest, at_step))
-    for manifest, (step, attempt) in aside.items():
-        own = attempt_prefix(step, attempt) if attempt is not None else None
-        entries.append(("set aside", step, manifest, [folder for folder in superseded.orphans if folder == own]))
-    known = {folder for *_, folders in entries for folder in folders}
-    orphans = without_manifest(storage, [folder for folder in superseded.orphans if folder not in known], steps)
-    for folder in older_than(orphan_age_s, storage, orphans, now):
-        entries.append(("orphan", step_of_attempt(folder), None, [folder]))
-    stays_bad = {step: error for step, error in bad.items() if step in staying}
-    return _with_sizes(entries, sizes, uploads), doubtful | stays_bad
-
-
-def _with_sizes(
-    entries: list[tuple[Kind, int, str | None, list[str]]], sizes: Mapping[str, int], uploads: Sequence[Upload]
-) -> list[Removal]:
-    """Returns removals with the bytes of their manifests, folders, and unfinished uploads to these."""
-    num_bytes = Counter[str]()
-    for key, size in [*sizes.items(), *((upload.key, upload.num_bytes) for upload in uploads)]:
-        attempt = attempt_of(key)
-        num_bytes[attempt[1] if attempt is not None else key] += size
-    return [
-        Removal(what, step, manifest, tuple(folders), sum(num_bytes[name] for name in (manifest, *folders) if name))
-        for what, step, manifest, folders in entries
-    ]
-
-
-def _complete(
-    storage: Storage, steps: list[int], sizes: dict[str, int]
-) -> tuple[dict[int, Commit], dict[int, StorageError], dict[int, StorageError]]:
-    """Returns complete commits, unreadable ones and bad ones, by step, newest first."""
-    complete: dict[int, Commit] = {}
-    unreadable: dict[int, StorageError] = {}
-    bad: dict[int, StorageError] = {}
-    for step in steps:
-        try:
-            complete[step] = complete_commit(storage, step, sizes)
-        except CheckpointError as error:
-            bad[step] = error
-        except StorageError as error:
-            check_answers(storage, manifest_key(step))
-            unreadable[step] = error
-        except FileNotFoundError:
-            continue
-    return complete, unreadable, bad
-
-
-def _drop_unverified(storage: Storage, complete: dict[int, Commit]) -> dict[int, StorageError]:
-    """Drops commits newer than the newest of which every byte verifies. Returns why, by step."""
-    doubtful: dict[int, StorageError] = {}
-    for step, commit in [*complete.items()]:
-        try:
-            CommitCatalog(storage).verify(commit)
-            break
-        except CheckpointError as error:
-            doubtful[step] = error
-        except FileNotFoundError:
-            pass
-        del complete[step]
-    return doubtful
+    newest_step = max(steps, default=0)
+    going = plan_removals(sizes, uploads, staying, complete.values(), newest=newest_step, with_set_aside=with_set_aside)
+    old = older_than(orphan_age_s, storage, uncommitted(storage, going, steps), now)
+    bad_and_staying = {step: error for step, error in bad.items() if step in staying}
+    return [item for item in going if item.what != "orphan" or item in old], doubtful | bad_and_staying
 
 
 def _staying(
@@ -191,7 +119,5 @@ def prune(storage: Storage, chosen: list[Removal], *, orphan_age_s: float = ORPH
     Raises:
         StorageError: the storage failed; call both functions again to remove the rest.
     """
-    manifests = [item.manifest for item in chosen if item.manifest is not None]
-    folders = [folder for item in chosen for folder in item.folders]
-    abort_uploads(orphan_age_s, storage, unfinished_uploads(storage), folders)
-    remove(storage, manifests, [*folders, *clock_folders(storage.list())])
+    abort_uploads(storage, unfinished_uploads(storage), chosen, orphan_age_s)
+    remove(storage, chosen, clock_folders(storage.list()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from elastic_ddp.checkpoint.manifest import (
     Commit,
@@ -14,6 +16,7 @@ from elastic_ddp.checkpoint.manifest import (
     parse_set_aside,
 )
 from elastic_ddp.checkpoint.metrics import Measurement, Mode, best_first
+from elastic_ddp.storage.folder import Upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,48 +75,71 @@ def _first_of_each(every_steps: int, steps: Collection[int], complete: Collectio
 
 
 @dataclass(frozen=True)
-class Removable:
-    """What can be removed, in this order; the oldest first."""
+class Removal:
+    """Something that can be removed, with all its bytes."""
 
-    manifests: list[str]
-    """Manifests of superseded commits."""
-    dead: list[str]
-    """Folders of attempts that are superseded, or that can no longer be committed."""
-    orphans: list[str]
-    """Folders of other attempts without a manifest. A worker may still be writing them."""
+    what: Literal["commit", "set aside", "orphan"]
+    step: int
+    manifest: str | None
+    folders: tuple[str, ...]
+    """The folders of its attempts."""
+    num_bytes: int
 
 
-def removable(
-    keys: Iterable[str], staying: Collection[int], read: Iterable[Commit], *, newest: int, dead_before: int = 0
-) -> Removable:
-    """Returns what can be removed from a folder of commits. Commits that were set aside stay.
+def plan_removals(
+    sizes: Mapping[str, int],
+    uploads: Iterable[Upload],
+    staying: Collection[int],
+    read: Iterable[Commit],
+    *,
+    newest: int,
+    with_set_aside: bool = False,
+) -> list[Removal]:
+    """Returns what can be removed: superseded commits, the oldest first, commits that were set aside, and orphans.
+
+    An orphan is an attempt without a manifest. A worker may still be writing it.
 
     Args:
-        keys: all keys in the folder.
+        sizes: sizes of all objects in the folder, by key.
+        uploads: unfinished writes to it.
         staying: see `kept`.
-        read: commits whose manifests were just read. No attempt at the step of another manifest is removable: any of
-            them may be the committed one.
+        read: commits whose manifests were just read. All attempts at the step of another manifest stay: any of them
+            may be the committed one.
         newest: the step of the newest commit of this run. Manifests of later steps stay.
-        dead_before: attempts at earlier steps are dead, except those with a manifest.
+        with_set_aside: whether commits that were set aside can be removed. Otherwise they protect their objects.
     """
-    keys, read = list(keys), list(read)
-    steps = committed_steps(keys)
-    superseded = {step for step in steps if step <= newest and step not in staying}
-    protected_steps = set(steps) - superseded - {commit.step for commit in read}
-    protected = {commit.prefix for commit in read if commit.step not in superseded}
-    for step, attempt in filter(None, map(parse_set_aside, keys)):
-        if attempt is None:
-            protected_steps.add(step)
-        else:
-            protected.add(attempt_prefix(step, attempt))
-    attempts = {attempt for attempt in map(attempt_of, keys) if attempt is not None}
-    is_dead = {
-        prefix: step in superseded or step < dead_before
-        for step, prefix in attempts
-        if step not in protected_steps and prefix not in protected
-    }
-    return Removable(
-        manifests=[manifest_key(step) for step in sorted(superseded)],
-        dead=sorted(prefix for prefix in is_dead if is_dead[prefix]),
-        orphans=sorted(prefix for prefix in is_dead if not is_dead[prefix]),
-    )
+    steps = committed_steps(sizes)
+    superseded = [step for step in reversed(steps) if step <= newest and step not in staying]
+    committed = {commit.step: commit.prefix for commit in read if commit.step not in superseded}
+    protected, protected_steps = {*committed.values()}, {*steps} - {*superseded, *committed}
+    aside: dict[str, tuple[int, str]] = {}
+    for key in sizes:
+        if (entry := parse_set_aside(key)) is not None:
+            step, attempt = entry
+            folder = attempt_prefix(step, attempt or "unknown")
+            if with_set_aside and step not in protected_steps:
+                aside[key] = step, folder
+            elif attempt is None:
+                protected_steps.add(step)
+            else:
+                protected.add(folder)
+    num_bytes, attempts = Counter[str](), defaultdict[int, set[str]](set)
+    for key, size in [*sizes.items(), *((upload.key, upload.num_bytes) for upload in uploads)]:
+        step_of_key, name = attempt_of(key) or (None, key)
+        num_bytes[name] += size
+        if step_of_key is not None and step_of_key not in protected_steps and name not in protected:
+            attempts[step_of_key].add(name)
+
+    def removal(
+        what: Literal["commit", "set aside", "orphan"], step: int, manifest: str | None, folders: set[str]
+    ) -> Removal:
+        total = sum(num_bytes[name] for name in (manifest, *folders) if name is not None)
+        return Removal(what, step, manifest, tuple(sorted(folders)), total)
+
+    removals = [removal("commit", step, manifest_key(step), attempts.pop(step, set())) for step in superseded]
+    for key, (step, folder) in aside.items():
+        own = attempts[step] & {folder}
+        attempts[step] -= own
+        removals.append(removal("set aside", step, key, own))
+    orphans = [(step, folder) for step in sorted(attempts) for folder in sorted(attempts[step])]
+    return removals + [removal("orphan", step, None, {folder}) for step, folder in orphans]

@@ -11,15 +11,8 @@ from elastic_ddp.checkpoint.catalog import Bad, CommitCatalog
 from elastic_ddp.checkpoint.housekeeping import Housekeeping
 from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix, check_record, manifest_key
 from elastic_ddp.checkpoint.parts import Part, TensorKind, assemble
-from elastic_ddp.checkpoint.record import different_runs
 from elastic_ddp.checkpoint.retention import Retention
-from elastic_ddp.errors import (
-    CheckpointError,
-    ElasticDDPError,
-    StorageError,
-    format_exception,
-    shorten,
-)
+from elastic_ddp.errors import CheckpointError, ElasticDDPError, StorageError, format_exception
 from elastic_ddp.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -139,11 +132,9 @@ class CheckpointStore(CommitCatalog):
 
     def _existing(self, step: int, record: Mapping[str, Any], fence: Callable[[], None]) -> Commit | None:
         """Returns the commit of this step if it verifies. A bad one, or one of another run, is set aside."""
-        existing = self.complete_at(step)
+        existing = self.complete_at(step, record=record)
         if isinstance(existing, Commit):
             try:
-                if names := different_runs(record, existing.record):
-                    raise CheckpointError(f"{existing.key} belongs to another run (different {shorten(names, 5)})")
                 self.verify(existing)
             except FileNotFoundError:
                 return None

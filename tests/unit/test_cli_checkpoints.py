@@ -27,6 +27,7 @@ from elastic_ddp.checkpoint import Commit, CommitCatalog, Retention
 from elastic_ddp.checkpoint import prune as pruning
 from elastic_ddp.checkpoint.manifest import attempt_prefix, set_aside_key
 from elastic_ddp.checkpoint.pieces import Piece
+from elastic_ddp.checkpoint.retention import Removal
 from elastic_ddp.cli import main
 from elastic_ddp.errors import CheckpointError, ConfigError, DriverReplacedError, StorageError
 from elastic_ddp.storage.lease import DriverLease, find_holder
@@ -227,7 +228,7 @@ def test_ls_leaves_out_a_commit_that_is_removed_meanwhile(
     assert [row["step"] for row in json.loads(invoke("ls", str(tmp_path / "lm"), "--json").stdout)] == [30, 20]
 
 
-def removals_of(storage: Storage, keep: int) -> list[pruning.Removal]:
+def removals_of(storage: Storage, keep: int) -> list[Removal]:
     going, _ = pruning.removals(storage, Retention(last=keep), orphan_age_s=1e9, with_set_aside=False)
     return going
 

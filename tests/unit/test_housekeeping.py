@@ -201,7 +201,7 @@ def test_an_unreadable_manifest_stays_with_its_step_and_the_rest_is_tidied(
     assert steps_in(storage) == left and not storage.list(dead)
     at_step_10 = [*keys_of(commits[10])[1:], f"{beside}/0-0.bin"] if 10 in left else []
     assert storage.list("step=10") == sorted(at_step_10)
-    assert ("step 10 and all attempts at it stay: cannot read" in caplog.text) == (10 in left)
+    assert ("step 10 and all attempts at it stay: commits/10.json cannot be read" in caplog.text) == (10 in left)
     caplog.clear()
     save(store, 60, 0.8)
     assert "commits/10.json" not in caplog.text, "this saver does not read it again"

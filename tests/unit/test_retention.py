@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastic_ddp.checkpoint.manifest import Commit, Skeleton, committed_steps
 from elastic_ddp.checkpoint.metrics import Measurement
-from elastic_ddp.checkpoint.retention import Retention, kept, removable
+from elastic_ddp.checkpoint.retention import Removal, Retention, kept, plan_removals
 
 
 def complete(*steps: int) -> dict[int, Measurement | None]:
@@ -82,32 +82,44 @@ def orphan(step: int) -> Commit:
     return commit(step, attempt=1)
 
 
+def planned(keys: list[str], staying: set[int], read: list[Commit], **options: Any) -> list[Removal]:
+    return plan_removals(dict.fromkeys(keys, 1), [], staying, read, **options)
+
+
+def folders(removals: list[Removal], what: str) -> list[str]:
+    return [folder for removal in removals if removal.what == what for folder in removal.folders]
+
+
 def test_all_attempts_at_the_step_of_an_unread_manifest_stay() -> None:
     keys = [*keys_of(10, 20, 30), orphan(10).state.key, orphan(20).state.key, orphan(25).state.key]
-    going = removable(keys, {10, 20, 30}, [commit(20), commit(30)], newest=30, dead_before=30)
-    assert going.manifests == [] and going.orphans == []
-    assert going.dead == [orphan(20).prefix, orphan(25).prefix], "either attempt may be that of step 10"
+    going = planned(keys, {10, 20, 30}, [commit(20), commit(30)], newest=30)
+    assert {removal.what for removal in going} == {"orphan"}
+    assert folders(going, "orphan") == [orphan(20).prefix, orphan(25).prefix], "either attempt may be that of step 10"
 
 
 def test_commits_set_aside_stay_with_their_objects() -> None:
     keys = [*keys_of(30), f"set-aside/10-{1:032x}.json", orphan(10).state.key, commit(10).state.key]
-    going = removable(keys, {30}, [commit(30)], newest=30, dead_before=30)
-    assert going.dead == [commit(10).prefix]
-    going = removable([*keys, f"set-aside/10-unknown-{2:032x}.json"], {30}, [commit(30)], newest=30, dead_before=30)
-    assert going.dead == [], "the attempt is unknown"
+    assert folders(planned(keys, {30}, [commit(30)], newest=30), "orphan") == [commit(10).prefix]
+    [aside, other] = planned(keys, {30}, [commit(30)], newest=30, with_set_aside=True)
+    assert (aside.what, aside.manifest, aside.folders) == ("set aside", keys[2], (orphan(10).prefix,))
+    assert other.folders == (commit(10).prefix,)
+    keys = [*keys, f"set-aside/10-unknown-{2:032x}.json"]
+    assert planned(keys, {30}, [commit(30)], newest=30) == [], "the attempt is unknown"
 
 
-def test_attempts_at_this_step_and_later_ones_are_orphans() -> None:
+def test_attempts_without_a_manifest_are_orphans() -> None:
     keys = [*keys_of(20, 40), *(orphan(step).state.key for step in (10, 20, 30, 40))]
-    going = removable(keys, {20, 40}, [commit(20)], newest=20, dead_before=20)
-    assert going.dead == [orphan(10).prefix]
-    assert going.orphans == [orphan(20).prefix, orphan(30).prefix], "none at step 40, whose manifest was not read"
+    going = planned(keys, {20, 40}, [commit(20)], newest=20)
+    expected = [orphan(step).prefix for step in (10, 20, 30)]
+    assert folders(going, "orphan") == expected, "none at step 40, whose manifest was not read"
 
 
 def test_attempts_are_removed_with_the_manifest_of_their_step() -> None:
-    going = removable([*keys_of(10, 20), orphan(10).state.key, orphan(5).state.key], {20}, [commit(20)], newest=20)
-    assert going.manifests == [commit(10).key]
-    assert going.dead == [commit(10).prefix, orphan(10).prefix] and going.orphans == [orphan(5).prefix]
+    keys = [*keys_of(10, 20), orphan(10).state.key, orphan(5).state.key]
+    [superseded, other] = planned(keys, {20}, [commit(20)], newest=20)
+    assert (superseded.what, superseded.manifest, superseded.num_bytes) == ("commit", commit(10).key, 3)
+    assert superseded.folders == (commit(10).prefix, orphan(10).prefix)
+    assert (other.what, other.folders) == ("orphan", (orphan(5).prefix,))
 
 
 retentions = st.builds(
@@ -136,11 +148,12 @@ def test_kept_commits_and_later_steps_are_never_removed(
     last = sorted(good)[-retention.last :]
     read = [commit(step) for step in last]
     keys = [*keys_of(*steps), *(orphan(step).state.key for step in orphans)]
-    going = removable(keys, staying, read, newest=newest, dead_before=newest)
-    gone = {key for key in keys if key in going.manifests or key.rpartition("/")[0] in {*going.dead, *going.orphans}}
+    going = planned(keys, staying, read, newest=newest)
+    removed = {removal.manifest for removal in going} | {folder for removal in going for folder in removal.folders}
+    gone = {key for key in keys if key in removed or key.rpartition("/")[0] in removed}
     for step in [*last, *staying, *(step for step in steps if step > newest)]:
         assert not gone & set(keys_of(step))
-    assert not [prefix for prefix in going.dead if int(prefix.split("/")[0][5:]) >= newest]
+    assert not [removal for removal in going if removal.what == "commit" and removal.step >= newest]
     assert committed_steps(set(keys) - gone) == sorted(staying | {s for s in steps if s > newest}, reverse=True)
     measured = sorted((value for step, value in values.items() if value is not None and step not in bad))
     if retention.best and measured:
@@ -148,4 +161,4 @@ def test_kept_commits_and_later_steps_are_never_removed(
         assert best in [values[step] for step in staying]
     # Other commits are removed with all their bytes.
     assert not [step for step in steps - staying if step <= newest and not gone >= set(keys_of(step))]
-    assert not [step for step in orphans - steps if step < newest and orphan(step).prefix not in going.dead]
+    assert not [step for step in orphans - steps if step < newest and orphan(step).prefix not in removed]
