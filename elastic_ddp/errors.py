@@ -55,9 +55,8 @@ def format_exception(error: BaseException) -> str:
 def format_validation_error(error: ValidationError, *, with_fields: bool = False) -> str:
     """Returns the first five problems that pydantic found, on request with the fields that have them.
 
-    Raise an error with this text outside of the `except` block that caught `error`. Otherwise the new error refers to
-    `error` and to the frames in its traceback. If one of those frames holds the new error, the cycle is never freed:
-    Python's garbage collector cannot look into pydantic's part of it.
+    Raise an error with this text outside of the `except` block that caught `error`. Otherwise the two errors and the
+    frames in their tracebacks can form a cycle, which Python's garbage collector cannot free through pydantic's part.
     """
     problems = error.errors(include_url=False, include_input=False, include_context=False)[:5]
     fields = [f"{'.'.join(map(str, problem['loc']))!r:.80}: " if with_fields else "" for problem in problems]
@@ -66,9 +65,7 @@ def format_validation_error(error: ValidationError, *, with_fields: bool = False
 
 def printable(text: str) -> str:
     """Returns `text` without control characters, so that names from a checkpoint cannot control a terminal."""
-    return "".join(
-        character if character.isprintable() or character == "\n" else "\N{REPLACEMENT CHARACTER}" for character in text
-    )
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def shorten(names: Sequence[str], limit: int = 10, separator: str = ", ") -> str:

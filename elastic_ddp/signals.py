@@ -26,8 +26,8 @@ _lock = threading.Lock()
 def listen_for_sigterm() -> None:
     """Turns SIGTERM into a call of the listeners. Call it once in a worker process, in its main thread.
 
-    Python runs signal handlers in the main thread only, which a Ray worker spends in Ray's C++ core. The wakeup file
-    descriptor is written at once, and a thread reads it.
+    A Ray worker's main thread stays in Ray's C++ core, where Python runs no signal handlers. So a thread reads the
+    wakeup file descriptor.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -46,10 +46,7 @@ def on_sigterm(listener: Callable[[], None]) -> None:
 
 
 def exit_on_sigterm() -> None:
-    """Makes SIGTERM end the process from now on, because the worker has left its run.
-
-    Ray sends only SIGTERM to such a worker when it takes back its resources on a node that shuts down.
-    """
+    """Makes SIGTERM end the process from now on, because the worker has left its run."""
     _exits_on_sigterm.set()
 
 
@@ -60,10 +57,9 @@ def _read(reader: int) -> None:
         if _exits_on_sigterm.is_set():
             os._exit(_TERMINATED)
         with _lock:
-            if _received.is_set():
-                continue
+            listeners = [] if _received.is_set() else [*_listeners]
             _received.set()
-        for listener in _listeners:
+        for listener in listeners:
             try:
                 listener()
             except Exception as error:  # the run may have ended
@@ -73,8 +69,7 @@ def _read(reader: int) -> None:
 class StopRequests:
     """Counts Ctrl-C and SIGTERM inside its `with` block, in the main thread; the third one raises KeyboardInterrupt.
 
-    A KeyboardInterrupt is raised wherever the main thread is. It is lost in a destructor, or in a library's callback
-    that swallows it. A count is not.
+    A KeyboardInterrupt can be lost in a destructor, or in a library's callback that swallows it. A count cannot.
     """
 
     def __init__(self) -> None:

@@ -106,7 +106,7 @@ class CheckpointConfig(_Settings):
     save. A save fails if no storage operation completes for 10 minutes."""
 
     @model_validator(mode="after")
-    def _check_interval(self) -> Self:
+    def _check_combinations(self) -> Self:
         def given(*names: str) -> list[str]:
             return [f"{name}={value!r}" for name in names if (value := getattr(self, name)) is not None]
 
@@ -118,21 +118,11 @@ class CheckpointConfig(_Settings):
             )
         if not fixed and not measured:
             object.__setattr__(self, "every_seconds", 60.0)
-        return self
-
-    @model_validator(mode="after")
-    def _check_best(self) -> Self:
-        if self.keep_best is not None and self.best_metric is None:
+        if (self.keep_best is None) != (self.best_metric is None):
             raise ValueError(
-                f"checkpoint.keep_best={self.keep_best} needs checkpoint.best_metric; give a name used in step.log or "
-                "run.evaluate, or loss"
+                f"checkpoint.keep_best={self.keep_best} and checkpoint.best_metric={self.best_metric!r}: give both, a "
+                "number of commits and a name used in step.log or run.evaluate, or loss; or give neither"
             )
-        for name, default in (("best_metric", None), ("best_mode", "min")):
-            if self.keep_best is None and (value := getattr(self, name)) != default:
-                raise ValueError(
-                    f"checkpoint.{name}={value!r} has no effect without checkpoint.keep_best; give the number of "
-                    f"commits to keep, or remove {name}"
-                )
         return self
 
     @property
@@ -282,7 +272,7 @@ class RunConfig(_Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_sizes(self) -> Self:
+    def _check_sizes_and_resources(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(
                 f"steps={self.steps} and epochs={self.epochs}: give exactly one; steps counts optimizer steps, epochs "
@@ -311,10 +301,6 @@ class RunConfig(_Settings):
                 f"hang_timeout_s={self.hang_timeout_s:g} is below heartbeat_timeout_s={self.heartbeat_timeout_s:g}; "
                 "raise hang_timeout_s, so that a failed worker is not reported as a hang"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_resources(self) -> Self:
         if (gpus := self.resources_per_worker.get("GPU", 0.0)) > 1.0:
             raise ValueError(f"resources_per_worker GPU={gpus:g}: a worker trains on at most one GPU; use 1 or less")
         if not any(self.resources_per_worker.values()):

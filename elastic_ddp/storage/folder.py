@@ -42,8 +42,8 @@ class Folder(Protocol):
             self.delete(key)
         return is_same
 
-    def uploads(self, prefix: str) -> list[Upload]:
-        """Returns unfinished writes below `prefix`; none where the storage cleans up by itself."""
+    def uploads(self) -> list[Upload]:
+        """Returns unfinished writes; none where the storage cleans up by itself."""
         return []
 
     def abort(self, upload: Upload) -> None:

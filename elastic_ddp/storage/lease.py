@@ -2,9 +2,7 @@
 
 A lease is an object in the run's storage, `driver/000001.json`, whose counter its holder increments while it lives.
 Each acquisition has a number, its term, and the newest term is valid. A driver acquires the lease by creating the next
-term, which only one driver can do, and releases it by marking its term as released. The newest object is never deleted.
-So if two drivers ever create the same term, the later one sees a newer term and withdraws. Older objects are deleted
-with the next acquisition.
+term, which only one driver can do, and releases it by marking its term as released. Older objects are deleted.
 
 The process of a holder shows whether it is alive, if it can be seen from here. Otherwise its counter does, so the
 clocks of machines are never compared.
@@ -19,8 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Self
+from dataclasses import asdict, fields, replace
+from typing import Any, NamedTuple, Self
 
 from elastic_ddp.errors import ConfigError, DriverReplacedError, StorageError
 from elastic_ddp.storage.lease_holder import Driver
@@ -45,10 +43,7 @@ def find_holder(storage: Storage) -> Driver | None:
     return None if lease is None or lease.released else lease.driver
 
 
-@dataclass(frozen=True)
-class _Lease:
-    """A lease as it was read."""
-
+class _Lease(NamedTuple):
     term: int
     data: bytes
     driver: Driver
@@ -107,8 +102,7 @@ class DriverLease:
     def acquire(self) -> None:
         """Acquires the lease, and renews it from a thread; does nothing if this driver holds it.
 
-        The lease of a dead process on this machine is taken over at once. One that is held elsewhere is polled until
-        it is renewed or expires.
+        The lease of a dead process on this machine is taken over at once, one held elsewhere when it has expired.
 
         Raises:
             ConfigError: the run has a live driver; the message names it.
@@ -133,10 +127,8 @@ class DriverLease:
     def renew(self, *, ray_address: str | None = None) -> None:
         """Renews the lease now, and records Ray's address in it. A failure of the storage is logged, not raised.
 
-        Call this before an action that only the holder may take: unlike `check`, it asks the storage.
-
-        Raises:
-            DriverReplacedError: another driver has taken over the run.
+        Call this before an action that only the holder may take: it raises DriverReplacedError, as `check`, but it
+        reads the storage.
         """
         if ray_address is not None:
             self._driver = replace(self._driver, ray_address=ray_address)
@@ -152,11 +144,7 @@ class DriverLease:
             )
 
     def release(self) -> None:
-        """Releases the lease if it is held.
-
-        A failure of the storage is logged. The next driver then waits for the lease to expire, unless it can see that
-        this process has ended.
-        """
+        """Releases the lease if it is held. A failure of the storage is logged; the lease then expires."""
         self._is_released.set()
         if self._thread is not None:
             self._thread.join()
@@ -187,13 +175,8 @@ class DriverLease:
                 self._is_failing = True
 
     def _has_expired(self, lease: _Lease) -> bool:
-        """Returns whether a lease's holder is dead, False if the lease has changed hands.
-
-        Raises:
-            ConfigError: the holder is alive.
-        """
-        is_alive = lease.driver.is_alive()
-        if is_alive:
+        """Returns whether a lease's holder is dead, False if the lease has changed hands; raises if it is alive."""
+        if is_alive := lease.driver.is_alive():
             raise self._refusal(lease.driver)
         if is_alive is not None:
             return True

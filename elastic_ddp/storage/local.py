@@ -92,10 +92,10 @@ class LocalFolder(Folder):
             with suppress(OSError):  # removes the parent if it is empty now
                 (self._path / prefix).parent.rmdir()
 
-    def uploads(self, prefix: str) -> list[Upload]:
+    def uploads(self) -> list[Upload]:
         return [
             Upload(path.relative_to(self._path).as_posix(), path.name, status.st_mtime, status.st_size)
-            for path, status in self._files(prefix)
+            for path, status in self._files("")
             if is_temporary(path.name)
         ]
 

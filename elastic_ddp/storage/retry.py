@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -65,16 +64,15 @@ class RetryingStorage(StorageProxy):
                 self._worked_s += min(time.monotonic() - self._started_at.pop(operation), MAX_OPERATION_S)
 
     def create(self, key: str, data: bytes, *, before_retry: Callable[[], None] = lambda: None) -> None:
-        attempts = itertools.count()
+        self._call(lambda: self._storage.create(key, data), before_retry=before_retry)
 
-        def attempt() -> None:
-            if next(attempts):
-                before_retry()
-            self._storage.create(key, data)
-
-        self._call(attempt)
-
-    def _call(self, operation: Callable[[], Result], *, may_retry: bool = True) -> Result:
+    def _call(
+        self,
+        operation: Callable[[], Result],
+        *,
+        may_retry: bool = True,
+        before_retry: Callable[[], None] = lambda: None,
+    ) -> Result:
         end = time.monotonic() + (self._retry_for_s if may_retry else 0.0)
         backoff_s = FIRST_BACKOFF_S
         with self.operation_in_progress():
@@ -86,4 +84,5 @@ class RetryingStorage(StorageProxy):
                         raise
                     _log.warning("retrying in %g s: %s", backoff_s, error)
                 time.sleep(backoff_s)
+                before_retry()
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

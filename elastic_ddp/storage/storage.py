@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 
 from elastic_ddp.config.storage_uri import check_storage_uri
-from elastic_ddp.errors import ConfigError, ElasticDDPError, PeerFailedError, StorageError
+from elastic_ddp.errors import ConfigError, StorageError
 from elastic_ddp.storage.errors import format_error, is_missing_bucket, is_permanent, suggest_fix
 from elastic_ddp.storage.folder import Folder, Upload
 from elastic_ddp.storage.local import TEMPORARY_PREFIX, LocalFolder
@@ -32,11 +32,9 @@ class Storage:
     Reads and listings are never cached. An instance holds only its address: it can be pickled, sent to Ray actors,
     used after a fork, and used from several threads.
 
-    Keys are relative and consist of letters, digits, `/` and `._=@+,~:-`; `.` and `..` are not allowed as parts.
-
     Raises:
         ConfigError: the URI is invalid, or the fsspec package of its protocol is not installed.
-        StorageError: raised by all methods if the storage fails; names the key and carries the cause.
+        StorageError: all methods raise it if the storage fails; names the key and carries the cause.
     """
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
@@ -60,11 +58,7 @@ class Storage:
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         """Fills `buffer` with an object's bytes from offset `start`, which lies within it.
 
-        Returns:
-            The number of bytes read, less than the buffer's size if the object ends before.
-
-        Raises:
-            FileNotFoundError: there is no such object.
+        Returns the number of bytes read, less at the object's end; FileNotFoundError if the object is missing.
         """
         with self._errors("read", key, FileNotFoundError):
             return self._folder.read_into(_checked(key), start, buffer)
@@ -81,14 +75,11 @@ class Storage:
     def create(self, key: str, data: bytes, *, before_retry: Callable[[], None] = lambda: None) -> None:
         """Stores an object that does not exist yet. Of several writers, exactly one succeeds.
 
-        On S3 `data` must be small, because only a single PUT can be conditional.
-
-        Args:
-            before_retry: `RetryingStorage` calls it before every attempt but the first. If it raises, that ends them.
+        On S3 `data` must be small, because only a single PUT can be conditional. `RetryingStorage` calls
+        `before_retry` before every attempt but the first; an error that it raises ends them.
 
         Raises:
             FileExistsError: the object exists.
-            StorageError: also if the storage cannot create exclusively; `check_writable` finds this out.
         """
         with self._errors("create", key, FileExistsError):
             self._folder.create(_checked(key), data)
@@ -148,15 +139,14 @@ class Storage:
         with self._errors("delete", prefix):
             self._folder.delete_tree(_checked(prefix.rstrip("/")))
 
-    def uploads(self, prefix: str = "") -> Sequence[Upload]:
-        """Returns the unfinished writes below the folder `prefix`, whose writers may have died.
+    def uploads(self) -> Sequence[Upload]:
+        """Returns the unfinished writes, whose writers may have died.
 
         S3 keeps and bills the parts of an unfinished upload until it is aborted. A local folder keeps temporary files.
         Other storages have none.
         """
-        folder = prefix.rstrip("/")
-        with self._errors("list the uploads to", prefix):
-            return self._folder.uploads(f"{_checked(folder)}/" if folder else "")
+        with self._errors("list the uploads to", ""):
+            return self._folder.uploads()
 
     def abort(self, upload: Upload) -> None:
         """Deletes what an unfinished write has stored; it may have ended."""
@@ -170,11 +160,7 @@ class Storage:
         return inner
 
     def check_writable(self) -> None:
-        """Checks that an object can be created, only once, and read and deleted.
-
-        Raises:
-            ConfigError: one of these failed; the message names the cause and the fix.
-        """
+        """Raises ConfigError, with the fix, unless an object can be created, only once, and read and deleted."""
         key, data = f".writable-{uuid.uuid4().hex}", b"elastic_ddp"
         try:
             self._folder.create(key, data)
@@ -202,17 +188,16 @@ class Storage:
         return Storage, (self.uri,)
 
     @contextmanager
-    def _errors(self, verb: str, key: str, *expected: type[OSError]) -> Iterator[None]:
-        """Converts exceptions of a backend to StorageError, except for the expected types."""
+    def _errors(self, verb: str, key: str, expected: type[OSError] | None = None) -> Iterator[None]:
+        """Converts exceptions of a backend to StorageError, except for the expected type."""
         try:
             yield
-        except (ElasticDDPError, PeerFailedError):
+        except StorageError:
             raise
         except Exception as error:  # backends raise any exception of their client library
-            for kind in expected:
-                if isinstance(error, kind) and not is_missing_bucket(error):
-                    reason = "there is no such object" if kind is FileNotFoundError else "the object exists already"
-                    raise kind(error.errno, reason, f"{self.uri}/{key}") from error
+            if expected and isinstance(error, expected) and not is_missing_bucket(error):
+                reason = "there is no such object" if expected is FileNotFoundError else "the object exists already"
+                raise expected(error.errno, reason, f"{self.uri}/{key}") from error
             fix = f"; {suggest_fix(error)}" if is_permanent(error) else ""
             raise StorageError(f"cannot {verb} {key!r} in {self.uri}: {format_error(error)}{fix}") from error
 

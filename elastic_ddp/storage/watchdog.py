@@ -18,26 +18,21 @@ STALL_TIMEOUT_S = 600.0
 Item = TypeVar("Item")
 
 
-class StalledError(StorageError):
-    """The storage hangs; check that the node can reach it, and that a mount is alive."""
-
-
 class WatchedStorage(StorageProxy):
-    """The same folder, for one piece of work that ends with StalledError when the storage hangs.
+    """The same folder, for one piece of work that ends with StorageError when the storage hangs.
 
     After that the storage refuses operations, so threads that were left behind cannot change anything.
     """
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
-        self._is_stalled = False
+        self._stalled: StorageError | None = None
         self._last_progress = time.monotonic()
 
     def run_watched(self, work: Callable[[], Result]) -> Result:
         """Runs `work`, which uses this storage, in a daemon thread. Returns or raises what it does.
 
-        Raises:
-            StalledError: no operation completed for `STALL_TIMEOUT_S`; the thread is left behind.
+        If no operation completes for `STALL_TIMEOUT_S`, it raises StorageError and leaves the thread behind.
         """
         done: Future[Result] = Future()
 
@@ -53,8 +48,11 @@ class WatchedStorage(StorageProxy):
             wait([done], left_s)
             if done.done():
                 return done.result()
-        self._is_stalled = True
-        raise self._stalled()
+        self._stalled = StorageError(
+            f"{self.uri} hangs: no operation completed for {STALL_TIMEOUT_S:g} s. Check that this node can reach it, "
+            "and that the mount is alive if it is one"
+        )
+        raise self._stalled
 
     def delete_tree(self, prefix: str) -> None:
         for key in self.list(prefix):  # one by one, so that each deletion counts as progress
@@ -62,17 +60,11 @@ class WatchedStorage(StorageProxy):
         super().delete_tree(prefix)
 
     def _call(self, operation: Callable[[], Result], *, may_retry: bool = True) -> Result:
-        if self._is_stalled:
-            raise self._stalled()
+        if self._stalled is not None:
+            raise self._stalled
         result = operation()
         self._last_progress = time.monotonic()
         return result
-
-    def _stalled(self) -> StalledError:
-        return StalledError(
-            f"{self.uri} hangs: no operation completed for {STALL_TIMEOUT_S:g} s. Check that this node can reach it, "
-            "and that the mount is alive if it is one"
-        )
 
 
 class DaemonPool(Generic[Item]):

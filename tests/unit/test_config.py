@@ -231,7 +231,6 @@ def test_without_an_interval_a_run_commits_every_minute() -> None:
         ({"every_seconds": 30, "max_overhead": 0.02}, ["every_seconds=30.0", "max_overhead=0.02"]),
         ({"keep_best": 3}, ["checkpoint.keep_best=3", "checkpoint.best_metric", "step.log"]),
         ({"best_metric": "accuracy"}, ["checkpoint.best_metric='accuracy'", "checkpoint.keep_best"]),
-        ({"best_mode": "max"}, ["checkpoint.best_mode='max'", "checkpoint.keep_best"]),
         ({"keep_best": 1, "best_metric": "x", "best_mode": "highest"}, ["best_mode='highest'", "'min' or 'max'"]),
     ],
     ids=str,

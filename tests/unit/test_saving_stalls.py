@@ -99,7 +99,7 @@ def test_a_commit_remains_when_the_storage_hangs_during_housekeeping(
     hung = HungStorage(tmp_path, "list")  # of the whole folder
     ranks = Ranks(lambda rank: hung, 2)
     assert isinstance(save_hung(monkeypatch, ranks, 1.5), Commit) and restored_step(Storage(tmp_path)) == 1
-    assert "superseded commits stay until the next commit: StalledError" in caplog.text
+    assert "superseded commits stay until the next commit: StorageError" in caplog.text
     hung.kind = ""
     check_later(tmp_path, ranks, hung.release.set)
 
