@@ -72,7 +72,7 @@ def test_two_workers_on_a_gpu_give_the_bits_of_one(calm: Calm, precision: str) -
 def test_a_killed_worker_on_a_shared_gpu_is_replaced_with_the_same_bits(
     folder: Path, tmp_path: Path, calm: Calm, precision: str, rank: int
 ) -> None:
-    fault = jobs.lose_and_regain(tmp_path / "killed", rank=rank, step=13)
+    fault = jobs.kill_and_replace(tmp_path / "killed", rank=rank, step=13)
     killed = fit(folder, f"killed-{rank}", SHARED, jobs.make_train(fault), workers=2, precision=precision)
     assert jobs.same_bits(killed, calm(precision, 1.0))
     assert killed["workers_lost"] == 1

@@ -1,4 +1,4 @@
-"""The job of the integration tests: small, with everything in it that could tell one world size from another."""
+"""The job of the integration tests: small, with all features whose result could depend on the world size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 44
 def write_rows(
     folder: str, *, rows: int = ROWS, seed: int = 0, filesystem: pyarrow.fs.FileSystem | None = None
 ) -> None:
-    """Three files of unequal row groups."""
+    """Writes three Parquet files with row groups of different sizes."""
     random = np.random.default_rng(seed)
     x = random.normal(size=(rows, FEATURES)).astype(np.float32)
     y = (x @ random.normal(size=(FEATURES, CLASSES))).argmax(1)
@@ -65,7 +65,7 @@ def jitter(rows: dict[str, np.ndarray], random: np.random.Generator) -> dict[str
 
 
 class Counter:
-    """User state: counts the steps that this run has really made."""
+    """User state that counts the steps of the run."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -78,7 +78,7 @@ class Counter:
 
 
 def get_ready(run: ed.Run, at: int) -> None:
-    """Steps are so short here that the run would be over before a worker has the first rows of its next place."""
+    """Waits until this worker can change its rank: steps are so short that the run could end before."""
     while run._loop.client.reconfigure_requested and run._loop.client._signals.failed_generation is None:
         if run._loop.membership.is_ready_to_change(at + 1):
             return
@@ -86,7 +86,7 @@ def get_ready(run: ed.Run, at: int) -> None:
 
 
 def finish_saving(run: ed.Run) -> None:
-    """Steps are so short here that a save takes many of them, and those that are due meanwhile would be left out."""
+    """Waits for a save in progress: steps are so short that the next commit would be skipped."""
     if (generation := run._loop.membership.generation) is not None:
         run._loop.checkpointer._wait_in(generation.group)
 
@@ -98,7 +98,7 @@ def make_train(
     *,
     waits_for_saves: bool = True,
 ) -> Callable[..., None]:
-    """A training function; `fault(run, step)` is called in every worker in the middle of every step."""
+    """Returns a training function that calls `fault(run, step)` in every worker in the middle of each step."""
 
     def train(run: ed.Run) -> None:
         model = run.prepare(Model())
@@ -129,9 +129,9 @@ def make_train(
 def kill_once(
     marker: str, *, rank: int, step: int, pid: int | None = None, how: int = signal.SIGKILL
 ) -> Callable[..., None]:
-    """A fault: the worker of `rank` kills itself, or `pid`, in `step`; once, as `marker` then exists.
+    """Returns a fault: in `step`, the worker of `rank` sends a signal to itself or to `pid`, once.
 
-    A signal that asks to stop has been heard when the step goes on.
+    `marker` exists afterwards. After SIGINT, the worker waits until the run has received the request to stop.
     """
 
     def fault(run: ed.Run, at: int) -> None:
@@ -145,8 +145,10 @@ def kill_once(
 
 
 def hold(marker: str, *, step: int, world_size: int = 1) -> Callable[..., None]:
-    """A fault: the worker of rank 0 goes no further than `step` until `marker` exists; but to let others in, until
-    there are so many."""
+    """Returns a fault: rank 0 waits in `step` until `marker` exists.
+
+    With fewer than `world_size` workers, it ends the step to let others join, and waits in the next one.
+    """
 
     def fault(run: ed.Run, at: int) -> None:
         while run.rank == 0 and at >= step and not Path(marker).exists():
@@ -158,8 +160,7 @@ def hold(marker: str, *, step: int, world_size: int = 1) -> Callable[..., None]:
 
 
 def hold_for_others(marker: str, *, step: int) -> Callable[..., None]:
-    """A fault: the worker of rank 0 goes no further than `step`, once, until others wait to join. `marker` exists while
-    it does, and later."""
+    """Returns a fault: rank 0 waits in `step`, once, until others wait to join. `marker` exists from then on."""
 
     def fault(run: ed.Run, at: int) -> None:
         if run.rank == 0 and at == step and not Path(marker).exists():
@@ -170,8 +171,8 @@ def hold_for_others(marker: str, *, step: int) -> Callable[..., None]:
     return fault
 
 
-def lose_and_regain(marker: Path, *, rank: int, step: int) -> Callable[..., None]:
-    """A fault: a worker is killed in a step, and who is left waits for another in the one after the next."""
+def kill_and_replace(marker: Path, *, rank: int, step: int) -> Callable[..., None]:
+    """Returns a fault: a worker is killed in `step`, and the survivor waits for a replacement in `step + 2`."""
     kill = kill_once(str(marker), rank=rank, step=step)
 
     def fault(run: ed.Run, at: int) -> None:
@@ -183,8 +184,7 @@ def lose_and_regain(marker: Path, *, rank: int, step: int) -> Callable[..., None
 
 
 def hold_until_asked(marker: str, *, step: int) -> Callable[..., None]:
-    """A fault: the worker of rank 0 goes no further than `step`, until `marker` exists, but to do what the run is asked
-    for."""
+    """Returns a fault: rank 0 waits in each step from `step` on until `marker` exists or a request arrives."""
 
     def fault(run: ed.Run, at: int) -> None:
         client = run._loop.client
@@ -207,7 +207,7 @@ def settings(storage: str, name: str, workers: int, **changes: Any) -> dict[str,
         "max_workers": workers,
         "clip_grad_norm": 1.0,
         "log_every_steps": 1,
-        "heartbeat_timeout_s": 30.0,  # a machine that is busy with other things is no fault
+        "heartbeat_timeout_s": 30.0,  # a busy machine must not look like a failure
         "checkpoint": {"every_steps": 10},
     }
     return {**defaults, **changes}
@@ -215,7 +215,7 @@ def settings(storage: str, name: str, workers: int, **changes: Any) -> dict[str,
 
 @contextmanager
 def driver(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """`main` in a process of its own, which does not outlive the block."""
+    """Runs `main` in another process, which is killed at the end of the block."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.integration.jobs", *arguments],
         stdout=subprocess.PIPE,
@@ -233,34 +233,33 @@ def driver(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str
 
 
 def drive(*arguments: str, timeout_s: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`main` in a process of its own, to its end."""
+    """Runs `main` in another process, and waits for its end."""
     with driver(*arguments, **environment) as process:
         output, errors = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def summary(folder: Path, name: str) -> Mapping[str, Any]:
-    """What the run `name`, whose storage is `runs` in a folder, left there."""
+    """Returns the summary of a run in the storage `runs` of a folder."""
     facts: Mapping[str, Any] = json.loads((folder / "runs" / name / "summary.json").read_text())
     return facts
 
 
 def same_bits(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the runs of two summaries trained alike."""
+    """Whether the runs of two summaries have the same weights and samples."""
     return all(one[key] == other[key] for key in ("weights_sha256", "samples_sha256", "samples"))
 
 
 def main() -> None:
-    """A driver of its own: `jobs.py DATA STORAGE NAME MIN:MAX [ACTION MARKER STEP [WORLD_SIZE]]`.
+    """Drives the job: `jobs.py DATA STORAGE NAME MIN:MAX [ACTION MARKER STEP [WORLD_SIZE]]`.
 
-    ACTION is what happens in STEP: `kill-driver` kills this process, `interrupt` is Ctrl-C in its terminal (a signal to
-    the whole process group), `wait` holds the step (or a later one, with so many) until MARKER exists,
-    `grow` until others wait to join, `ask` until something is asked of the run. With `evaluate FOLDER` nothing happens,
-    but that the run ends with an evaluation of what is in FOLDER.
+    ACTION is what happens in STEP: `kill-driver` kills this process, `interrupt` is Ctrl-C (SIGINT to the process
+    group), `wait` waits until MARKER exists, `grow` until others wait to join, `ask` until a request arrives. With
+    `evaluate FOLDER` the run ends with an evaluation of FOLDER.
     """
     import ray
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job, as CI may be, ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of scripts, such as in CI, ignore it
     data, storage, name, workers, *how = sys.argv[1:]
     fault = held_out = None
     if how and how[0] == "evaluate":

@@ -1,4 +1,4 @@
-"""Whole runs on Ray: the same weights and the same samples, at any world size and through deaths."""
+"""Runs on Ray: the same weights and samples at any world size and after failures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fit(folder: Path, name: str, workers: int, *, train: Any = None, **changes: 
 
 @pytest.fixture(scope="module")
 def calm(cluster: None, folder: Path) -> ed.RunResult:
-    """The undisturbed run, on one worker. One that is finished is left alone, and told again."""
+    """The undisturbed run on one worker. It has finished, so `fit` only returns its result."""
     return fit(folder, "calm", 1)
 
 
@@ -75,13 +75,11 @@ def test_weights_samples_and_losses_do_not_depend_on_the_number_of_workers(
     assert losses(result.uri) == losses(calm.uri)
     assert result.metrics == calm.metrics
     assert set(result.metrics) == {"validation_loss", "twice", "grad_norm"}
-    assert fit(folder, f"workers-{workers}", workers) == result, "it is told again as it was"
+    assert fit(folder, f"workers-{workers}", workers) == result, "fit returns the same result again"
 
 
-@pytest.mark.chaos  # in small, tests/unit/test_same_bits.py has it
-def test_bf16_runs_have_the_same_bits_at_any_number_of_workers_and_others_than_fp32(
-    folder: Path, calm: ed.RunResult
-) -> None:
+@pytest.mark.chaos  # tests/unit/test_same_bits.py has a small version
+def test_bf16_runs_have_the_same_bits_at_any_number_of_workers(folder: Path, calm: ed.RunResult) -> None:
     one, three = (fit(folder, f"bf16-{workers}", workers, precision="bf16") for workers in (1, 3))
     assert_same(three, one)
     assert one.weights_sha256 != calm.weights_sha256
@@ -89,7 +87,7 @@ def test_bf16_runs_have_the_same_bits_at_any_number_of_workers_and_others_than_f
 
 
 @pytest.mark.chaos
-def test_a_native_run_sees_the_same_samples_and_repeats_itself(folder: Path, calm: ed.RunResult) -> None:
+def test_a_native_run_uses_the_same_samples_and_is_reproducible(folder: Path, calm: ed.RunResult) -> None:
     def train(run: ed.Run) -> None:
         jobs.make_train(held_out=str(folder / "held-out"))(run)
         for name, transform in (("plain", None), ("squared", lambda rows, random: {"y": rows["y"] ** 2})):
@@ -106,10 +104,10 @@ def test_a_native_run_sees_the_same_samples_and_repeats_itself(folder: Path, cal
     assert native.metrics["squared"] == pytest.approx((y**2).mean(), rel=1e-12)
 
 
-def test_an_evaluation_is_the_mean_over_the_rows_each_of_them_once(folder: Path, calm: ed.RunResult) -> None:
+def test_an_evaluation_is_the_mean_over_all_rows_counted_once(folder: Path, calm: ed.RunResult) -> None:
     table = pq.read_table(folder / "held-out")
     held_out = {"x": torch.from_numpy(np.stack(table["x"].to_numpy())), "y": torch.from_numpy(table["y"].to_numpy())}
-    assert len(held_out["y"]) % 48 % 8, "the last batch is short, and not a whole number of micro-batches"
+    assert len(held_out["y"]) % 48 % 8, "the last batch is short and has a partial micro-batch"
     newest = SingleRankStore(Storage(calm.uri).at(COMMITS), keep=1).load_latest()
     assert newest is not None and newest[0].step == calm.steps
     model = jobs.Model()
@@ -119,7 +117,7 @@ def test_an_evaluation_is_the_mean_over_the_rows_each_of_them_once(folder: Path,
     assert calm.metrics["validation_loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_summary_tells_the_run(calm: ed.RunResult) -> None:
+def test_the_summary_has_the_facts_of_the_run(calm: ed.RunResult) -> None:
     summary = json.loads(Storage(calm.uri).read("summary.json"))
     epochs = 44 / 21  # 21 steps of 48 rows make an epoch of 1003
     assert summary["status"] == "finished"
@@ -136,10 +134,10 @@ def test_the_summary_tells_the_run(calm: ed.RunResult) -> None:
     assert total == pytest.approx(summary["wall_seconds"], rel=0.01)
     assert share == pytest.approx(parts["useful"] / total, abs=0.001) and 0 < share < 1
     assert parts["start_up"] > 0 and parts["checkpoint"] > 0
-    assert parts["redone"] == parts["detection"] == parts["waiting"] == 0, "nothing happened"
+    assert parts["redone"] == parts["detection"] == parts["waiting"] == 0, "nothing failed"
 
 
-@pytest.mark.chaos  # in every test run there are rows of the table in tests/chaos
+@pytest.mark.chaos  # tests/chaos has quick versions
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_whose_worker_is_killed_ends_with_the_same_bits(folder: Path, calm: ed.RunResult, rank: int) -> None:
     marker = folder / f"killed-{rank}"
@@ -150,12 +148,12 @@ def test_a_run_whose_worker_is_killed_ends_with_the_same_bits(folder: Path, calm
     assert_same(result, calm)
     first, second = result.summary["generations"]
     assert (first["reason"], second["reason"]) == ("start", "worker failed")
-    assert second["first_step"] == first["last_step"] == 27, "no step is done again"
+    assert second["first_step"] == first["last_step"] == 27, "no step is repeated"
     assert result.summary["restarts"] == 1
 
 
 @pytest.mark.chaos
-def test_a_worker_that_is_stopped_is_taken_for_dead_and_replaced(folder: Path, calm: ed.RunResult) -> None:
+def test_a_worker_that_is_suspended_is_presumed_dead_and_replaced(folder: Path, calm: ed.RunResult) -> None:
     rank = 0
     marker = folder / f"stopped-{rank}"
     fault = jobs.kill_once(str(marker), rank=rank, step=27, how=signal.SIGSTOP)
@@ -167,13 +165,13 @@ def test_a_worker_that_is_stopped_is_taken_for_dead_and_replaced(folder: Path, c
     assert second["first_step"] == first["last_step"] == 27
     failure = next(event for event in read_ledger(Storage(result.uri)) if event.event == "worker_lost")
     assert failure.error == "no heartbeat for 5 s"
-    assert second["detection_s"] > 3, "the silence, but for a beat and a step"
+    assert second["detection_s"] > 3, "the timeout, minus a heartbeat and a step"
     assert second["rendezvous_s"] is not None and second["hand_over_s"] is not None
     assert second["first_step_s"] > 0
 
 
 class DiesInACommit(jobs.Counter):
-    """User state of a worker that is killed while it is copied, for its third commit; once."""
+    """User state whose worker is killed once, while the state is copied for the third commit."""
 
     def __init__(self, marker: Path) -> None:
         super().__init__()
@@ -188,7 +186,7 @@ class DiesInACommit(jobs.Counter):
 
 
 @pytest.mark.chaos
-def test_a_worker_that_dies_in_a_commit_takes_nothing_with_it(folder: Path, calm: ed.RunResult) -> None:
+def test_a_worker_that_dies_during_a_commit_loses_nothing(folder: Path, calm: ed.RunResult) -> None:
     marker, held_out = folder / "died-in-commit", str(folder / "held-out")
 
     def train(run: ed.Run) -> None:
@@ -200,11 +198,11 @@ def test_a_worker_that_dies_in_a_commit_takes_nothing_with_it(folder: Path, calm
     first, second = result.summary["generations"]
     assert second["first_step"] == first["last_step"] == 30
     commits = [event.step for event in read_ledger(Storage(result.uri)) if event.event == "commit"]
-    assert commits == [10, 20, 31, 41, 44], "what was not committed is committed at once"
+    assert commits == [10, 20, 31, 41, 44], "the missed commit is made at once"
 
 
 @pytest.mark.chaos
-def test_an_evaluation_that_loses_a_worker_is_done_by_those_who_are_left(folder: Path, calm: ed.RunResult) -> None:
+def test_an_evaluation_whose_worker_fails_is_finished_by_the_others(folder: Path, calm: ed.RunResult) -> None:
     rank = 0
     marker, held_out = folder / f"died-in-evaluation-{rank}", str(folder / "held-out")
 
@@ -223,11 +221,11 @@ def test_an_evaluation_that_loses_a_worker_is_done_by_those_who_are_left(folder:
     assert marker.exists()
     assert_same(result, calm)
     assert result.metrics["validation_loss"] == calm.metrics["validation_loss"]
-    assert [each["world_size"] for each in result.summary["generations"]] == [2, 1]
+    assert [generation["world_size"] for generation in result.summary["generations"]] == [2, 1]
 
 
 @pytest.mark.chaos
-def test_survivors_go_on_alone_and_a_replacement_joins_them(folder: Path, calm: ed.RunResult) -> None:
+def test_survivors_continue_and_a_replacement_joins_them(folder: Path, calm: ed.RunResult) -> None:
     kill = jobs.kill_once(str(folder / "alone"), rank=1, step=12)
     hold = jobs.hold_for_others(str(folder / "joined"), step=30)
 
@@ -240,14 +238,12 @@ def test_survivors_go_on_alone_and_a_replacement_joins_them(folder: Path, calm: 
     assert_same(result, calm)
     generations = [(g["world_size"], g["first_step"], g["reason"]) for g in result.summary["generations"]]
     assert generations[:2] == [(3, 0, "start"), (2, 12, "worker failed")]
-    assert generations[2:] in ([(3, 31, "workers joined")], [(3, 32, "workers joined")]), "once all are ready for it"
+    assert generations[2:] in ([(3, 31, "workers joined")], [(3, 32, "workers joined")]), "once all workers are ready"
 
 
-@pytest.mark.chaos  # in small, tests/unit has it in test_sampling.py and test_commits.py
-def test_nothing_is_committed_of_replicas_that_differ_and_the_same_command_mends_that(
-    folder: Path, calm: ed.RunResult
-) -> None:
-    """A bit that flips in one worker's memory."""
+@pytest.mark.chaos  # tests/unit/test_replica_check.py has a small version
+def test_replicas_that_differ_are_not_committed_and_the_same_command_resumes(folder: Path, calm: ed.RunResult) -> None:
+    """A bit flips in the memory of one worker."""
     marker = folder / "flipped"
 
     def fault(run: ed.Run, step: int) -> None:
@@ -265,13 +261,13 @@ def test_nothing_is_committed_of_replicas_that_differ_and_the_same_command_mends
 
 
 def drive(folder: Path, name: str, *how: str, workers: int = 2) -> subprocess.CompletedProcess[str]:
-    """A run with a driver of its own."""
+    """Runs the job in a driver process of its own."""
     return jobs.drive(str(folder / "data"), str(folder / "runs"), name, str(workers), *how)
 
 
-@pytest.mark.chaos  # in every test run a driver is killed in test_run_on_s3.py
+@pytest.mark.chaos  # test_run_on_s3.py kills a driver in each test run
 @pytest.mark.parametrize("how", ["kill-driver", "interrupt"])
-def test_the_same_command_resumes_a_run_whose_driver_is_gone(folder: Path, calm: ed.RunResult, how: str) -> None:
+def test_the_same_command_resumes_a_run_whose_driver_has_ended(folder: Path, calm: ed.RunResult, how: str) -> None:
     marker = folder / how
     first = drive(folder, how, how, str(marker), "25")
     assert marker.exists(), first.stderr
@@ -282,7 +278,7 @@ def test_the_same_command_resumes_a_run_whose_driver_is_gone(folder: Path, calm:
     else:
         assert first.returncode == 0, first.stderr
         assert "status='stopped'" in first.stdout
-        assert commits[-1] not in (10, 20, 30, 40), "Ctrl-C commits where it stops"
+        assert commits[-1] not in (10, 20, 30, 40), "Ctrl-C commits at the step where the run stops"
     second = drive(folder, how, how, str(marker), "25", workers=3)
     assert second.returncode == 0, second.stderr
     events = read_ledger(Storage(str(folder / "runs" / how)))
@@ -295,21 +291,19 @@ def test_the_same_command_resumes_a_run_whose_driver_is_gone(folder: Path, calm:
 
 
 def until_live(driver: subprocess.Popen[str], storage: Storage) -> None:
-    """Until a driver holds the run's lease and is on Ray."""
+    """Waits until a driver holds the run's lease and is connected to Ray."""
     while not any(json.loads(storage.read(key))["ray_address"] for key in storage.list("driver")):
         assert driver.poll() is None, driver.communicate()
         time.sleep(0.1)
 
 
 @pytest.mark.chaos
-def test_a_second_driver_of_a_live_run_is_told_where_the_first_is_and_disturbs_nothing(
-    folder: Path, calm: ed.RunResult
-) -> None:
+def test_a_second_driver_of_a_live_run_is_refused_and_disturbs_nothing(folder: Path, calm: ed.RunResult) -> None:
     release = folder / "release"
     how = ("two-drivers", "2", "wait", str(release), "25")
     with jobs.driver(str(folder / "data"), str(folder / "runs"), *how) as first:
         until_live(first, Storage(str(folder / "runs" / "two-drivers")))
-        second = drive(folder, "two-drivers")  # on a Ray of its own
+        second = drive(folder, "two-drivers")  # on another Ray cluster
         assert second.returncode == 1
         assert "ConfigError: run 'two-drivers'" in second.stderr
         assert f"has a live driver: pid {first.pid} of " in second.stderr
@@ -323,7 +317,7 @@ def test_a_second_driver_of_a_live_run_is_told_where_the_first_is_and_disturbs_n
 
 
 @pytest.mark.chaos
-def test_a_driver_that_was_replaced_ends_without_a_word_on_the_run(folder: Path, cluster: None) -> None:
+def test_a_driver_that_was_replaced_ends_and_writes_no_summary(folder: Path, cluster: None) -> None:
     how = ("replaced", "1", "wait", str(folder / "never"), "25")
     with jobs.driver(str(folder / "data"), str(folder / "runs"), *how) as first:
         storage = Storage(str(folder / "runs" / "replaced"))
@@ -338,20 +332,20 @@ def test_a_driver_that_was_replaced_ends_without_a_word_on_the_run(folder: Path,
     assert json.loads(storage.read("driver/000002.json")) == successor
 
 
-def test_a_finished_run_is_left_alone(folder: Path, calm: ed.RunResult) -> None:
+def test_a_finished_run_is_not_trained_again(folder: Path, calm: ed.RunResult) -> None:
     events = read_ledger(Storage(calm.uri))
     assert fit(folder, "calm", 2) == calm
     assert read_ledger(Storage(calm.uri)) == events
 
 
 @pytest.mark.chaos
-def test_a_finished_run_goes_on_when_it_is_given_more_steps(folder: Path, calm: ed.RunResult) -> None:
+def test_a_finished_run_resumes_with_more_steps(folder: Path, calm: ed.RunResult) -> None:
     fit(folder, "longer", 1, steps=15, train=jobs.make_train())
     result = fit(folder, "longer", 2, train=jobs.make_train())
     assert_same(result, calm)
 
 
-def test_an_error_of_the_training_function_ends_the_run_once_with_its_traceback(folder: Path, cluster: None) -> None:
+def test_an_error_of_the_training_function_ends_the_run_with_its_traceback(folder: Path, cluster: None) -> None:
     def fault(run: ed.Run, step: int) -> None:
         if step == 3 and run.rank == 1:
             raise KeyError("a mistake of the user's")
@@ -359,16 +353,16 @@ def test_an_error_of_the_training_function_ends_the_run_once_with_its_traceback(
     with pytest.raises(TrainFunctionError) as caught:
         fit(folder, "user-error", 2, train=jobs.make_train(fault))
     text = str(caught.value)
-    assert text.count("a mistake of the user's") == 2  # the line of source and the error
+    assert text.count("a mistake of the user's") == 2  # the source line and the error
     assert "in fault" in text
     events = read_ledger(Storage(str(folder / "runs" / "user-error")))
-    assert sum(event.event == "generation" for event in events) == 1, "a user's error is not retried"
+    assert sum(event.event == "generation" for event in events) == 1, "errors of the training function are not retried"
     assert sum(event.event == "failed" for event in events) == 1
     assert not any(event.event == "worker_lost" for event in events)
 
 
 @pytest.mark.chaos
-def test_a_run_that_failed_goes_on_when_the_function_is_mended(folder: Path, cluster: None) -> None:
+def test_a_failed_run_resumes_when_its_function_is_fixed(folder: Path, cluster: None) -> None:
     def wrong(run: ed.Run, step: int) -> None:
         if step == 22:
             raise KeyError("a mistake of the user's")
@@ -380,27 +374,27 @@ def test_a_run_that_failed_goes_on_when_the_function_is_mended(folder: Path, clu
     calm = fit(folder, "epochs", 1, train=jobs.make_train(), **settings)
     assert calm.summary["epochs"] == 2 and calm.steps == calm.summary["total_steps"] == 42
     with pytest.raises(TrainFunctionError):
-        fit(folder, "mended", 1, train=broken, seed=7, **settings)
-    with pytest.raises(TrainFunctionError):  # with other settings, as nothing was trained with those
-        fit(folder, "mended", 1, train=jobs.make_train(wrong), **settings)
-    mended = fit(folder, "mended", 2, train=jobs.make_train(), **settings)
-    assert_same(mended, calm)
-    assert mended.summary["generations"][-1]["first_step"] == 20
-    assert fit(folder, "mended", 1, train=broken, **settings) == mended, "it is finished"
+        fit(folder, "fixed", 1, train=broken, seed=7, **settings)
+    with pytest.raises(TrainFunctionError):  # other settings are fine before the first commit
+        fit(folder, "fixed", 1, train=jobs.make_train(wrong), **settings)
+    fixed = fit(folder, "fixed", 2, train=jobs.make_train(), **settings)
+    assert_same(fixed, calm)
+    assert fixed.summary["generations"][-1]["first_step"] == 20
+    assert fit(folder, "fixed", 1, train=broken, **settings) == fixed, "the run has finished"
 
 
 @pytest.mark.chaos
-def test_workers_that_are_lost_too_often_end_the_run(folder: Path, cluster: None) -> None:
+def test_more_failures_than_max_restarts_end_the_run(folder: Path, cluster: None) -> None:
     def fault(run: ed.Run, step: int) -> None:
         if step == 2:
             os._exit(1)
 
     with pytest.raises(WorkersFailedError, match="max_restarts=1 allows"):
-        fit(folder, "lost", 1, train=jobs.make_train(fault), max_restarts=1)
+        fit(folder, "fails", 1, train=jobs.make_train(fault), max_restarts=1)
 
 
 @pytest.mark.chaos
-def test_models_that_differ_between_ranks_are_refused_by_name(folder: Path, cluster: None) -> None:
+def test_models_that_differ_between_ranks_are_refused_with_the_parameter(folder: Path, cluster: None) -> None:
     def train(run: ed.Run) -> None:
         model = jobs.Model()
         if ray.train.get_context().get_world_rank() == 1:
@@ -413,13 +407,13 @@ def test_models_that_differ_between_ranks_are_refused_by_name(folder: Path, clus
         fit(folder, "differ", 2, train=train)
 
 
-def test_a_finished_run_with_other_settings_is_refused_rather_than_returned(folder: Path, calm: ed.RunResult) -> None:
+def test_other_settings_for_a_finished_run_are_refused(folder: Path, calm: ed.RunResult) -> None:
     with pytest.raises(ConfigError, match="seed was 0 and is 1"):
         fit(folder, "calm", 1, seed=1)
 
 
 def test_a_run_cannot_change_its_settings_or_its_data(folder: Path, calm: ed.RunResult) -> None:
-    with pytest.raises(ConfigError, match=r"seed was 0 and is 1.*use another name"):
+    with pytest.raises(ConfigError, match=r"seed was 0 and is 1.*another name"):
         fit(folder, "calm", 1, seed=1, steps=50)
     other = folder / "other"
     other.mkdir()
@@ -430,7 +424,7 @@ def test_a_run_cannot_change_its_settings_or_its_data(folder: Path, calm: ed.Run
 
 
 @pytest.mark.chaos
-def test_a_transform_that_drops_rows_ends_the_run_with_its_numbers(folder: Path, cluster: None) -> None:
+def test_a_transform_that_drops_rows_ends_the_run_with_the_row_counts(folder: Path, cluster: None) -> None:
     config = jobs.settings(str(folder / "runs"), "drops", 2)
 
     def drop(rows: dict[str, Any], random: Any) -> dict[str, Any]:
