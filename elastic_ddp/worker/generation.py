@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,18 +69,15 @@ class GenerationInputs:
 
     job: Job
     state: TrainState
-    """This rank's objects. Those of a rank that lags behind are overwritten by the state of the most advanced rank."""
     device: torch.device
     store: StoreConnection
     feeds: FeedCache
     activity: Activity
     restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None]
-    """Collective. Called only if no rank holds a state: returns the one to start from; None at the start of a run.
-    Calls its second argument for the layout of the state once it has found a commit."""
+    """See `Checkpointer.restore`. Called if no rank holds a state."""
     on_forming: Callable[[ProcessGroup], None]
     """Receives the process group as soon as it can be aborted."""
     on_formed: Callable[[], None]
-    """Called when the process group is formed."""
 
 
 @dataclass
@@ -104,25 +102,24 @@ class Generation:
     def open(cls, inputs: GenerationInputs, assignment: Assignment, attempt: int = 0) -> Generation:
         """Forms the process group and brings all ranks to the same state. Every member calls it.
 
-        Args:
-            inputs: what this worker brings.
-            assignment: this worker's place.
-            attempt: the number of failed attempts in a row.
+        `attempt` is the number of failed attempts in a row.
         """
-        job, state = inputs.job, inputs.state
-        forming: list[ProcessGroup] = []
-        opened: list[MicroBatchFeed] = []
-        strategy: Strategy | None = None
+        job, state, feeds, step = inputs.job, inputs.state, inputs.feeds, assignment.first_step
         micro_batches = micro_batches_of(
             assignment.rank, num_micro_batches=job.config.num_micro_batches, world_size=assignment.world_size
         )
+        with ExitStack() as on_error:
 
-        def on_forming(group: ProcessGroup) -> None:
-            forming.append(group)
-            inputs.on_forming(group)
+            def on_forming(group: ProcessGroup) -> None:
+                on_error.callback(group.close, intact=False)
+                inputs.on_forming(group)
 
-        try:
-            inputs.feeds.discard_unfit(micro_batches, assignment.first_step)
+            def open_feed(step: int) -> MicroBatchFeed:
+                feed = feeds.open(micro_batches, step)
+                on_error.callback(feeds.close, feed)
+                return feed
+
+            feeds.discard_unfit(micro_batches, step)
             group = ProcessGroup.form(
                 assignment,
                 store=inputs.store,
@@ -133,33 +130,26 @@ class Generation:
                 on_forming=on_forming,
             )
             inputs.on_formed()
-            if assignment.first_step is not None:  # reads its first rows while the state is transferred
-                opened.append(inputs.feeds.open(micro_batches, assignment.first_step))
+            # Known to all ranks if one holds the state. The feed then reads its first rows during the transfer.
+            feed = open_feed(step) if step is not None else None
             check_same_model(state.module, group)
             assert state.model is not None
             strategy = strategy_of(job.config)(state.model, job.config, group)
-            _share_state(inputs, group, strategy)
-            if not opened:
-                opened.append(inputs.feeds.open(micro_batches, state.position.step))
-            return cls(
+            on_error.callback(strategy.close)
+            share_state(inputs, group, strategy)
+            generation = cls(
                 group=group,
                 state=state,
                 strategy=strategy,
                 buffers=StepBuffers(state.module),
-                feed=opened[0],
-                feeds=inputs.feeds,
+                feed=feed or open_feed(state.position.step),
+                feeds=feeds,
                 seed=job.config.seed,
                 clip_grad_norm=job.config.clip_grad_norm,
                 activity=inputs.activity,
             )
-        except BaseException:
-            for feed in opened:
-                inputs.feeds.close(feed)
-            if strategy is not None:
-                strategy.close()
-            for group in forming:
-                group.close(intact=False)
-            raise
+            on_error.pop_all()
+            return generation
 
     @property
     def number(self) -> int:
@@ -181,7 +171,7 @@ class Generation:
         self.group.close(intact=intact)
 
 
-def _share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
+def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strategy) -> None:
     """Brings all ranks to the state of the most advanced rank, or of the newest commit, and shards it with FSDP."""
     state = inputs.state
 

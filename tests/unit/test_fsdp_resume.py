@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.state_tree import gather_full
-from elastic_ddp.worker.generation import Generation, strategy_of
+from elastic_ddp.worker.generation import share_state, strategy_of
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.pretrained import PretrainedWeights
 from elastic_ddp.worker.restore import restore
@@ -127,7 +128,8 @@ def begin_generation(
     if begin_with is not None:
         state.load_initial_weights = lambda group: begin_with(state.module, group)
     strategy = strategy_of(config)(state.model, config, group)
-    Generation._share_state(group, state=state, strategy=strategy, restore=restored, activity=Activity())
+    inputs: Any = SimpleNamespace(state=state, restore=restored, activity=Activity())
+    share_state(inputs, group, strategy)
     return state, strategy
 
 
