@@ -9,7 +9,7 @@ import pytest
 from s3fs import S3FileSystem
 
 from elastic_ddp.checkpoint import Commit
-from elastic_ddp.errors import StorageError
+from elastic_ddp.errors import ConfigError, StorageError
 from tests.s3.ceph import Ceph, Keys
 from tests.s3.conftest import Bucket, create_bucket
 from tests.s3.proxy import SLOW_DOWN, Fault, Plan, Proxy, Refusal, Request
@@ -114,6 +114,8 @@ def test_a_missing_bucket_is_an_error_at_once_not_an_empty_folder(bucket: Bucket
             read()
     with pytest.raises(StorageError, match="create the bucket"):
         missing.create("a", b"")
+    with pytest.raises(ConfigError, match="create the bucket"):
+        missing.check_writable()
 
 
 def test_a_commit_whose_answer_was_lost_is_complete(bucket: Bucket, proxy: Proxy) -> None:

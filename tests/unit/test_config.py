@@ -78,17 +78,12 @@ def test_a_removed_setting_is_refused_with_what_to_do_about_it() -> None:
     [
         ({"steps": "5"}, "steps='5'", "without quotes"),
         ({"steps": 5.0}, "steps=5.0", "integer"),
-        ({"steps": True}, "steps=True", "integer"),
-        ({"resize_interval_s": True}, "resize_interval_s=True", "number"),
         ({"data": {"shuffle": 1}}, "data.shuffle=1", "true or false"),
         ({"data": {"columns": ["x", 3]}}, "data.columns.1=3", "text in quotes"),
         ({"data": 3}, "data=3", "dictionary"),
         ({"storage": Path("runs")}, f"storage={Path('runs')!r}", "text in quotes"),
         ({"resources_per_worker": {"CPU": "1"}}, "resources_per_worker.CPU='1'", "without quotes"),
-        ({"reduction": "ring"}, "reduction='ring'", "'canonical' or 'native'"),
-        ({"precision": "fp16"}, "precision='fp16'", "'fp32' or 'bf16'"),
         ({"checkpoint": {"interval": "daly"}}, "checkpoint.interval='daly'", "'auto'"),
-        ({"checkpoint": {"interval": 30}}, "checkpoint.interval=30", "'auto'"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_not_converted(
@@ -103,8 +98,6 @@ def test_a_value_of_the_wrong_type_is_refused_not_converted(
     [
         ({"steps": 0}, "steps=0", "greater than or equal to 1"),
         ({"steps": 10**30}, f"steps={10**30}", f"less than or equal to {10**15}"),
-        ({"micro_batch_size": -16}, "micro_batch_size=-16", "greater than or equal to 1"),
-        ({"min_workers": 0}, "min_workers=0", "greater than or equal to 1"),
         ({"heartbeat_timeout_s": 1e-6}, "heartbeat_timeout_s=1e-06", "greater than or equal to 0.1"),
         ({"collective_timeout_s": 1e15}, "collective_timeout_s=1000000000000000.0", "less than or equal to 100000000"),
         ({"seed": -1}, "seed=-1", "greater than or equal to 0"),
@@ -113,12 +106,7 @@ def test_a_value_of_the_wrong_type_is_refused_not_converted(
         ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0", "greater than 0"),
         ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan", "finite"),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep=0", "greater than or equal to 1"),
-        ({"checkpoint": {"every_seconds": -1.0}}, "checkpoint.every_seconds=-1.0", "greater than 0"),
         ({"checkpoint": {"max_overhead": 2.0}}, "checkpoint.max_overhead=2.0", "less than 1"),
-        ({"checkpoint": {"max_overhead": 0.0}}, "checkpoint.max_overhead=0.0", "greater than 0"),
-        ({"checkpoint": {"keep_every_steps": 0}}, "checkpoint.keep_every_steps=0", "greater than or equal to 1"),
-        ({"data": {"num_cpus_per_task": -0.5}}, "data.num_cpus_per_task=-0.5", "greater than or equal to 0"),
-        ({"ddp": {"bucket_cap_mb": -1}}, "ddp.bucket_cap_mb=-1", "greater than 0"),
         ({"resources_per_worker": {"CPU": -1}}, "resources_per_worker.CPU=-1", "greater than or equal to 0"),
     ],
 )

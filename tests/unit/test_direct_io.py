@@ -142,15 +142,11 @@ def test_a_read_error_of_the_disk_is_raised(path: Path, monkeypatch: pytest.Monk
         read_into(path, 0, memory_at(0, bytes(MIN_DIRECT_BYTES)))
 
 
-def test_small_ranges_are_read_through_the_page_cache(path: Path, direct_reads: list[int]) -> None:
-    check_read(path, ReadRange(0, MIN_DIRECT_BYTES - 1, 0))
-    assert not direct_reads
-
-
-def test_files_not_on_a_disk_are_read_through_the_page_cache(
+def test_small_ranges_and_files_not_on_a_disk_are_read_through_the_page_cache(
     path: Path, direct_reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NFS, FUSE, tmpfs and overlays have anonymous devices, with major number 0."""
+    check_read(path, ReadRange(0, MIN_DIRECT_BYTES - 1, 0))
     monkeypatch.setattr(os, "major", lambda device: 0)
     check_read(path, ReadRange(0, MIN_DIRECT_BYTES, 0))
     assert not direct_reads
@@ -198,11 +194,6 @@ def test_short_writes_are_completed(path: Path, monkeypatch: pytest.MonkeyPatch,
     for data in contents():
         assert written(path, data) == data
     assert sum(counts) >= (size or MIN_DIRECT_BYTES)
-
-
-def test_a_direct_write_without_progress_falls_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "pwrite", lambda *args: 0)
-    assert written(path, memory_at(0, CONTENT)) == CONTENT
 
 
 @pytest.mark.parametrize("call", ["fcntl", "pwrite", "the second pwrite"])

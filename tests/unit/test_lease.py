@@ -145,12 +145,6 @@ def test_a_lease_records_where_its_driver_is_until_it_is_released(storage: Stora
     assert drivers.clock.now == 0 and drivers.messages == []
 
 
-def test_a_lease_that_was_never_acquired_writes_nothing(storage: Storage, drivers: Drivers) -> None:
-    with drivers("one"):
-        pass
-    assert storage.list() == []
-
-
 def test_a_lease_is_released_after_an_error(storage: Storage, drivers: Drivers) -> None:
     with pytest.raises(KeyError), drivers("one") as lease:
         lease.acquire()
@@ -368,14 +362,6 @@ def test_a_suspended_driver_finds_out_that_it_was_replaced(storage: Storage, dri
     suspended.release()
     assert storage.list() == ["driver/000002.json"]
     assert stored_lease(storage)["session"] == "remote" and stored_lease(storage)["released"] is False
-
-
-def test_a_driver_finds_out_after_its_successor_has_released(storage: Storage, drivers: Drivers) -> None:
-    suspended = drivers("one")
-    suspended.acquire()
-    put(storage, REMOTE, term=2, released=True)
-    with pytest.raises(DriverReplacedError, match="on far"):
-        suspended.renew()
 
 
 def test_a_driver_finds_out_that_its_run_was_deleted_and_restarted(storage: Storage, drivers: Drivers) -> None:

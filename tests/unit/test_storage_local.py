@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import pytest
 
@@ -158,11 +158,6 @@ def test_a_directory_without_read_permission_can_be_written(tmp_path: Path, monk
     assert Storage(tmp_path).read("a") == b"1"
 
 
-def test_a_temporary_file_is_not_an_object(tmp_path: Path) -> None:
-    (tmp_path / ".tmp-0123").write_bytes(b"half")
-    assert Storage(tmp_path).list() == []
-
-
 def refuse_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, "no hard links")
@@ -241,13 +236,3 @@ def test_a_folder_deleted_together_with_its_sibling_is_created_again(
     monkeypatch.setattr(Path, "open", open_path)
     storage.write("step=1/attempt=b/0.bin", b"second")
     assert deleted and storage.list() == ["step=1/attempt=b/0.bin"]
-
-
-def test_a_failed_write_names_the_cause_and_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(descriptor: int) -> Never:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(StorageError) as error:
-        Storage(tmp_path).write("a", b"1")
-    assert os.strerror(errno.ENOSPC) in str(error.value) and "free space there" in str(error.value)

@@ -80,16 +80,6 @@ def test_before_retry_is_called_between_attempts_and_can_end_them(s3: str, monke
     assert len(calls) == 2 and storage.list() == []
 
 
-def test_a_missing_bucket_is_an_error_not_an_empty_folder(s3: str) -> None:
-    missing = Storage(f"{s3}-missing/runs")
-    with pytest.raises(ConfigError, match=r"-missing/runs.* cannot be used: .*create the bucket"):
-        missing.check_writable()
-    with pytest.raises(StorageError):
-        missing.list()
-    with pytest.raises(StorageError):
-        missing.create("a", b"")
-
-
 def test_missing_credentials_are_a_config_error(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import s3fs
 
