@@ -1,12 +1,12 @@
-"""What commits cost: `python benchmarks/checkpoint.py` prints a table and writes its figures as JSON.
+"""Measures what commits cost: `python benchmarks/checkpoint.py` prints tables and writes the figures as JSON.
 
-    held         how long a step is held up by a save, beside DCP's, Ray Train's and torch's, and a copy
-    throughput   saving and restoring, beside a bare parallel put or get, and what W ranks read of the store together
-    overhead     samples/s of the example job that saves every 20 steps, beside the same without
-    memory       what a save and a restore take beyond the state
+    held         how long a save blocks a training step, compared with DCP, Ray Train, torch.save and a copy
+    throughput   saves and restores compared with bare parallel writes and reads, and how much W ranks read in total
+    overhead     samples/s of the example job with a save every 20 steps and without
+    memory       the peak memory of a save and a restore beyond the state
 
-Sides take turns in one run, and a ratio is the median of the rounds' ratios. The store is a folder, and besides, with
---s3, a bucket: of Ceph's gateway or moto's server, which are started for it, or below a URI of yours.
+The sides alternate within one run, and a ratio is the median of the ratios of the rounds. The storage is a folder and,
+with --s3, also a bucket: of Ceph's gateway or moto's server, which the script starts, or below a given URI.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from elastic_ddp.worker.shared_read import PIECES_IN_FLIGHT  # noqa: E402
 
 PARTS = ("held", "throughput", "overhead", "memory")
 OTHERS = ("dcp", "dcp, cached", "ray", "ray, async", "torch")
-"""Beside whom a step is held up."""
+"""The other sides of `held`."""
 MIB = 1 << 20
 MOST_OF_A_COPY = 1.10
 LEAST_OF_BARE = {"save": 0.9, "restore": 0.5, "restore to shards": 0.5}
 LEAST_SAMPLES = 0.98
 MOST_EXTRA_COPIES = 1.0
 WINDOW_BYTES = (PIECES_READ_AHEAD + PIECES_IN_FLIGHT) * MAX_PIECE_BYTES
-"""What a restore may have on its way, read and between ranks."""
+"""The limit of memory for pieces that a restore has read ahead, or has between ranks."""
 
 
 def ratios(ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    each = [one / other for one, other in zip(ours, theirs, strict=True)]
-    low, high = (each * 2)[:2] if len(each) == 1 else statistics.quantiles(each, n=4)[::2]
-    return {"ratio": statistics.median(each), "quartiles": [low, high], "ratios": each}
+    by_round = [one / other for one, other in zip(ours, theirs, strict=True)]
+    low, high = (by_round * 2)[:2] if len(by_round) == 1 else statistics.quantiles(by_round, n=4)[::2]
+    return {"ratio": statistics.median(by_round), "quartiles": [low, high], "ratios": by_round}
 
 
 @contextmanager
-def ray_here() -> Iterator[None]:
+def local_ray() -> Iterator[None]:
     import ray
 
-    # Workers import what is beside this file.
+    # Workers import the modules in these folders.
     os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
     os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
     ray.init("local", num_cpus=2, include_dashboard=False, logging_level="warning", log_to_driver=False)
@@ -70,7 +70,7 @@ def measure(part: str, uri: str, options: argparse.Namespace) -> dict[str, Any]:
     if part == "held":
         from saves import held
 
-        with ray_here():
+        with local_ray():
             results = held.measure(
                 f"{uri}/held",
                 size_mib=size_mib,
@@ -88,19 +88,19 @@ def measure(part: str, uri: str, options: argparse.Namespace) -> dict[str, Any]:
         results = throughput.measure(
             f"{uri}/throughput", size_mib=size_mib, tensor_kib=tensor_kib, rounds=rounds, limit_mibs=options.limit_mibs
         )
-        for each in (each for what in results.values() for each in what.values()):
-            each["ours_to"] = {
-                name: ratios(each["ours"], each[name]) for name in ("bare", "whole", "sent") if name in each
+        for rates in (rates for by_world_size in results.values() for rates in by_world_size.values()):
+            rates["ours_to"] = {
+                name: ratios(rates["ours"], rates[name]) for name in ("bare", "whole", "sent") if name in rates
             }
-        for each in results["restore"].values():
-            each["whole_to_bare"] = ratios(each["whole"], each["bare"])
-        for each in results["save"].values():
-            each["from_begin_to_bare"] = ratios(each["from begin"], each["bare"])
+        for rates in results["restore"].values():
+            rates["whole_to_bare"] = ratios(rates["whole"], rates["bare"])
+        for rates in results["save"].values():
+            rates["from_begin_to_bare"] = ratios(rates["from begin"], rates["bare"])
         return results
     if part == "overhead":
         from saves import overhead
 
-        with ray_here():
+        with local_ray():
             results = overhead.measure(f"{uri}/overhead", rounds=rounds)
         return {**results, "with_to_without": ratios(results["with"], results["without"])}
     from saves import memory
@@ -116,7 +116,7 @@ def line(label: str, value: str, ratio: str = "", verdict: str = "") -> None:
 
 
 def judged(value: float, *, at_most: float | None = None, at_least: float | None = None) -> str:
-    """The target, and by how much it is missed."""
+    """Returns the target as text, and by how much the value misses it."""
     if at_most is not None:
         missed, target = value - at_most, f"at most {at_most:g}"
     else:
@@ -126,7 +126,7 @@ def judged(value: float, *, at_most: float | None = None, at_least: float | None
 
 
 def print_held(results: dict[str, Any]) -> None:
-    line(f"a step held up by a save of {results['state_bytes'] / MIB:,.0f} MiB", "", "ours to")
+    line(f"step time blocked by a save of {results['state_bytes'] / MIB:,.0f} MiB", "", "ours to")
     for name, seconds in results["held_s"].items():
         ratio = results["ours_to"].get(name, {}).get("ratio")
         most = MOST_OF_A_COPY if name == "copy" else 1.0
@@ -137,30 +137,31 @@ def print_held(results: dict[str, Any]) -> None:
 def print_throughput(results: dict[str, Any]) -> None:
     for verb, by_world_size in results.items():
         line(f"{verb}, ours", "", "to bare")
-        for world_size, each in by_world_size.items():
-            ratio = each["ours_to"]["bare"]["ratio"]
-            rate = f"{statistics.median(each['ours']):,.0f} MiB/s"
+        for world_size, rates in by_world_size.items():
+            ratio = rates["ours_to"]["bare"]["ratio"]
+            rate = f"{statistics.median(rates['ours']):,.0f} MiB/s"
             line(f"    W = {world_size}", rate, f"{ratio:.3f}", judged(ratio, at_least=LEAST_OF_BARE[verb]))
             if verb == "save":
-                rate = f"{statistics.median(each['from begin']):,.0f} MiB/s"
-                line("        and with the copy", rate, f"{each['from_begin_to_bare']['ratio']:.3f}")
+                rate = f"{statistics.median(rates['from begin']):,.0f} MiB/s"
+                line("        including the copy", rate, f"{rates['from_begin_to_bare']['ratio']:.3f}")
             if verb == "restore":
-                line("        if each rank gets all of it, unchecked", "", f"{each['whole_to_bare']['ratio']:.3f}")
-            if "processor_s" in each:
-                wall_s = each["commit_bytes"] / MIB / statistics.median(each["ours"])
-                processor_s = statistics.median(each["processor_s"]["ours"])
+                line("        bare reads of everything by each rank", "", f"{rates['whole_to_bare']['ratio']:.3f}")
+            if "processor_s" in rates:
+                wall_s = rates["commit_bytes"] / MIB / statistics.median(rates["ours"])
+                processor_s = statistics.median(rates["processor_s"]["ours"])
                 busy = processor_s / wall_s / (os.cpu_count() or 1)
-                line("        processors, and how busy they were", f"{1000 * processor_s:,.0f} ms", f"{busy:.3f}")
-    for name, what in (("whole", "if each rank gets all of it"), ("sent", "if each gets a share and broadcasts that")):
+                line("        CPU time and utilization", f"{1000 * processor_s:,.0f} ms", f"{busy:.3f}")
+    sides = (("whole", "each rank reads everything"), ("sent", "each rank reads a share and broadcasts it"))
+    for name, description in sides:
         line("restore, ours", "", f"to {name}")
-        for world_size, each in results["restore"].items():
-            line(f"    W = {world_size}", "", f"{each['ours_to'][name]['ratio']:.3f}", what)
+        for world_size, rates in results["restore"].items():
+            line(f"    W = {world_size}", "", f"{rates['ours_to'][name]['ratio']:.3f}", description)
     for verb in ("restore", "restore to shards"):
-        line(f"read from the store to {verb}, of the commit", "")
-        for world_size, each in results[verb].items():
-            ratio = each["read_bytes"] / each["commit_bytes"]
-            # Beside the blocks there are the skeleton and, in no commit's bytes, the manifest.
-            value = f"{each['read_bytes'] / MIB:,.1f} MiB"
+        line(f"bytes read by a {verb}, to the commit's", "")
+        for world_size, rates in results[verb].items():
+            ratio = rates["read_bytes"] / rates["commit_bytes"]
+            # The commit's size does not include the manifest, which is read too.
+            value = f"{rates['read_bytes'] / MIB:,.1f} MiB"
             line(f"    W = {world_size}", value, f"{ratio:.3f}", judged(ratio, at_most=1.01))
 
 
@@ -170,21 +171,21 @@ def print_overhead(results: dict[str, Any]) -> None:
     line("    no saves", f"{statistics.median(results['without']):,.1f}")
     rate = f"{statistics.median(results['with']):,.1f}"
     line("    a save every 20 steps", rate, f"{ratio:.3f}", judged(ratio, at_least=LEAST_SAMPLES))
-    line("    commits, and those that were left out", f"{results['commits']}, {results['left_out']}")
+    line("    commits, and skipped commits", f"{results['commits']}, {results['left_out']}")
 
 
 def print_memory(results: dict[str, Any]) -> None:
     line("memory beyond the state, two ranks", "", "shares")
-    for size, each in results["save"].items():
+    for size, peaks in results["save"].items():
         for name, label in (("first", "the first save"), ("both", "two saves")):
-            ratio = each[name] / each["share"]
-            value = f"{each[name] / MIB:,.0f} MiB"
+            ratio = peaks[name] / peaks["share"]
+            value = f"{peaks[name] / MIB:,.0f} MiB"
             line(f"    {label}, {size} MiB", value, f"{ratio:.3f}", judged(ratio, at_most=MOST_EXTRA_COPIES))
     line("memory beyond the restored state, two ranks", "")
     for name, label in (("restore", "restore"), ("restore_sharded", "restore to shards")):
-        for size, each in results[name].items():
-            window = (each["peak"] - each["state"]) / MIB
-            label_of_size = f"    {label} of {size} MiB, {each['state'] / MIB:,.0f} to a rank"
+        for size, peaks in results[name].items():
+            window = (peaks["peak"] - peaks["state"]) / MIB
+            label_of_size = f"    {label} of {size} MiB, {peaks['state'] / MIB:,.0f} per rank"
             line(label_of_size, f"{window:,.0f} MiB", "", judged(window, at_most=WINDOW_BYTES / MIB))
 
 
@@ -194,24 +195,22 @@ PRINT = {"held": print_held, "throughput": print_throughput, "overhead": print_o
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/checkpoint.json"))
-    parser.add_argument("--parts", default=",".join(PARTS), help="which of them, with commas between")
-    parser.add_argument("--size-mib", type=int, default=512, help="of the state")
-    parser.add_argument("--tensor-kib", type=int, default=TENSOR_KIB, help="of each tensor in it (held and throughput)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="the parts to run, separated by commas")
+    parser.add_argument("--size-mib", type=int, default=512, help="size of the state")
+    parser.add_argument("--tensor-kib", type=int, default=TENSOR_KIB, help="size of its tensors (held, throughput)")
+    parser.add_argument("--limit-mibs", type=float, help="limit of a rank's MiB/s to or from the storage (throughput)")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of each side; medians are reported")
+    parser.add_argument("--folder", help="folder for commits on disk; a temporary one by default")
+    parser.add_argument("--gpu", action="store_true", help="put the state on a GPU that two ranks share (held)")
     parser.add_argument(
-        "--limit-mibs", type=float, help="MiB/s that a rank carries to or from the store at most (throughput)"
+        "--without", action="append", default=[], choices=OTHERS, help="skip a side; can be repeated (held)"
     )
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each side; medians are reported")
-    parser.add_argument("--folder", help="where commits go that go to a disk; a temporary one by default")
-    parser.add_argument("--gpu", action="store_true", help="the state is on a GPU, which two ranks share (held)")
-    parser.add_argument(
-        "--without", action="append", default=[], choices=OTHERS, help="a side that is left out; several times (held)"
-    )
-    parser.add_argument("--s3", help="`ceph`, `moto`, or s3://bucket/folder: measure there, too")
-    parser.add_argument("--no-disk", action="store_true", help="measure on S3 alone")
+    parser.add_argument("--s3", help="measure also on `ceph`, `moto`, or s3://bucket/folder")
+    parser.add_argument("--no-disk", action="store_true", help="measure on S3 only")
     options = parser.parse_args()
     parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):
-        parser.error(f"--parts {','.join(sorted(unknown))}: there are {','.join(PARTS)}")
+        parser.error(f"unknown --parts {','.join(sorted(unknown))}; use {','.join(PARTS)}")
     if options.no_disk and not options.s3:
         parser.error("--no-disk needs --s3")
     results: dict[str, Any] = {

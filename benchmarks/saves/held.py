@@ -1,15 +1,15 @@
-"""How long a training step is held up by a save: two ranks of a Ray Train job, on which the ways to save take turns.
+"""How long a save blocks a training step: two ranks of a Ray Train job, on which the ways to save alternate.
 
-A step is held up from the moment when all ranks are there until all can go on. What happens behind training has ended
-on all ranks before the next one's turn.
+A step is blocked from a barrier of all ranks before the save to one after it. Background work of a save ends on all
+ranks before the next save begins.
 
-    copy          this rank's share of the state into memory that is there, and nothing else
-    ours          as a run of elastic_ddp saves
-    dcp           torch.distributed.checkpoint's async_save, as its documentation has it
-    dcp, cached   the same with memory that is kept from one save to the next
+    copy          this rank's share of the state into allocated memory, and nothing else
+    ours          a save of elastic_ddp
+    dcp           torch.distributed.checkpoint's async_save, as documented
+    dcp, cached   the same with staging memory that is reused
     ray           rank 0's torch.save into a folder, and ray.train.report of that
-    ray, async    the same with what Ray can put off put off
-    torch         rank 0's torch.save to the store
+    ray, async    the same with asynchronous upload
+    torch         rank 0's torch.save to the storage
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Side(Protocol):
     """A way to save."""
 
     def save(self, step: int) -> None:
-        """What a step waits for."""
+        """The part of a save that blocks the step."""
 
-    def settle(self) -> None:
-        """Until it is done, behind training."""
+    def wait(self) -> None:
+        """Waits for the background work of the save."""
 
 
 class Copy:
@@ -63,7 +63,7 @@ class Copy:
         if self._share[0].is_cuda:
             torch.cuda.synchronize()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         pass
 
 
@@ -80,9 +80,9 @@ class Ours:
     def save(self, step: int) -> None:
         self._saves.begin(self._state, step)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         self._saves.wait()
-        self._saves.settle()
+        self._saves.wait_for_cleanup()
 
 
 class Dcp:
@@ -111,7 +111,7 @@ class Dcp:
             process_group=self._group,
         )
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         self._future.result()
 
 
@@ -126,7 +126,7 @@ class Torch:
             with fsspec.open(self._path, "wb") as file:
                 torch.save(self._state, file)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         if dist.get_rank() == 0 and not self._path.startswith("s3://"):
             sync(Path(self._path))
 
@@ -149,8 +149,8 @@ class Ray:
             delete_local_checkpoint_after_upload=False,
         )
 
-    def settle(self) -> None:
-        ray.train.get_all_reported_checkpoints()  # waits for those on their way
+    def wait(self) -> None:
+        ray.train.get_all_reported_checkpoints()  # waits for uploads
         if dist.get_rank() == 0:
             shutil.rmtree(self._folder)
             if not self._storage.startswith("s3://"):
@@ -159,8 +159,8 @@ class Ray:
 
 
 def sync(path: Path) -> None:
-    """Has it on the disk now, and not while another side is measured."""
-    with suppress(FileNotFoundError):  # Ray has removed it since
+    """Writes a file to the disk now, and not while another side is measured."""
+    with suppress(FileNotFoundError):  # Ray has removed it
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -182,7 +182,7 @@ def sides(state: dict[str, Any], uri: str, without: list[str]) -> dict[str, Side
 
 
 def take_turns(settings: dict[str, Any]) -> None:
-    """On each rank; rank 0 writes down how long a step was held up, by side and round."""
+    """The training function. Rank 0 writes how long each side blocked a step, by round."""
     torch.set_num_threads(1)
     state = make_state(settings["size_mib"], settings["tensor_kib"])
     if settings["gpu"]:
@@ -197,16 +197,24 @@ def take_turns(settings: dict[str, Any]) -> None:
         all_sides[name].save(step)
         dist.barrier()
         held[name].append(time.perf_counter() - begin)
-        all_sides[name].settle()
+        all_sides[name].wait()
         dist.barrier()
     if dist.get_rank() == 0:
-        kept = {name: seconds[1:] for name, seconds in held.items()}  # the first ones made their memory
+        kept = {name: seconds[1:] for name, seconds in held.items()}  # the first round allocates memory
         Path(settings["output"]).write_text(json.dumps({"held_s": kept, "state_bytes": num_bytes(state)}))
 
 
 def measure(uri: str, *, size_mib: int, tensor_kib: int, rounds: int, gpu: bool, without: list[str]) -> dict[str, Any]:
-    """Seconds by side and round, and how large the state is. With `gpu` it is on one that the ranks share. `without`
-    are sides that are left out."""
+    """Returns the blocked seconds by side and round, and the size of the state.
+
+    Args:
+        uri: the folder for commits.
+        size_mib: of the state.
+        tensor_kib: of its tensors.
+        rounds: of each side.
+        gpu: put the state on a GPU that the ranks share.
+        without: sides to skip.
+    """
     share = {"GPU": 1 / WORLD_SIZE} if gpu else {}
     filesystem, path = Storage(uri).at("ray").filesystem_and_path()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What memory a save and a restore take, beyond what a process has before: the high-water mark of its resident set."""
+"""Peak memory of a save and a restore: the high-water mark of the resident set beyond that before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORLD_SIZE = 2
 
 
 class Peak:
-    """Resident bytes beyond those of now."""
+    """The peak of resident bytes beyond the current number."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -39,8 +39,7 @@ def _status(name: str) -> int:
 
 
 def save_twice(group: ProcessGroup, uri: str, size_mib: int) -> dict[str, int]:
-    """Peaks of a first save and of the one after, on this rank, after a small one that loads what saving needs, in
-    which each rank has a tensor to write."""
+    """Returns the peaks of the first save and of the second, on this rank. A small save loads the modules before."""
     address = group.assignment.store_host, group.assignment.store_port
     small = OurSaves(Storage(f"{uri}/small"), group.rank, group.world_size, address)
     small.begin({"model": {str(rank): torch.zeros(8) for rank in range(group.world_size)}, "user": {"step": 1}}, 1)
@@ -58,28 +57,28 @@ def save_twice(group: ProcessGroup, uri: str, size_mib: int) -> dict[str, int]:
 
 
 def restore_once(group: ProcessGroup, uri: str, size_mib: int, sharded: bool) -> dict[str, int]:
-    """Peak of a restore to whole tensors or to this rank's shards of them, and the bytes of what it has then."""
+    """Returns the peak of a restore to full tensors or to this rank's shards, and the bytes restored."""
     storage = Storage(f"{uri}/small")
     assert restore(CommitCatalog(storage), storage, group) is not None
     shard = shard_of_any() if sharded else None
     storage = Storage(f"{uri}/commits-{size_mib}")
     dist.barrier()
     peak = Peak()
-    found = restore(CommitCatalog(storage), storage, group, lambda: lambda name: shard)
-    assert found is not None
-    tensors = tensors_of(found[1])
-    assert all(isinstance(each, DTensor) == sharded for each in tensors)
-    held = sum(each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in tensors)
-    return {"peak": peak.so_far(), "state": held}
+    restored = restore(CommitCatalog(storage), storage, group, lambda: lambda name: shard)
+    assert restored is not None
+    tensors = tensors_of(restored[1])
+    assert all(isinstance(tensor, DTensor) == sharded for tensor in tensors)
+    num_restored = sum(tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes for tensor in tensors)
+    return {"peak": peak.so_far(), "state": num_restored}
 
 
 def measure(uri: str, *, size_mib: int) -> dict[str, Any]:
-    """Of the rank that takes most, for a state and for one of half its size."""
+    """Returns the peaks of the rank with the highest one, for a state and for one of half its size."""
     results: dict[str, Any] = {"save": {}, "restore": {}, "restore_sharded": {}}
     for size in (size_mib // 2, size_mib):
         saves = run_ranks(WORLD_SIZE, save_twice, uri, size)
-        results["save"][size] = max(saves, key=lambda each: each["both"])
+        results["save"][size] = max(saves, key=lambda peaks: peaks["both"])
         for name, sharded in (("restore", False), ("restore_sharded", True)):
             restores = run_ranks(WORLD_SIZE, restore_once, uri, size, sharded)
-            results[name][size] = max(restores, key=lambda each: each["peak"])
+            results[name][size] = max(restores, key=lambda peaks: peaks["peak"])
     return results

@@ -1,5 +1,5 @@
-"""What saving every 20 steps costs the example job: one run on two workers, in which stretches with saves and without
-take turns."""
+"""What a save every 20 steps costs the example job: one run on two workers, in which stretches with and without saves
+alternate."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ WORKERS = 2
 EVERY_STEPS = 20
 STRETCH_STEPS = 2 * EVERY_STEPS
 GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, CONTEXT = 32, 8, 128
-"""Those of examples/train.py."""
+"""As in examples/train.py."""
 
 
 def has_saves(step: int) -> bool:
-    """Whether it is in a stretch with saves."""
+    """Whether a step is in a stretch with saves."""
     return step // STRETCH_STEPS % 2 == 1
 
 
@@ -57,10 +57,10 @@ def train_in_turns(folder: str) -> Any:
 
 
 def measure(storage: str, *, rounds: int) -> dict[str, Any]:
-    """Samples/s of neighbouring stretches, with saves and without, and how many commits there were."""
+    """Returns samples/s of neighboring stretches, with and without saves, and the number of commits."""
     with tempfile.TemporaryDirectory() as folder:
         before = os.getcwd()
-        os.chdir(folder)  # where the example keeps its text
+        os.chdir(folder)  # the example keeps its text there
         try:
             data, _ = text_windows(None, CONTEXT)
             config = ed.RunConfig(
@@ -74,7 +74,7 @@ def measure(storage: str, *, rounds: int) -> dict[str, Any]:
                 clip_grad_norm=1.0,
                 checkpoint=ed.CheckpointConfig(every_steps=EVERY_STEPS),
             )
-            with redirect_stdout(sys.stderr):  # the table has the other to itself
+            with redirect_stdout(sys.stderr):  # stdout is for the table
                 result = ed.ElasticTrainer(train_in_turns(folder), data, config).fit()
         finally:
             os.chdir(before)

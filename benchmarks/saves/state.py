@@ -1,4 +1,4 @@
-"""The state that is saved: a model and AdamW's moments of it, the same on every rank or in shards."""
+"""The state to save: a model and its AdamW moments, the same on every rank or sharded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 ROWS = 256
-"""Of a large tensor."""
+"""Rows of a large tensor."""
 TENSOR_KIB = 4096
 MIB = 1 << 20
 
 
 def make_state(size_mib: int, tensor_kib: int = TENSOR_KIB) -> dict[str, Any]:
-    """Of some such size, in tensors of this one."""
+    """Returns a state of about this size in tensors of this size."""
     generator = torch.Generator().manual_seed(0)
     weights = {
         f"blocks.{number}.weight": torch.randn(ROWS, tensor_kib, generator=generator)
@@ -35,8 +35,8 @@ def make_state(size_mib: int, tensor_kib: int = TENSOR_KIB) -> dict[str, Any]:
 
 
 def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
-    """The large ones."""
-    moments = [each[name] for each in state["optimizer"]["state"].values() for name in ("exp_avg", "exp_avg_sq")]
+    """Returns the large tensors of a state."""
+    moments = [slots[name] for slots in state["optimizer"]["state"].values() for name in ("exp_avg", "exp_avg_sq")]
     return [*state["model"].values(), *moments]
 
 
@@ -45,25 +45,25 @@ def num_bytes(state: dict[str, Any]) -> int:
 
 
 def shard_of_any(tensor_kib: int = TENSOR_KIB) -> DTensor:
-    """A large tensor, laid out as `fully_shard` does it. Every rank calls it."""
+    """Returns a large DTensor, sharded like `fully_shard` does. Collective."""
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     return distribute_tensor(torch.empty(ROWS, tensor_kib), mesh, [Shard(0)], src_data_rank=None)
 
 
 def in_shards(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state with large tensors laid out like that. Every rank calls it."""
+    """Returns the same state with large tensors sharded like that. Collective."""
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
 
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
+    def shard(tensor: torch.Tensor) -> torch.Tensor:
         return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None) if tensor.dim() else tensor
 
     moments = state["optimizer"]["state"]
     return {
-        "model": {name: cut(weight) for name, weight in state["model"].items()},
+        "model": {name: shard(weight) for name, weight in state["model"].items()},
         "optimizer": {
             **state["optimizer"],
-            "state": {name: {key: cut(value) for key, value in each.items()} for name, each in moments.items()},
+            "state": {name: {key: shard(value) for key, value in slots.items()} for name, slots in moments.items()},
         },
     }

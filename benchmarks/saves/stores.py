@@ -1,4 +1,4 @@
-"""Where commits go in a measurement: a folder of this machine, or a bucket of an S3 server."""
+"""Storages of a measurement: a folder of this machine, or a bucket of an S3 server."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors.host_memory import empty_bytes
 
 CONCURRENCY = 8
-"""Requests of a bare put or get that are on their way."""
+"""Parallel requests of a bare write or read."""
 PIECE_BYTES = 16 << 20
 _M_MMAP_THRESHOLD = -3
-"""Of glibc. It grows by itself unless it is set."""
+"""A parameter of glibc's mallopt. It grows unless it is set."""
 LATER_BYTES, LATER_PARTS, LATER_EVERY_S = 128 << 20, 10, 0.1
-"""Of the memory that a rank holds back, and how often it lets go of such a part: three ranks let go of twice what they
-need when they restore from Ceph on the same machine."""
+"""A rank frees this many parts of this size at this interval. Three ranks free twice what they need to restore from
+Ceph on the same machine."""
 
 
 @contextmanager
 def s3_folder(where: str) -> Iterator[str]:
-    """The URI of an empty folder: in a given one, or on a server ("ceph", "moto") that runs for the block. That one's
-    address and keys are in the environment, where ranks find them."""
+    """Yields the URI of an empty folder: below a given one, or on a server ("ceph", "moto") that runs for the block.
+
+    The environment has the server's address and keys for the ranks.
+    """
     if where.startswith("s3://"):
         name = f"elastic-ddp-bench-{uuid.uuid4().hex[:12]}"
         try:
@@ -69,7 +71,7 @@ def _ceph() -> Iterator[str]:
 
 
 class Limit:
-    """What a rank may carry to and from a store, as its network or the store would have it, at no cost of a processor.
+    """Limits the throughput of a rank to and from the storage, like a network, without using the CPU.
 
     Args:
         mib_per_s: None for no limit.
@@ -80,36 +82,36 @@ class Limit:
         self._lock, self._free_at = threading.Lock(), 0.0
 
     @contextmanager
-    def carrying(self, num_bytes: int) -> Iterator[None]:
-        """Ends no sooner than so many bytes would have been carried, behind those of other threads."""
+    def throttle(self, num_bytes: int) -> Iterator[None]:
+        """Ends no sooner than these bytes would be transferred, after those of other threads."""
         with self._lock:
-            carried_at = self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_s
+            done_at = self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._bytes_per_s
         yield
-        time.sleep(max(0.0, carried_at - time.monotonic()))
+        time.sleep(max(0.0, done_at - time.monotonic()))
 
 
 class LimitedStorage(Storage):
-    """Counts what is read, within a limit."""
+    """Counts the bytes that are read, within a throughput limit."""
 
     def __init__(self, uri: str, limit: Limit) -> None:
         super().__init__(uri)
         self._limit, self.num_bytes = limit, 0
 
     def write(self, key: str, data: bytes | memoryview) -> None:
-        with self._limit.carrying(len(data)):
+        with self._limit.throttle(len(data)):
             super().write(key, data)
 
-    def read(self, key: str, at_most: int | None = None) -> bytes:
-        data = super().read(key, at_most)
-        with self._limit.carrying(len(data)):
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+        data = super().read(key, max_bytes)
+        with self._limit.throttle(len(data)):
             self.num_bytes += len(data)
         return data
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
-        with self._limit.carrying(len(buffer)):
-            count = super().read_into(key, start, buffer)
-        self.num_bytes += count  # from several threads: what one of them loses is noticed as less than the state
-        return count
+        with self._limit.throttle(len(buffer)):
+            num_bytes = super().read_into(key, start, buffer)
+        self.num_bytes += num_bytes  # from several threads; a lost update shows as less than the commit
+        return num_bytes
 
 
 class OurSaves:
@@ -120,7 +122,7 @@ class OurSaves:
         self._saver = Saver(storage, CheckpointStore(storage, keep=1))
         self._mailbox = StoreMailbox(StoreConnection(), store_address, lambda: store_address, "saves")
         self._ended: list[Any] = []
-        self._is_through = threading.Event()
+        self._has_ended = threading.Event()
 
     def begin(self, state: dict[str, Any], step: int) -> None:
         save = Save(
@@ -133,29 +135,29 @@ class OurSaves:
             fence=lambda: None,
             on_end=self._end,
         )
-        self._is_through.clear()
+        self._has_ended.clear()
         self._saver.begin(state, save)
 
     def _end(self, outcome: Any) -> None:
         self._ended.append(outcome)
-        self._is_through.set()
+        self._has_ended.set()
 
     def wait(self) -> None:
-        """Until this rank has written its share, and the commit is there on rank 0."""
+        """Waits until this rank has written its share and, on rank 0, until the commit is durable."""
         if self._rank == 0:
-            self._is_through.wait()
+            self._has_ended.wait()
         else:
             self._saver.wait()
         if self._ended and isinstance(self._ended[-1], Exception):
             raise self._ended[-1]
 
-    def settle(self) -> None:
-        """Until the commit before is removed, too."""
+    def wait_for_cleanup(self) -> None:
+        """Waits until the previous commit is removed, too."""
         self._saver.wait()
 
 
 class Bare:
-    """Puts and gets of whole buffers in parallel, and nothing else."""
+    """Parallel writes and reads of whole buffers, and nothing else."""
 
     def __init__(self, uri: str, limit: Limit) -> None:
         self._is_s3, self._uri, self._limit = uri.startswith("s3://"), uri, limit
@@ -168,13 +170,13 @@ class Bare:
             Path(uri).mkdir(parents=True, exist_ok=True)
 
     def put(self, name: str, data: memoryview) -> None:
-        """As a few objects, durable when this returns."""
+        """Writes a buffer as a few objects, which are durable when this returns."""
         pieces = {f"{name}-{start}": data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)}
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             list(pool.map(self._put, pieces.keys(), pieces.values()))
 
     def _put(self, key: str, data: memoryview) -> None:
-        with self._limit.carrying(len(data)):
+        with self._limit.throttle(len(data)):
             if self._is_s3:
                 self._fs.pipe_file(f"{self._base}/{key}", bytes(data))
                 return
@@ -183,58 +185,59 @@ class Bare:
                 os.fsync(file.fileno())
 
     def get(self, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes | memoryview]:
-        """All of it, in memory, in this order."""
+        """Yields the bytes of ranges of objects, in order."""
         with ThreadPoolExecutor(CONCURRENCY) as pool:
-            yield from pool.map(lambda each: self._get(*each), ranges)
+            yield from pool.map(lambda key_range: self._get(*key_range), ranges)
 
     def _get(self, key: str, start: int, end: int) -> bytes | memoryview:
-        with self._limit.carrying(end - start):
-            return self._got(key, start, end)
+        with self._limit.throttle(end - start):
+            return self._read(key, start, end)
 
-    def _got(self, key: str, start: int, end: int) -> bytes | memoryview:
+    def _read(self, key: str, start: int, end: int) -> bytes | memoryview:
         if self._is_s3:
             return self._fs.cat_file(f"{self._base}/{key}", start=start, end=end)
-        data = empty_bytes(end - start)  # as a restore has it
+        data = empty_bytes(end - start)  # as in a restore
         with open(f"{self._base}/{key}", "rb", buffering=0) as file:
             file.seek(start)
             assert file.readinto(data) == len(data)
         return data
 
     def remove(self) -> None:
-        """Everything in the folder."""
+        """Removes everything in the folder."""
         storage = Storage(self._uri)
         for key in storage.list():
             storage.delete(key)
 
 
-def give_large_memory_back() -> None:
-    """From now on memory of 4 MiB and more goes back to the kernel when it is let go, so that what is read comes into
-    new memory in every round, on every side, as it does in a process that has just begun. For glibc."""
+def return_large_memory() -> None:
+    """Makes glibc return allocations of 4 MiB and more to the kernel when they are freed, so that every round of every
+    side reads into new memory, like a new process."""
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4 << 20)
 
 
 @contextmanager
 def memory_ready(num_bytes: int) -> Iterator[None]:
-    """Has this machine have memory of its own for what a rank does in the block: so much from the begin, and more every
-    now and then. Where it is a virtual one whose host takes back what is free, as some do within a second, memory that
-    is touched again costs twenty times as much as new memory does elsewhere, and who needs more of it, or is at it for
-    longer, would seem to be slow. What was let go last is given out first. Every rank calls it."""
-    ahead, later = _touched(num_bytes), [_touched(LATER_BYTES) for _ in range(LATER_PARTS)]
+    """Keeps free memory in the machine while a rank runs the block: this much at first, and more at intervals.
+
+    Some hosts take free memory of a virtual machine back within a second, and touching it again is twenty times as
+    slow. A side that needs more memory, or more time, would then look slow. Collective.
+    """
+    first, later = _touched(num_bytes), [_touched(LATER_BYTES) for _ in range(LATER_PARTS)]
     has_ended = threading.Event()
 
-    def let_go() -> None:
+    def free_parts() -> None:
         while later and not has_ended.wait(LATER_EVERY_S):
             later.pop()
 
-    dist.barrier()  # that of all ranks, not what one of them has just let go
-    del ahead
-    giving = threading.Thread(target=let_go)
-    giving.start()
+    dist.barrier()  # all ranks have touched theirs before one frees it
+    del first
+    freeing = threading.Thread(target=free_parts)
+    freeing.start()
     try:
         yield
     finally:
         has_ended.set()
-        giving.join()
+        freeing.join()
 
 
 def _touched(num_bytes: int) -> np.ndarray:
@@ -243,8 +246,8 @@ def _touched(num_bytes: int) -> np.ndarray:
     return memory
 
 
-def forget(uri: str) -> None:
-    """Has the kernel read a folder's files from the disk again."""
+def evict(uri: str) -> None:
+    """Evicts the files of a folder from the page cache."""
     if uri.startswith("s3://"):
         return
     for path in Path(uri).rglob("*.bin"):

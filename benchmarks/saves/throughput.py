@@ -1,12 +1,14 @@
-"""How fast commits are saved and restored, beside a bare parallel put or get of the same bytes, and what of a store is
-read to restore one.
+"""Throughput of saves and restores compared with bare parallel writes and reads of the same bytes, and the bytes that a
+restore reads.
 
-Ranks are processes over gloo. A save counts from when all ranks have copied their shares to the commit, as a bare put
-begins with bytes in memory, and besides from its begin; a restore until the state is there on all ranks. Local files
-are read from the disk, not from the kernel's memory of them, into memory that is new to the process. After a bare get
-each rank has its share of the bytes. After a restore each has all of them, as after "whole", where each gets them from
-the store, and after "sent", where each gets its share and broadcasts it. After a restore to shards, of a commit of as
-many shards, each has its own.
+Ranks are processes over gloo. A save is measured from when all ranks have copied their shares, because a bare write
+begins with bytes in memory, and also from its begin. A restore is measured until all ranks have the state. Local files
+are read from the disk, not from the page cache, into new memory.
+
+    bare     each rank reads its share of the bytes
+    whole    each rank reads all bytes
+    sent     each rank reads its share and broadcasts it
+    ours     a restore: each rank has all bytes, or its shards of a commit with as many shards
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ from saves.stores import (
     Limit,
     LimitedStorage,
     OurSaves,
-    forget,
-    give_large_memory_back,
+    evict,
     memory_ready,
+    return_large_memory,
 )
 from saves.turns import turns
 from tests.ranks import run_ranks
@@ -51,7 +53,7 @@ SHARDS_ON = (2, 3)
 
 
 def timed(*actions: Callable[[], object]) -> list[float]:
-    """Seconds from each action's begin until all ranks are through with all of them."""
+    """Returns the seconds from the begin of each action until all ranks have finished all actions."""
     begins = []
     for action in actions:
         dist.barrier()
@@ -65,11 +67,11 @@ def timed(*actions: Callable[[], object]) -> list[float]:
 def save_in_turns(
     group: ProcessGroup, uri: str, size_mib: int, tensor_kib: int, rounds: int, limit_mibs: float | None
 ) -> dict[str, Any]:
-    """MiB/s of saves and of bare puts by round; the first one of each is not counted."""
+    """Returns MiB/s of saves and of bare writes by round, without the first round."""
     state = make_state(size_mib, tensor_kib)
     share = bytearray(num_bytes(state) // group.world_size)
-    for place in range(0, len(share), 4096):  # no zeros, which a disk may not write
-        share[place : place + 8] = place.to_bytes(8, "little")
+    for start in range(0, len(share), 4096):  # a disk may not write zeros
+        share[start : start + 8] = start.to_bytes(8, "little")
     address = group.assignment.store_host, group.assignment.store_port
     limit = Limit(limit_mibs)
     storage = LimitedStorage(f"{uri}/saved-by-{group.world_size}", limit)
@@ -89,15 +91,15 @@ def save_in_turns(
         for side in (save, put) if step % 2 else (put, save):
             for name, seconds in side(step).items():
                 rates[name].append(num_bytes(state) / MIB / seconds)
-            ours.settle()
+            ours.wait_for_cleanup()
             if group.rank == 0:
                 bare.remove()
-            os.sync()  # or whoever comes next waits until the disk has let go of what was removed
+            os.sync()  # otherwise the next side waits for the removal
     return {name: rate[1:] for name, rate in rates.items()}
 
 
 def save_shards(group: ProcessGroup, folder: str, size_mib: int, tensor_kib: int) -> None:
-    """A commit of a sharded state."""
+    """Saves a commit of a sharded state."""
     address = group.assignment.store_host, group.assignment.store_port
     ours = OurSaves(Storage(folder), group.rank, group.world_size, address)
     ours.begin(in_shards(make_state(size_mib, tensor_kib)), 1)
@@ -108,26 +110,29 @@ def save_shards(group: ProcessGroup, folder: str, size_mib: int, tensor_kib: int
 def restore_in_turns(
     group: ProcessGroup, folder: str, rounds: int, limit_mibs: float | None, shards_of_kib: int | None = None
 ) -> dict[str, Any]:
-    """MiB/s of the state, for restores and bare gets by round; what a restore reads of the store on this rank, and the
-    seconds of a processor that each takes of it.
+    """Returns MiB/s of the state by side and round, CPU seconds, and the bytes that a restore reads on this rank.
 
     Args:
-        shards_of_kib: this rank is to have its shards alone, of tensors of that size.
+        group: the open process group.
+        folder: of the commit.
+        rounds: of each side.
+        limit_mibs: the limit of this rank's MiB/s from the storage.
+        shards_of_kib: restore only this rank's shards of tensors of this size.
     """
-    give_large_memory_back()
+    return_large_memory()
     limit = Limit(limit_mibs)
     storage, bare = LimitedStorage(folder, limit), Bare(folder, limit)
     commit = CommitCatalog(storage).latest()
     assert isinstance(commit, Commit)
-    pieces = [(item.key, *each) for item in commit.objects for each in even_pieces(item.size)]
+    pieces = [(stored.key, *bounds) for stored in commit.objects for bounds in even_pieces(stored.size)]
     like = None if shards_of_kib is None else shard_of_any(shards_of_kib)
     read: list[int] = []
 
     def restored() -> None:
         storage.num_bytes = 0
-        found = restore(CommitCatalog(storage), storage, group, lambda: lambda name: like)
-        assert found is not None and found[0] == commit
-        assert all(isinstance(each, DTensor) == (like is not None) for each in tensors_of(found[1]))
+        result = restore(CommitCatalog(storage), storage, group, lambda: lambda name: like)
+        assert result is not None and result[0] == commit
+        assert all(isinstance(tensor, DTensor) == (like is not None) for tensor in tensors_of(result[1]))
         read.append(storage.num_bytes)
 
     all_sides: dict[str, Callable[[], object]] = {
@@ -141,7 +146,7 @@ def restore_in_turns(
     for _, name in turns([*all_sides], rounds + 1):
         dist.barrier()
         if group.rank == 0:
-            forget(folder)
+            evict(folder)
         with memory_ready(2 * commit.num_bytes):
             begin = time.process_time()
             rates[name] += [commit.num_bytes / MIB / seconds for seconds in timed(all_sides[name])]
@@ -155,25 +160,25 @@ def restore_in_turns(
 
 
 def even_pieces(size: int) -> list[tuple[int, int]]:
-    """Begin and end of pieces of about 16 MiB of an object, all of one size."""
+    """Returns begin and end of equal pieces of about 16 MiB of an object."""
     count = max(1, round(size / PIECE_BYTES))
     return list(itertools.pairwise(size * number // count for number in range(count + 1)))
 
 
 def sent(bare: Bare, pieces: Sequence[tuple[str, int, int]], group: ProcessGroup) -> list[torch.Tensor]:
-    """All pieces on all ranks, of which each gets its share and broadcasts it, several on their way."""
-    mine = bare.get(pieces[group.rank :: group.world_size])
+    """Returns all pieces: each rank reads its share and broadcasts it, several at a time."""
+    own = bare.get(pieces[group.rank :: group.world_size])
     tensors: list[torch.Tensor] = []
-    going: deque[Any] = deque()
+    in_flight: deque[Any] = deque()
     for number, (_, start, end) in enumerate(pieces):
         reader = number % group.world_size
-        data = next(mine) if reader == group.rank else empty_bytes(end - start)
-        with warnings.catch_warnings(action="ignore"):  # what was got from S3 is sent, and not written to
+        data = next(own) if reader == group.rank else empty_bytes(end - start)
+        with warnings.catch_warnings(action="ignore"):  # bytes from S3 are read-only, and are only sent
             tensors.append(torch.frombuffer(data, dtype=torch.uint8))
-        going.append(dist.broadcast(tensors[-1], reader, async_op=True))
-        if len(going) >= PIECES_IN_FLIGHT:
-            going.popleft().wait()
-    for work in going:
+        in_flight.append(dist.broadcast(tensors[-1], reader, async_op=True))
+        if len(in_flight) >= PIECES_IN_FLIGHT:
+            in_flight.popleft().wait()
+    for work in in_flight:
         work.wait()
     return tensors
 
@@ -181,28 +186,31 @@ def sent(bare: Bare, pieces: Sequence[tuple[str, int, int]], group: ProcessGroup
 def measure(
     uri: str, *, size_mib: int, tensor_kib: int, rounds: int, limit_mibs: float | None = None
 ) -> dict[str, Any]:
-    """By world size. With a limit a rank carries no more MiB/s to and from the store, whichever side it is."""
+    """Returns the rates by world size. `limit_mibs` limits a rank's MiB/s to and from the storage, on every side."""
     saves = {
         size: run_ranks(size, save_in_turns, uri, size_mib, tensor_kib, rounds, limit_mibs)[0] for size in SAVES_ON
     }
     restores, to_shards = {}, {}
     for size in RESTORES_ON:
         results = run_ranks(size, restore_in_turns, f"{uri}/saved-by-{SAVES_ON[-1]}", rounds, limit_mibs)
-        restores[size] = in_all(results)
+        restores[size] = combined(results)
     for size in SHARDS_ON:
         run_ranks(size, save_shards, folder := f"{uri}/shards-of-{size}", size_mib, tensor_kib)
-        to_shards[size] = in_all(run_ranks(size, restore_in_turns, folder, rounds, limit_mibs, tensor_kib))
+        to_shards[size] = combined(run_ranks(size, restore_in_turns, folder, rounds, limit_mibs, tensor_kib))
     return {"save": saves, "restore": restores, "restore to shards": to_shards}
 
 
-def in_all(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rates are those of all ranks on each; what is read, and the processors' time, is each one's own."""
-    all_processor_s = [each["processor_s"] for each in results]
+def combined(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the result of all ranks: rates are equal on all, bytes and CPU seconds are summed."""
+    all_processor_s = [result["processor_s"] for result in results]
     return {
         **results[0],
-        "read_bytes": sum(each["read_bytes"] for each in results),
+        "read_bytes": sum(result["read_bytes"] for result in results),
         "processor_s": {
-            name: [sum(of_a_round) for of_a_round in zip(*(each[name] for each in all_processor_s), strict=True)]
+            name: [
+                sum(of_a_round)
+                for of_a_round in zip(*(processor_s[name] for processor_s in all_processor_s), strict=True)
+            ]
             for name in all_processor_s[0]
         },
     }

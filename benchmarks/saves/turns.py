@@ -1,4 +1,4 @@
-"""Who is measured when."""
+"""The order in which the sides of a measurement run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 
 def turns(names: list[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Each side once a round, in an order that moves on, with a number of its own for each turn."""
+    """Yields each side once a round, each round beginning with the next side, with the number of the turn."""
     for number in range(rounds):
         first = number % len(names)
-        for place, name in enumerate(names[first:] + names[:first]):
-            yield number * len(names) + place + 1, name
+        for index, name in enumerate(names[first:] + names[:first]):
+            yield number * len(names) + index + 1, name
