@@ -38,7 +38,7 @@ def restore(
             shard only.
         check_ours: called on rank 0 with each commit; raises CheckpointError if the commit is another run's.
         fence: called on rank 0 before a commit is set aside; raises if this rank may no longer do that.
-        tick: called whenever a piece has come to this rank.
+        tick: called whenever this rank has a piece.
 
     Raises:
         ConfigError: a rank has too little memory for the newest commit. The commit may be good and stays.

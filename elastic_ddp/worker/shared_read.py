@@ -80,7 +80,7 @@ def read_shared(
         group: the open process group.
         components: the components to read; None for all.
         layout: the tensors of which this rank reads its shard only.
-        tick: called whenever a piece has come to this rank.
+        tick: called whenever this rank has a piece.
 
     Raises:
         CheckpointError: the commit does not verify.
