@@ -72,14 +72,14 @@ def restore_newest(
         StorageError: the storage could not be read.
     """
 
-    def check_ours(commit: Commit) -> None:
+    def check_same_run(commit: Commit) -> None:
         if (difference := job.difference_to(commit.record)) is not None:
             raise CheckpointError(
                 f"{commit.key} belongs to another run: {difference}. To start from its weights, use run.load_weights."
             )
 
     catalog = CommitCatalog(storage)
-    newest = restore(catalog, storage, group, make_layout, check_ours=check_ours, fence=fence, tick=tick)
+    newest = restore(catalog, storage, group, make_layout, check_same_run=check_same_run, fence=fence, tick=tick)
     for key, reason in catalog.rejected:
         on_reject(key, reason)
     if newest is None and group.rank == 0:

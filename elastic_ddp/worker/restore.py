@@ -21,7 +21,7 @@ def restore(
     group: ProcessGroup,
     make_layout: Callable[[], Layout | None] = lambda: None,
     *,
-    check_ours: Callable[[Commit], None] = lambda commit: None,
+    check_same_run: Callable[[Commit], None] = lambda commit: None,
     fence: Callable[[], None] = lambda: None,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[Commit, dict[str, Any]] | None:
@@ -36,7 +36,7 @@ def restore(
         group: the open process group.
         make_layout: called once, when there is a commit to read; returns the tensors of which this rank reads its
             shard only.
-        check_ours: called on rank 0 with each commit; raises CheckpointError if the commit is another run's.
+        check_same_run: called on rank 0 with each commit; raises CheckpointError if the commit is another run's.
         fence: called on rank 0 before a commit is set aside; raises if this rank may no longer do that.
         tick: called whenever this rank has a piece.
 
@@ -50,7 +50,7 @@ def restore(
     def read(commit: Commit, skeleton: bytes) -> dict[str, Any]:
         return read_shared(commit, skeleton, storage, group, layout=layout(), tick=tick)
 
-    restored = first_usable(store, store.manifests(), group, read, check_ours)
+    restored = first_usable(store, store.manifests(), group, read, check_same_run)
     if restored is not None and group.rank == 0:
         store.set_aside_rejected(fence)
     return restored
@@ -61,7 +61,7 @@ def first_usable(
     candidates: Iterator[Commit],
     group: ProcessGroup,
     read: Callable[[Commit, bytes], dict[str, Any]],
-    check_ours: Callable[[Commit], None] = lambda commit: None,
+    check_same_run: Callable[[Commit], None] = lambda commit: None,
 ) -> tuple[Commit, dict[str, Any]] | None:
     """Returns the first candidate of rank 0 that all ranks can read, and its state; None if there is none.
 
@@ -73,9 +73,9 @@ def first_usable(
         group: the open process group.
         read: returns the state of a commit, given its skeleton. Collective; it raises CheckpointError on all ranks if
             the commit does not verify.
-        check_ours: as for `restore`.
+        check_same_run: as for `restore`.
     """
-    while (candidate := _next_candidate(store, candidates, group, check_ours)) is not None:
+    while (candidate := _next_candidate(store, candidates, group, check_same_run)) is not None:
         commit, skeleton = candidate
         try:
             return commit, read(commit, skeleton)
@@ -86,14 +86,14 @@ def first_usable(
 
 
 def _next_candidate(
-    store: CommitCatalog, candidates: Iterator[Commit], group: ProcessGroup, check_ours: Callable[[Commit], None]
+    store: CommitCatalog, candidates: Iterator[Commit], group: ProcessGroup, check_same_run: Callable[[Commit], None]
 ) -> tuple[Commit, bytes] | None:
     """Returns rank 0's next complete commit and its skeleton, on every rank, from the bytes that rank 0 read."""
     candidate: tuple[Commit, bytes] | None = None
     error: Exception | None = None
     if group.rank == 0:
         try:
-            candidate = _next_complete(store, candidates, check_ours)
+            candidate = _next_complete(store, candidates, check_same_run)
         except (ConfigError, StorageError) as raised:
             error = without_traceback(raised)
     agree_on_error(error, group)
@@ -114,12 +114,12 @@ def _next_candidate(
 
 
 def _next_complete(
-    store: CommitCatalog, candidates: Iterator[Commit], check_ours: Callable[[Commit], None]
+    store: CommitCatalog, candidates: Iterator[Commit], check_same_run: Callable[[Commit], None]
 ) -> tuple[Commit, bytes] | None:
     """Returns the next complete commit and its skeleton; rejects those before it."""
     for commit in candidates:
         try:
-            check_ours(commit)
+            check_same_run(commit)
             return commit, store.complete_skeleton(commit)
         except FileNotFoundError:
             continue  # removed since it was listed
