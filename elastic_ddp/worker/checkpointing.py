@@ -79,6 +79,7 @@ class Checkpointer:
 
     Attributes:
         schedule: when to commit.
+        metrics: the newest values, for the next commit that is begun.
         durable_step: steps done in the newest commit that this worker completed since the training function started.
     """
 
@@ -91,7 +92,7 @@ class Checkpointer:
         store = CheckpointStore(self._storage, keep=retention_of(settings))
         self._saver = Saver(self._storage, store, of_rank_0=OF_RANK_0)
         self._connection = StoreConnection()
-        self._metrics = Metrics()
+        self.metrics = Metrics()
         self._refresh: threading.Thread | None = None
         self._num_saves = (0, 0)  # a generation, and the number of saves that this rank began in it
         self._current: int | None = None  # the generation of the newest save, until that generation ends
@@ -124,10 +125,6 @@ class Checkpointer:
     def worked_s(self) -> float:
         """Returns for how many seconds the storage has worked for this worker; see `RetryingStorage.worked_s`."""
         return self._storage.worked_s()
-
-    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records metrics, by name, measured after `step` steps. They count for the next commit that is begun."""
-        self._metrics.update(step, metrics)
 
     def save(self, state: TrainState, group: ProcessGroup, *, account: dict[str, float]) -> None:
         """Waits for the save before, copies the state, and starts to write the copy in the background.
@@ -226,7 +223,7 @@ class Checkpointer:
             "data": self._job.index.fingerprint,
             "identity": self._job.config.identity(),
             "versions": versions(),
-            **self._metrics.to_record(),
+            **self.metrics.to_record(),
             **self.schedule.to_record(),
         }
 
@@ -347,7 +344,7 @@ class Checkpointer:
             _log.warning("cannot read the newest commit: %s", error)
             return
         if newest is not None:
-            self._metrics.merge(newest.record)
+            self.metrics.merge(newest.record)
             self.schedule.merge_record(newest.record)
         if (self.schedule.step, self._num_saves) == unchanged:  # otherwise a save has begun meanwhile
             self.schedule.set_newest(newest.step if newest is not None else None)
@@ -387,10 +384,10 @@ class Checkpointer:
         )
         if newest is None:
             self.schedule.start_over()
-            self._metrics.restore({})
+            self.metrics.restore({})
             return None
         commit, state = newest
-        self._metrics.restore(commit.record)
+        self.metrics.restore(commit.record)
         self.schedule.resume(commit.step, commit.record, after_failure=group.assignment.reason == WORKER_FAILED)
         if group.rank == 0:
             self._client.record(Resumed(step=commit.step))

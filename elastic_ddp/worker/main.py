@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -27,26 +26,13 @@ from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.seeding import seed_all
 
-_RAY_ERRORS = (
-    ray.exceptions.LocalRayletDiedError,
-    ray.exceptions.NodeDiedError,
-    ray.exceptions.ObjectLostError,
-)
-
+Outcome = dict[str, Any]
+"""How the run ended, for the rendezvous."""
+_RAY_ERRORS = (ray.exceptions.LocalRayletDiedError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError)
 _NO_GROUP_YET = (
     "There is no process group before the first step, and a new one whenever membership changes. Use run.rank and "
     "run.world_size for logging, and run collectives only inside `with step`."
 )
-
-
-@dataclass(frozen=True)
-class _End:
-    """How the training function ended: with the outcome of the run, a failure of this worker, or neither."""
-
-    outcome: dict[str, Any] | None = None
-    """To report to the rendezvous. It ends the run for all workers."""
-    failure: str | None = None
-    """Why Ray Train should replace this worker while the others continue."""
 
 
 def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None:
@@ -64,8 +50,8 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
         _set_up_process(job.config, context)
         client = RendezvousClient(rendezvous, context.member, job.config.heartbeat_timeout_s)
         signals.on_sigterm(lambda: client.leave("SIGTERM", job.config.drain_deadline_s))
-        loop, end = _train(Loop(job, client, context.device), context)
-        failure = _close(loop, end)
+        loop = Loop(job, client, context.device)
+        failure = _close(loop, *_train(loop, context))
         client.close()
         if failure is not None:
             raise WorkersFailedError(failure)
@@ -73,74 +59,69 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
         signals.exit_on_sigterm()
 
 
-def _train(loop: Loop, context: WorkerContext) -> tuple[Loop, _End]:
-    """Calls the training function until it need not restart. Returns the last loop, and how the function ended."""
-    job = loop.job
+def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | None]:
+    """Calls the training function until it need not restart.
+
+    Returns the outcome, which ends the run for all workers, and why Ray Train should replace this worker. Both are None
+    for a worker that the run does not need any more.
+    """
+    job, config = loop.job, loop.job.config
     try:
         check_cpus(
             [context.node_resources],
-            resources_per_worker=job.config.resources_per_worker,
-            max_workers=job.config.max_workers,
-            options=job.config.data,
+            resources_per_worker=config.resources_per_worker,
+            max_workers=config.max_workers,
+            options=config.data,
             has_transform=job.transform is not None,
         )
         while True:
-            seed_all(job.config.seed, "init")
+            seed_all(config.seed, "init")
             try:
                 job.train(Run(loop))
-                return loop, _End(outcome={"status": "finished", **loop.finish()})
+                return {"status": "finished", **loop.finish()}, None
             except RestartTraining:
                 pass  # what follows is outside of this block: the traceback keeps what the function has built
-            loop = loop.restart()
-            _free_garbage()
+            loop.restart()
+            # Otherwise the restart would need the memory of what the function built twice.
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
     except RunStopped:
         # Without a generation there is nothing to report: the run ended before this worker joined it.
-        return loop, _End(outcome={"status": "stopped", **loop.progress()} if loop.world_size else None)
+        return {"status": "stopped", **loop.progress()} if loop.world_size else None, None
     except BaseException as error:
-        return loop, _end_of(error, loop)
+        return _end_of(error, loop)
 
 
-def _end_of(error: BaseException, loop: Loop) -> _End:
+def _end_of(error: BaseException, loop: Loop) -> tuple[Outcome | None, str | None]:
     """Decides whether an error that the training function raised ends the run, or only this worker."""
+    advice = ""
     if is_missing_group(error) and not loop.membership.holds_state:
-        return _End(outcome=_failed(error, _NO_GROUP_YET))
-    if loop.world_size != 1 and is_peer_failure(error):
-        return _End(failure=f"the training function raised the failure of another worker: {format_exception(error)}")
-    if isinstance(error, _RAY_ERRORS):
-        return _End(failure=f"Ray failed on this node: {format_exception(error)}")
-    return _End(outcome=_failed(error))
-
-
-def _failed(error: BaseException, advice: str = "") -> dict[str, Any]:
-    """Returns the outcome of a run that an error ends: with a traceback, unless the error is one of this package."""
+        advice = _NO_GROUP_YET
+    elif loop.world_size != 1 and is_peer_failure(error):
+        return None, f"the training function raised the failure of another worker: {format_exception(error)}"
+    elif isinstance(error, _RAY_ERRORS):
+        return None, f"Ray failed on this node: {format_exception(error)}"
     if isinstance(error, ElasticDDPError):
-        return {"status": "failed", "kind": type(error).__name__, "error": str(error)}
-    text = "".join(traceback.format_exception(error))
-    return {"status": "failed", "kind": TrainFunctionError.__name__, "error": text + advice}
+        return {"status": "failed", "kind": type(error).__name__, "error": str(error)}, None
+    text = "".join(traceback.format_exception(error)) + advice
+    return {"status": "failed", "kind": TrainFunctionError.__name__, "error": text}, None
 
 
-def _close(loop: Loop, end: _End) -> str | None:
+def _close(loop: Loop, outcome: Outcome | None, failure: str | None) -> str | None:
     """Leaves the generation and reports the outcome. Returns why Ray Train should replace this worker, if it should."""
-    failure = end.failure
     if failure is not None:
-        loop.close(intact=False)
-    elif end.outcome is not None and end.outcome["status"] == "failed":
+        loop.membership.leave(intact=False)
+    elif outcome is not None and outcome["status"] == "failed":
         # Reported before leaving, so that peers whose collectives fail know the cause.
-        if not loop.client.end(**end.outcome):
-            failure = f"this worker failed before it trained, and others train: {end.outcome['error']}"
-        loop.close(intact=False, reason=RUN_FAILED)
-    elif end.outcome is not None:
-        loop.close(intact=True)
-        loop.client.end(**end.outcome)  # every worker reports, because rank 0 may fail before it does
-    loop.shut_down()
+        if not loop.client.end(**outcome):
+            failure = f"this worker failed before it trained, and others train: {outcome['error']}"
+        loop.membership.leave(intact=False, reason=RUN_FAILED)
+    elif outcome is not None:
+        loop.membership.leave(intact=True)
+        loop.client.end(**outcome)  # every worker reports, because rank 0 may fail before it does
+    loop.membership.shut_down(save_within_s=loop.job.config.drain_deadline_s)
     return failure
-
-
-def _free_garbage() -> None:
-    """Frees what the training function built, so that a restart does not need the memory twice."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
 
 
 def _set_up_process(config: RunConfig, context: WorkerContext) -> None:

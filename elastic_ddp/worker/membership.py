@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from elastic_ddp.distributed.process_group import Assignment, is_peer_failure
 from elastic_ddp.distributed.store import StoreConnection
-from elastic_ddp.errors import PeerFailedError, StorageError, WorkersFailedError, format_exception
+from elastic_ddp.errors import StorageError, WorkersFailedError, format_exception
 from elastic_ddp.rendezvous.coordinator import PREPARE_S
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.rendezvous.messages import PlannedAssignment
@@ -18,7 +19,6 @@ from elastic_ddp.telemetry.event import PEER_FAILED, RESUMED, RUN_ENDED, STARTED
 from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
 from elastic_ddp.worker.collective_tasks import CollectiveTasks
 from elastic_ddp.worker.generation import Generation, GenerationInputs, feeds_of, micro_batches_of, strategy_of
-from elastic_ddp.worker.retry_limit import ConsecutiveFailures
 from elastic_ddp.worker.warmup_step import WarmupStep
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 MAX_FORM_ATTEMPTS = 10
 """A generation of the same members that fails to form this often has another cause than dying workers."""
+MAX_FAILURES_IN_A_ROW = 3
+"""After this many failures with the same workers, the step itself is the likely cause, not a connection."""
 LONG_STEP_S = 1.0
 """With steps this long, the 0.1 s until the first rows are read do not matter."""
 
@@ -49,6 +51,33 @@ class RestartTraining(BaseException):
     """
 
 
+class ConsecutiveFailures:
+    """Counts how often in a row the same workers failed, without getting past the place of the last failure.
+
+    A place is the index of a step. Tasks before step n are at the place n - 0.5.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._place = 0, -1.0
+
+    def record(self, place: float, what: str, failure: str) -> None:
+        """Counts a failure in `what`. Raises a WorkersFailedError at the limit."""
+        self._count, self._place = self._count + 1, max(self._place, place)
+        if self._count >= MAX_FAILURES_IN_A_ROW:
+            raise WorkersFailedError(
+                f"{what} failed {MAX_FAILURES_IN_A_ROW} times in a row on the same workers, and none of them died. The "
+                f"last failure: {failure}. If one rank is slower than the others there, raise collective_timeout_s."
+            )
+
+    def record_success(self, place: float) -> None:
+        """Resets the count, unless the place is repeated on the way to the one that failed."""
+        if place >= self._place:
+            self.reset()
+
+    def reset(self) -> None:
+        self._count, self._place = 0, -1.0
+
+
 class WorkerMembership:
     """Takes a worker and its state from generation to generation. The loop over steps runs inside them.
 
@@ -58,6 +87,7 @@ class WorkerMembership:
         activity: what this worker is doing, for the detection of hangs.
         holds_state: whether this worker has been in a generation, so that its state counts.
         tasks: the collective tasks outside of steps.
+        failures: failures of steps and of these tasks.
     """
 
     def __init__(
@@ -67,7 +97,7 @@ class WorkerMembership:
         self.account = Account(idle_s=lambda: client.activity.idle_s)
         self.activity = client.activity
         self.holds_state = False
-        self.tasks = CollectiveTasks()
+        self.tasks, self.failures = CollectiveTasks(), ConsecutiveFailures()
         self._job, self._client, self._state, self._checkpointer = job, client, state, checkpointer
         self._store, self._feeds = StoreConnection(), feeds_of(job, device)
         self._inputs = GenerationInputs(
@@ -81,86 +111,76 @@ class WorkerMembership:
             on_forming=lambda group: client.on_failure(group.abort),
             on_formed=lambda: self.account.formed(),
         )
-        self._failure: str | None = None  # how a peer failed, if the training function has restarted since
+        self._failure: str | None = None  # how a peer failed, until this worker has joined again
         self._preparing_since: float | None = None  # when this worker began to prepare for another generation
         self._was_rank_0 = False
-        self._has_restarted = False  # whether the training function has run in this process before
+        self._has_restarted = False
         self._num_broken = 0  # generations of the same members in a row that failed to form
-        self._failures = ConsecutiveFailures()  # in collective tasks
 
-    def carry_over_from(self, previous: WorkerMembership) -> None:
-        """Continues the membership of this worker before a restart of the training function."""
-        self.account, self._failure, self._was_rank_0 = previous.account, previous._failure, previous._was_rank_0
-        self._num_broken, self._failures = previous._num_broken, previous._failures
+    def restart(self, state: TrainState) -> None:
+        """Prepares for another call of the training function in this process, with another state."""
+        self._state, self._inputs = state, replace(self._inputs, state=state)
+        self.tasks, self.holds_state, self._preparing_since = CollectiveTasks(), False, None
         self._has_restarted = True
 
     # Joining.
 
-    def join(self, failure: str | None = None, *, task: str | None = None) -> Generation:
+    def join(self, *, task: str | None = None) -> None:
         """Joins the next generation that makes steps. If a peer fails while it forms, joins again.
 
-        Args:
-            failure: how a peer of the last generation failed, if one did.
-            task: the collective task that this worker is in, outside of steps.
+        `task` is the collective task outside of steps that this worker is in.
 
         Raises:
             RestartTraining: the next generation cannot use this worker's state.
             WorkersFailedError: the generation failed to form too often, though no worker died.
         """
-        account = self.account.seconds()
-        failure, self._failure = failure or self._failure, None
         if not self.holds_state:
             # Closing a generation collects garbage, which takes 0.2 s unless imported modules are frozen.
             gc.collect()
             gc.freeze()
         while self._num_broken < MAX_FORM_ATTEMPTS:
-            self._check_state_usable(failure)
-            assignment = self._request_assignment(failure, account, is_in_task=task is not None)
-            failure = None
+            if self._state.is_torn:
+                step = self._state.position.step
+                _log.warning("step %d failed while it changed the state: %s. Training restarts.", step, self._failure)
+            if self._state.is_sharded or self._state.is_torn:
+                raise RestartTraining
+            assignment = self._request_assignment(task)
             self._num_broken = self._num_broken + 1 if assignment.same_members else 0
             try:
-                generation = self.generation = self._open(assignment)
+                generation = self._open(assignment)
                 if assignment.in_collective_task:
                     self._compare_tasks(generation, task)
                 if not assignment.handover_only:
                     self._num_broken = 0
-                    self._failures.reset_for(generation)
-                    return generation
-                self._hand_over_and_leave(generation)
-                self._num_broken = 0
+                    if not assignment.same_members:
+                        self.failures.reset()
+                    return
+                if not assignment.receivers:
+                    self.commit(may_fail=True)  # if the storage fails it, the members keep the state and rejoin
+                self.leave(intact=True, reason=STATE_TRANSFERRED)
+                self._num_broken = 0 if self._failure is None else self._num_broken
+                continue
             except BaseException as error:
                 if not is_peer_failure(error):
                     raise
-                failure = format_exception(error)
+                self._failure = format_exception(error)
             # Outside of the except block: the traceback would keep the process group alive.
             self._client.on_failure(None)
             self.leave(intact=False)
-            account = self.account.seconds()
         raise WorkersFailedError(
             f"a generation of the same workers failed to form {MAX_FORM_ATTEMPTS} times in a row, though none of them "
-            f"died. The last failure: {failure}. Check the network between the nodes."
+            f"died. The last failure: {self._failure}. Check the network between the nodes."
         )
 
-    def _check_state_usable(self, failure: str | None) -> None:
-        """Raises RestartTraining if this worker's state is of no use to another generation."""
-        if self._state.is_torn:
-            _log.warning(
-                "a worker failed while step %d changed the state (%s); the training function restarts",
-                self._state.position.step,
-                failure,
-            )
-        if self._state.is_sharded or self._state.is_torn:
-            self._failure = failure
-            raise RestartTraining
-
-    def _request_assignment(self, failure: str | None, account: dict[str, float], *, is_in_task: bool) -> Assignment:
+    def _request_assignment(self, task: str | None) -> Assignment:
         self.activity.enter("rendezvous")
+        failure, self._failure = self._failure, None
         return self._client.join(
             step=self._state.position.step if self.holds_state else None,
-            between_steps=not is_in_task,
+            between_steps=task is None,
             failure=failure,
             committed=self._checkpointer.durable_step,
-            account=account,
+            account=self.account.seconds(),
             resumable=not (self._state.is_changing or self.tasks.steps_have_ended),
             while_waiting=self._read_ahead,
         )
@@ -168,7 +188,7 @@ class WorkerMembership:
     def _open(self, assignment: Assignment) -> Generation:
         self.account.begin()
         self.activity.enter("hand-over", self._checkpointer.worked_s)
-        generation = Generation.open(self._inputs, assignment, self._num_broken)
+        generation = self.generation = Generation.open(self._inputs, assignment, self._num_broken)
         self._client.on_failure(generation.abort)
         self.account.ready()
         self.activity.enter("between steps")
@@ -193,17 +213,6 @@ class WorkerMembership:
         with self.activity.within("collective"):
             messages = generation.group.all_gather_bytes(self.tasks.message(wanted))
         self.tasks.compare(wanted, messages)
-
-    def _hand_over_and_leave(self, generation: Generation) -> None:
-        """Ends a generation that makes no step. If it had no receiver for the state, commits the state.
-
-        If the storage fails the commit, the members keep the state in memory and rejoin.
-        """
-        if not generation.group.assignment.receivers:
-            self.commit(may_fail=True)
-        failure = self.leave(intact=True, reason=STATE_TRANSFERRED)
-        if failure is not None:
-            raise PeerFailedError(failure)
 
     # Preparing.
 
@@ -251,43 +260,35 @@ class WorkerMembership:
 
     # Inside a generation.
 
-    def run_collective(self, name: str, task: Callable[[Generation], Result], *, failure: str | None = None) -> Result:
+    def run_collective(self, name: str, task: Callable[[Generation], Result]) -> Result:
         """Runs a task that all ranks do together outside of steps. If a peer fails, runs it again with the survivors.
 
-        No worker can join meanwhile.
-
-        Args:
-            name: the task's name.
-            task: receives the generation. Its result is a JSON value, identical on all ranks.
-            failure: how a peer failed before the task, if one did.
+        No worker can join meanwhile. The task's result is a JSON value, identical on all ranks.
 
         Raises:
             TasksDifferError: a peer failed, and not all survivors do this task.
             WorkersFailedError: it failed too often in a row, though no worker died.
         """
-        self.tasks.next(self._state.position.step, name)  # raises before this worker leaves the generation
         while True:
-            if failure is not None:
-                self.account.record_failure(in_step=False)
-                self.leave(intact=False)
-                self.join(failure, task=name)
-            assert self.generation is not None
-            self.account.mark()
             step = self._state.position.step
             current = self.tasks.next(step, name)
+            if self.generation is None:
+                self.join(task=name)
+                continue
             known = self.tasks.result_of_others(current)
+            self.account.mark()
             try:
                 result: Result = task(self.generation) if known is None else known[0]
             except BaseException as error:
                 if not is_peer_failure(error):
                     raise
                 failure = format_exception(error)
-                self._failures.record(step)
-                self._failures.check(f"{name!r} after {step} steps", failure)
             else:
                 self.tasks.done(current, result)
-                self._failures.record_success(step)
+                self.failures.record_success(step - 0.5)
                 return result
+            self.failures.record(step - 0.5, f"{name!r} after {step} steps", failure)
+            self.peer_failed(failure, in_step=False)
 
     def save(self) -> None:
         """Starts to save the state. Every rank calls it; it returns when this rank's share is copied."""
@@ -314,17 +315,18 @@ class WorkerMembership:
 
     # Leaving.
 
-    def leave(self, *, intact: bool, reason: str | None = None) -> str | None:
-        """Leaves the generation, if there is one.
+    def peer_failed(self, failure: str, *, in_step: bool) -> None:
+        """Leaves the generation, in which a peer has failed. The next `join` reports how."""
+        self._failure = failure
+        self.account.record_failure(in_step=in_step)
+        self.leave(intact=False)
 
-        Args:
-            intact: whether all members leave it now. They meet in a barrier first.
-            reason: why, for the ledger.
+    def leave(self, *, intact: bool, reason: str | None = None) -> None:
+        """Leaves the generation, if there is one. If all members leave it now (`intact`), they meet in a barrier first.
 
-        Returns:
-            How a member failed before the barrier, or None. The generation was then left as broken.
+        If a member fails before the barrier, this is as after `peer_failed`.
         """
-        failure, reason = None, reason or (RUN_ENDED if intact else PEER_FAILED)
+        reason = reason or (RUN_ENDED if intact else PEER_FAILED)
         if self.generation is not None and intact:
             try:
                 with self.activity.within("leaving"):
@@ -332,12 +334,11 @@ class WorkerMembership:
             except Exception as error:
                 if not is_peer_failure(error):
                     raise
-                failure = format_exception(error)
+                self._failure, intact, reason = format_exception(error), False, PEER_FAILED
                 self.account.record_detection()
         self.account.end()
         generation, self.generation = self.generation, None
         if generation is not None:
-            intact = intact and failure is None
             self._checkpointer.generation_ended(intact=intact)
             self._client.on_failure(None)
             if generation.group.rank == 0:
@@ -345,12 +346,11 @@ class WorkerMembership:
                     GenerationEnded(
                         generation=generation.number,
                         last_step=self._state.position.step,
-                        reason=reason if failure is None else PEER_FAILED,
+                        reason=reason,
                         account=self.account.seconds(),
                     )
                 )
             generation.close(intact=intact)
-        return failure
 
     def shut_down(self, *, save_within_s: float) -> None:
         """Stops reading, and waits up to `save_within_s` for the running save."""

@@ -53,7 +53,7 @@ def new_run(
 
     def make(num_rows: int = 80, folder: str = "run", **changes: Any) -> Run:
         for run in runs:
-            run._loop.close(intact=True)
+            run._loop.membership.leave(intact=True)
         settings = {"name": "test", "storage": str(tmp_path), "steps": 6, "global_batch_size": 8, "micro_batch_size": 2}
         index: Any = FakeIndex(num_rows)
         job = Job(
@@ -70,7 +70,7 @@ def new_run(
 
     yield make
     for run in runs:
-        run._loop.close(intact=True)
+        run._loop.membership.leave(intact=True)
 
 
 @pytest.fixture

@@ -288,7 +288,8 @@ def train_and_count(
                     counter.steps.append(step.index)
             outcome = run._loop.finish()
         except RestartTraining:
-            run = Run(run._loop.restart())
+            run._loop.restart()
+            run = Run(run._loop)
         else:
-            run._loop.close(intact=True)
+            run._loop.membership.leave(intact=True)
             return outcome, counter.steps

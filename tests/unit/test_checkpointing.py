@@ -98,7 +98,7 @@ def test_a_run_whose_replicas_differ_ends_and_resumes_from_the_commit_before(
         train(first, wait_for_saves(first, make_replicas_differ))
     assert sorted(metrics_by_step(tmp_path)) == before
     assert [event["counts"] for event in client_of(first).events_of("commit_failed")] == [False]
-    first._loop.close(intact=False)
+    first._loop.membership.leave(intact=False)
     resumed = new_run(checkpoint=settings)
     train(resumed, wait_for_saves(resumed))
     assert resumed.position.step == 6 and max(metrics_by_step(tmp_path)) == 6
@@ -109,7 +109,7 @@ def test_ranks_that_end_with_different_weights_end_the_run(new_run: NewRun, monk
     monkeypatch.setattr(run._loop, "_gather_weights_sha256", lambda generation: ["a" * 64, "b" * 64])
     with pytest.raises(ReplicasDifferError, match=r"different weights.*0: 'a"):
         train(run)
-    run._loop.close(intact=False)
+    run._loop.membership.leave(intact=False)
 
 
 def test_a_save_that_outlives_its_generation_removes_nothing(

@@ -74,8 +74,8 @@ def test_without_best_metric_an_error_after_the_last_step_loses_no_commit(
     run = new_run(checkpoint={"every_steps": 3, "keep": 9})
     monkeypatch.setattr(run._loop, "finish", dict)
     train(run, wait_for_saves(run))
-    run._loop.close(intact=False)
-    run._loop.shut_down()
+    run._loop.membership.leave(intact=False)
+    run._loop.membership.shut_down(save_within_s=60)
     assert sorted(metrics_by_step(tmp_path)) == [3, 6]
 
 
@@ -113,7 +113,7 @@ def test_a_restart_from_step_0_forgets_the_metrics_of_the_steps_that_it_repeats(
 
     def fail(place: Place, step: int) -> None:
         if (place, step) == ("optimizer", 3) and not failed:
-            checkpointer_of(run).record_metrics(step, {"accuracy": 0.5})
+            checkpointer_of(run).metrics.update(step, {"accuracy": 0.5})
             checkpointer_of(run).close(60)
             failed.append(step)
             raise dist.DistNetworkError(PEER_FAILURE)
@@ -126,8 +126,8 @@ def test_a_restart_from_step_0_forgets_the_metrics_of_the_steps_that_it_repeats(
 def test_a_restart_with_the_state_of_a_peer_keeps_the_metrics(new_run: NewRun) -> None:
     run = new_run(checkpoint={"every_steps": 2})
     train(run)
-    checkpointer_of(run).record_metrics(6, {"accuracy": 0.5})
-    again = run._loop.restart()
-    checkpointer, schedule = again.checkpointer, again.checkpointer.schedule
-    assert checkpointer._record(again.state, 1)["metrics"]["accuracy"] == {"value": 0.5, "step": 6}
+    checkpointer, schedule = checkpointer_of(run), checkpointer_of(run).schedule
+    checkpointer.metrics.update(6, {"accuracy": 0.5})
+    run._loop.restart()
+    assert checkpointer._record(run._loop.state, 1)["metrics"]["accuracy"] == {"value": 0.5, "step": 6}
     assert schedule.step == 6 and not schedule.should_commit(7) and schedule.should_commit(8)

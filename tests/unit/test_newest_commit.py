@@ -94,7 +94,8 @@ def test_a_restart_of_the_training_function_waits_for_the_newest_commit(
     checkpointer_of(run).schedule.reset_timer(20)
     checkpointer_of(run).refresh_newest(20)
     threading.Timer(0.2, may_read.set).start()
-    schedule = run._loop.restart().checkpointer.schedule
+    run._loop.restart()
+    schedule = checkpointer_of(run).schedule
     assert schedule.step == 10 and schedule.should_commit(21)
 
 

