@@ -23,6 +23,7 @@ from elastic_ddp.telemetry import new_session
 
 if TYPE_CHECKING:
     from elastic_ddp.checkpoint import Commit, CommitCatalog, Retention
+    from elastic_ddp.checkpoint.retention import Removal
 
 app = typer.Typer(help="List, check, prune and export the commits of a run.", no_args_is_help=True)
 
@@ -141,18 +142,7 @@ def prune(
             )
         )
         return
-    out = console()
-    for item in items:
-        out.print(f"step {item.step:,}: {item.what}, {format_size(item.num_bytes)}")
-        for folder in item.folders:
-            out.print(f"  {folder}")
-    for step, error in doubtful.items():
-        out.print(printable(f"step {step:,} is kept, with all of its objects: {error}"))
-    if not items:
-        out.print("nothing to remove")
-        return
-    total = format_size(sum(item.num_bytes for item in items))
-    out.print(f"{total} would be removed" if dry_run else f"{total} removed")
+    _print_removals(items, doubtful, dry_run=dry_run)
 
 
 @app.command()
@@ -188,6 +178,21 @@ def export(
     out.print(f"the weights of step {commit.step:,} are in {file}")
     if note:
         out.print(printable(note))
+
+
+def _print_removals(items: list[Removal], doubtful: dict[int, StorageError], *, dry_run: bool) -> None:
+    out = console()
+    for item in items:
+        out.print(f"step {item.step:,}: {item.what}, {format_size(item.num_bytes)}")
+        for folder in item.folders:
+            out.print(f"  {folder}")
+    for step, error in doubtful.items():
+        out.print(printable(f"step {step:,} is kept, with all of its objects: {error}"))
+    if not items:
+        out.print("nothing to remove")
+        return
+    total = format_size(sum(item.num_bytes for item in items))
+    out.print(f"{total} would be removed" if dry_run else f"{total} removed")
 
 
 def _retention(keep: int | None, every_steps: int | None, best: int, metric: str | None, mode: str) -> Retention | None:
