@@ -1,17 +1,13 @@
-"""Lists Parquet files at any fsspec URI, and reads their footers and row groups by byte range.
+"""Lists Parquet files at any fsspec URI, and reads their footers and row groups.
 
-It requests byte ranges explicitly. Only the wanted columns of a row group leave the storage, in parallel requests
-instead of one after the other.
+Only the wanted columns of a row group leave the storage, in parallel requests.
 """
 
 from __future__ import annotations
 
-import bisect
-import io
 import os
 import re
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import PurePosixPath
@@ -26,10 +22,8 @@ from fsspec.utils import merge_offset_ranges
 from elastic_ddp.errors import DataError, format_exception
 from elastic_ddp.storage.errors import suggest_fix
 
-_TAIL_BYTES = 64 * 1024  # most footers are smaller, so the first read gets all of one
-_MAGIC = b"PAR1"
 _MAX_GAP_BYTES = 64 * 1024  # reading so many unwanted bytes is cheaper than another request
-
+_PYARROWS_OPTIONS = re.compile(r"^\w+://.*\?\w+=")
 
 Source = str | PathLike[str] | Sequence[str | PathLike[str]]
 """A data set: a path or URI of a file or folder, a glob, or a list of these."""
@@ -47,44 +41,31 @@ class DataFile:
     """The ETag or modification time, which changes with the content."""
 
 
-_PYARROWS_OPTIONS = re.compile(r"^\w+://.*\?\w+=")
-
-
 def filesystem_of(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Returns the fsspec file system of a URI or local path, and the path in it.
-
-    Raises:
-        DataError: fsspec cannot open it.
-    """
+    """Returns the fsspec file system of a URI or local path, and the path in it."""
     if _PYARROWS_OPTIONS.search(uri):
         raise DataError(
             f"data={uri!r} has pyarrow options after its path. Remove them, and set environment variables instead: "
             "AWS_ENDPOINT_URL and AWS_REGION for S3, or fsspec's configuration (FSSPEC_S3_...)."
         )
     try:
-        fs, path = fsspec.core.url_to_fs(uri)
+        return fsspec.core.url_to_fs(uri)
     except (ValueError, ImportError, OSError) as error:
         raise DataError(
             f"data={uri!r} cannot be opened: {error}. Use a local path or a URI that fsspec supports, and install the "
             "package that fsspec needs for it."
         ) from error
-    return fs, path
 
 
 def entries_of(source: Source) -> list[str]:
-    """Returns the entries of a data set's source as a list.
-
-    Raises:
-        DataError: the source is empty, or an entry is not a path.
-    """
-    if not isinstance(source, str | PathLike | list | tuple):
-        raise DataError(f"data={source!r} is a {type(source).__name__}. Use a path, a URI, a glob or a list of them.")
-    entries = [source] if isinstance(source, str | PathLike) else list(source)
-    if not entries:
-        raise DataError("data=[] is empty. Name at least one file, folder or glob.")
-    for entry in entries:
-        if not isinstance(entry, str | PathLike) or not str(entry).strip():
-            raise DataError(f"data contains {entry!r}. Use a path, a URI, a glob or a list of them.")
+    """Returns the entries of a data set's source as a list."""
+    entries = [source] if isinstance(source, str | PathLike) else source
+    if (
+        not isinstance(entries, list | tuple)
+        or not entries
+        or not all(isinstance(entry, str | PathLike) and str(entry).strip() for entry in entries)
+    ):
+        raise DataError(f"data={source!r} names no data. Use a path, a URI, a glob or a list of them.")
     return [str(entry) for entry in entries]
 
 
@@ -92,11 +73,7 @@ def list_files(source: Source) -> list[DataFile]:
     """Returns the Parquet files of a data set in stored order.
 
     A folder, also one that a glob matches, stands for all `*.parquet` files below it, except those below a name that
-    begins with `.` or `_`. Folder names such as `key=value` add no column. The files of a folder or glob are sorted by
-    path; the entries of a list keep their order.
-
-    Raises:
-        DataError: an entry matches no file, or two entries match the same file.
+    begins with `.` or `_`. The files of a folder or glob are sorted by path; the entries of a list keep their order.
     """
     entry_of: dict[str, str] = {}
     files = []
@@ -118,15 +95,12 @@ def _list(source: str) -> list[DataFile]:
     try:
         if fsspec.core.has_magic(path) and not fs.exists(path):
             matches = fs.glob(path, detail=True)
-            wanted = {name: info for name, info in matches.items() if info["type"] == "file"}
-            for folder in matches.keys() - wanted.keys():
-                below = fs.find(folder, detail=True)
-                wanted |= {name: info for name, info in below.items() if _is_data(name, folder)}
-        elif fs.isdir(path):
-            below = fs.find(path, detail=True)
-            wanted = {name: info for name, info in below.items() if _is_data(name, path)}
         else:
-            wanted = {path: fs.info(path)}
+            matches = {path: {"type": "directory"} if fs.isdir(path) else fs.info(path)}
+        wanted = {name: info for name, info in matches.items() if info["type"] != "directory"}
+        for folder in matches.keys() - wanted.keys():
+            below = fs.find(folder, detail=True)
+            wanted |= {name: info for name, info in below.items() if _is_data(name, folder)}
     except FileNotFoundError:
         resolved = "" if source == path else f" ({path})"
         raise DataError(f"data={source!r}{resolved} does not exist. Check the path.") from None
@@ -186,119 +160,44 @@ def _missing(path: str) -> DataError:
     )
 
 
-def read_footer(path: str, size: int, footer_bytes: int = _TAIL_BYTES) -> tuple[pq.FileMetaData, int]:
-    """Returns a file's metadata and the size of its footer in bytes.
-
-    Args:
-        path: the file.
-        size: its size in bytes.
-        footer_bytes: the number of bytes to read first, from the end.
-
-    Raises:
-        DataError: the file is not Parquet, or does not exist.
-    """
-    tail = read_ranges(path, [(max(size - footer_bytes, 0), size)])[0]
-    if len(tail) < 12 or tail[-4:] != _MAGIC:
-        raise DataError(
-            f"{path} is not a Parquet file ({size} bytes). Leave it out of the data set, or write it again."
-        )
-    needed = struct.unpack("<I", tail[-8:-4])[0] + 8
-    if needed > len(tail):
-        tail = read_ranges(path, [(max(size - needed, 0), size)])[0]
-    try:
-        metadata = pq.read_metadata(pa.BufferReader(_MAGIC + tail[-needed:]))  # only the footer is parsed
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} has an unreadable Parquet footer: {error}. Write the file again.") from error
-    return metadata, needed
-
-
-def read_row_group(path: str, size: int, metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> pa.Table:
-    """Returns the given columns of one row group."""
-    wanted = set(columns)
-    group = metadata.row_group(number)
-    starts, stops = [], []
-    for index in range(group.num_columns):
-        chunk = group.column(index)
-        if chunk.path_in_schema in wanted or chunk.path_in_schema.split(".")[0] in wanted:
-            start = chunk.data_page_offset
-            if chunk.has_dictionary_page and chunk.dictionary_page_offset:
-                start = min(start, chunk.dictionary_page_offset)
-            starts.append(start)
-            stops.append(start + chunk.total_compressed_size)
-    _, starts, stops = merge_offset_ranges([path] * len(starts), starts, stops, max_gap=_MAX_GAP_BYTES)
-    ranges = list(zip(starts, stops, strict=True))
-    parts = _Parts(size, ranges, read_ranges(path, ranges), lambda start, stop: read_ranges(path, [(start, stop)])[0])
-    with pq.ParquetFile(pa.PythonFile(parts, mode="r"), metadata=metadata) as file:
-        return file.read_row_group(number, columns=list(columns))
-
-
-def read_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Returns bytes [start, stop) of a file for each range, read in parallel from remote storage.
-
-    Raises:
-        DataError: the file does not exist, or is too short.
-    """
+def read_footer(path: str, size: int) -> pq.FileMetaData:
+    """Returns the metadata of a file of `size` bytes. Raises a DataError if it is not Parquet, or does not exist."""
     fs, name = filesystem_of(path)
     try:
         if isinstance(fs, LocalFileSystem):
-            with open(name, "rb", buffering=0) as file:
-                parts = [_read_at(file.fileno(), start, stop) for start, stop in ranges]
-        else:
-            starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
-            parts = fs.cat_ranges([name] * len(ranges), starts, stops, on_error="raise")
+            return pq.read_metadata(name)
+        with fs.open(name, "rb", cache_type="none", size=size) as file:
+            return pq.read_metadata(file)
     except FileNotFoundError as error:
         raise _missing(path) from error
-    for (start, stop), part in zip(ranges, parts, strict=True):
-        if len(part) != stop - start:
-            raise DataError(
-                f"{path} is {stop - start - len(part)} bytes too short: it changed since it was listed. Restore the "
-                "file, or use another run name."
-            )
-    return parts
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"{path} ({size} bytes) cannot be read as Parquet: {error} Leave it out of the data set, or write it again."
+        ) from error
 
 
-def _read_at(descriptor: int, start: int, stop: int) -> bytes:
-    """Returns bytes [start, stop), or fewer at the end of the file. One read returns less than 2 GiB."""
-    parts = []
-    while start < stop and (part := os.pread(descriptor, stop - start, start)):
-        parts.append(part)
-        start += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+def read_row_group(path: str, size: int, metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> pa.Table:
+    """Returns the given columns of one row group. Raises a DataError if the file does not exist."""
+    fs, name = filesystem_of(path)
+    try:
+        if isinstance(fs, LocalFileSystem):
+            source = name
+        else:
+            starts, stops = _ranges(name, metadata.row_group(number), columns)
+            parts = fs.cat_ranges([name] * len(starts), starts, stops, on_error="raise")
+            known = dict(zip(zip(starts, stops, strict=True), parts, strict=True))
+            source = fs.open(name, "rb", cache_type="parts", cache_options={"data": known, "strict": True}, size=size)
+        with pq.ParquetFile(source, metadata=metadata) as file:
+            return file.read_row_group(number, columns=list(columns))
+    except FileNotFoundError as error:
+        raise _missing(path) from error
 
 
-class _Parts(io.RawIOBase):
-    """A read-only file with some byte ranges in memory. Other ranges are fetched when they are read."""
-
-    def __init__(
-        self, size: int, ranges: list[tuple[int, int]], parts: list[bytes], fetch: Callable[[int, int], bytes]
-    ) -> None:
-        super().__init__()
-        self._size = size
-        self._starts = [start for start, _ in ranges]
-        self._parts = parts
-        self._fetch = fetch
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def read(self, size: int = -1) -> Any:  # a bytes-like object without a copy, unlike RawIOBase.read
-        start, stop = self._position, self._position + size
-        self._position = stop
-        nearest = bisect.bisect_right(self._starts, start) - 1
-        if nearest >= 0 and stop <= self._starts[nearest] + len(self._parts[nearest]):
-            begin = start - self._starts[nearest]
-            return pa.py_buffer(self._parts[nearest]).slice(begin, size)
-        return self._fetch(start, stop)
-
-    read_buffer = read
+def _ranges(name: str, group: pq.RowGroupMetaData, columns: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Returns starts and stops of the byte ranges that contain the given columns."""
+    starts, stops = [], []
+    for chunk in map(group.column, range(group.num_columns)):
+        if {chunk.path_in_schema, chunk.path_in_schema.split(".")[0]} & set(columns):
+            starts.append(min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset))
+            stops.append(starts[-1] + chunk.total_compressed_size)
+    return merge_offset_ranges([name] * len(starts), starts, stops, max_gap=_MAX_GAP_BYTES)[1:]

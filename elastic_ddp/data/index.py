@@ -14,28 +14,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from elastic_ddp.data.files import DataFile, Source, entries_of, filesystem_of, list_files, read_footer
 from elastic_ddp.data.order import Int64Array
-from elastic_ddp.errors import DataError
+from elastic_ddp.errors import DataError, shorten
 
+if TYPE_CHECKING:
+    from elastic_ddp.storage.storage import Storage
 
-class Storage(Protocol):
-    """The part of the run's storage that this module uses."""
-
-    def read(self, key: str) -> bytes:
-        """Returns an object. Raises FileNotFoundError if it does not exist."""
-
-    def create(self, key: str, data: bytes) -> None:
-        """Writes a new object. Raises FileExistsError if it exists."""
-
-    def write(self, key: str, data: bytes) -> None:
-        """Writes an object, or replaces it."""
+_FOOTER_THREADS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +34,6 @@ class DatasetIndex:
     """A data set's files, and its row groups in stored order. It takes a few bytes of memory for each row group."""
 
     files: tuple[DataFile, ...]
-    footer_bytes: Int64Array
-    """The size of each file's footer in bytes, shape (files,)."""
     group_file: Int64Array
     """The index in `files` of each row group's file, shape (row groups,)."""
     group_number: Int64Array
@@ -82,7 +71,6 @@ class DatasetIndex:
         """Returns an Arrow stream of the row groups, with files and schema as JSON in its metadata."""
         header = {
             "files": [[file.path, file.size, file.version] for file in self.files],
-            "footer_bytes": self.footer_bytes.tolist(),
             "schema": base64.b64encode(self.schema.serialize().to_pybytes()).decode(),
         }
         groups = pa.table({"file": self.group_file, "number": self.group_number, "rows": self.group_rows})
@@ -98,7 +86,6 @@ class DatasetIndex:
         header = json.loads(groups.schema.metadata[b"elastic_ddp"])
         return cls(
             files=tuple(DataFile(*file) for file in header["files"]),
-            footer_bytes=np.array(header["footer_bytes"], dtype=np.int64),
             group_file=groups["file"].to_numpy(),
             group_number=groups["number"].to_numpy(),
             group_rows=groups["rows"].to_numpy(),
@@ -106,18 +93,9 @@ class DatasetIndex:
         )
 
 
-def build_index(source: Source, columns: Sequence[str] | None = None, threads: int = 16) -> DatasetIndex:
-    """Returns the index of a Parquet file, folder, glob or list of these.
-
-    Args:
-        source: the data set.
-        columns: the columns to read; by default all.
-        threads: the number of footers to read concurrently.
-
-    Raises:
-        DataError: there are no files or no rows, a file is not Parquet, a column is missing, or schemas differ.
-    """
-    return _index_files(source, list_files(source), columns, threads)
+def build_index(source: Source, columns: Sequence[str] | None = None) -> DatasetIndex:
+    """Returns the index of a Parquet file, folder, glob or list of these. By default it has all columns."""
+    return _index_files(source, list_files(source), columns)
 
 
 def open_index(
@@ -136,32 +114,28 @@ def open_index(
         may_replace: called if files changed since the index was built. Returns whether the run may use a new index.
 
     Raises:
-        DataError: files changed, disappeared or were added since the index was built; or as for `build_index`.
+        DataError: the data cannot be read, or files changed, disappeared or were added since the index was built.
     """
     files = list_files(source)
     key = f"data/index-{_source_hash(source, columns)}"
     try:
         index = DatasetIndex.from_bytes(storage.read(key))
     except FileNotFoundError:
-        index = _index_files(source, files, columns, threads=16)
+        index = _index_files(source, files, columns)
         try:
             storage.create(key, index.to_bytes())
         except FileExistsError:  # another driver of this run stored one first
             index = DatasetIndex.from_bytes(storage.read(key))
-    try:
-        check_unchanged(index.files, files)
-    except DataError:
+    if index.files != tuple(files):
         if not may_replace():
-            raise
-        index = _index_files(source, files, columns, threads=16)
+            raise _change_error(index.files, files)
+        index = _index_files(source, files, columns)
         storage.write(key, index.to_bytes())
     return index
 
 
-def check_unchanged(indexed: Sequence[DataFile], listed: Sequence[DataFile]) -> None:
-    """Raises a DataError that names the files which differ from the indexed ones, and how."""
-    if tuple(indexed) == tuple(listed):
-        return
+def _change_error(indexed: Sequence[DataFile], listed: Sequence[DataFile]) -> DataError:
+    """Returns an error that names the files which differ from the indexed ones, and how."""
     before, now = {file.path: file for file in indexed}, {file.path: file for file in listed}
     differences = [f"{path} is missing" for path in before if path not in now]
     differences += [f"{path} is new" for path in now if path not in before]
@@ -171,40 +145,32 @@ def check_unchanged(indexed: Sequence[DataFile], listed: Sequence[DataFile]) -> 
             differences.append(f"{path} changed ({size}version {file.version} -> {now[path].version})")
     if not differences:
         differences = ["the order of the files changed"]
-    more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-    raise DataError(
-        f"the data set changed since this run began: {'; '.join(differences[:3])}{more}. A run uses the same data set "
+    return DataError(
+        f"the data set changed since this run began: {shorten(differences, 3)}. A run uses the same data set "
         "in every step. Restore the files, or use another run name."
     )
 
 
 def _source_hash(source: Source, columns: Sequence[str] | None) -> str:
-    absolute = []
-    for entry in entries_of(source):
-        fs, path = filesystem_of(entry)
-        absolute.append(fs.unstrip_protocol(path))
+    absolute = [fs.unstrip_protocol(path) for fs, path in map(filesystem_of, entries_of(source))]
     text = json.dumps([absolute, None if columns is None else list(columns)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _index_files(source: Source, files: list[DataFile], columns: Sequence[str] | None, threads: int) -> DatasetIndex:
-    with ThreadPoolExecutor(threads, thread_name_prefix="footers") as pool:
-        footers = list(pool.map(_read_footer, files))
-    for file, footer in zip(files, footers, strict=True):
-        names = footer.schema.names
-        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+def _index_files(source: Source, files: list[DataFile], columns: Sequence[str] | None) -> DatasetIndex:
+    with ThreadPoolExecutor(_FOOTER_THREADS, thread_name_prefix="footers") as pool:
+        schemas, rows = zip(*pool.map(_read_footer, files), strict=True)
+    for file, actual in zip(files, schemas, strict=True):
+        if duplicates := sorted({name for name in actual.names if actual.names.count(name) > 1}):
             raise DataError(
                 f"{file.path} has more than one column named {', '.join(map(repr, duplicates))}. Column names must be "
                 "unique."
             )
-    first = footers[0].schema
-    schema = first if columns is None else _select(first, columns, files[0].path)
-    for file, footer in zip(files[1:], footers[1:], strict=True):
-        _check_schema(schema, footer.schema, files[0].path, file.path, every_column=columns is None)
-    rows = [footer.group_rows for footer in footers]
+    schema = schemas[0] if columns is None else _select(schemas[0], columns, files[0].path)
+    for file, actual in zip(files[1:], schemas[1:], strict=True):
+        _check_schema(schema, actual, files[0].path, file.path, every_column=columns is None)
     index = DatasetIndex(
         files=tuple(files),
-        footer_bytes=np.array([footer.num_bytes for footer in footers], dtype=np.int64),
         group_file=np.repeat(np.arange(len(files)), [len(groups) for groups in rows]).astype(np.int64),
         group_number=np.concatenate([np.arange(len(groups)) for groups in rows]).astype(np.int64),
         group_rows=np.concatenate(rows).astype(np.int64),
@@ -217,17 +183,11 @@ def _index_files(source: Source, files: list[DataFile], columns: Sequence[str] |
     return index
 
 
-@dataclass(frozen=True)
-class _Footer:
-    schema: pa.Schema
-    num_bytes: int
-    group_rows: list[int]
-
-
-def _read_footer(file: DataFile) -> _Footer:
-    metadata, num_bytes = read_footer(file.path, file.size)
+def _read_footer(file: DataFile) -> tuple[pa.Schema, list[int]]:
+    """Returns a file's schema and the number of rows of each row group."""
+    metadata = read_footer(file.path, file.size)
     rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-    return _Footer(pq.ParquetSchema.to_arrow_schema(metadata.schema), num_bytes, rows)
+    return metadata.schema.to_arrow_schema(), rows
 
 
 def _select(schema: pa.Schema, columns: Sequence[str], path: str) -> pa.Schema:

@@ -20,9 +20,6 @@ Transform = Callable[[Arrays, np.random.Generator], Arrays]
 """Maps the rows of a chunk to as many rows: one array of shape (rows, ...) for each column. Randomness must come from
 the generator, which is the same whenever and wherever a chunk of an epoch is transformed."""
 
-_MAX_ITEM_BYTES = {"c": 16}
-"""The size of the widest tensor dtype by NumPy kind; 8 for all others."""
-
 
 @dataclass(frozen=True, eq=False)
 class PreparedChunk:
@@ -45,23 +42,25 @@ class PrepareChunks:
         self._filler = BlockFiller()
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
-        for position in range(block.num_rows):
-            epoch, lane, number = (block.column(name)[position].as_py() for name in ("epoch", "lane", "number"))
-            row_ids = block.column("row_ids")[position].values.to_numpy()
-            rows = {
-                name.removeprefix(COLUMN_PREFIX): to_numpy(
-                    name.removeprefix(COLUMN_PREFIX), block.column(name)[position].values
+        for row in range(block.num_rows):
+            epoch, lane, number, ends_block = block["chunk"][row].as_py()
+            row_ids = block["row_ids"][row].values.to_numpy()
+            columns = {
+                column.removeprefix(COLUMN_PREFIX): to_numpy(
+                    column.removeprefix(COLUMN_PREFIX), block[column][row].values
                 )
-                for name in block.column_names
-                if name.startswith(COLUMN_PREFIX)
+                for column in block.column_names
+                if column.startswith(COLUMN_PREFIX)
             }
             if self._transform is not None:
                 generator = transform_generator(self._seed, epoch, lane, number)
                 title = f"epoch {epoch}, lane {lane}, chunk {number}"
-                rows = _apply(self._transform, rows, generator, len(row_ids), title)
-            _check_tensors(rows, transformed=self._transform is not None)
-            packed = _pack(epoch, lane, number, row_ids, rows)
-            yield self._filler.pad(packed, ends_block=block.column("ends_block")[position].as_py())
+                columns = _apply(self._transform, columns, generator, len(row_ids), title)
+            _check_tensors(columns, transformed=self._transform is not None)
+            header = [epoch, lane, number, {name: [array.dtype.str, array.shape] for name, array in columns.items()}]
+            packed = {"header": pa.array([json.dumps(header)]), "row_ids": as_binary(row_ids)}
+            packed |= {COLUMN_PREFIX + name: as_binary(array) for name, array in columns.items()}
+            yield self._filler.pad(pa.table(packed), ends_block=bool(ends_block))
 
 
 def _apply(transform: Transform, rows: Arrays, generator: np.random.Generator, num_rows: int, title: str) -> Arrays:
@@ -90,8 +89,7 @@ def _apply(transform: Transform, rows: Arrays, generator: np.random.Generator, n
 
 
 def check_columns(schema: pa.Schema) -> None:
-    """Raises a DataError for a column type that no tensor can hold. The driver of a run without a transform calls it
-    before any row is read."""
+    """Raises a DataError for a column type that no tensor can hold, before any row is read."""
     kinds = {field.name: field.type for field in schema if not isinstance(field.type, pa.BaseExtensionType)}
     _check_tensors({name: to_numpy(name, pa.array([], kind)) for name, kind in kinds.items()}, transformed=False)
 
@@ -101,50 +99,28 @@ def _check_tensors(rows: Arrays, *, transformed: bool) -> None:
     for name, values in rows.items():
         kind = values.dtype.kind
         if kind not in "biufc":
-            contents = (
-                "strings, structs, decimals or lists of different lengths"
-                if kind in "OUST"
-                else f"{values.dtype} values"
-            )
+            odd = "strings, structs, decimals or lists of different lengths"
+            contents = odd if kind in "OUST" else f"{values.dtype} values"
             fix = (
                 f"Return numbers for {name!r} from the transform, or leave it out of the result."
                 if transformed
                 else f"Convert {name!r} to numbers in a transform, or leave it out of data.columns."
             )
             raise DataError(f"column {name!r} holds {contents}, which no tensor can hold. {fix}")
-        if values.dtype.itemsize > _MAX_ITEM_BYTES.get(kind, 8) or not values.dtype.isnative:
+        if values.dtype.itemsize > (16 if kind == "c" else 8) or not values.dtype.isnative:
             raise DataError(
                 f"column {name!r} holds {values.dtype} values, which no tensor can hold. Convert them with astype to "
                 "float64 or narrower, in this machine's byte order."
             )
 
 
-def _pack(epoch: int, lane: int, number: int, row_ids: Int64Array, rows: Arrays) -> pa.Table:
-    header = {name: [values.dtype.str, values.shape] for name, values in rows.items()}
-    packed = {
-        "epoch": pa.array([epoch]),
-        "lane": pa.array([lane]),
-        "number": pa.array([number]),
-        "header": pa.array([json.dumps(header)]),
-        "row_ids": as_binary(row_ids),
-    }
-    packed.update({COLUMN_PREFIX + name: as_binary(values) for name, values in rows.items()})
-    return pa.table(packed)
-
-
 def unpack(block: pa.Table) -> Iterator[PreparedChunk]:
     """Yields the chunks in a block that `PrepareChunks` returned."""
-    for position in range(block.num_rows):
-        row = {name: block.column(name)[position] for name in block.column_names}
-        header = json.loads(row["header"].as_py())
+    for row in range(block.num_rows):
+        epoch, lane, number, layout = json.loads(block["header"][row].as_py())
         columns = {
-            name: np.ndarray(shape, dtype, row[COLUMN_PREFIX + name].as_buffer())
-            for name, (dtype, shape) in header.items()
+            name: np.ndarray(shape, dtype, block[COLUMN_PREFIX + name][row].as_buffer())
+            for name, (dtype, shape) in layout.items()
         }
-        yield PreparedChunk(
-            epoch=row["epoch"].as_py(),
-            lane=row["lane"].as_py(),
-            number=row["number"].as_py(),
-            row_ids=np.frombuffer(row["row_ids"].as_buffer(), np.int64),
-            columns=columns,
-        )
+        row_ids = np.frombuffer(block["row_ids"][row].as_buffer(), np.int64)
+        yield PreparedChunk(epoch=epoch, lane=lane, number=number, row_ids=row_ids, columns=columns)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic_ddp.data.files import check_version, list_files, read_footer, read_ranges, read_row_group
+from elastic_ddp.data.files import check_version, list_files, read_footer, read_row_group
 from elastic_ddp.data.index import DatasetIndex, build_index, open_index
 from elastic_ddp.errors import DataError
 
@@ -85,7 +85,7 @@ def test_an_index_can_be_serialized(tmp_path: Path) -> None:
     assert loaded.files == index.files
     assert loaded.schema == index.schema
     assert loaded.fingerprint == index.fingerprint
-    for field in ("footer_bytes", "group_file", "group_number", "group_rows"):
+    for field in ("group_file", "group_number", "group_rows"):
         assert np.array_equal(getattr(loaded, field), getattr(index, field))
 
 
@@ -93,26 +93,16 @@ def test_only_the_selected_columns_of_a_row_group_are_read(tmp_path: Path) -> No
     rows = 2000
     wide = pa.table({name: np.random.default_rng(seed).random(rows) for seed, name in enumerate("abcdefgh")})
     path = write(tmp_path / "wide.parquet", wide, row_group_size=rows)
-    metadata, footer_bytes = read_footer(str(path), path.stat().st_size)
+    metadata = read_footer(str(path), path.stat().st_size)
     fetched = read_row_group(str(path), path.stat().st_size, metadata, 0, ["g", "b"])
     assert fetched.equals(wide.select(["g", "b"]))
-    assert footer_bytes < path.stat().st_size
-    assert read_footer(str(path), path.stat().st_size, footer_bytes)[1] == footer_bytes
 
 
 def test_nested_columns_can_be_read(tmp_path: Path) -> None:
     nested = pa.table({"s": [{"x": 1, "y": [1, 2]}, {"x": 2, "y": []}], "z": [1, 2]})
     path = write(tmp_path / "nested.parquet", nested)
-    metadata, _ = read_footer(str(path), path.stat().st_size)
+    metadata = read_footer(str(path), path.stat().st_size)
     assert read_row_group(str(path), path.stat().st_size, metadata, 0, ["s"]).equals(nested.select(["s"]))
-
-
-def test_a_footer_larger_than_the_first_read_is_read_completely(tmp_path: Path) -> None:
-    wide = pa.table({f"column_{number:04}": [1.0] for number in range(2000)})
-    path = write(tmp_path / "wide.parquet", wide)
-    metadata, footer_bytes = read_footer(str(path), path.stat().st_size)
-    assert metadata.num_columns == 2000
-    assert footer_bytes > 64 * 1024
 
 
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
@@ -122,7 +112,7 @@ def test_a_missing_path_is_named(tmp_path: Path) -> None:
 def test_a_folder_without_parquet_files_raises(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("1,2")
     assert ".parquet" in message(build_index, str(tmp_path))
-    assert "data=[] is empty" in message(build_index, [])
+    assert "data=[]" in message(build_index, [])
 
 
 def test_a_data_set_without_rows_raises(tmp_path: Path) -> None:
@@ -132,9 +122,8 @@ def test_a_data_set_without_rows_raises(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"no Parquet at all")
-    assert f"{tmp_path / 'a.parquet'} is not a Parquet file (17 bytes)" in message(build_index, str(tmp_path))
-    (tmp_path / "a.parquet").write_bytes(b"PAR1" + b"\0" * 20 + (16).to_bytes(4, "little") + b"PAR1")
-    assert f"{tmp_path / 'a.parquet'} has an unreadable Parquet footer" in message(build_index, str(tmp_path))
+    text = message(build_index, str(tmp_path))
+    assert text.startswith(f"{tmp_path / 'a.parquet'} (17 bytes) cannot be read as Parquet")
 
 
 def test_a_glob_of_folders_matches_the_files_below_them(tmp_path: Path) -> None:
@@ -170,19 +159,6 @@ def test_a_file_that_is_named_twice_raises(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             build_index(source)
         assert f"{file} twice, in {source[0]!r} and in {source[1]!r}" in str(caught.value)
-
-
-def test_ranges_are_read_completely_when_the_system_returns_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Linux returns at most 2 GiB at a time."""
-    (tmp_path / "file").write_bytes(bytes(range(100)))
-    pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda descriptor, count, offset: pread(descriptor, min(count, 7), offset))
-    path = str(tmp_path / "file")
-    assert read_ranges(path, [(3, 40), (50, 50), (90, 100)]) == [bytes(range(3, 40)), b"", bytes(range(90, 100))]
-    with pytest.raises(DataError, match="5 bytes too short"):
-        read_ranges(path, [(90, 105)])
 
 
 def test_different_schemas_raise_an_error_that_names_file_and_columns(tmp_path: Path) -> None:
@@ -275,7 +251,7 @@ def test_s3_files_are_indexed_and_their_etags_compared(s3: str) -> None:
     index = open_index(f"{s3}/train/", storage)
     assert [file.path for file in index.files] == [f"{s3}/train/a.parquet", f"{s3}/train/b.parquet"]
     assert all(file.version.startswith("ETag=") for file in index.files)
-    metadata, _ = read_footer(index.files[1].path, index.files[1].size)
+    metadata = read_footer(index.files[1].path, index.files[1].size)
     rows = read_row_group(index.files[1].path, index.files[1].size, metadata, 2, ["text"])
     assert rows["text"].to_pylist() == ["row 8", "row 9"]
     assert open_index(f"{s3}/train/", storage).fingerprint == index.fingerprint
