@@ -25,7 +25,7 @@ _FORMER_REASONS = {
 """Reasons in ledgers of version 0.1.0, and what they are called now."""
 
 Account = Mapping[str, float]
-"""Seconds of a generation by phase (see `stopwatch.Phase`), as one worker measured them since it began."""
+"""Seconds of a generation by phase (see `account.Phase`), as one worker measured them since it began."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 A session lasts from the call of `fit` (`session_started.at`) until its workers have exited (`session_ended`, or
 `finished` or `failed` without one), or to its last event. Each second of it belongs to one part. Inside a generation,
-members account for their time by phase (see `stopwatch`). The longest account counts; one that is longer than its
+members account for their time by phase (see `account`). The longest account counts; one that is longer than its
 generation is scaled down.
 
 useful: as accounted, without work that was discarded later. `goodput` is its share of the total.
@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ddp.telemetry.account import PHASES
 from elastic_ddp.telemetry.event import (
     MEMBERSHIP_CHANGED,
     RESUMED,
@@ -50,7 +51,6 @@ from elastic_ddp.telemetry.events import (
     StepsCompleted,
     WorkerFailed,
 )
-from elastic_ddp.telemetry.stopwatch import PHASES
 
 PARTS = ("useful", "redone", "detection", "rendezvous", "hand_over", "checkpoint", "waiting", "start_up", "shut_down")
 STALLS = ("detection_s", "rendezvous_s", "hand_over_s", "first_step_s")

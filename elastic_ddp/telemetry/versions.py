@@ -10,10 +10,6 @@ PACKAGES = ("elastic-ddp", "torch", "ray", "pyarrow")
 
 
 @cache
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
-
-
 def versions() -> dict[str, str]:
     """Returns the versions in this process, by name."""
-    return dict(_versions())
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic_ddp.telemetry.account import PHASES
 from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.stopwatch import PHASES
 from tests.unit.ledger_events import ledger_event
 
 

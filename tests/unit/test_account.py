@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_ddp.rendezvous.hang import Activity
-from elastic_ddp.telemetry.account import Account
-from elastic_ddp.telemetry.stopwatch import Stopwatch
+from elastic_ddp.telemetry.account import PHASES, Account
 from tests.unit.single_worker import PEER_FAILURE, NewRun, client_of, prepared
 
 
@@ -19,7 +20,7 @@ class Worker:
     def __init__(self) -> None:
         self.now = 1000.0
         self.activity = Activity(lambda: self.now)
-        self.account = Account(Stopwatch(lambda: self.now), lambda: self.activity.idle_s)
+        self.account = Account(lambda: self.activity.idle_s, lambda: self.now)
         self.account.begin()
         self.account.formed()
         self.account.ready()
@@ -37,6 +38,55 @@ class Worker:
         """Seconds of redone work and of detection."""
         seconds = self.account.seconds()
         return seconds["redone"], seconds["detection"]
+
+
+def test_each_phase_has_the_time_spent_in_it_up_to_the_end() -> None:
+    now = 1000.0
+    account = Account(clock=lambda: now)
+    account.begin()
+    now += 0.25
+    account.formed()
+    now += 0.5
+    account.ready()
+    now += 8
+    with pytest.raises(RuntimeError), account.checkpoint():
+        now += 1
+        raise RuntimeError(PEER_FAILURE)
+    now += 2.0000004
+    account.end()
+    now += 4
+    with account.checkpoint():
+        now += 8
+    seconds = {"rendezvous": 0.25, "hand_over": 0.5, "useful": 10.0, "checkpoint": 1.0}
+    assert account.seconds() == seconds
+    account.begin()
+    now += 1
+    assert account.seconds() == {"rendezvous": 1.0}, "a new generation has a new account"
+
+
+@given(st.lists(st.one_of(st.floats(0, 1e4), st.sampled_from(["ready", "step", "save", "failure", "detection"]))))
+def test_phases_add_up_to_the_time_since_the_start(actions: list[float | str]) -> None:
+    now = 1000.0
+    account = Account(lambda: 5.0, lambda: now)
+    account.begin()
+    for action in actions:
+        match action:
+            case "ready":
+                account.ready()
+            case "step":
+                account.step_done()
+            case "save":
+                with account.checkpoint():
+                    now += 1.0
+            case "failure":
+                account.record_failure(in_step=True)
+            case "detection":
+                account.record_detection()
+            case float(seconds):
+                now += seconds
+        phases = account.seconds()
+        assert min(phases.values()) >= 0 and phases.keys() <= set(PHASES)
+        assert sum(phases.values()) == pytest.approx(now - 1000.0, abs=1e-5)
 
 
 def fail_in_the_first_step(worker: Worker) -> None:
@@ -101,7 +151,7 @@ def test_work_in_a_long_wait_is_at_most_a_typical_step() -> None:
 
 def test_a_first_step_that_waits_for_a_failed_peer_counts_as_detection(new_run: NewRun) -> None:
     run, now = new_run(), 1000.0
-    run._loop.membership.account._watch = Stopwatch(lambda: now)
+    run._loop.membership.account._clock = lambda: now
     run._loop.membership.activity._clock = lambda: now
     model = prepared(run)
     for step in run.steps():

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ddp.telemetry.account import PHASES
 from elastic_ddp.telemetry.event import Event, parse
 from elastic_ddp.telemetry.events import RunFailed, RunFinished, SessionStarted
 from elastic_ddp.telemetry.goodput import PARTS, goodput, partition, stalls
-from elastic_ddp.telemetry.stopwatch import PHASES
 from tests.unit.goodput_events import accounted, event, finished, formed, started
 
 seconds = st.floats(0, 100).map(lambda value: round(value, 3))

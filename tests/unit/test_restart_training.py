@@ -18,7 +18,6 @@ from elastic_ddp.errors import ConfigError, StorageError, WorkersFailedError
 from elastic_ddp.rendezvous.messages import PlannedAssignment
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.account import Account
-from elastic_ddp.telemetry.stopwatch import Stopwatch
 from elastic_ddp.worker.generation import Generation, GenerationInputs
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.membership import RestartTraining
@@ -100,7 +99,7 @@ def test_a_running_save_ends_before_the_training_function_restarts(
 def test_the_time_of_a_restart_does_not_belong_to_the_generation_before(new_run: NewRun, why: str) -> None:
     """The rendezvous keeps the longest account, and would count it as useful time."""
     run, now, accounts = new_run(), 1000.0, []
-    run._loop.membership.account = Account(Stopwatch(lambda: now))
+    run._loop.membership.account = Account(clock=lambda: now)
     client = client_of(run)
     join = client.join
 
