@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field
-from typing import Any, ClassVar
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, dataclass_transform
 
 EVENTS: dict[str, type[Event]] = {}
 """The event classes by name, in the order of `events.py`."""
@@ -28,9 +28,13 @@ Account = Mapping[str, float]
 """Seconds of a generation by phase (see `account.Phase`), as one worker measured them since it began."""
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What all events have in common. A field that is added to an event later needs a default."""
+    """What all events have in common. A field that is added to an event later needs a default.
+
+    A subclass is a frozen dataclass. The class argument `event` names the event.
+    """
 
     event: ClassVar[str]
     """Name of the event."""
@@ -43,21 +47,21 @@ class Event:
     session: str = ""
     """The driver's session that the event belongs to, such as `20261120T101500Z-3f9a1c`."""
 
-    def __init_subclass__(cls) -> None:
-        if "event" in vars(cls):
-            EVENTS[cls.event] = cls
-
-    def fields(self) -> dict[str, Any]:
-        """Returns the fields of the event's own class by name, without those of `Event`."""
-        return {name: getattr(self, name) for name in _own_fields(type(self))}
+    def __init_subclass__(cls, event: str | None = None) -> None:
+        if event is not None:
+            cls.event = event
+            EVENTS[event] = cls
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the name, `at` if it is set, and the fields of the event's own class."""
         at = {} if self.at is None else {"at": self.at}
-        return {"event": self.event, **at, **self.fields()}
+        return {"event": self.event, **at, **{name: value for name, value in vars(self).items() if name not in _COMMON}}
 
 
-@dataclass(frozen=True, kw_only=True)
+_COMMON = frozenset(attribute.name for attribute in fields(Event))
+
+
 class UnknownEvent(Event):
     """An event of another version: it has no class here, or lacks a field that its class needs."""
 
@@ -66,11 +70,11 @@ class UnknownEvent(Event):
     content: Mapping[str, Any] = field(default_factory=dict)
     """Its fields, without those of `Event`."""
 
-    def fields(self) -> dict[str, Any]:
-        return dict(self.content)
+    def to_json(self) -> dict[str, Any]:
+        at = {} if self.at is None else {"at": self.at}
+        return {"event": self.event, **at, **self.content}
 
 
-@dataclass(frozen=True, kw_only=True)
 class GenerationEvent(Event):
     """An event that belongs to one generation."""
 
@@ -78,20 +82,8 @@ class GenerationEvent(Event):
     """Number of the generation in its session, from 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainingEvent(GenerationEvent):
     """An event about training in a generation, as its rank 0 reports it."""
-
-
-_ENVELOPE = frozenset(attribute.name for attribute in dataclasses.fields(Event))
-
-
-def _own_fields(kind: type[Event]) -> list[str]:
-    return [attribute.name for attribute in dataclasses.fields(kind) if attribute.name not in _ENVELOPE]
-
-
-def _is_required(attribute: dataclasses.Field[Any]) -> bool:
-    return attribute.default is attribute.default_factory is MISSING
 
 
 def parse(entry: Mapping[str, Any]) -> Event:
@@ -100,12 +92,13 @@ def parse(entry: Mapping[str, Any]) -> Event:
     An event without a class, or without a field that its class needs, becomes an `UnknownEvent`. Fields that its class
     does not have are dropped.
     """
-    envelope = {name: entry[name] for name in _ENVELOPE & entry.keys()}
-    kind = EVENTS.get(entry["event"])
-    if kind is None or any(_is_required(one) and one.name not in entry for one in dataclasses.fields(kind)):
-        content = {name: value for name, value in entry.items() if name != "event" and name not in _ENVELOPE}
-        return UnknownEvent(event=entry["event"], content=content, **envelope)
-    fields = {name: entry[name] for name in _own_fields(kind) if name in entry}
-    if isinstance(reason := fields.get("reason"), str):
-        fields["reason"] = _FORMER_REASONS.get(reason, reason)
-    return kind(**envelope, **fields)
+    values = {name: value for name, value in entry.items() if name != "event"}
+    if isinstance(reason := values.get("reason"), str):
+        values["reason"] = _FORMER_REASONS.get(reason, reason)
+    with suppress(KeyError, TypeError):
+        kind = EVENTS[entry["event"]]
+        return kind(
+            **{attribute.name: values[attribute.name] for attribute in fields(kind) if attribute.name in values}
+        )
+    common = {name: values.pop(name) for name in _COMMON & values.keys()}
+    return UnknownEvent(event=entry["event"], content=values, **common)

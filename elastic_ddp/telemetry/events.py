@@ -8,17 +8,15 @@ In the ledger an event is one JSON object with the fields of its class, those of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import field
+from typing import Any
 
 from elastic_ddp.telemetry.event import Account, Event, GenerationEvent, TrainingEvent
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionStarted(Event):
+class SessionStarted(Event, event="session_started"):
     """The driver has started, or resumed, the run. `at` is when `fit` was called."""
 
-    event: ClassVar[str] = "session_started"
     resumed_from_step: int | None = None
     """Steps done in the newest commit; null for a new run."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -27,29 +25,22 @@ class SessionStarted(Event):
     """Versions of Python, elastic-ddp, torch, ray and pyarrow in the driver."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionEnded(Event):
+class SessionEnded(Event, event="session_ended"):
     """All workers of the session have exited, and the driver closes the ledger."""
 
-    event: ClassVar[str] = "session_ended"
 
-
-@dataclass(frozen=True, kw_only=True)
-class RunFailed(Event):
+class RunFailed(Event, event="failed"):
     """The session ends with an error; a `finished` event follows."""
 
-    event: ClassVar[str] = "failed"
     error: str
     """The error message, with a traceback for errors of the training function."""
     kind: str | None = None
     """Class name of the error that `fit` raises, such as `TrainFunctionError`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFinished(Event):
+class RunFinished(Event, event="finished"):
     """The session ends, whatever its outcome."""
 
-    event: ClassVar[str] = "finished"
     status: str
     """`finished`, `stopped` or `failed`."""
     steps: int | None = None
@@ -72,11 +63,9 @@ class RunFinished(Event):
     """As in `failed`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationFormed(GenerationEvent):
+class GenerationFormed(GenerationEvent, event="rendezvous"):
     """The rendezvous has formed a generation and assigned its ranks."""
 
-    event: ClassVar[str] = "rendezvous"
     world_size: int
     """Number of workers."""
     reason: str
@@ -89,11 +78,9 @@ class GenerationFormed(GenerationEvent):
     """Rank, node address and process id of each member."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationStarted(TrainingEvent):
+class GenerationStarted(TrainingEvent, event="generation"):
     """All ranks have the state and the process group, and training starts. Rank 0 reports it."""
 
-    event: ClassVar[str] = "generation"
     world_size: int
     """Number of workers."""
     first_step: int
@@ -102,20 +89,16 @@ class GenerationStarted(TrainingEvent):
     """As in `rendezvous`, or `resume` when the state comes from a commit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstStep(TrainingEvent):
+class FirstStep(TrainingEvent, event="first_step"):
     """The first step of a generation is done. Rank 0 reports it."""
 
-    event: ClassVar[str] = "first_step"
     seconds: float = 0.0
     """Seconds from the start of training in the generation to the end of its first step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationEnded(TrainingEvent):
+class GenerationEnded(TrainingEvent, event="generation_ended"):
     """Rank 0 has left the generation."""
 
-    event: ClassVar[str] = "generation_ended"
     last_step: int
     """Steps done by then."""
     reason: str
@@ -124,20 +107,16 @@ class GenerationEnded(TrainingEvent):
     """Rank 0's account of the whole generation."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationAccount(GenerationEvent):
+class GenerationAccount(GenerationEvent, event="generation_account"):
     """Members of a generation have come to the rendezvous for the next one. It precedes the next `rendezvous`."""
 
-    event: ClassVar[str] = "generation_account"
     account: Account | None = None
     """The longest account among those members."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepsCompleted(TrainingEvent):
+class StepsCompleted(TrainingEvent, event="steps"):
     """`log_every_steps` more steps are done. Rank 0 reports it."""
 
-    event: ClassVar[str] = "steps"
     step: int
     """Steps done since the start of the run."""
     epoch: int | None = None
@@ -154,20 +133,16 @@ class StepsCompleted(TrainingEvent):
     """Rank 0's account of the generation so far."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationStarted(TrainingEvent):
+class EvaluationStarted(TrainingEvent, event="evaluating"):
     """Ranks start an evaluation. Rank 0 reports it."""
 
-    event: ClassVar[str] = "evaluating"
     name: str
     """Name of the metric."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationFinished(TrainingEvent):
+class EvaluationFinished(TrainingEvent, event="evaluation"):
     """An evaluation is done. Rank 0 reports it."""
 
-    event: ClassVar[str] = "evaluation"
     step: int
     """Steps done in the evaluated state."""
     name: str
@@ -176,20 +151,16 @@ class EvaluationFinished(TrainingEvent):
     """Its value."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommitStarted(GenerationEvent):
+class CommitStarted(GenerationEvent, event="commit_begun"):
     """Ranks start to write a checkpoint. Rank 0 reports it."""
 
-    event: ClassVar[str] = "commit_begun"
     step: int
     """Steps done in the state that is written."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommitSucceeded(GenerationEvent):
+class CommitSucceeded(GenerationEvent, event="commit"):
     """A commit is complete and visible. Rank 0 reports it."""
 
-    event: ClassVar[str] = "commit"
     step: int
     """Steps done in the committed state."""
     seconds: float
@@ -204,11 +175,9 @@ class CommitSucceeded(GenerationEvent):
     """Seconds until the next commit, as chosen with `checkpoint.interval = "auto"`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommitFailed(GenerationEvent):
+class CommitFailed(GenerationEvent, event="commit_failed"):
     """A save has failed. Rank 0 reports it."""
 
-    event: ClassVar[str] = "commit_failed"
     step: int
     """Steps done in the state that could not be committed."""
     seconds: float
@@ -221,40 +190,32 @@ class CommitFailed(GenerationEvent):
     """Whether the storage caused the error."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommitSkipped(Event):
+class CommitSkipped(Event, event="commit_left_out"):
     """A commit was due while the save before it was still running. Rank 0 reports it."""
 
-    event: ClassVar[str] = "commit_left_out"
     step: int
     """Steps done when it was due."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommitRejected(Event):
+class CommitRejected(Event, event="commit_rejected"):
     """A restore found a commit that it cannot use, and takes an older one. Rank 0 reports it."""
 
-    event: ClassVar[str] = "commit_rejected"
     key: str
     """Key of the commit's manifest in the storage."""
     reason: str
     """Why it cannot be used."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resumed(Event):
+class Resumed(Event, event="resumed"):
     """Ranks have restored a commit. Rank 0 reports it."""
 
-    event: ClassVar[str] = "resumed"
     step: int
     """Steps done in the restored state."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightsLoaded(Event):
+class WeightsLoaded(Event, event="weights_loaded"):
     """`run.load_weights` has loaded weights into the model. Rank 0 reports it."""
 
-    event: ClassVar[str] = "weights_loaded"
     uri: str
     """The run that the weights come from."""
     step: int
@@ -267,11 +228,9 @@ class WeightsLoaded(Event):
     """Tensors that were converted to another dtype, and both dtypes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerFailed(GenerationEvent):
+class WorkerFailed(GenerationEvent, event="worker_lost"):
     """A worker of the current generation has failed, or a connection between two of its workers broke."""
 
-    event: ClassVar[str] = "worker_lost"
     error: str
     """How it failed."""
     member: str | None = None
@@ -280,33 +239,27 @@ class WorkerFailed(GenerationEvent):
     """Id of the worker that reported a broken connection; null if the rendezvous noticed the failure."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NewcomerFailed(GenerationEvent):
+class NewcomerFailed(GenerationEvent, event="newcomer_lost"):
     """A worker has failed before it was in a generation."""
 
-    event: ClassVar[str] = "newcomer_lost"
     member: str
     """Id of the failed worker."""
     error: str
     """How it failed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerLeft(GenerationEvent):
+class WorkerLeft(GenerationEvent, event="worker_left"):
     """A worker has left the run because it was asked to."""
 
-    event: ClassVar[str] = "worker_left"
     member: str | None = None
     """Id of the worker."""
     kind: str
     """`drain` if its node or process is to stop, `resize` if the run has fewer workers from now on."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrainNoticed(Event):
+class DrainNoticed(Event, event="notice"):
     """A worker, or all workers of a node, must leave."""
 
-    event: ClassVar[str] = "notice"
     within_s: float
     """Seconds until the deadline; 0 for none."""
     by: str
@@ -319,27 +272,20 @@ class DrainNoticed(Event):
     """Ray's id of the node; null if the notice is for one worker."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrainOverdue(GenerationEvent):
+class DrainOverdue(GenerationEvent, event="overdue"):
     """A worker's drain deadline is near, so the rendezvous interrupts the step in flight."""
 
-    event: ClassVar[str] = "overdue"
 
-
-@dataclass(frozen=True, kw_only=True)
-class ResizeRequested(Event):
+class ResizeRequested(Event, event="resize"):
     """A person has asked for another number of workers."""
 
-    event: ClassVar[str] = "resize"
     num_workers: int
     """Number of workers asked for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HangDetected(GenerationEvent):
+class HangDetected(GenerationEvent, event="hang"):
     """No worker made progress for `hang_timeout_s`."""
 
-    event: ClassVar[str] = "hang"
     places: Mapping[str, str]
     """What each worker was doing (see `hang.Place`), by worker id."""
     culprits: list[str]
@@ -348,11 +294,9 @@ class HangDetected(GenerationEvent):
     """Seconds without progress."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StacksRecorded(Event):
+class StacksRecorded(Event, event="stacks"):
     """A worker reports its stacks before the rendezvous decides about a hang."""
 
-    event: ClassVar[str] = "stacks"
     member: str
     """Id of the worker."""
     place: str
@@ -361,28 +305,22 @@ class StacksRecorded(Event):
     """Python stacks of all its threads, the training thread first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportIgnored(GenerationEvent):
+class ReportIgnored(GenerationEvent, event="told_too_late"):
     """A worker that was presumed dead reported something about a generation that had ended."""
 
-    event: ClassVar[str] = "told_too_late"
     what: str
     """Name of the event that it reported."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RendezvousRestarted(GenerationEvent):
+class RendezvousRestarted(GenerationEvent, event="rendezvous_restarted"):
     """The rendezvous process died, and a new one has taken over its state."""
 
-    event: ClassVar[str] = "rendezvous_restarted"
     pid: int
     """Process id of the new rendezvous."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartFailed(Event):
+class StartFailed(Event, event="start_failed"):
     """A group of workers could not be started, and is started again."""
 
-    event: ClassVar[str] = "start_failed"
     error: str
     """The error message."""
