@@ -107,7 +107,7 @@ class RunDisplay:
             newest |= {name: self._newest[name] for name in ("step", "world_size")}
         self._progress.update(
             newest["step"],
-            metrics={"loss": newest["loss"]} if newest.get("loss") is not None else None,
+            loss=newest.get("loss"),
             samples=newest["samples"],
             world_size=newest["world_size"],
             state=self._state,

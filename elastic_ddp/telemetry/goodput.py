@@ -71,7 +71,7 @@ def goodput(events: Iterable[Event]) -> dict[str, float | None]:
     """
     events = list(events)
     parts = partition(events)
-    total = math.fsum(session.length_s for session in _sessions(events))
+    total = math.fsum(parts.values())
     measured = total > 0 and any(getattr(event, "account", None) for event in events)
     return {
         **{part: round(seconds, 3) for part, seconds in parts.items()},
@@ -86,11 +86,11 @@ def partition(events: Iterable[Event]) -> dict[str, float]:
     work: list[_Work] = []
     for session in _sessions(events):
         total["redone"] += _discard_after(session.first_step, work)
-        total["start_up"] += session.start_up_s
+        total["start_up"] += session.generations[0].formed_at if session.generations else session.length_s
         for generation, accounted, rest in _intervals(session):
             total["redone"] += _discard_after(generation.first_step, work)
             work += _split_work(generation, accounted.pop("useful", 0.0))
-            for part, seconds in [*accounted.items(), *rest.items()]:
+            for part, seconds in (*accounted.items(), *rest.items()):
                 total[part] += seconds
     return {**total, "useful": math.fsum(interval.seconds for interval in work)}
 
@@ -106,14 +106,10 @@ def stalls(events: Iterable[Event]) -> dict[tuple[str, int], dict[str, float | N
     for session in _sessions(events):
         detection_s, between_s = None, 0.0
         for generation, accounted, rest in _intervals(session):
-            row: dict[str, float | None] = dict.fromkeys(STALLS)
-            if accounted:
-                row["detection_s"] = detection_s
-                row["rendezvous_s"] = between_s + accounted.get("rendezvous", 0.0)
-                row["hand_over_s"] = accounted.get("hand_over", 0.0)
-            row["first_step_s"] = generation.first_step_s
+            costs = [detection_s, between_s + accounted.get("rendezvous", 0.0), accounted.get("hand_over", 0.0)]
+            row = zip(STALLS, [*(costs if accounted else [None] * 3), generation.first_step_s], strict=True)
             rows[session.name, generation.number] = {
-                name: None if seconds is None else round(seconds, 3) for name, seconds in row.items()
+                name: None if seconds is None else round(seconds, 3) for name, seconds in row
             }
             detection_s = accounted.get("detection", 0.0) if accounted else None
             between_s = rest.get("rendezvous", 0.0)
@@ -130,10 +126,9 @@ class _Generation:
     first_step: int | None
     """Steps done in the state that it started from."""
     starts_without_state: bool
-    """Whether no member brought a state."""
     account: dict[str, float] = field(default_factory=dict)
     progress: list[tuple[float, int]] = field(default_factory=list)
-    """Useful seconds so far and steps done by then, for each account with a step."""
+    """Useful seconds and steps done by then, for each account with a step."""
     failed_at: float | None = None
     ended_by: str | None = None
     """Why it ended, if a member reported that."""
@@ -181,10 +176,6 @@ class _Session:
     """Steps done when it began, if known."""
     generations: list[_Generation]
 
-    @property
-    def start_up_s(self) -> float:
-        return self.generations[0].formed_at if self.generations else self.length_s
-
 
 @dataclass
 class _Work:
@@ -199,10 +190,10 @@ def _sessions(events: Iterable[Event]) -> list[_Session]:
     by_name: dict[str, list[Event]] = {}
     for event in events:
         by_name.setdefault(event.session, []).append(event)
-    return [_session(name, session_events) for name, session_events in by_name.items()]
+    return [_session(session_events) for session_events in by_name.values()]
 
 
-def _session(name: str, events: list[Event]) -> _Session:
+def _session(events: list[Event]) -> _Session:
     started = next((event for event in events if isinstance(event, SessionStarted)), None)
     ends = [event for event in events if isinstance(event, RunFinished | RunFailed | SessionEnded)]
     began_at = _moment(started or events[0])
@@ -225,7 +216,7 @@ def _session(name: str, events: list[Event]) -> _Session:
         if number in generations:
             generations[number].add(event, at)
     return _Session(
-        name=name,
+        name=events[0].session,
         length_s=length_s,
         finished=any(isinstance(event, RunFinished) and event.status == "finished" for event in ends),
         first_step=(started.resumed_from_step or 0) if started is not None else None,

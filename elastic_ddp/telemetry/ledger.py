@@ -37,13 +37,11 @@ class Ledger:
         self.session = session
         self._storage = storage
         self._clock = clock
-        self._seq = 0
-        self._number = 0
-        self._lines: list[bytes] = []
-        self._size = 0
+        self._seq = self._number = 0
+        """Numbers of the next event and of the newest segment."""
+        self._segment = b""
         self._unwritten: dict[str, bytes] = {}
-        """Full segments that are not stored yet, oldest first."""
-        self._dirty = False
+        """Segments to store, by key, oldest first."""
         self._failure: StorageError | None = None
 
     def append(self, event: Event) -> None:
@@ -54,13 +52,11 @@ class Ledger:
         """
         entry = {"time": round(self._clock(), 6), "seq": self._seq, **event.to_json(), "session": self.session}
         line = json.dumps(_plain(entry), separators=(",", ":")).encode() + b"\n"
-        if self._lines and self._size + len(line) > _SEGMENT_BYTES:
-            self._unwritten[self._key()] = b"".join(self._lines)
-            self._number, self._lines, self._size = self._number + 1, [], 0
+        if self._segment and len(self._segment) + len(line) > _SEGMENT_BYTES:
+            self._number, self._segment = self._number + 1, b""
         self._seq += 1
-        self._lines.append(line)
-        self._size += len(line)
-        self._dirty = True
+        self._segment += line
+        self._unwritten[f"ledger/{self.session}-{self._number:06d}.jsonl"] = self._segment
 
     def flush(self) -> None:
         """Stores the appended events. If the storage fails, logs that and keeps the events for a later flush."""
@@ -68,9 +64,6 @@ class Ledger:
             for key, data in list(self._unwritten.items()):
                 self._storage.write(key, data)
                 del self._unwritten[key]
-            if self._dirty:
-                self._storage.write(self._key(), b"".join(self._lines))
-                self._dirty = False
         except StorageError as error:
             if self._failure is None:  # one line for an outage
                 _log.warning("ledger events stay in memory until the storage accepts them: %s", error)
@@ -87,9 +80,6 @@ class Ledger:
         self.flush()
         if self._failure is not None:
             raise self._failure
-
-    def _key(self) -> str:
-        return f"ledger/{self.session}-{self._number:06d}.jsonl"
 
 
 def read_ledger(storage: Storage) -> list[Event]:
@@ -118,12 +108,10 @@ def _parse(key: str, data: bytes) -> list[Event]:
             entry = json.loads(line)
             if not isinstance(entry["seq"], int) or not isinstance(entry["time"], int | float):
                 raise ValueError("seq or time is missing")
-            event = parse(entry)
+            events.append(parse(entry))
         except (KeyError, TypeError, ValueError) as error:
             if number < len(lines):
                 _log.warning("line %d of %s is skipped: %s", number, key, error)
-            continue
-        events.append(event)
     return events
 
 

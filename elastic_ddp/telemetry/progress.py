@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -15,9 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-_WINDOW_S = 30.0
-_REDRAW_S = 0.1
-_LINE_S = 5.0
+_REDRAW_S, _LINE_S, _UNCHANGED_LINE_S = 0.1, 5.0, 30.0
+"""Seconds between updates of the live line, between plain lines, and between those that repeat a state."""
 
 
 class Progress:
@@ -27,20 +25,13 @@ class Progress:
         total_steps: steps of the whole run, if known.
         console: standard error by default.
         clock: monotonic time in seconds.
-        line_every_s: seconds between plain lines. A new state and the last step are always shown.
     """
 
     def __init__(
-        self,
-        total_steps: int | None,
-        console: Console | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        line_every_s: float = _LINE_S,
+        self, total_steps: int | None, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console = console or Console(stderr=True)
         self._clock = clock
-        self._interval_s = _REDRAW_S if self._console.is_terminal else line_every_s
         self._step = 0
         self._total = total_steps
         self._loss: float | None = None
@@ -59,32 +50,27 @@ class Progress:
             self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leaves the last numbers on the screen."""
+        if self._live is not None or self._shown_step not in (None, self._step):
+            self._show()
         if self._live is not None:
-            self._live.update(self._line(), refresh=True)
             self._live.stop()
             self._live = None
-        elif self._shown_step not in (None, self._step):
-            self._print()
 
     def update(
         self,
         step: int,
-        total: int | None = None,
-        metrics: Mapping[str, float] | None = None,
+        loss: float | None = None,
         samples: int = 0,
         world_size: int = 0,
         state: str = "training",
     ) -> None:
-        """Takes the newest numbers, and shows them when due.
+        """Takes the newest numbers, and shows them when due. A new state and the last step are always shown.
 
         Args:
             step: steps done.
-            total: steps of the whole run; None keeps the known value.
-            metrics: logged values; `loss` is shown.
+            loss: training loss; None keeps the known value.
             samples: samples used. A lower value than before resets the rate.
             world_size: number of workers.
             state: what the run is doing; shown unless it is "training".
@@ -92,31 +78,28 @@ class Progress:
         now = self._clock()
         if state != "training" or state != self._state:
             self._rate.clear()  # the rate covers time with training only
-        self._step = step
-        self._total = self._total if total is None else total
-        self._loss = (metrics or {}).get("loss", self._loss)
-        self._world_size = world_size
-        self._state = state
+        self._step, self._world_size, self._state = step, world_size, state
+        self._loss = self._loss if loss is None else loss
         self._rate.add(now, step, samples)
         finished = self._total is not None and step >= self._total and step != self._shown_step
-        # Plain lines repeat an unchanged state less often.
-        interval_s = self._interval_s * (1 if self._live is not None or state == "training" else 6)
-        if now - self._shown_at >= interval_s or state != self._shown_state or finished:
-            self._shown_at, self._shown_state, self._shown_step = now, state, step
-            if self._live is not None:
-                self._live.update(self._line(), refresh=True)
-            else:
-                self._print()
+        line_s = _LINE_S if state == "training" else _UNCHANGED_LINE_S
+        is_due = now - self._shown_at >= (line_s if self._live is None else _REDRAW_S)
+        if is_due or state != self._shown_state or finished:
+            self._shown_at, self._shown_state = now, state
+            self._show()
 
     def note(self, text: str) -> None:
         """Prints a line about an event; it stays above the live line."""
         self._console.print(Text(text), soft_wrap=True)
 
-    def _print(self) -> None:
+    def _show(self) -> None:
         self._shown_step = self._step
-        self._console.print(Text("  ".join(self._facts())), soft_wrap=True)
+        if self._live is not None:
+            self._live.update(self._line(), refresh=True)
+        else:
+            self._console.print(self._facts(), soft_wrap=True)
 
-    def _facts(self) -> list[str]:
+    def _facts(self) -> Text:
         facts = [f"step {self._step:,}" + ("" if self._total is None else f"/{self._total:,}")]
         if self._loss is not None:
             facts.append(f"loss {float(self._loss):.4g}")
@@ -128,21 +111,19 @@ class Progress:
             facts.append(self._state)
         if self._total is not None and (steps_per_s := self._rate.steps_per_s):
             facts.append(f"{_clock_face((self._total - self._step) / steps_per_s)} left")
-        return facts
+        return Text("  ".join(facts))
 
     def _line(self) -> Table:
         line = Table.grid(padding=(0, 1))
-        cells: list[Any] = [Text("  ".join(self._facts()))]
-        if self._total:
-            cells.insert(0, ProgressBar(total=self._total, completed=min(self._step, self._total), width=24))
-        line.add_row(*cells)
+        bar = [ProgressBar(total=self._total, completed=min(self._step, self._total), width=24)] if self._total else []
+        line.add_row(*bar, self._facts())
         return line
 
 
 class MovingRate:
     """Steps and samples per second over the last 30 s."""
 
-    def __init__(self, window_s: float = _WINDOW_S) -> None:
+    def __init__(self, window_s: float = 30.0) -> None:
         self._window_s = window_s
         self._points: deque[tuple[float, int, int]] = deque()
 

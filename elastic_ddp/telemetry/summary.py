@@ -26,13 +26,7 @@ from elastic_ddp.telemetry.goodput import STALLS, goodput, stalls
 E = TypeVar("E", bound=Event)
 
 
-def summarize(
-    events: Iterable[Event],
-    *,
-    name: str | None = None,
-    storage: str | None = None,
-    versions: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+def summarize(events: Iterable[Event], *, name: str | None = None, storage: str | None = None) -> dict[str, Any]:
     """Returns the contents of `summary.json`: figures of the whole run, over all its sessions.
 
     Steps and samples count from the start of the run. Facts that no event holds are None.
@@ -40,7 +34,6 @@ def summarize(
     Args:
         events: in the order of `read_ledger`.
         name, storage: by default from the configuration in the newest `session_started`.
-        versions: by default from the newest `session_started`.
 
     Returns:
         name, status ("finished", "stopped", "failed"; "unfinished" for a run that is running or whose driver died),
@@ -58,7 +51,7 @@ def summarize(
     generations = _generations(events)
     commits = [event for event in events if isinstance(event, CommitSucceeded)]
     return {
-        "name": name if name is not None else started.config.get("name") if started else None,
+        "name": started.config.get("name") if name is None and started else name,
         **_outcome(events),
         "sessions": len({event.session for event in events}),
         "restarts": sum(row["reason"] == WORKER_FAILED for row in generations),
@@ -68,18 +61,19 @@ def summarize(
         "commit_interval_s": commits[-1].interval_s if commits else None,
         "generations": generations,
         **_measurements(events),
-        "storage": storage if storage is not None else started.config.get("storage") if started else None,
-        "versions": dict(versions if versions is not None else started.versions if started else {}),
+        "storage": started.config.get("storage") if storage is None and started else storage,
+        "versions": dict(started.versions) if started else {},
     }
 
 
 def _outcome(events: list[Event]) -> dict[str, Any]:
     """Returns how the run ended, how far it came and how long it took."""
-    failed, finished = _end(events)
-    steps_events = [event for event in events if isinstance(event, StepsCompleted)]
+    started, steps_event = _last(events, SessionStarted), _last(events, StepsCompleted)
+    newest = events[events.index(started) :] if started else events  # a run that was resumed has not ended
+    failed, finished = _last(newest, RunFailed), _last(newest, RunFinished)
     samples = finished.samples if finished else None
-    if samples is None and steps_events:
-        samples = steps_events[-1].samples
+    if samples is None and steps_event:
+        samples = steps_event.samples
     seconds = goodput(events)
     wall_seconds = seconds["total"] or 0.0
     return {
@@ -107,25 +101,9 @@ def _measurements(events: list[Event]) -> dict[str, Any]:
                 metrics[event.name], evaluated_at[event.name] = event.loss, event.step
             case StepsCompleted() | RunFinished():
                 metrics |= event.metrics or {}
-    losses = [
-        (event.step, event.loss) for event in events if isinstance(event, StepsCompleted) and event.loss is not None
-    ]
-    (_, first), (step, last) = (losses[0], losses[-1]) if losses else ((None, None), (None, None))
+    losses = [event for event in events if isinstance(event, StepsCompleted) and event.loss is not None]
+    first, last, step = (losses[0].loss, losses[-1].loss, losses[-1].step) if losses else (None, None, None)
     return {"loss": {"first": first, "last": last, "step": step}, "metrics": metrics, "evaluated_at": evaluated_at}
-
-
-def _end(events: list[Event]) -> tuple[RunFailed | None, RunFinished | None]:
-    """Returns the events that ended the newest session. A run that was resumed since has none."""
-    failed = finished = None
-    for event in events:
-        match event:
-            case SessionStarted():
-                failed = finished = None
-            case RunFailed():
-                failed = event
-            case RunFinished():
-                finished = event
-    return failed, finished
 
 
 def _last(events: list[Event], kind: type[E]) -> E | None:
@@ -182,7 +160,10 @@ def _generations(events: list[Event]) -> list[dict[str, Any]]:
             if isinstance(event, GenerationStarted):
                 current["first_step"] = current["last_step"] = event.first_step
                 for previous in rows[-2:-1]:
-                    _close(previous, current)
+                    if previous["ended_by"] is None:  # no worker reported it
+                        previous["last_step"] = max(previous["last_step"], event.first_step)
+                        same_session = previous["session"] == event.session
+                        previous["ended_by"] = PEER_FAILED if same_session else "the driver failed"
         elif current is None or isinstance(event, SessionStarted):
             current = None  # events before a session's first generation belong to none
         elif event.session == current["session"]:
@@ -210,10 +191,3 @@ def _update(row: dict[str, Any], current: dict[str, Any], event: Event) -> None:
 
 def _is_about(event: Event, row: Mapping[str, Any]) -> bool:
     return (event.session, getattr(event, "generation", None)) == (row["session"], row["generation"])
-
-
-def _close(row: dict[str, Any], following: Mapping[str, Any]) -> None:
-    """Completes the row of a generation whose end no worker reported, from the one after it."""
-    if row["ended_by"] is None:
-        row["last_step"] = max(row["last_step"], following["first_step"])
-        row["ended_by"] = "the driver failed" if row["session"] != following["session"] else PEER_FAILED

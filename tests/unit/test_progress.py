@@ -40,15 +40,15 @@ def clock() -> Clock:
 
 def test_without_a_terminal_plain_lines_are_printed(clock: Clock) -> None:
     screen = Screen(terminal=False)
-    with Progress(400, screen.console, clock=clock, line_every_s=10) as progress:
+    with Progress(400, screen.console, clock=clock) as progress:
         for step in range(121):
-            clock.now = step * 0.25
-            progress.update(step, 400, {"loss": 2.314159}, samples=step * 300, world_size=2, state="training")
+            clock.now = step * 0.125
+            progress.update(step, 2.314159, samples=step * 150, world_size=2, state="training")
     assert screen.lines == [
         "step 0/400  loss 2.314  2 workers",
-        "step 40/400  loss 2.314  1,200 samples/s  2 workers  1:30 left",
-        "step 80/400  loss 2.314  1,200 samples/s  2 workers  1:20 left",
-        "step 120/400  loss 2.314  1,200 samples/s  2 workers  1:10 left",
+        "step 40/400  loss 2.314  1,200 samples/s  2 workers  0:45 left",
+        "step 80/400  loss 2.314  1,200 samples/s  2 workers  0:40 left",
+        "step 120/400  loss 2.314  1,200 samples/s  2 workers  0:35 left",
     ]
 
 
@@ -69,7 +69,7 @@ def test_the_last_step_and_changes_of_state_are_shown_at_once(clock: Clock) -> N
     screen = Screen(terminal=False)
     with Progress(3, screen.console, clock=clock) as progress:
         for step, state in enumerate(["training", "training", "waiting for workers", "training"]):
-            progress.update(step, 3, samples=step, world_size=2, state=state)
+            progress.update(step, samples=step, world_size=2, state=state)
     assert screen.lines == ["step 0/3  2 workers", "step 2/3  waiting for workers", "step 3/3  2 workers"]
 
 
@@ -77,7 +77,7 @@ def test_a_note_is_a_separate_line_without_markup(clock: Clock) -> None:
     for terminal in (False, True):
         screen = Screen(terminal)
         with Progress(3, screen.console, clock=clock) as progress:
-            progress.update(1, 3, samples=1, world_size=2)
+            progress.update(1, samples=1, world_size=2)
             progress.note("generation 3: 2 workers [red]" + " on a long line" * 20)
         assert any(line.endswith("2 workers [red]" + " on a long line" * 20) for line in screen.lines)
 
@@ -88,7 +88,7 @@ def test_a_terminal_shows_a_bar_redrawn_at_most_ten_times_a_second(clock: Clock)
     with Progress(1000, screen.console, clock=clock) as progress:
         for step in range(1, 1000):
             clock.now = step * 0.001
-            progress.update(step, 1000, {"loss": 1.0}, samples=step * 8, world_size=4)
+            progress.update(step, 1.0, samples=step * 8, world_size=4)
         assert threading.active_count() == threads
     assert 8 <= screen.text.count("samples/s") <= 14
     last = screen.lines[-1]
@@ -99,7 +99,7 @@ def test_a_terminal_shows_a_bar_redrawn_at_most_ten_times_a_second(clock: Clock)
 def test_the_terminal_is_restored_when_the_run_fails(clock: Clock) -> None:
     screen = Screen(terminal=True)
     with pytest.raises(KeyboardInterrupt), Progress(10, screen.console, clock=clock) as progress:
-        progress.update(1, 10, samples=1, world_size=1)
+        progress.update(1, samples=1, world_size=1)
         raise KeyboardInterrupt
     assert "\x1b[?25h" in screen.file.getvalue()
 
@@ -125,5 +125,5 @@ def test_a_pause_does_not_lower_the_rate(clock: Clock) -> None:
         for now, step, state in ((0, 0, "training"), (1, 1, "training"), (2, 1, "waiting"), (90, 1, "training"),
                                  (91, 2, "training"), (96, 7, "training")):  # fmt: skip
             clock.now = now
-            progress.update(step, None, samples=step * 50, world_size=1, state=state)
+            progress.update(step, samples=step * 50, world_size=1, state=state)
     assert screen.lines[-1] == "step 7  50 samples/s  1 worker"
