@@ -8,11 +8,12 @@ stop, and with it on the save. A rank whose storage hangs reports an error inste
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,7 +40,6 @@ SILENT_RANK_S, FAILED_RANK_S = 15.0, 2.0
 """Rank 0 gives up on a rank after this long without a heartbeat: normally, and once some rank has failed."""
 CHUNK_CHARACTERS = 1 << 20
 """Largest chunk of a report. Torch's store takes values of up to 8 MiB; a character takes up to four bytes."""
-ERROR_CHARACTERS = 2000
 
 
 class Mailbox(Protocol):
@@ -134,12 +134,15 @@ class Saver:
         # A thread of an abandoned save may still write from the buffers that are overwritten here. That does no harm:
         # its attempt is never committed.
         self._memory_error = None
-        began_at = time.monotonic()
+        began_at, collects = time.monotonic(), gc.isenabled()
+        gc.disable()  # with 10,000 tensors, a collection would take longer than to stage them
         try:
-            with _gc_paused():
-                self._writer.stage(state, rank=save.rank, world_size=save.world_size, seed=save.attempt)
+            self._writer.stage(state, rank=save.rank, world_size=save.world_size, seed=save.attempt)
         except HostMemoryError as error:
             self._memory_error = error.with_traceback(None)  # the traceback would keep the state
+        finally:
+            if collects:
+                gc.enable()
         self._generation_broke.clear()
         pause_s = min(COPY_PAUSE * (time.monotonic() - began_at), MAX_COPY_PAUSE_S) if save.world_size > 1 else 0.0
         self._thread.submit(lambda: self._run(save, pause_s))
@@ -158,39 +161,55 @@ class Saver:
         storage = WatchedStorage(self._storage)
         if save.rank == 0:
             self._commit(save, storage)
-            return
+        else:
+            self._write_and_report(save, storage)
+
+    def _write(self, save: Save, storage: WatchedStorage) -> Part:
+        if self._memory_error is not None:
+            raise self._memory_error
+        prefix = attempt_prefix(save.step, save.attempt)
+        return storage.run_watched(lambda: self._writer.write(storage, prefix))
+
+    def _write_and_report(self, save: Save, storage: WatchedStorage) -> None:
+        """Writes this rank's share, with heartbeats to rank 0 meanwhile, and reports the outcome."""
+        messages, done = _Messages(save, save.rank), threading.Event()
+        heartbeat = threading.Thread(target=_send_heartbeats, args=[messages, done], name="save-heartbeat", daemon=True)
+        heartbeat.start()
         try:
             report = _Report(part=self._write(save, storage))
         except Exception as error:
             report = _Report(error=format_exception(error), is_of_storage=is_of_storage(error))
-        try:
-            _send(save, report)
-        except Exception as error:
-            reason = format_exception(error)
-            _log.warning("cannot report the write of step %d to rank 0: %s", save.step, reason)
-            with suppress(Exception):  # a short report may pass; without any, rank 0 takes this rank for failed
-                _send(save, _Report(error=f"cannot report its write: {reason}"[:ERROR_CHARACTERS]))
-
-    def _write(self, save: Save, storage: WatchedStorage) -> Part:
-        """Writes this rank's share, with heartbeats to rank 0 meanwhile."""
-        if self._memory_error is not None:
-            raise self._memory_error
-        prefix = attempt_prefix(save.step, save.attempt)
-        if save.rank == 0:
-            return storage.run_watched(lambda: self._writer.write(storage, prefix))
-        done = threading.Event()
-        heartbeat = threading.Thread(target=_send_heartbeats, args=[save, done], name="save-heartbeat", daemon=True)
-        heartbeat.start()
-        try:
-            return storage.run_watched(lambda: self._writer.write(storage, prefix))
         finally:
             done.set()
             heartbeat.join()
+        try:
+            messages.send(report)
+        except Exception as error:  # rank 0 counts this rank as failed
+            _log.warning("cannot report the write of step %d to rank 0: %s", save.step, format_exception(error))
 
     def _commit(self, save: Save, storage: WatchedStorage) -> None:
         """Writes the share of rank 0, waits for the other ranks, and commits."""
-        store, report = self._store.through(storage, save.on_reject), _FirstOutcome(save.on_end)
-        parts, failure = self._collect_parts(save, storage)
+        store, ended = self._store.through(storage, save.on_reject), threading.Lock()
+
+        def report(outcome: Commit | Exception) -> bool:
+            """Reports the first outcome only: work that was abandoned may still end. Returns whether it was first."""
+            if is_first := ended.acquire(blocking=False):
+                save.on_end(outcome)
+            return is_first
+
+        parts: list[Part] = []
+        failure: Exception | None = None
+        for rank in range(save.world_size):
+            self.awaits_others = rank > 0
+            try:
+                parts.append(self._receive_part(rank, save) if rank else self._write(save, storage))
+            except Exception as error:
+                failure = failure or error.with_traceback(None)
+                # After an error it still waits for the other ranks, up to the first that failed. What they write after
+                # the attempt is discarded would stay, perhaps on a full disk.
+                if rank and not isinstance(error, StorageError):
+                    break
+        self.awaits_others = False
         if failure is not None:
             with suppress(StorageError):
                 storage.run_watched(lambda: store.discard(attempt_prefix(save.step, save.attempt)))
@@ -213,31 +232,6 @@ class Saver:
             if not report(error):
                 _log.warning("superseded commits stay until the next commit: %s", format_exception(error))
 
-    def _collect_parts(self, save: Save, storage: WatchedStorage) -> tuple[list[Part], Exception | None]:
-        """Returns the parts of all ranks, and the first error of one that could not write.
-
-        After an error it still waits for the other ranks, up to the first that failed. Otherwise what they write after
-        the attempt is discarded would stay, perhaps on a full disk.
-        """
-        parts: list[Part] = []
-        failure: Exception | None = None
-        try:
-            parts.append(self._write(save, storage))
-        except Exception as error:
-            failure = error.with_traceback(None)
-        self.awaits_others = True
-        try:
-            for rank in range(1, save.world_size):
-                try:
-                    parts.append(self._receive_part(rank, save))
-                except (CheckpointError, StorageError) as error:
-                    failure = failure or error.with_traceback(None)
-        except Exception as error:
-            failure = failure or error.with_traceback(None)
-        finally:
-            self.awaits_others = False
-        return parts, failure
-
     def _receive_part(self, rank: int, save: Save) -> Part:
         """Waits for the report of a rank, and returns the part that it wrote.
 
@@ -245,11 +239,10 @@ class Saver:
             CheckpointError, StorageError: the rank could not write.
             RankFailedError: the rank's heartbeats stopped.
         """
-        mailbox, key = save.mailbox, _mailbox_key(save, rank)
-        assert mailbox is not None
+        messages = _Messages(save, rank)
         heartbeat, alive_at = None, time.monotonic()
-        while mailbox.get(key) is None:
-            if (newest := mailbox.get(f"{key}/heartbeat")) != heartbeat:
+        while (report := messages.receive()) is None:
+            if (newest := messages.heartbeat()) != heartbeat:
                 heartbeat, alive_at = newest, time.monotonic()
             has_failure = self._generation_broke.is_set()
             timeout_s = FAILED_RANK_S if has_failure else SILENT_RANK_S
@@ -257,37 +250,46 @@ class Saver:
                 reason = "failed" if has_failure else f"sent no heartbeat for {timeout_s:g} s"
                 raise RankFailedError(f"rank {rank} {reason} before it had written its share of step {save.step}")
             time.sleep(MAILBOX_POLL_S)
-        report = _receive(save, rank)
         if report.part is None:
             kind = StorageError if report.is_of_storage else CheckpointError
             raise kind(f"rank {rank} could not write its share of step {save.step}: {report.error}")
         return report.part
 
 
-@contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Pauses garbage collection. With 10,000 tensors it would take longer than to stage them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+class _Messages:
+    """The messages of a rank to rank 0 during a save: heartbeats, and a report in chunks."""
 
+    def __init__(self, save: Save, rank: int) -> None:
+        assert save.mailbox is not None
+        self._mailbox, self._key = save.mailbox, f"{save.attempt}/{rank}"
 
-class _FirstOutcome:
-    """Passes on the first outcome of a save only: work that was abandoned may still end."""
+    def send_heartbeat(self, text: str) -> None:
+        self._mailbox.put(f"{self._key}/heartbeat", text)
 
-    def __init__(self, on_end: Callable[[Commit | Exception], None]) -> None:
-        self._on_end, self._ended = on_end, threading.Lock()
+    def heartbeat(self) -> str | None:
+        return self._mailbox.get(f"{self._key}/heartbeat")
 
-    def __call__(self, outcome: Commit | Exception) -> bool:
-        """Returns whether this was the first."""
-        if not self._ended.acquire(blocking=False):
-            return False
-        self._on_end(outcome)
-        return True
+    def send(self, report: _Report) -> None:
+        """Sends a report. The last message, at the rank's own key, is the number of chunks."""
+        text = report.model_dump_json()
+        starts = range(0, len(text), CHUNK_CHARACTERS)
+        for number, start in enumerate(starts):
+            self._mailbox.put(f"{self._key}/{number}", text[start : start + CHUNK_CHARACTERS])
+            self.send_heartbeat(f"chunk {number}")
+        self._mailbox.put(self._key, str(len(starts)))
+
+    def receive(self) -> _Report | None:
+        """Removes the report from the mailbox, and returns it; None if it has not arrived."""
+        count = self._mailbox.get(self._key)
+        if count is None:
+            return None
+        keys = [f"{self._key}/{number}" for number in range(int(count))]
+        chunks = [self._mailbox.get(key) for key in keys]
+        for key in (self._key, f"{self._key}/heartbeat", *keys):
+            self._mailbox.remove(key)
+        if None in chunks:  # the rendezvous restarted, and its store is empty
+            raise RankFailedError(f"the report {self._key} of a rank on its write was lost in the store")
+        return _Report.model_validate_json("".join(filter(None, chunks)))
 
 
 def is_of_storage(error: Exception) -> bool:
@@ -295,42 +297,11 @@ def is_of_storage(error: Exception) -> bool:
     return isinstance(error, StorageError) and not isinstance(error, CheckpointError)
 
 
-def _mailbox_key(save: Save, rank: int) -> str:
-    return f"{save.attempt}/{rank}"
-
-
-def _send(save: Save, report: _Report) -> None:
-    """Sends a report in chunks. The last message, at the rank's own key, is their number."""
-    assert save.mailbox is not None
-    key, text = _mailbox_key(save, save.rank), report.model_dump_json()
-    chunks = [text[start : start + CHUNK_CHARACTERS] for start in range(0, len(text), CHUNK_CHARACTERS)]
-    for number, chunk in enumerate(chunks):
-        save.mailbox.put(f"{key}/{number}", chunk)
-        save.mailbox.put(f"{key}/heartbeat", f"chunk {number}")
-    save.mailbox.put(key, str(len(chunks)))
-
-
-def _receive(save: Save, rank: int) -> _Report:
-    """Removes the report of a rank from the mailbox, and returns it."""
-    mailbox, key = save.mailbox, _mailbox_key(save, rank)
-    assert mailbox is not None
-    count = mailbox.get(key)
-    keys = [f"{key}/{number}" for number in range(int(count or 0))]
-    chunks = [mailbox.get(chunk_key) for chunk_key in keys]
-    for read in (key, f"{key}/heartbeat", *keys):
-        mailbox.remove(read)
-    if count is None or None in chunks:  # the rendezvous restarted, and its store is empty
-        raise RankFailedError(f"the report of rank {rank} on its share of step {save.step} was lost in the store")
-    return _Report.model_validate_json("".join(filter(None, chunks)))
-
-
-def _send_heartbeats(save: Save, done: threading.Event) -> None:
-    assert save.mailbox is not None
-    count = 0
+def _send_heartbeats(messages: _Messages, done: threading.Event) -> None:
     try:
-        while not done.is_set():
-            count += 1
-            save.mailbox.put(f"{_mailbox_key(save, save.rank)}/heartbeat", str(count))
-            done.wait(SAVE_HEARTBEAT_S)
+        for count in itertools.count():
+            messages.send_heartbeat(str(count))
+            if done.wait(SAVE_HEARTBEAT_S):
+                return
     except Exception as error:
-        _log.warning("cannot send heartbeats while writing step %d: %s", save.step, format_exception(error))
+        _log.warning("cannot send heartbeats during a save: %s", format_exception(error))

@@ -23,7 +23,7 @@ from elastic_ddp.checkpoint.writer import StateWriter
 from elastic_ddp.errors import CheckpointError, PeerFailedError, StorageError
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
-from tests.saving import LocalMailbox, Ranks, check_commits
+from tests.saving import Ranks, check_commits
 from tests.single_rank_store import SingleRankStore
 from tests.unit.test_checkpoint import keys_of, make_state, restored_step, step_of
 
@@ -111,28 +111,6 @@ def test_errors_of_the_state_and_of_the_storage_are_distinguished(tmp_path: Path
     error = ranks.wait()
     assert is_of_storage(error) is not of_state
     assert ("ValueError: no such dtype" if of_state else "no space left") in str(error)
-
-
-class ShortMailbox(LocalMailbox):
-    """Refuses messages of more than 200 characters."""
-
-    def put(self, key: str, text: str) -> None:
-        if len(text) > 200:
-            raise ConnectionResetError("the store " * 1000)
-        super().put(key, text)
-
-
-def test_a_rank_that_cannot_send_its_report_fails_the_save_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saver_module, "ERROR_CHARACTERS", 100)
-    ranks = Ranks(lambda rank: Storage(tmp_path), 2)
-    ranks.mailbox = ShortMailbox()
-    ranks.begin(2)
-    error = ranks.wait()
-    assert isinstance(error, CheckpointError) and not is_of_storage(error)
-    assert "rank 1 could not write its share of step 2: cannot report its write: ConnectionReset" in str(error)
-    assert Storage(tmp_path).list() == []
 
 
 def test_a_rank_without_heartbeats_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
