@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
-from elastic_ddp.checkpoint.manifest import attempt_prefix, check_record
+from elastic_ddp.checkpoint.manifest import attempt_prefix
 from elastic_ddp.checkpoint.writer import StateWriter
 from elastic_ddp.errors import CheckpointError, StorageError
 from elastic_ddp.storage.storage import Storage
@@ -42,8 +42,6 @@ class SingleRankStore(CheckpointStore):
             CheckpointError: the state or the record has values that cannot be saved.
             StorageError: the storage failed. The commit may or may not exist.
         """
-        # Before anything is written: raise for a state or a record that cannot be saved.
-        check_record(record, step=step)
         self._writer.stage(state, rank=0, world_size=1)
         if (existing := self._existing(step, record, fence)) is not None:
             return existing

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, Self
 
 import torch
@@ -42,6 +42,7 @@ SKELETON = "state.json"
 _MANIFEST = re.compile(r"commits/(0|[1-9][0-9]{0,15})\.json")
 _SET_ASIDE = re.compile(r"set-aside/(0|[1-9][0-9]{0,15})-(?:([0-9a-f]{32})|unknown-[0-9a-f]{32})\.json")
 _ATTEMPT = re.compile(r"(step=(0|[1-9][0-9]{0,15})/attempt=[0-9a-f]{32})/.+")
+_OBJECT = re.compile(r"/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _STORED_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+")
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -55,7 +56,7 @@ class StoredObject(BaseModel):
 
     model_config = _STRICT
 
-    key: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._=/-]+$", max_length=500)]
+    key: str
     size: Annotated[int, Field(ge=0, le=MAX_OBJECT_BYTES)]
 
 
@@ -153,40 +154,32 @@ class Commit(BaseModel):
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
         """All keys lie in the attempt's own folder: a manifest can neither read nor delete anything else."""
-        names = [item.key.removeprefix(self.prefix + "/") for item in self.all_objects]
-        for item, name in zip(self.all_objects, names, strict=True):
-            if name == item.key or not name or "/" in name or name.startswith("."):
-                raise ValueError(f"the object {item.key!r} is not in {self.prefix}")
-        if len(set(names)) != len(names):
+        keys = [item.key for item in self.all_objects]
+        for key in keys:
+            if not _OBJECT.fullmatch(key.removeprefix(self.prefix)):
+                raise ValueError(f"the object {key!r:.200} is not in {self.prefix}")
+        if len(set(keys)) != len(keys):
             raise ValueError("an object is listed twice")
         return self
 
     @model_validator(mode="after")
     def _check_ranges(self) -> Self:
         """Blocks fill their objects without gaps: every byte has a checksum, and tensors are no larger than it."""
-        for number, (item, blocks) in enumerate(zip(self.objects, self.blocks_by_object, strict=True)):
+        ranges: list[list[tuple[int, int]]] = [[] for _ in self.objects]
+        for tensor in self.tensors.values():
+            for block in tensor.blocks:
+                if block.object >= len(ranges):
+                    raise ValueError(f"there is no object {block.object}")
+                ranges[block.object].append((block.start, padded(tensor.num_bytes(block))))
+        for number, item in enumerate(self.objects):
             end = 0
-            for tensor, block in blocks:
-                if block.start != end:
+            for start, size in sorted(ranges[number]):  # those without bytes come first
+                if start != end:
                     raise ValueError(f"the blocks in object {number} are not contiguous")
-                end += padded(tensor.num_bytes(block))
+                end += size
             if end != item.size:
                 raise ValueError(f"the blocks in object {number} have {end} bytes, the object has {item.size}")
         return self
-
-    @cached_property
-    def blocks_by_object(self) -> list[list[tuple[StoredTensor, StoredBlock]]]:
-        """The blocks in each object with their tensors, in the order of their bytes."""
-        blocks: list[list[tuple[StoredTensor, StoredBlock]]] = [[] for _ in self.objects]
-        for tensor in self.tensors.values():
-            for block in tensor.blocks:
-                if block.object >= len(blocks):
-                    raise ValueError(f"there is no object {block.object}")
-                blocks[block.object].append((tensor, block))
-        for in_object in blocks:
-            # Blocks without elements have no bytes: they come before the block that begins at the same offset.
-            in_object.sort(key=lambda entry: (entry[1].start, math.prod(entry[1].sizes)))
-        return blocks
 
     @property
     def key(self) -> str:
@@ -206,15 +199,20 @@ class Commit(BaseModel):
         """The size of all its objects."""
         return sum(item.size for item in self.all_objects)
 
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks of all its tensors."""
-        return sum(len(tensor.blocks) for tensor in self.tensors.values())
-
     def to_bytes(self) -> bytes:
-        """Returns the manifest: JSON with a checksum of itself. `check_record` has accepted the record."""
-        # Parse first: the order of a record's keys may change on the way, and readers compute the checksum from that.
-        text = _canonical(json.loads(_canonical(self.model_dump())))
+        """Returns the manifest: JSON with a checksum of itself.
+
+        Raises:
+            CheckpointError: the record is not JSON.
+        """
+        try:
+            # Parsed in between: keys that are not text become text, and may then sort differently.
+            text = _canonical(json.loads(_canonical(self.model_dump())))
+        except (RecursionError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the record of step {self.step} is not JSON: {error}; use str, int, finite float, bool, None, lists "
+                "and dicts"
+            ) from error
         return f'{text[:-1]},"sha256":"{_sha256(text)}"}}'.encode()
 
     @classmethod
@@ -247,22 +245,9 @@ class Commit(BaseModel):
         else:
             if commit.key != key:
                 raise CheckpointError(f"{key} is the manifest of another step, {commit.step}")
-            commit.__dict__["manifest"] = data
             return commit
         # Raised here, without the ValidationError as its cause: that holds the whole manifest in memory.
         raise CheckpointError(f"{key} is not a valid manifest: {reason}")
-
-    @cached_property
-    def manifest(self) -> bytes:
-        """The manifest as it is stored. `to_bytes` may write the same JSON differently."""
-        return self.to_bytes()
-
-    def __copy__(self) -> Self:
-        """Copies the fields without the cached properties: `model_copy` may change the fields."""
-        copied = super().__copy__()
-        for name in copied.__dict__.keys() - type(self).model_fields.keys():
-            del copied.__dict__[name]
-        return copied
 
     def check_present(self, sizes: Mapping[str, int]) -> None:
         """Raises CheckpointError unless `sizes`, by key, has every object with its size."""
@@ -291,20 +276,6 @@ def stored_dtype(name: str) -> torch.dtype:
     return dtype_of(name)
 
 
-def check_record(record: dict[str, Any], *, step: int) -> None:
-    """Raises CheckpointError unless the record can be stored as JSON and read again."""
-    try:
-        text = _canonical(record)
-    except (RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the record of step {step} is not JSON: {error}; use str, int, finite float, bool, None, lists and dicts"
-        ) from error
-    try:
-        check_facts(text)
-    except ValueError as error:
-        raise CheckpointError(f"the record of step {step} is invalid: {error}") from error
-
-
 def manifest_key(step: int) -> str:
     return f"commits/{step}.json"
 
@@ -320,11 +291,6 @@ def set_aside_key(step: int, attempt: str | None, manifest: bytes) -> str:
 
 def attempt_prefix(step: int, attempt: str) -> str:
     return f"step={step}/attempt={attempt}"
-
-
-def step_of_attempt(prefix: str) -> int:
-    """Returns the step of an attempt's folder."""
-    return int(prefix.partition("/")[0].removeprefix("step="))
 
 
 def committed_steps(keys: Iterable[str]) -> list[int]:

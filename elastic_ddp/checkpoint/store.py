@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic_ddp.checkpoint.catalog import Bad, CommitCatalog
 from elastic_ddp.checkpoint.housekeeping import Housekeeping
-from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix, check_record, manifest_key
+from elastic_ddp.checkpoint.manifest import Commit, attempt_prefix, manifest_key
 from elastic_ddp.checkpoint.parts import Part, TensorKind, assemble
 from elastic_ddp.checkpoint.retention import Retention
 from elastic_ddp.errors import CheckpointError, ElasticDDPError, StorageError, format_exception
@@ -80,14 +80,14 @@ class CheckpointStore(CommitCatalog):
             SupersededError: the generation of the save has ended, and there is a commit of a later step.
         """
         try:
-            check_record(record, step=step)
             objects, tensors = assemble(parts, kinds)
             state = next((part.state for part in parts if part.state is not None), None)
             if state is None:
                 raise CheckpointError(f"no rank has written the skeleton of the state of step {step}")
-            commit = Commit(step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record=record)
-            manifest = commit.to_bytes()
-            commit = Commit.from_bytes(commit.key, manifest)
+            manifest = Commit.model_construct(
+                step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record=record
+            ).to_bytes()
+            commit = Commit.from_bytes(manifest_key(step), manifest)
             self._check_stored(commit)
             if not is_current():
                 self._check_not_superseded(step)

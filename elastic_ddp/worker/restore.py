@@ -98,7 +98,7 @@ def _next_candidate(
             error = without_traceback(raised)
     agree_on_error(error, group)
     if group.rank == 0:
-        for data in (b"",) if candidate is None else (candidate[0].key.encode(), candidate[0].manifest, candidate[1]):
+        for data in (b"",) if candidate is None else (candidate[0].key.encode(), candidate[0].to_bytes(), candidate[1]):
             group.broadcast_bytes(data)
         return candidate
     key = group.broadcast_bytes(None).decode(errors="replace")

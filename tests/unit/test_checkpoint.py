@@ -64,14 +64,6 @@ def test_record_keys_may_sort_differently_as_text(storage: Storage, keys: tuple[
     assert restored is not None and restored.record["x"] == {str(key): 1 for key in keys}
 
 
-def test_a_modified_copy_of_a_commit_has_its_own_manifest(storage: Storage) -> None:
-    SingleRankStore(storage, keep=1).save(make_state(1), step=1, record={"epoch": 1})
-    restored = SingleRankStore(storage, keep=1).latest()
-    assert restored is not None and restored.manifest == storage.read(restored.key)
-    changed = restored.model_copy(update={"record": {"epoch": 2}})
-    assert Commit.from_bytes(changed.key, changed.manifest).record == {"epoch": 2}
-
-
 def keys_of(commit: Commit) -> list[str]:
     return [commit.key, *(item.key for item in commit.all_objects)]
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -27,12 +26,11 @@ from elastic_ddp.checkpoint import CommitCatalog, manifest, reader
 from elastic_ddp.checkpoint.manifest import ALIGNMENT, MAX_SKELETON_BYTES, Commit, StoredTensor
 from elastic_ddp.checkpoint.reader import read_manifest
 from elastic_ddp.cli import checkpoints
-from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import restore
-from tests.ranks import run_ranks, single_rank_group
+from tests.ranks import single_rank_group
 from tests.single_rank_store import SingleRankStore
 from tests.unit.blocks import PREFIX, commit_of, write
 from tests.unit.crafted_commits import in_little_memory, signed
@@ -103,26 +101,6 @@ def test_an_empty_block_may_start_where_another_block_does(tmp_path: Path) -> No
     storage.write(commit.key, signed(body))
     restored = store.load_latest()
     assert restored is not None and torch.equal(restored[1]["model"], weight)
-
-
-def restored_within(group: ProcessGroup, uri: str, most: int) -> tuple[int, list[tuple[str, str]]]:
-    """Returns the restored step and the rejected commits, with a limit on the size of a manifest."""
-    store = SingleRankStore(Storage(uri), keep=2)
-    with mock.patch.object(manifest, "MAX_MANIFEST_BYTES", most):
-        restored = restore(store, Storage(uri), group)
-    assert restored is not None
-    return restored[0].step, store.rejected
-
-
-def test_all_ranks_receive_the_stored_bytes_of_a_manifest(tmp_path: Path) -> None:
-    """A manifest that is written again may be longer: only rank 0 would find it within the limit."""
-    storage = Storage(tmp_path)
-    [_, newest] = save(storage, 1, 2)
-    body = json.loads(newest.to_bytes())
-    body["record"] = {"note": "é" * 1000}
-    text = json.dumps(json.loads(signed(body)), ensure_ascii=False).encode()
-    storage.write(newest.key, text)
-    assert run_ranks(2, restored_within, str(tmp_path), len(text)) == [(2, []), (2, [])]
 
 
 def test_a_tensor_of_many_blocks_is_validated_quickly() -> None:
