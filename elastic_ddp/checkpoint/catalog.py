@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from elastic_ddp.checkpoint.confirmed_read import read_twice
@@ -105,9 +104,7 @@ class CommitCatalog:
         return read_twice(self._storage, commit.state.key, read)
 
     def complete_skeleton(self, commit: Commit) -> bytes:
-        """Returns the skeleton of a commit, and checks that the commit is complete.
-
-        It lists the objects while it reads the skeleton: both take a round trip to a remote storage.
+        """Returns the skeleton of a commit, and checks that the commit is complete, both in one round trip.
 
         Raises:
             CheckpointError: it is not complete, or as `skeleton`.
@@ -116,7 +113,7 @@ class CommitCatalog:
         with self._unless_removed(commit), ThreadPoolExecutor(1) as executor:
             skeleton = executor.submit(self.skeleton, commit)
             try:
-                self._check_present(commit)
+                self._check_present(commit, {})
                 return skeleton.result()
             finally:
                 del skeleton  # breaks a cycle: the future holds its error, whose traceback holds this frame
@@ -134,18 +131,12 @@ class CommitCatalog:
         commits = ((step, self.complete_at(step)) for step in self.steps())
         return [(step, item.error if isinstance(item, Bad) else item) for step, item in commits if item is not None]
 
-    def candidates(self, only: int | None = None) -> Iterator[Commit]:
+    def candidates(self) -> Iterator[Commit]:
         """Yields complete commits, as `manifests` does."""
-        return self._usable(self.complete_at, only)
+        return self._usable(self.complete_at, None)
 
     def manifests(self, only: int | None = None) -> Iterator[Commit]:
-        """Clears `rejected`, and yields commits whose manifests verify, newest first.
-
-        It reads them one by one: nearly always the first is the one that is wanted.
-
-        Args:
-            only: the step of the only commit to yield; None for all.
-        """
+        """Clears `rejected`, and yields commits whose manifests verify, newest first; with `only`, that of one step."""
         return self._usable(self._manifest_at, only)
 
     def _usable(self, read: Callable[[int], Commit | Bad | None], only: int | None) -> Iterator[Commit]:
@@ -162,7 +153,12 @@ class CommitCatalog:
                     yield commit
 
     def complete_at(
-        self, step: int, *, listed: Mapping[str, int] | None = None, record: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        *,
+        listed: Mapping[str, int] | None = None,
+        record: Mapping[str, Any] | None = None,
+        verify: bool = False,
     ) -> Commit | Bad | None:
         """Returns the commit of a step, or why it is not complete; None if it has been removed.
 
@@ -170,6 +166,7 @@ class CommitCatalog:
             step: number of steps done.
             listed: sizes of objects by key, as listed before. Objects that it lacks are listed again.
             record: a commit of another run than this record's is bad; None for any run.
+            verify: whether to verify every byte.
         """
         commit = self._manifest_at(step)
         if not isinstance(commit, Commit):
@@ -179,6 +176,8 @@ class CommitCatalog:
                 raise CheckpointError(f"{commit.key} belongs to another run (different {shorten(names, 5)})")
             with self._unless_removed(commit):
                 self._check_present(commit, listed or {})
+            if verify:
+                self.verify(commit)
         except FileNotFoundError:
             return None
         except CheckpointError as error:
@@ -194,7 +193,7 @@ class CommitCatalog:
         except CheckpointError as error:
             return Bad(None, error)
 
-    def _check_present(self, commit: Commit, listed: Mapping[str, int] = MappingProxyType({})) -> None:
+    def _check_present(self, commit: Commit, listed: Mapping[str, int]) -> None:
         try:
             commit.check_present(listed)
         except CheckpointError:
@@ -204,9 +203,8 @@ class CommitCatalog:
     def set_aside(self, key: str, attempt: str | None, fence: Callable[[], None] = lambda: None) -> None:
         """Moves the manifest of a bad commit to `set-aside/`: its step can be committed again. Its objects stay.
 
-        The manifest is removed only if it is still the one that was found bad. On AWS the removal is conditional. On
-        other storages, a process that is suspended between the last check and the removal may remove a commit that
-        another process has made in the meantime; see `Storage.delete_if`.
+        The manifest is removed only if it is still the one that was found bad. On storages other than AWS, a process
+        that is suspended in the removal may remove a commit that was made meanwhile; see `Storage.delete_if`.
 
         Args:
             key: the key of the manifest.

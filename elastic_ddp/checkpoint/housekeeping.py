@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from elastic_ddp.checkpoint.catalog import Bad, CommitCatalog
 from elastic_ddp.checkpoint.manifest import Commit, attempt_of, committed_steps, manifest_key, parse_set_aside
-from elastic_ddp.checkpoint.metrics import Measurement, measurements
+from elastic_ddp.checkpoint.metrics import measurements
+from elastic_ddp.checkpoint.record import Measurement
 from elastic_ddp.checkpoint.retention import Removal, Retention, kept, plan_removals
 from elastic_ddp.errors import StorageError
 from elastic_ddp.storage.folder import Upload

@@ -8,21 +8,15 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
+
+from elastic_ddp.checkpoint.record import Measurement
 
 METRICS = "metrics"
 """The key of a commit's record that holds the newest value of each metric."""
 
 Mode = Literal["min", "max"]
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A value of a metric, and the number of steps done when it was measured."""
-
-    value: float
-    step: int
 
 
 def measurements(record: Mapping[str, Any]) -> dict[str, Measurement]:

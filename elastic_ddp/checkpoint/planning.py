@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -120,9 +120,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_shapes(tensor: DTensor) -> list[torch.Size]:
-    """Returns the shapes of the shards of all ranks that have elements.
+    """Returns the shapes of all ranks' shards that have elements.
 
-    Only for a tensor sharded in one dimension of a one-dimensional mesh; otherwise only the shape of this rank's part.
+    Of a tensor that is not sharded in one dimension of one mesh dimension, it returns only that of this rank.
     """
     match tensor.placements:
         case (Shard(dim=dim),):
@@ -173,35 +173,21 @@ def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: torch.Size) ->
     return tensor
 
 
-def share_of(
-    plan: Sequence[Block],
-    *,
-    rank: int,
-    world_size: int,
-    is_for_rank_0: Callable[[str], bool],
-    may_differ: Callable[[str], bool] = lambda name: False,
-) -> list[Block]:
-    """Returns the blocks that a rank writes: its shards, and its share of replicated tensors.
-
-    Ranks do not communicate: they plan replicated tensors alike. Each block goes to the rank with the fewest bytes so
-    far. The default of torch.distributed.checkpoint gathers a plan from each rank, and one rank writes a whole tensor.
+def share_of(blocks: Iterable[Block], *, rank: int, world_size: int, load_of_rank_0: int = 0) -> list[Block]:
+    """Returns the blocks that a rank writes of tensors that all ranks hold. Ranks plan alike, without communication.
 
     Args:
-        plan: the blocks that this rank holds.
-        is_for_rank_0: returns whether only rank 0 writes a replicated tensor, by its name.
-        may_differ: returns whether ranks may hold different tensors under a name, or none. Rank 0 writes those too, and
-            they do not change the shares of other ranks.
+        blocks: the blocks of those tensors, in the same order on every rank.
+        rank: this rank.
+        world_size: number of ranks that share the writing.
+        load_of_rank_0: bytes that rank 0 writes besides.
     """
-    different = [block for block in plan if not block.is_sharded and may_differ(block.tensor)]
-    replicated = [block for block in plan if not block.is_sharded and not may_differ(block.tensor)]
-    of_rank_0 = [block for block in replicated if is_for_rank_0(block.tensor)]
-    share = [*different, *of_rank_0] if rank == 0 else []
-    loads = [(sum(block.num_bytes for block in of_rank_0), 0), *((0, other) for other in range(1, world_size))]
+    share: list[Block] = []
+    loads = [(load_of_rank_0, 0), *((0, other) for other in range(1, world_size))]
     heapq.heapify(loads)
-    for block in replicated:
-        if not is_for_rank_0(block.tensor):
-            load, writer = loads[0]
-            heapq.heapreplace(loads, (load + (block.num_bytes or 1), writer))
-            if writer == rank:
-                share.append(block)
-    return [*share, *(block for block in plan if block.is_sharded)]
+    for block in blocks:
+        load, writer = loads[0]  # the rank with the fewest bytes
+        heapq.heapreplace(loads, (load + (block.num_bytes or 1), writer))
+        if writer == rank:
+            share.append(block)
+    return share

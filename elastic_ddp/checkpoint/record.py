@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from elastic_ddp.errors import format_validation_error
 
-_STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
-
-Count = Annotated[int, Field(ge=0, le=2**62)]
+Count = Annotated[int, Field(ge=0, le=2**62, strict=True)]
 Seconds = Annotated[float, Field(ge=0, le=2**37)]
 """Up to the largest date that Python's `datetime` takes, in seconds since 1970."""
 
 
-class RecordedMetric(BaseModel):
-    """The value of a metric, and the number of steps done when it was measured."""
+@dataclass(frozen=True)
+class Measurement:
+    """A value of a metric, and the number of steps done when it was measured."""
 
-    model_config = _STRICT
-
-    value: float
+    value: Annotated[float, Field(strict=True, allow_inf_nan=False)]
     step: Count
 
 
 class Facts(BaseModel):
     """The facts that this package reads from a record. Any of them may be missing; others are allowed."""
 
-    model_config = _STRICT
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     time: Seconds = 0.0
     """When the commit was made, in seconds since 1970."""
     epoch: Count = 0
     samples: Count = 0
     samples_sha256: str = ""
-    metrics: dict[str, RecordedMetric] = {}
+    metrics: dict[str, Measurement] = {}
     """The newest value of each metric."""
     losses: Count = 0
     """Worker failures in the whole run. The format keeps this name for compatibility."""

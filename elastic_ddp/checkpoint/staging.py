@@ -20,8 +20,8 @@ from elastic_ddp.tensors.state_tree import dtype_name
 
 OBJECT_BYTES = 32 << 20
 """An object of this size or more gets no further blocks."""
-SLAB_BYTES = 512 << 20
-"""Largest allocation of pinned memory, but for a larger object. Torch caches allocations and reuses equal ones."""
+SLAB_BYTES = 256 << 20
+"""Largest allocation of pinned memory, but for a larger object."""
 PARALLEL_OBJECTS = 8
 """Objects that a rank writes at a time. A storage may also split a large object into parallel requests."""
 
@@ -135,7 +135,12 @@ def _allocate(sizes: list[int]) -> list[torch.Tensor]:
         HostMemoryError: the memory cannot be allocated.
     """
     try:
-        return _allocate_pinned(sizes) if torch.cuda.is_available() else _allocate_pageable(sizes)
+        if torch.cuda.is_available():
+            slabs = slabs_of(sizes)
+            pinned = [torch.zeros(sum(slab), dtype=torch.uint8, pin_memory=True).split(slab) for slab in slabs]
+            return [*itertools.chain(*pinned)]
+        memory = host_memory.Memory({str(number): ([size], torch.uint8)} for number, size in enumerate(sizes))
+        return [tensor.zero_() for tensor in memory.tensors.values()]
     except (MemoryError, RuntimeError) as error:
         reason = format_exception(error)
     # Raised here, without a cause: the saver keeps the error, and its frames would keep the state.
@@ -145,35 +150,11 @@ def _allocate(sizes: list[int]) -> list[torch.Tensor]:
     )
 
 
-def _allocate_pageable(sizes: list[int]) -> list[torch.Tensor]:
-    memory = host_memory.Memory({str(number): ([size], torch.uint8)} for number, size in enumerate(sizes))
-    return [tensor.zero_() for tensor in memory.tensors.values()]
-
-
-def _allocate_pinned(sizes: list[int]) -> list[torch.Tensor]:
-    buffers: list[torch.Tensor] = []
-    for slab in slabs_of(sizes):
-        buffers += torch.zeros(sum(slab), dtype=torch.uint8, pin_memory=True).split(slab)
-    return buffers
-
-
 def slabs_of(sizes: list[int]) -> list[list[int]]:
-    """Groups objects, in their order, into allocations that waste little: torch rounds each up to a power of two."""
+    """Groups objects, in their order, into allocations: torch rounds each of these up to a power of two."""
     slabs: list[list[int]] = []
-    first = 0
-    while first < len(sizes):
-        rest = sum(sizes[first:])
-        room = _power_of_two(max(sizes[first], min(_power_of_two(rest // 2 + 1), SLAB_BYTES)))
-        count = sum(1 for end in itertools.accumulate(sizes[first:]) if end <= room)
-        slabs.append(sizes[first : first + count])
-        first += count
-    for number in range(len(slabs)):  # merge the last slabs where one allocation takes no more than several
-        apart, merged = slabs[number:], list(itertools.chain(*slabs[number:]))
-        if _power_of_two(sum(merged)) <= min(SLAB_BYTES, sum(_power_of_two(sum(slab)) for slab in apart)):
-            return [*slabs[:number], merged]
+    for size in sizes:
+        if not slabs or sum(slabs[-1]) + size > SLAB_BYTES:
+            slabs.append([])
+        slabs[-1].append(size)
     return slabs
-
-
-def _power_of_two(number: int) -> int:
-    """Returns the smallest power of two that is not less than `number`."""
-    return 1 << max(0, number - 1).bit_length()

@@ -62,15 +62,11 @@ class CheckpointStore(CommitCatalog):
         removed. Superseded commits are removed afterwards. A failure there is logged; the next commit tries again.
 
         Args:
-            step: number of steps done.
-            attempt: 32 hexadecimal digits, unique to this attempt.
+            step, attempt, record, is_current: as in `Save`.
             parts: what each rank wrote, in rank order.
             kinds: all tensors of the state, by name.
-            record: JSON facts to store in the manifest.
             fence: raises if this process may no longer commit. Called right before each try to store the manifest, and
                 before anything is removed or set aside.
-            is_current: returns whether the generation of the save is still running. If not, superseded commits are left
-                to the generations after it.
             on_commit: called with the commit once it is durable, before anything is removed.
 
         Raises:
@@ -81,16 +77,14 @@ class CheckpointStore(CommitCatalog):
         """
         try:
             objects, tensors = assemble(parts, kinds)
-            state = next((part.state for part in parts if part.state is not None), None)
-            if state is None:
-                raise CheckpointError(f"no rank has written the skeleton of the state of step {step}")
             manifest = Commit.model_construct(
-                step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record=record
+                step=step, attempt=attempt, state=parts[0].state, objects=objects, tensors=tensors, record=record
             ).to_bytes()
             commit = Commit.from_bytes(manifest_key(step), manifest)
             self._check_stored(commit)
-            if not is_current():
-                self._check_not_superseded(step)
+            # Later generations remove uncommitted attempts of earlier steps.
+            if not is_current() and (later := [committed for committed in self.steps() if committed > step]):
+                raise SupersededError(f"step {step} is not committed: step {max(later)} has been committed meanwhile")
             fence()  # after the listing, during which another generation may have taken over
         except BaseException:
             self.discard(attempt_prefix(step, attempt))
@@ -98,9 +92,16 @@ class CheckpointStore(CommitCatalog):
         # From here on a failure removes no objects: the manifest may be stored, and only the response lost.
         own, commit = commit, self._publish(commit, manifest, fence)
         if commit is own and not is_current():
-            self._check_not_removed(commit, manifest)
+            try:  # a later generation may have removed them at the moment of the commit
+                self._check_stored(commit)
+            except CheckpointError as error:
+                self._storage.delete_if(commit.key, manifest)
+                raise SupersededError(f"other workers removed step {step} before it was committed") from error
         on_commit(commit)
-        self._tidy(commit, fence, is_current)
+        try:
+            self._housekeeping.tidy(self._storage, commit, fence, is_current)
+        except Exception as error:  # of any kind: the commit stands
+            _log.warning("superseded commits stay until the next commit: %s", format_exception(error))
         return commit
 
     def _check_stored(self, commit: Commit) -> None:
@@ -109,19 +110,6 @@ class CheckpointStore(CommitCatalog):
             commit.check_present(self._storage.sizes(commit.prefix))
         except CheckpointError as error:
             raise CheckpointError(f"objects of step {commit.step} are missing: {error}") from error
-
-    def _check_not_superseded(self, step: int) -> None:
-        """For a save whose generation has ended: later generations remove uncommitted attempts of earlier steps."""
-        if later := [committed for committed in self.steps() if committed > step]:
-            raise SupersededError(f"step {step} is not committed: step {max(later)} has been committed meanwhile")
-
-    def _check_not_removed(self, commit: Commit, manifest: bytes) -> None:
-        """As `_check_not_superseded`, for a removal at the moment of the commit: deletes the manifest in that case."""
-        try:
-            self._check_stored(commit)
-        except CheckpointError as error:
-            self._storage.delete_if(commit.key, manifest)
-            raise SupersededError(f"other workers removed step {commit.step} before it was committed") from error
 
     def discard(self, prefix: str) -> None:
         """Removes an attempt that failed or was second. A failure is logged; the next commit removes the rest."""
@@ -132,26 +120,15 @@ class CheckpointStore(CommitCatalog):
 
     def _existing(self, step: int, record: Mapping[str, Any], fence: Callable[[], None]) -> Commit | None:
         """Returns the commit of this step if it verifies. A bad one, or one of another run, is set aside."""
-        existing = self.complete_at(step, record=record)
-        if isinstance(existing, Commit):
-            try:
-                self.verify(existing)
-            except FileNotFoundError:
-                return None
-            except CheckpointError as error:
-                existing = Bad(existing.attempt, error)
-        if isinstance(existing, Bad):
-            key = manifest_key(step)
-            self.reject(key, existing.attempt, existing.error)
-            self.set_aside(key, existing.attempt, fence)
-            return None
-        return existing
+        existing = self.complete_at(step, record=record, verify=True)
+        if not isinstance(existing, Bad):
+            return existing
+        self.reject(manifest_key(step), existing.attempt, existing.error)
+        self.set_aside(manifest_key(step), existing.attempt, fence)
+        return None
 
     def _publish(self, commit: Commit, manifest: bytes, fence: Callable[[], None]) -> Commit:
-        """Stores the manifest. Returns the commit of the step, which may be that of another attempt.
-
-        The caller has called the fence for the first try.
-        """
+        """Stores the manifest, after the caller's fence. Returns the step's commit, perhaps of another attempt."""
         for number in range(_PUBLISH_TRIES):
             if number:
                 fence()
@@ -167,9 +144,3 @@ class CheckpointStore(CommitCatalog):
                     self.discard(commit.prefix)
                 return existing
         raise StorageError(f"{commit.key} is not a commit, and exists again after {_PUBLISH_TRIES} removals")
-
-    def _tidy(self, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
-        try:
-            self._housekeeping.tidy(self._storage, newest, fence, is_current)
-        except Exception as error:  # of any kind: the commit stands
-            _log.warning("superseded commits stay until the next commit: %s", format_exception(error))

@@ -95,16 +95,16 @@ class StateWriter:
         """Returns the blocks that this rank writes, and those that all ranks hold alike."""
         plan = self._planner.plan(tensors)
         _check_tensors(tensors, self._planner.num_blocks)
-        share = share_of(
-            plan, rank=rank, world_size=world_size, is_for_rank_0=self._is_for_rank_0, may_differ=_may_differ
-        )
-        replicated = [
-            block
-            for block in plan
-            if not (block.is_sharded or self._is_for_rank_0(block.tensor) or _may_differ(block.tensor))
-            and block.num_bytes
-        ]
-        return share, replicated
+        replicated = [block for block in plan if not (block.is_sharded or _may_differ(block.tensor))]
+        of_rank_0 = [block for block in replicated if self._is_for_rank_0(block.tensor)]
+        shared = [block for block in replicated if not self._is_for_rank_0(block.tensor)]
+        load = sum(block.num_bytes for block in of_rank_0)
+        share = share_of(shared, rank=rank, world_size=world_size, load_of_rank_0=load)
+        if rank == 0:  # also what may differ, which does not change the shares of other ranks
+            different = [block for block in plan if not block.is_sharded and _may_differ(block.tensor)]
+            share = [*different, *of_rank_0, *share]
+        sharded = [block for block in plan if block.is_sharded]
+        return [*share, *sharded], [block for block in shared if block.num_bytes]
 
     @property
     def kinds(self) -> dict[str, TensorKind]:
@@ -131,13 +131,8 @@ class StateWriter:
         if self._rank == 0:
             state = Skeleton(key=f"{prefix}/{SKELETON}", size=len(encoded), crc32=zlib_ng.crc32(encoded))
             storage.write(state.key, encoded)
-        return part.model_copy(
-            update={
-                "state": state,
-                "bytes_of_rank_0": self._bytes_of_rank_0,
-                "samples": self._sampler.samples(),
-            }
-        )
+        samples = self._sampler.samples()
+        return part.model_copy(update={"state": state, "bytes_of_rank_0": self._bytes_of_rank_0, "samples": samples})
 
     def _is_for_rank_0(self, name: str) -> bool:
         return name.partition(".")[0] in self._of_rank_0

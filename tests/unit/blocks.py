@@ -57,7 +57,7 @@ def write(
     plan = BlockPlanner(block_bytes).plan(tensors)
     parts = []
     for rank in range(world_size):
-        share = share_of(plan, rank=rank, world_size=world_size, is_for_rank_0=lambda name: False)
+        share = share_of(plan, rank=rank, world_size=world_size)
         writer = BlockWriter(object_bytes=object_bytes)
         writer.stage(share, tensors)
         parts.append(writer.write(storage, PREFIX, str(rank)))

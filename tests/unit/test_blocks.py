@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from elastic_ddp.checkpoint import writer
+from elastic_ddp.checkpoint import staging, writer
 from elastic_ddp.checkpoint.manifest import StoredTensor
 from elastic_ddp.checkpoint.parts import Part, assemble
 from elastic_ddp.checkpoint.planning import BLOCK_BYTES, BlockPlanner, blocks_of
@@ -230,6 +230,7 @@ def test_a_share_staged_in_pinned_memory_is_written(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.zeros", not_pinned)
+    monkeypatch.setattr(staging, "SLAB_BYTES", 2000)
     tensors = some_tensors()
     parts = write(Storage(tmp_path), tensors, object_bytes=500, block_bytes=128)
     assert len(parts[0].objects) > len(taken) > 1 and sum(taken) == sum(item.size for item in parts[0].objects)

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from elastic_ddp.checkpoint.metrics import Measurement, Metrics, Mode, best_first, measurements
+from elastic_ddp.checkpoint.metrics import Metrics, Mode, best_first, measurements
+from elastic_ddp.checkpoint.record import Measurement
 
 
 def test_a_record_may_have_no_metrics() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ddp.checkpoint.manifest import Commit, Skeleton, committed_steps
-from elastic_ddp.checkpoint.metrics import Measurement
+from elastic_ddp.checkpoint.record import Measurement
 from elastic_ddp.checkpoint.retention import Removal, Retention, kept, plan_removals
 
 

@@ -131,7 +131,7 @@ def test_long_reports_are_sent_in_chunks(tmp_path: Path, monkeypatch: pytest.Mon
     assert not ranks.mailbox.messages
 
 
-def no_memory(sizes: list[int]) -> Never:
+def no_memory(groups: Any) -> Never:
     raise RuntimeError("CUDA error: out of memory")
 
 
@@ -143,7 +143,7 @@ def test_a_save_without_host_memory_fails_and_the_next_one_succeeds(
     state = {**make_state(1), "large": {"x": torch.ones(1000)}}
     held = weakref.ref(state["large"]["x"])
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "_allocate_pageable", no_memory)
+        patch.setattr(staging.host_memory, "Memory", no_memory)
         attempt = ranks.begin(1, of=[bad_rank], state=state)
     ranks.begin(1, of=[1 - bad_rank], state=state, attempt=attempt)
     error = ranks.wait()
