@@ -21,7 +21,7 @@ _Task = tuple[Callable[[], object], "Future[None]"]
 class BackgroundThread:
     """Runs tasks one after the other in a daemon thread, which ends with this object.
 
-    An executor's threads would delay the exit of the process while one of them hangs.
+    Unlike the threads of an executor, it does not delay the exit of the process while it hangs.
     """
 
     def __init__(self, name: str) -> None:

@@ -2,8 +2,7 @@
 
 With C seconds of stall per save and a mean of M seconds between failures, sqrt(2 C M) seconds between commits lose the
 least time, to first order: J. W. Young, "A first order approximation to the optimum checkpoint interval",
-Communications of the ACM 17(9), 1974. The refinement of J. T. Daly ("A higher order estimate of the optimum checkpoint
-interval for restart dumps", Future Generation Computer Systems 22(3), 2006) matters only where C is close to M.
+Communications of the ACM 17(9), 1974.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ _NUM_MEASURED = 5
 
 
 def mean_time_between_failures(failures: int, watched_s: float) -> float:
-    """Returns an estimate in seconds, from `failures` in `watched_s` and one more in `PRIOR_MTBF_S`.
-
-    It is the inverse of the posterior mean of the failure rate, with a Gamma(1, PRIOR_MTBF_S) prior.
-    """
+    """Returns the inverse of the failure rate's posterior mean, in seconds, with a Gamma(1, PRIOR_MTBF_S) prior."""
     return (PRIOR_MTBF_S + watched_s) / (1 + failures)
 
 
@@ -54,10 +50,7 @@ class MeasuredInterval:
     """
 
     def __init__(
-        self,
-        interval: Literal["auto"] | None,
-        max_overhead: float | None,
-        clock: Callable[[], float] = time.monotonic,
+        self, interval: Literal["auto"] | None, max_overhead: float | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._is_auto, self._max_overhead, self._clock = interval == "auto", max_overhead, clock
         # Tuples, replaced as a whole: the training thread and the saving thread both use them.
@@ -83,20 +76,17 @@ class MeasuredInterval:
         """The interval, from all measurements so far."""
         if not self._stalls:
             return FIRST_INTERVAL_S
+        watched_s = self._clock() - self._began_at
         return interval_s(
             stall_s=statistics.median(self._stalls),
             save_s=statistics.median(self._saves) if self._saves else 0.0,
-            mtbf_s=mean_time_between_failures(self._failures, self._watched_s) if self._is_auto else None,
+            mtbf_s=mean_time_between_failures(self._failures, watched_s) if self._is_auto else None,
             max_overhead=self._max_overhead,
         )
 
-    @property
-    def _watched_s(self) -> float:
-        return self._clock() - self._began_at
-
     def record(self) -> dict[str, Any]:
         """Returns the facts for a commit's record, from which a later session continues."""
-        return {"losses": self._failures, "watched_s": round(self._watched_s, 3)}
+        return {"losses": self._failures, "watched_s": round(self._clock() - self._began_at, 3)}
 
     def merge(self, record: Mapping[str, Any]) -> None:
         """Takes over what a commit's record has counted, if that is more than this worker has."""

@@ -68,12 +68,10 @@ class Skeleton(StoredObject):
 
     def check(self, data: bytes) -> None:
         """Raises CheckpointError unless these are the committed bytes, with few enough values to parse."""
-        if len(data) != self.size:
-            raise CheckpointError(f"{self.key} has {len(data)} bytes; {self.size} were committed")
         if (count := num_values(data)) > MAX_SKELETON_VALUES:
             raise CheckpointError(f"{self.key} has {count} values; the limit is {MAX_SKELETON_VALUES}")
-        if zlib_ng.crc32(data) != self.crc32:
-            raise CheckpointError(f"{self.key} does not match its committed checksum")
+        if len(data) != self.size or zlib_ng.crc32(data) != self.crc32:
+            raise CheckpointError(f"{self.key}: its {len(data)} bytes do not match the committed size and checksum")
 
 
 class StoredBlock(BaseModel):
@@ -147,12 +145,7 @@ class Commit(BaseModel):
     """JSON facts of the caller, such as epoch, generation and hashes. Those in `record.Facts` have that form."""
 
     @model_validator(mode="after")
-    def _check_record(self) -> Self:
-        check_facts(_canonical(self.record))
-        return self
-
-    @model_validator(mode="after")
-    def _check_keys(self) -> Self:
+    def _check_keys_and_record(self) -> Self:
         """All keys lie in the attempt's own folder: a manifest can neither read nor delete anything else."""
         keys = [item.key for item in self.all_objects]
         for key in keys:
@@ -160,6 +153,7 @@ class Commit(BaseModel):
                 raise ValueError(f"the object {key!r:.200} is not in {self.prefix}")
         if len(set(keys)) != len(keys):
             raise ValueError("an object is listed twice")
+        check_facts(_canonical(self.record))
         return self
 
     @model_validator(mode="after")
@@ -196,7 +190,6 @@ class Commit(BaseModel):
 
     @property
     def num_bytes(self) -> int:
-        """The size of all its objects."""
         return sum(item.size for item in self.all_objects)
 
     def to_bytes(self) -> bytes:
@@ -281,11 +274,7 @@ def manifest_key(step: int) -> str:
 
 
 def set_aside_key(step: int, attempt: str | None, manifest: bytes) -> str:
-    """Returns the key under which the manifest of a bad commit is set aside; always the same for one manifest.
-
-    Args:
-        attempt: None if the manifest does not name its attempt.
-    """
+    """Returns the key under which a bad manifest is set aside; `attempt` is None if the manifest does not name it."""
     return f"set-aside/{step}-{attempt or f'unknown-{hashlib.sha256(manifest).hexdigest()[:32]}'}.json"
 
 
@@ -299,10 +288,7 @@ def committed_steps(keys: Iterable[str]) -> list[int]:
 
 
 def parse_set_aside(key: str) -> tuple[int, str | None] | None:
-    """Returns step and attempt from the key of a manifest that was set aside; None for any other key.
-
-    The attempt is None if the manifest did not name it.
-    """
+    """Returns step and attempt from the key of a manifest that was set aside; None for any other key."""
     match = _SET_ASIDE.fullmatch(key)
     return (int(match[1]), match[2]) if match else None
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from elastic_ddp.checkpoint.manifest import Skeleton, StoredBlock, StoredObject, StoredTensor
 from elastic_ddp.checkpoint.replica_check import Sample, check_replicas
@@ -14,10 +14,8 @@ TensorKind = tuple[str, tuple[int, ...]]
 """Name of the dtype and shape of a tensor."""
 
 
-class WrittenBlock(BaseModel):
+class WrittenBlock(BaseModel, frozen=True):
     """A block, and the tensor that it belongs to."""
-
-    model_config = ConfigDict(frozen=True)
 
     tensor: str
     dtype: str
@@ -25,10 +23,8 @@ class WrittenBlock(BaseModel):
     block: StoredBlock
 
 
-class Part(BaseModel):
+class Part(BaseModel, frozen=True):
     """What one rank wrote of a commit."""
-
-    model_config = ConfigDict(frozen=True)
 
     objects: tuple[StoredObject, ...]
     blocks: tuple[WrittenBlock, ...]
@@ -42,7 +38,7 @@ class Part(BaseModel):
 
 
 def assemble(
-    parts: Iterable[Part], expected: Mapping[str, TensorKind]
+    parts: Sequence[Part], expected: Mapping[str, TensorKind]
 ) -> tuple[tuple[StoredObject, ...], dict[str, StoredTensor]]:
     """Returns the objects and tensors of a commit.
 
@@ -54,7 +50,6 @@ def assemble(
         CheckpointError: a block is missing, or was written twice.
         ReplicasDifferError: ranks hold different values where they must be equal.
     """
-    parts = list(parts)
     sizes = [part.bytes_of_rank_0 for part in parts]
     if rank := next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None):
         raise CheckpointError(

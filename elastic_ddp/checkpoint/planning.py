@@ -1,8 +1,4 @@
-"""Plans which rank writes which block of which tensor: pure functions of shapes and placements.
-
-Every tensor, or this rank's shard of it, is cut into small blocks. Ranks then share the writing of replicated tensors
-evenly, and each read or transfer stays small.
-"""
+"""Cuts tensors into small blocks, and plans which rank writes which: pure functions of shapes and placements."""
 
 from __future__ import annotations
 
@@ -83,7 +79,8 @@ def local_blocks(tensors: Mapping[str, torch.Tensor], blocks: Iterable[Block]) -
     """Returns blocks as views of this rank's memory."""
     views = []
     for block in blocks:
-        local = local_part(tensors[block.tensor])
+        tensor = tensors[block.tensor]
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         views.append(local if block.local_offsets is None else narrowed(local, block.local_offsets, block.sizes))
     return views
 
@@ -114,11 +111,6 @@ def local_boxes(tensors: Mapping[str, torch.Tensor]) -> dict[str, ChunkStorageMe
     return boxes
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def shard_shapes(tensor: DTensor) -> list[torch.Size]:
     """Returns the shapes of all ranks' shards that have elements.
 
@@ -143,15 +135,14 @@ def laid_out(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def blocks_of(shape: torch.Size, element_bytes: int, block_bytes: int) -> Iterator[tuple[torch.Size, torch.Size]]:
-    """Yields offsets and sizes of blocks that make up a tensor, in row-major order.
+    """Yields offsets and sizes of the contiguous blocks that make up a tensor, in row-major order.
 
-    A block is contiguous: a range in one dimension, a single index in those before, complete in those after. It has at
-    most `block_bytes`, or one element.
+    A block has at most `block_bytes`, or one element.
     """
     if not math.prod(shape):
         yield torch.Size([0] * len(shape)), shape
         return
-    # Cut the first dimension whose rows fit into a block.
+    # Cut the first dimension whose rows fit into a block. A block has one index in those before, all of those after.
     row_bytes = [math.prod(shape[dimension + 1 :]) * element_bytes for dimension in range(len(shape))]
     axis = next((dimension for dimension, size in enumerate(row_bytes) if size <= block_bytes), len(shape) - 1)
     if axis < 0:

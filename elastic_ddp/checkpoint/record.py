@@ -45,24 +45,20 @@ def check_facts(record: str) -> None:
     """Raises ValueError unless the facts in a record, given as JSON, have their form."""
     try:
         Facts.model_validate_json(record)
+        return
     except ValidationError as error:
         reason = format_validation_error(error, with_fields=True)
-    else:
-        return
     raise ValueError(f"its record is malformed: {reason}")
 
 
 def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what identifies the run of a commit: settings by name, and the fingerprint of its data."""
     settings = record.get("identity")
-    known = dict(settings) if isinstance(settings, dict) else {}
-    return known | ({"data": record["data"]} if "data" in record else {})
+    data = {"data": record["data"]} if "data" in record else {}
+    return {**settings, **data} if isinstance(settings, dict) else data
 
 
 def different_runs(record: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the settings in which the runs of two commits differ; empty for commits of one run.
-
-    Settings that only one of the records has do not count: versions of this package differ in them.
-    """
+    """Returns the names of the settings in which the runs of two commits differ, if both records have them."""
     mine, theirs = identity_of(record), identity_of(other)
     return [name for name in mine if name in theirs and mine[name] != theirs[name]]

@@ -1,4 +1,4 @@
-"""Compares the ranks: checksums of a random sample of the tensors that all ranks must hold alike.
+"""Compares checksums of a random sample of the tensors that all ranks must hold alike.
 
 Ranks share the writing of these tensors. If ranks differed, a commit would mix their states.
 """
@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from zlib_ng import zlib_ng
 
 from elastic_ddp import torch_internals
@@ -22,10 +22,8 @@ SAMPLE_BYTES, SAMPLE_PIECE_BYTES = 1 << 20, 64 << 10
 MAX_PIECES = 64
 
 
-class Sample(BaseModel):
+class Sample(BaseModel, frozen=True):
     """A piece of a tensor, as one rank holds it."""
-
-    model_config = ConfigDict(frozen=True)
 
     tensor: str
     crc32: int
@@ -86,14 +84,7 @@ def _piece_of(block: torch.Tensor, draw: random.Random) -> torch.Tensor:
 
 
 def check_replicas(samples: Iterable[Sequence[Sample]]) -> None:
-    """Compares the ranks' samples.
-
-    Args:
-        samples: the sample of each rank, in rank order.
-
-    Raises:
-        ReplicasDifferError: the samples of two ranks differ. The error names the tensors.
-    """
+    """Raises ReplicasDifferError, with the names of tensors, if the samples of two ranks differ; in rank order."""
     first, *others = samples
     for rank, other in enumerate(others, start=1):
         if [sample.tensor for sample in first] != [sample.tensor for sample in other]:

@@ -1,8 +1,7 @@
 """Saves in the background: every rank copies its share of the state, and a thread writes it while training goes on.
 
 Rank 0 commits what all ranks have written. Ranks exchange messages through a mailbox, outside of collectives, so a save
-may outlive its generation. A rank that is still writing sends heartbeats. Rank 0 gives up on a rank whose heartbeats
-stop, and with it on the save. A rank whose storage hangs reports an error instead.
+may outlive its generation. Rank 0 gives up on the save when the heartbeats of a rank that is writing stop.
 """
 
 from __future__ import annotations
@@ -114,11 +113,7 @@ class Saver:
         return self._thread.is_busy
 
     def warm_up(self, state: dict[str, Any]) -> None:
-        """Plans a save ahead of the first `begin`, as far as that depends on neither rank nor world size.
-
-        Raises:
-            CheckpointError: the state has values that cannot be saved.
-        """
+        """As `StateWriter.prepare`, before the first `begin`."""
         self._writer.prepare(state)
 
     def begin(self, state: dict[str, Any], save: Save) -> None:
@@ -233,12 +228,7 @@ class Saver:
                 _log.warning("superseded commits stay until the next commit: %s", format_exception(error))
 
     def _receive_part(self, rank: int, save: Save) -> Part:
-        """Waits for the report of a rank, and returns the part that it wrote.
-
-        Raises:
-            CheckpointError, StorageError: the rank could not write.
-            RankFailedError: the rank's heartbeats stopped.
-        """
+        """Waits for the report of a rank, and returns the part that it wrote, or raises why there is none."""
         messages = _Messages(save, rank)
         heartbeat, alive_at = None, time.monotonic()
         while (report := messages.receive()) is None:

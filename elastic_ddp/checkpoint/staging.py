@@ -37,11 +37,9 @@ class BlockWriter:
         self._object_bytes = object_bytes
         self._blocks: list[Block] | None = None
         self._objects: list[list[tuple[Block, int]]] = []
-        """The blocks in each object with their offsets."""
+        """The blocks in each object with their offsets; below, its bytes, and the memory of each block in them."""
         self._buffers: list[torch.Tensor] = []
-        """The bytes of each object."""
         self._views: list[torch.Tensor] = []
-        """The memory of each block in the buffers."""
 
     @torch.no_grad()
     def stage(self, blocks: list[Block], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -65,7 +63,7 @@ class BlockWriter:
     def _lay_out(self, blocks: list[Block]) -> None:
         self._blocks = None
         self._objects = _pack(blocks, self._object_bytes)
-        sizes = [_end(in_object) for in_object in self._objects]
+        sizes = [start + padded(last.num_bytes) for *_, (last, start) in self._objects]
         if [len(buffer) for buffer in self._buffers] != sizes:
             self._buffers, self._views = [], []  # freed before the new ones are allocated
             self._buffers = _allocate(sizes)
@@ -85,19 +83,18 @@ class BlockWriter:
         Raises:
             StorageError: the storage failed.
         """
-        data: list[memoryview] = [buffer.numpy().data for buffer in self._buffers]
-        keys = [f"{prefix}/{writer}-{number}.bin" for number in range(len(data))]
-        writes = list(zip(keys, data, strict=True))
+        writes = [
+            (f"{prefix}/{writer}-{number}.bin", buffer.numpy().data) for number, buffer in enumerate(self._buffers)
+        ]
         pool = DaemonPool(lambda write: storage.write(*write), writes, size=PARALLEL_OBJECTS)
         try:  # checksums are computed while the pool writes
-            blocks = [block for number, view in enumerate(data) for block in self._checksummed(number, view)]
+            blocks = [block for number, (_, data) in enumerate(writes) for block in self._checksummed(number, data)]
         finally:
             pool.wait()
         objects = [StoredObject(key=key, size=len(view)) for key, view in writes]
         return Part(objects=tuple(objects), blocks=tuple(blocks))
 
     def _checksummed(self, number: int, data: memoryview) -> Iterator[WrittenBlock]:
-        """Yields the blocks of an object."""
         for block, start in self._objects[number]:
             stored = StoredBlock(
                 offsets=tuple(block.offsets),
@@ -123,17 +120,8 @@ def _pack(blocks: Iterable[Block], object_bytes: int) -> list[list[tuple[Block, 
     return objects
 
 
-def _end(in_object: list[tuple[Block, int]]) -> int:
-    block, start = in_object[-1]
-    return start + padded(block.num_bytes)
-
-
 def _allocate(sizes: list[int]) -> list[torch.Tensor]:
-    """Returns zeroed host memory for objects of these sizes.
-
-    Raises:
-        HostMemoryError: the memory cannot be allocated.
-    """
+    """Returns zeroed host memory for objects of these sizes, or raises HostMemoryError."""
     try:
         if torch.cuda.is_available():
             slabs = slabs_of(sizes)

@@ -77,8 +77,10 @@ class CheckpointStore(CommitCatalog):
         """
         try:
             objects, tensors = assemble(parts, kinds)
+            state = parts[0].state
+            assert state is not None, "rank 0 writes the skeleton"
             manifest = Commit.model_construct(
-                step=step, attempt=attempt, state=parts[0].state, objects=objects, tensors=tensors, record=record
+                step=step, attempt=attempt, state=state, objects=objects, tensors=tensors, record=record
             ).to_bytes()
             commit = Commit.from_bytes(manifest_key(step), manifest)
             self._check_stored(commit)

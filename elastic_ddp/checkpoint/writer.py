@@ -47,10 +47,14 @@ class StateWriter:
         self._of_rank_0 = of_rank_0
         self._planner, self._blocks, self._sampler = BlockPlanner(), BlockWriter(), Sampler()
         self._skeletons: dict[str, Any] | None = None
-        """Of the staged state, until it is written. They share nothing with the state, which may change."""
-        self._share: tuple[Any, list[Block], list[Block]] | None = None
-        """For states of one kind: the blocks that this rank writes, and those that all ranks hold."""
-        self._rank = self._bytes_of_rank_0 = 0
+        """On rank 0: of the staged state, until it is written. They share nothing with the state, which may change."""
+        self._rank = 0
+        self._kind: Any = None
+        """What the plan below depends on."""
+        self._share: list[Block] = []
+        self._replicated: list[Block] = []
+        """Blocks that all ranks hold alike."""
+        self._bytes_of_rank_0 = 0
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Plans what does not depend on the world size, so that the first `stage` takes less time.
@@ -77,40 +81,36 @@ class StateWriter:
             HostMemoryError: the host memory for the share cannot be allocated.
         """
         skeletons, tensors = _flatten_components(state)
-        self._rank = rank
-        self._bytes_of_rank_0 = sum(
-            tensor.nbytes for name, tensor in tensors.items() if self._is_for_rank_0(name) and not _may_differ(name)
-        )
-        self._skeletons = skeletons if rank == 0 else {}
+        self._rank, self._skeletons = rank, skeletons if rank == 0 else None
         kind = rank, world_size, _kinds_of(tensors)
-        if self._share is None or self._share[0] != kind:
-            self._share = kind, *self._plan_share(tensors, rank, world_size)
-        _, share, replicated = self._share
-        self._blocks.stage(share, tensors)
-        self._sampler.stage(replicated if world_size > 1 else [], tensors, seed)
+        if self._kind != kind:
+            self._plan(tensors, rank, world_size)
+            self._kind = kind
+        self._blocks.stage(self._share, tensors)
+        self._sampler.stage(self._replicated if world_size > 1 else [], tensors, seed)
 
-    def _plan_share(
-        self, tensors: dict[str, torch.Tensor], rank: int, world_size: int
-    ) -> tuple[list[Block], list[Block]]:
-        """Returns the blocks that this rank writes, and those that all ranks hold alike."""
+    def _plan(self, tensors: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
         plan = self._planner.plan(tensors)
         _check_tensors(tensors, self._planner.num_blocks)
-        replicated = [block for block in plan if not (block.is_sharded or _may_differ(block.tensor))]
-        of_rank_0 = [block for block in replicated if self._is_for_rank_0(block.tensor)]
-        shared = [block for block in replicated if not self._is_for_rank_0(block.tensor)]
-        load = sum(block.num_bytes for block in of_rank_0)
-        share = share_of(shared, rank=rank, world_size=world_size, load_of_rank_0=load)
-        if rank == 0:  # also what may differ, which does not change the shares of other ranks
-            different = [block for block in plan if not block.is_sharded and _may_differ(block.tensor)]
-            share = [*different, *of_rank_0, *share]
-        sharded = [block for block in plan if block.is_sharded]
-        return [*share, *sharded], [block for block in shared if block.num_bytes]
+        sharded, different, of_rank_0, shared = list[Block](), list[Block](), list[Block](), list[Block]()
+        for block in plan:
+            if block.is_sharded:
+                sharded.append(block)
+            elif _may_differ(block.tensor):
+                different.append(block)
+            elif block.tensor.partition(".")[0] in self._of_rank_0:
+                of_rank_0.append(block)
+            else:
+                shared.append(block)
+        self._bytes_of_rank_0 = sum(block.num_bytes for block in of_rank_0)
+        share = share_of(shared, rank=rank, world_size=world_size, load_of_rank_0=self._bytes_of_rank_0)
+        self._share = [*(different + of_rank_0 if rank == 0 else []), *share, *sharded]
+        self._replicated = [block for block in shared if block.num_bytes]
 
     @property
     def kinds(self) -> dict[str, TensorKind]:
         """Dtype and shape of all tensors in the state that was staged last, by name."""
-        assert self._share is not None
-        _, _, (names, dtypes, shapes, _) = self._share[0]
+        _, _, (names, dtypes, shapes, _) = self._kind
         return {
             name: (dtype_name(dtype), tuple(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
         }
@@ -122,20 +122,15 @@ class StateWriter:
             CheckpointError: the state without its tensors is too large.
             StorageError: the storage failed.
         """
-        # Encoded here, in the background: it takes a third of the time of `flatten`.
-        skeletons, self._skeletons = self._skeletons, None
-        assert skeletons is not None, "a staged state is written once"
-        encoded = _encode(skeletons) if self._rank == 0 else b""
         part = self._blocks.write(storage, prefix, str(self._rank))
         state = None
-        if self._rank == 0:
+        if self._skeletons is not None:
+            # Encoded here, in the background: it takes a third of the time of `flatten`.
+            encoded, self._skeletons = _encode(self._skeletons), None
             state = Skeleton(key=f"{prefix}/{SKELETON}", size=len(encoded), crc32=zlib_ng.crc32(encoded))
             storage.write(state.key, encoded)
         samples = self._sampler.samples()
         return part.model_copy(update={"state": state, "bytes_of_rank_0": self._bytes_of_rank_0, "samples": samples})
-
-    def _is_for_rank_0(self, name: str) -> bool:
-        return name.partition(".")[0] in self._of_rank_0
 
 
 def _flatten_components(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
