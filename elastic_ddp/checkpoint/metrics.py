@@ -27,11 +27,8 @@ def measurements(record: Mapping[str, Any]) -> dict[str, Measurement]:
 def best_first(measured: Mapping[int, Measurement | None], mode: Mode) -> list[int]:
     """Returns the steps of the commits that have a value, best value first; among equal values the earlier step first.
 
-    Later commits repeat a measurement until there is a newer one. It counts for the first commit that has it.
-
-    Args:
-        measured: maps each commit's step to the value of the metric in its record.
-        mode: whether the smallest or the largest value is the best.
+    `measured` maps each commit's step to the value in its record. Later commits repeat a measurement until there is a
+    newer one; it counts for the first commit that has it.
     """
     first: dict[Measurement, int] = {}
     for step, measurement in sorted(measured.items()):

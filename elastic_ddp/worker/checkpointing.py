@@ -8,11 +8,10 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit, Save, Saver
+from elastic_ddp.checkpoint import CheckpointStore, Commit, CommitCatalog, Retention, Save, Saver
 from elastic_ddp.checkpoint.metrics import METRICS, Metrics
 from elastic_ddp.checkpoint.saver import RankFailedError, is_of_storage
 from elastic_ddp.checkpoint.store import SupersededError
@@ -38,9 +37,10 @@ from elastic_ddp.telemetry.events import (
     Resumed,
 )
 from elastic_ddp.telemetry.versions import versions
-from elastic_ddp.worker.commit_schedule import CommitSchedule, retention_of
+from elastic_ddp.worker.commit_schedule import CommitSchedule
 from elastic_ddp.worker.job import COMMITS
-from elastic_ddp.worker.newest_commit import newest_before, restore_newest
+from elastic_ddp.worker.newest_commit import check_no_commits, newest_before
+from elastic_ddp.worker.restore import restore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,17 +61,6 @@ _STOPS_WORKER = (PeerFailedError, DriverReplacedError, ReplicasDifferError)
 """Errors that end this worker or the run. They are no failures of the save that found them."""
 
 
-@dataclass(frozen=True)
-class _Started:
-    """A save in progress."""
-
-    generation: int
-    step: int
-    request: int
-    begun_at: float
-    account: dict[str, float]
-
-
 class Checkpointer:
     """Saves and restores the state of a run. All ranks write in the background; rank 0 completes each commit.
 
@@ -80,28 +69,37 @@ class Checkpointer:
     Attributes:
         schedule: when to commit.
         metrics: the newest values, for the next commit that is begun.
+        worked_s: returns for how many seconds the storage has worked for this worker.
         durable_step: steps done in the newest commit that this worker completed since the training function started.
     """
 
     def __init__(self, job: Job, client: RendezvousClient) -> None:
         self._job, self._client = job, client
         settings = job.config.checkpoint
-        self.schedule = CommitSchedule(settings, job.total_steps, lambda: client.commit_requested)
+        self.schedule, self.metrics = (
+            CommitSchedule(settings, job.total_steps, lambda: client.commit_requested),
+            Metrics(),
+        )
         self.durable_step: int | None = None
         self._storage = RetryingStorage(job.storage.at(COMMITS))
-        store = CheckpointStore(self._storage, keep=retention_of(settings))
-        self._saver = Saver(self._storage, store, of_rank_0=OF_RANK_0)
+        self.worked_s = self._storage.worked_s
+        keep = Retention(
+            last=settings.keep,
+            every_steps=settings.keep_every_steps,
+            best=settings.keep_best or 0,
+            metric=settings.best_metric,
+            mode=settings.best_mode,
+        )
+        self._saver = Saver(self._storage, CheckpointStore(self._storage, keep=keep), of_rank_0=OF_RANK_0)
         self._connection = StoreConnection()
-        self.metrics = Metrics()
         self._refresh: threading.Thread | None = None
         self._num_saves = (0, 0)  # a generation, and the number of saves that this rank began in it
         self._current: int | None = None  # the generation of the newest save, until that generation ends
-        self._mailbox: tuple[int, StoreMailbox] | None = None
         self._outcome: Commit | Exception | None = None  # on rank 0: of the newest save that has ended
-        self._num_unmeasured, self._was_measured = 0, False
+        self._num_unmeasured = 0  # commits without a value of `best_metric`
 
     def restart(self) -> None:
-        """Prepares for another start of the training function in this process. The running save must have ended."""
+        """Prepares for another call of the training function in this process. The running save must have ended."""
         self._join_refresh()
         self.durable_step = self._outcome = None
 
@@ -122,10 +120,6 @@ class Checkpointer:
         """Whether this rank still takes part in a save. There is one at a time."""
         return self._saver.is_busy
 
-    def worked_s(self) -> float:
-        """Returns for how many seconds the storage has worked for this worker; see `RetryingStorage.worked_s`."""
-        return self._storage.worked_s()
-
     def save(self, state: TrainState, group: ProcessGroup, *, account: dict[str, float]) -> None:
         """Waits for the save before, copies the state, and starts to write the copy in the background.
 
@@ -136,81 +130,79 @@ class Checkpointer:
             PeerFailedError: the generation broke before the save before had ended.
             ReplicasDifferError: on rank 0: the save before found that ranks hold different values.
         """
-        generation, step = group.assignment.generation, state.position.step
+        assignment, step, request = group.assignment, state.position.step, self._client.commit_requested
+        generation, address = assignment.generation, (assignment.store_host, assignment.store_port)
         number = self._num_saves[1] + 1 if self._num_saves[0] == generation else 1
         self._num_saves, self._current = (generation, number), generation
-        started = _Started(generation, step, self._client.commit_requested, time.monotonic(), account)
+        mailbox = StoreMailbox(self._connection, address, self._client.store_address, f"saves{generation}")
         save = Save(
             step=step,
             attempt=hashlib.sha256(f"{self._job.session}/{generation}/{step}/{number}".encode()).hexdigest()[:32],
             world_size=group.world_size,
             rank=group.rank,
-            mailbox=self._mailbox_of(group) if group.world_size > 1 else None,
+            mailbox=mailbox if group.world_size > 1 else None,
             record=self._record(state, generation),
             fence=partial(self._check_may_commit, generation),
-            on_end=partial(self._save_ended, started),
+            on_end=partial(self._save_ended, generation, step, request, time.monotonic(), account),
             on_reject=self._record_rejected,
             is_current=lambda: self._current == generation,
         )
-        if group.rank == 0:
-            self._warn_if_unmeasured(save.record)
         self._wait_in(group)
-        if isinstance(self._outcome, ReplicasDifferError):  # the sample of the next save might not show it
-            raise self._outcome
+        self.check()  # a later save might not show that ranks hold different values
         self._outcome = None
         copy_began_at = time.monotonic()
         with self._client.activity.within("collective"):  # registered state may gather its shards
             values = state.state_dict()
         if group.rank == 0:
+            self._warn_if_unmeasured(save.record[METRICS])
             self._client.record(CommitStarted(generation=generation, step=step))
-            self.schedule.save_started(started.request)
+            self.schedule.save_started(request)
         self._saver.begin(values, save)
-        self.schedule.stalled(time.monotonic() - copy_began_at)
+        self.schedule.interval.stalled(time.monotonic() - copy_began_at)
         self.schedule.reset_timer(step)
 
-    def _save_ended(self, started: _Started, outcome: Commit | Exception) -> None:
+    def _save_ended(
+        self,
+        generation: int,
+        step: int,
+        request: int,
+        began_at: float,
+        account: dict[str, float],
+        outcome: Commit | Exception,
+    ) -> None:
         """Records the outcome of a save, in the saving thread of rank 0."""
-        seconds, self._outcome = time.monotonic() - started.begun_at, outcome
+        seconds, self._outcome = time.monotonic() - began_at, outcome
         if isinstance(outcome, Commit):
-            self.durable_step = started.step
-            self.schedule.save_succeeded(started.step, started.request, seconds)
+            self.durable_step = step
+            self.schedule.save_succeeded(step, request, seconds)
             self._client.record(
                 CommitSucceeded(
-                    generation=started.generation,
-                    step=started.step,
+                    generation=generation,
+                    step=step,
                     seconds=seconds,
                     num_bytes=outcome.num_bytes,
-                    request=started.request or None,
-                    account=started.account,
+                    request=request or None,
+                    account=account,
                     interval_s=self.schedule.interval_s,
                 )
             )
             return
         # After a failed rank, the next generation can commit at once.
         is_over = isinstance(outcome, SupersededError) or (
-            isinstance(outcome, RankFailedError) and self._current != started.generation
+            isinstance(outcome, RankFailedError) and self._current != generation
         )
         counts = not is_over and not isinstance(outcome, _STOPS_WORKER)
         self.schedule.save_failed(counts=counts, retry_at_once=is_over)
         self._client.record(
             CommitFailed(
-                generation=started.generation,
-                step=started.step,
+                generation=generation,
+                step=step,
                 seconds=seconds,
                 error=format_exception(outcome),
                 counts=counts,
                 of_storage=is_of_storage(outcome),
             )
         )
-
-    def _mailbox_of(self, group: ProcessGroup) -> StoreMailbox:
-        """Returns the mailbox for all saves of a generation."""
-        assignment = group.assignment
-        if self._mailbox is None or self._mailbox[0] != assignment.generation:
-            address, name = (assignment.store_host, assignment.store_port), f"saves{assignment.generation}"
-            mailbox = StoreMailbox(self._connection, address, self._client.store_address, name)
-            self._mailbox = (assignment.generation, mailbox)
-        return self._mailbox[1]
 
     def _record(self, state: TrainState, generation: int) -> dict[str, Any]:
         position = state.position
@@ -227,18 +219,15 @@ class Checkpointer:
             **self.schedule.to_record(),
         }
 
-    def _warn_if_unmeasured(self, record: Mapping[str, Any]) -> None:
+    def _warn_if_unmeasured(self, measured: Mapping[str, Any]) -> None:
         metric = self._job.config.checkpoint.best_metric
-        self._was_measured = self._was_measured or metric in record[METRICS]
-        if metric is None or self._was_measured:
-            return
-        self._num_unmeasured += 1
-        if self._num_unmeasured == 2:  # the first commit may come before the first evaluation
+        self._num_unmeasured += metric is not None and metric not in measured
+        if metric not in measured and self._num_unmeasured == 2:  # the first may come before the first evaluation
             _log.warning(
                 "checkpoint.best_metric=%r has no value yet, so no commit is the best. Give it to step.log, or as the "
                 "name of run.evaluate. Metrics that have a value: %s",
                 metric,
-                ", ".join(record[METRICS]) or "none",
+                ", ".join(measured) or "none",
             )
 
     def skip(self, steps_done: int) -> None:
@@ -277,8 +266,10 @@ class Checkpointer:
 
     # Waiting.
 
-    def wait(self, group: ProcessGroup) -> None:
+    def wait(self, group: ProcessGroup, *, may_fail: bool = False) -> None:
         """Waits until this rank's part in the newest save has ended.
+
+        With `may_fail`, a failure of the storage is not raised. It then waits until the backoff is over.
 
         Raises:
             PeerFailedError: the generation broke meanwhile.
@@ -287,14 +278,12 @@ class Checkpointer:
         self._wait_in(group)
         if isinstance(self._outcome, RankFailedError):
             raise PeerFailedError(str(self._outcome))
-        if isinstance(self._outcome, Exception):
+        if may_fail and isinstance(self._outcome, StorageError):
+            while self.schedule.in_backoff and not group.aborted:
+                self._client.activity.tick()
+                time.sleep(SAVE_POLL_S)
+        elif isinstance(self._outcome, Exception):
             raise self._outcome
-
-    def wait_for_backoff(self, group: ProcessGroup) -> None:
-        """Waits until the backoff after a failed save is over, or the generation breaks."""
-        while self.schedule.in_backoff and not group.aborted:
-            self._client.activity.tick()
-            time.sleep(SAVE_POLL_S)
 
     def _wait_in(self, group: ProcessGroup) -> None:
         while not self._poll_save():
@@ -343,9 +332,9 @@ class Checkpointer:
         except StorageError as error:
             _log.warning("cannot read the newest commit: %s", error)
             return
-        if newest is not None:
-            self.metrics.merge(newest.record)
-            self.schedule.merge_record(newest.record)
+        record = newest.record if newest is not None else {}
+        self.metrics.merge(record)
+        self.schedule.interval.merge(record)
         if (self.schedule.step, self._num_saves) == unchanged:  # otherwise a save has begun meanwhile
             self.schedule.set_newest(newest.step if newest is not None else None)
 
@@ -371,22 +360,28 @@ class Checkpointer:
     def restore(self, group: ProcessGroup, make_layout: Callable[[], Layout | None]) -> dict[str, Any] | None:
         """Returns the state of the newest usable commit on the CPU, or this rank's part of it; None without commits.
 
-        Every rank calls it. See `restore_newest` for the errors.
+        Every rank calls it. If there is a commit, it calls `make_layout`. See `restore.restore` for other errors.
+
+        Raises:
+            CheckpointError: on rank 0: there are commits, perhaps set aside, and none is usable.
         """
-        newest = restore_newest(
-            self._job,
+        catalog = CommitCatalog(self._storage, self._record_rejected)
+        restored = restore(
+            catalog,
             self._storage,
             group,
             make_layout,
+            check_same_run=self._job.check_same_run,
             fence=partial(self._check_may_commit, group.assignment.generation),
             tick=self._client.activity.tick,
-            on_reject=self._record_rejected,
         )
-        if newest is None:
+        if restored is None:
+            if group.rank == 0:
+                check_no_commits(self._job.config.name, self._storage, catalog.rejected)
             self.schedule.start_over()
             self.metrics.restore({})
             return None
-        commit, state = newest
+        commit, state = restored
         self.metrics.restore(commit.record)
         self.schedule.resume(commit.step, commit.record, after_failure=group.assignment.reason == WORKER_FAILED)
         if group.rank == 0:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_ddp.checkpoint import Retention
 from elastic_ddp.checkpoint.interval import MeasuredInterval
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ class CommitSchedule:
     """Decides on rank 0 when to commit. Every rank keeps one up to date, because it may become rank 0.
 
     Args:
-        settings: when to commit, and which commits to keep.
+        settings: when to commit.
         total_steps: the number of steps of the run.
         requested: returns the number of the newest request for a commit, or 0.
         clock: seconds that only increase.
@@ -31,6 +30,7 @@ class CommitSchedule:
     Attributes:
         step: steps done when the current interval began; None before the first commit.
         committed_step: steps done in the newest commit that this worker knows of.
+        interval: what was measured. It counts if the configuration sets no fixed interval.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class CommitSchedule:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._total_steps, self._requested, self._clock = settings, total_steps, requested, clock
-        self._interval = MeasuredInterval(settings.interval, settings.max_overhead) if settings.is_measured else None
+        self.interval = MeasuredInterval(settings.interval, settings.max_overhead)
         self.step: int | None = None
         self.committed_step: int | None = None
         self._interval_began_at = clock()
@@ -60,7 +60,7 @@ class CommitSchedule:
         settings = self._settings
         if steps_done == self._total_steps and settings.best_metric is not None:
             return self.is_requested
-        interval_s = settings.every_seconds if self._interval is None else self._interval.seconds
+        interval_s = self.interval.seconds if settings.is_measured else settings.every_seconds
         steps_passed = settings.every_steps is not None and steps_done - (self.step or 0) >= settings.every_steps
         time_passed = interval_s is not None and self._clock() - self._interval_began_at >= interval_s
         return steps_passed or time_passed or self.is_requested
@@ -78,7 +78,7 @@ class CommitSchedule:
     @property
     def interval_s(self) -> float | None:
         """The measured interval; None if the configuration sets a fixed one."""
-        return None if self._interval is None else round(self._interval.seconds, 3)
+        return round(self.interval.seconds, 3) if self._settings.is_measured else None
 
     def reset_timer(self, step: int) -> None:
         """Starts a new interval after `step` steps."""
@@ -95,7 +95,7 @@ class CommitSchedule:
         return True
 
     def save_started(self, request: int) -> None:
-        """A save has started on rank 0; it will fulfill requests up to `request`."""
+        """A save has started on rank 0. It fulfills requests up to `request`."""
         self._in_flight = request
 
     def save_succeeded(self, step: int, request: int, seconds: float) -> None:
@@ -103,16 +103,10 @@ class CommitSchedule:
         self.committed_step = step
         self._num_failures, self._backoff_ends_at = 0, -math.inf
         self._fulfilled = max(self._fulfilled, request)
-        if self._interval is not None:
-            self._interval.saved(seconds)
+        self.interval.saved(seconds)
 
     def save_failed(self, *, counts: bool, retry_at_once: bool) -> None:
-        """A save of this worker has failed.
-
-        Args:
-            counts: whether the backoff begins.
-            retry_at_once: whether a commit is due after the next step.
-        """
+        """A save of this worker has failed. If it counts, the backoff begins."""
         self._in_flight = 0
         if retry_at_once:
             self.step, self._interval_began_at = self.committed_step, -math.inf
@@ -121,40 +115,25 @@ class CommitSchedule:
             self._num_failures += 1
             self._backoff_ends_at = self._clock() + min(backoff_s, MAX_SAVE_BACKOFF_S)
 
-    def stalled(self, seconds: float) -> None:
-        """Training waited this long for the start of a save."""
-        if self._interval is not None:
-            self._interval.stalled(seconds)
-
     def worker_failed(self) -> None:
         """A worker of this worker's generation has failed."""
         self._has_seen_failure = True
-        if self._interval is not None:
-            self._interval.record_failure()
+        self.interval.record_failure()
 
     def resume(self, step: int, record: Mapping[str, Any], *, after_failure: bool) -> None:
-        """The run resumes from the commit of `step`.
+        """The run resumes from the commit of `step`, perhaps because all workers with a state failed.
 
-        Args:
-            step: steps done in the commit.
-            record: the commit's record.
-            after_failure: whether all workers with a state failed. Only new processes count that failure here.
+        Only new processes count that failure here.
         """
         self.reset_timer(step)
         self.committed_step = step
-        if self._interval is not None:
-            self._interval.merge(record)
-            if after_failure and not self._has_seen_failure:
-                self._interval.record_failure()
+        self.interval.merge(record)
+        if after_failure and not self._has_seen_failure:
+            self.interval.record_failure()
 
     def start_over(self) -> None:
         """The run starts from step 0, because there is no commit."""
         self.step, self.committed_step, self._interval_began_at = None, None, self._clock()
-
-    def merge_record(self, record: Mapping[str, Any]) -> None:
-        """Adds what earlier workers measured, from a commit's record."""
-        if self._interval is not None:
-            self._interval.merge(record)
 
     def set_newest(self, step: int | None) -> None:
         """Sets the newest commit in the storage; None if there is none.
@@ -168,15 +147,4 @@ class CommitSchedule:
 
     def to_record(self) -> dict[str, Any]:
         """Returns the measurements for a commit's record."""
-        return {} if self._interval is None else self._interval.record()
-
-
-def retention_of(settings: CheckpointConfig) -> Retention:
-    """Returns which commits to keep."""
-    return Retention(
-        last=settings.keep,
-        every_steps=settings.keep_every_steps,
-        best=settings.keep_best or 0,
-        metric=settings.best_metric,
-        mode=settings.best_mode,
-    )
+        return self.interval.record() if self._settings.is_measured else {}

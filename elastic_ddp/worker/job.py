@@ -10,9 +10,11 @@ from elastic_ddp.checkpoint.record import different_runs, identity_of
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.order import EpochShape
+from elastic_ddp.errors import CheckpointError
 from elastic_ddp.storage.storage import Storage
 
 if TYPE_CHECKING:
+    from elastic_ddp.checkpoint import Commit
     from elastic_ddp.data.transform import Transform
 
 
@@ -48,6 +50,13 @@ class Job:
             return ", ".join(f"{name} is {identity[name]!r}" for name in names)
 
         return f"{values(identity_of(record))} in the commit, {values(identity_of(own))} in this run" if names else None
+
+    def check_same_run(self, commit: Commit) -> None:
+        """Raises a CheckpointError if a commit belongs to another run."""
+        if (difference := self.difference_to(commit.record)) is not None:
+            raise CheckpointError(
+                f"{commit.key} belongs to another run: {difference}. To start from its weights, use run.load_weights."
+            )
 
     @property
     def shape(self) -> EpochShape:

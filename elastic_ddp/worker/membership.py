@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from elastic_ddp.distributed.process_group import Assignment, is_peer_failure
 from elastic_ddp.distributed.store import StoreConnection
-from elastic_ddp.errors import StorageError, WorkersFailedError, format_exception
+from elastic_ddp.errors import WorkersFailedError, format_exception
 from elastic_ddp.rendezvous.coordinator import PREPARE_S
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.rendezvous.messages import PlannedAssignment
@@ -299,19 +299,12 @@ class WorkerMembership:
     def commit(self, *, may_fail: bool = False) -> None:
         """Saves the state and waits. Every rank calls it; on rank 0 it returns when the commit is complete.
 
-        Args:
-            may_fail: whether to log a failure of the storage, and to wait for the backoff, instead of raising.
+        With `may_fail`, a failure of the storage is not raised. It then waits until the backoff is over.
         """
         assert self.generation is not None
         self.save()
         with self.account.checkpoint(), self.activity.within(STORING, self._checkpointer.worked_s):
-            try:
-                self._checkpointer.wait(self.generation.group)
-            except StorageError as error:
-                if not may_fail:
-                    raise
-                _log.warning("the state is not committed yet: %s", format_exception(error))
-                self._checkpointer.wait_for_backoff(self.generation.group)
+            self._checkpointer.wait(self.generation.group, may_fail=may_fail)
 
     # Leaving.
 

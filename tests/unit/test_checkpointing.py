@@ -280,4 +280,4 @@ def test_sharded_workers_change_membership_only_when_a_commit_can_succeed(
     client_of(run).reconfigure_requested = True
     checkpointer_of(run).schedule._backoff_ends_at = math.inf if in_backoff else 0.0
     run._state.layout = (lambda name: None) if is_sharded else None
-    assert run._loop._votes(1)["reconfigure"] is expected
+    assert run._loop._votes()["reconfigure"] is expected

@@ -50,7 +50,7 @@ def test_a_measured_interval_follows_from_the_time_that_saves_stall_training() -
     assert not case.schedule.should_commit(4)
     case.now += 2.0
     assert case.schedule.should_commit(4)
-    case.schedule.stalled(0.2)
+    case.schedule.interval.stalled(0.2)
     case.schedule.reset_timer(4)
     case.now += 9.9
     assert not case.schedule.should_commit(5)
@@ -174,7 +174,7 @@ def test_a_resumed_run_keeps_the_failures_that_it_has_counted(new_run: NewRun) -
 def test_measurements_survive_restarts_of_the_training_function(new_run: NewRun) -> None:
     """Each failure between two commits counts, although the commit that the run returns to has none of them."""
     run, failed = new_run(checkpoint={"interval": "auto"}), set[int]()
-    checkpointer_of(run).schedule.stalled(0.5)
+    checkpointer_of(run).schedule.interval.stalled(0.5)
     checkpointer_of(run).schedule.save_succeeded(0, 0, 1.5)
 
     def fail(place: Place, step: int) -> None:
