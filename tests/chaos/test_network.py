@@ -50,7 +50,7 @@ def test_a_worker_counts_as_failed_after_its_node_was_disconnected(folder: Path)
         )
         (failure,) = run.events("worker_lost")[-1:]
         assert "no heartbeat for 3 s" in failure.error
-        hosts.mend()
+        hosts.reconnect()
         facts = finish(run, driver)
     assert jobs.same_bits(facts, undisturbed)
     assert len(run.happened()) == 2 and facts["workers_lost"] == 2
