@@ -59,7 +59,8 @@ def ls(run: RunFolder, as_json: AsJson = False) -> None:
     for row in rows:
         if row["error"] is not None:
             out.print(printable(f"step {row['step']:,} is bad: {row['error']}"))
-    _print_set_aside(catalog)
+    if note := _set_aside_note(catalog):
+        out.print(note)
 
 
 @app.command()
@@ -82,7 +83,8 @@ def verify(
         except CheckpointError as error:
             result, is_bad = f"bad: {error}", True
         console().print(printable(f"step {number:,}: {result}"))
-    _print_set_aside(catalog)
+    if note := _set_aside_note(catalog):
+        console().print(note)
     if is_bad:
         raise typer.Exit(1)
 
@@ -136,11 +138,8 @@ def prune(
             remove(commits, items, orphan_age_s=age_s)
     if as_json:
         errors = {step: str(error) for step, error in doubtful.items()}
-        print(
-            json.dumps(
-                {"removed": not dry_run, "items": [asdict(item) for item in items], "doubtful": errors}, indent=1
-            )
-        )
+        report = {"removed": not dry_run, "items": [asdict(item) for item in items], "doubtful": errors}
+        print(json.dumps(report, indent=1))
         return
     _print_removals(items, doubtful, dry_run=dry_run)
 
@@ -196,35 +195,25 @@ def _print_removals(items: list[Removal], doubtful: dict[int, StorageError], *, 
 
 
 def _retention(keep: int | None, every_steps: int | None, best: int, metric: str | None, mode: str) -> Retention | None:
-    """Returns which commits are kept, or None for all.
-
-    Raises:
-        ConfigError: the options exclude each other.
-    """
+    """Returns which commits are kept, or None for all."""
     from elastic_ddp.checkpoint import Retention
 
     if mode not in ("min", "max"):
         raise ConfigError(f"--best-mode {mode}: use min or max.")
-    if best and metric is None:
-        raise ConfigError(f"--keep-best {best} needs --best-metric. `checkpoints ls` shows the metrics of commits.")
-    if metric is not None and not best:
-        raise ConfigError(f"--best-metric {metric} needs --keep-best, the number of commits to keep.")
+    if bool(best) != (metric is not None):
+        raise ConfigError(
+            f"--keep-best {best} and --best-metric {metric}: use both or neither. `checkpoints ls` shows the metrics."
+        )
+    if keep is None and (every_steps is not None or best):
+        raise ConfigError("--keep-every-steps and --keep-best need --keep; without it, all commits are kept.")
     if keep is None:
-        if every_steps is not None or best:
-            raise ConfigError("--keep-every-steps and --keep-best need --keep; without it, all commits are kept.")
         return None
-    return Retention(
-        last=keep, every_steps=every_steps, best=best, metric=metric, mode="max" if mode == "max" else "min"
-    )
+    return Retention(last=keep, every_steps=every_steps, best=best, metric=metric, mode=mode)  # type: ignore[arg-type]
 
 
 @contextmanager
 def _exclusive_access(run: str) -> Iterator[DriverLease]:
-    """Holds the run's lease, so that no driver is live or starts.
-
-    Raises:
-        ConfigError: the run is live.
-    """
+    """Holds the run's lease, so that no driver is live or starts."""
     storage, name = Storage(run), run.rstrip("/").rpartition("/")[2]
     with DriverLease(storage, name, new_session(), lambda text: Console(stderr=True).print(text)) as lease:
         try:
@@ -245,11 +234,7 @@ def _catalog(run: str) -> CommitCatalog:
 
 
 def _select(catalog: CommitCatalog, run: str, step: int | None) -> list[tuple[int, Commit | StorageError]]:
-    """Returns the commit at a step, or all commits, newest first.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the commit at a step, or all commits, newest first."""
     commits = catalog.all_commits()
     selected = [(number, commit) for number, commit in commits if step in (None, number)]
     if not commits:
@@ -263,22 +248,16 @@ def _select(catalog: CommitCatalog, run: str, step: int | None) -> list[tuple[in
 def _no_commits(run: str, catalog: CommitCatalog) -> ConfigError:
     from elastic_ddp.worker.job import COMMITS
 
-    if note := _describe_set_aside(catalog):
+    if note := _set_aside_note(catalog):
         return ConfigError(f"{run}: no commit is left. {note}")
     parent, is_inside, _ = run.rpartition(f"/{COMMITS}")
-    folder = f"the run's folder, {parent}" if is_inside and _catalog(parent).steps() else "<storage>/<name>"
+    folder = f"the run's folder, {parent}" if is_inside else "<storage>/<name>"
     return ConfigError(f"{run}: there are no commits of a run in this folder. Use {folder}.")
 
 
-def _print_set_aside(catalog: CommitCatalog) -> None:
-    if note := _describe_set_aside(catalog):
-        console().print(note)
-
-
-def _describe_set_aside(catalog: CommitCatalog) -> str | None:
-    if not (count := catalog.num_set_aside()):
-        return None
-    return f"Bad commits in set-aside/: {plural(count, 'commit')}. `prune --set-aside` removes them."
+def _set_aside_note(catalog: CommitCatalog) -> str | None:
+    count = catalog.num_set_aside()
+    return f"Bad commits in set-aside/: {plural(count, 'commit')}. `prune --set-aside` removes them." if count else None
 
 
 def _describe_commit(step: int, commit: Commit | StorageError) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,11 +19,7 @@ SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
 def check_target(file: Path) -> None:
-    """Checks that weights can be written to a file of this name.
-
-    Raises:
-        ConfigError: the suffix is not one of `SUFFIXES`, or the folder does not exist.
-    """
+    """Raises ConfigError if weights cannot be written to a file of this name."""
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file}: unknown suffix. Use {', '.join(SUFFIXES)}; torch.load reads the last two.")
     if not file.absolute().parent.is_dir():
@@ -32,16 +27,9 @@ def check_target(file: Path) -> None:
 
 
 def write_weights(weights: dict[str, Any], file: Path) -> str | None:
-    """Writes weights atomically. Returns a note for the user about what the format cannot hold, or None.
-
-    Raises:
-        ConfigError: the format does not support a dtype.
-        StorageError: the file cannot be written; the previous one is unchanged.
-    """
+    """Writes weights atomically. Returns a note for the user about what the format cannot hold, or None."""
     with _atomic_write(file) as temporary:
-        if file.suffix == ".safetensors":
-            return _write_safetensors(weights, temporary)
-        return _write_torch(weights, temporary)
+        return (_write_safetensors if file.suffix == ".safetensors" else _write_torch)(weights, temporary)
 
 
 def _write_safetensors(weights: dict[str, Any], file: Path) -> str | None:
@@ -49,8 +37,7 @@ def _write_safetensors(weights: dict[str, Any], file: Path) -> str | None:
     from safetensors.torch import save_file
 
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    unsupported = {dtype for dtype in {tensor.dtype for tensor in tensors.values()} if not _is_supported(dtype)}
-    if refused := [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype in unsupported]:
+    if refused := [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if not _is_supported(tensor.dtype)]:
         raise ConfigError(f"safetensors does not support the dtype of {shorten(refused, 5)}. Export to a .pt file.")
     # Tied weights are one tensor with two names, which the format does not support.
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, file)
@@ -76,20 +63,9 @@ def _write_torch(weights: dict[str, Any], file: Path) -> str | None:
 
     with file.open("wb") as out:  # given a path, torch hides the OSError
         torch.save(weights, out)
-    if unsafe := [name for name, value in weights.items() if not _loads_with_weights_only(value)]:
-        return f"torch.load needs weights_only=False, because of {shorten(unsafe, 5)}"
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        return f"torch.load needs weights_only=False, because the weights contain {shorten(unsafe, 5)}"
     return None
-
-
-def _loads_with_weights_only(value: Any) -> bool:
-    """Whether `torch.load` accepts a value by default. Only types that a commit can hold are considered."""
-    import numpy as np
-
-    if isinstance(value, dict):
-        return not isinstance(value, defaultdict) and all(map(_loads_with_weights_only, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_loads_with_weights_only, value))
-    return not isinstance(value, np.ndarray | np.generic | deque)
 
 
 @contextmanager

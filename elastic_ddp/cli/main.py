@@ -8,12 +8,13 @@ import importlib.util
 import json
 import runpy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -28,13 +29,20 @@ from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger, summarize
 
-_EXAMPLE_JOB = 'train = "file.py:function", data = "s3://bucket/train/"'
+if TYPE_CHECKING:
+    from elastic_ddp.driver.run_handle import RunHandle
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(checkpoints.app, name="checkpoints")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 LiveRun = Annotated[str, typer.Argument(metavar="RUN", help="A live run: its name, or <storage>/<name>.")]
+
+
+def _get_run(run: str) -> RunHandle:
+    from elastic_ddp.driver.run_handle import get_run  # imports Ray
+
+    return get_run(run)
 
 
 def _show_version(requested: bool) -> None:
@@ -84,18 +92,13 @@ def run(
     from elastic_ddp.driver.trainer import ElasticTrainer
 
     job_table = read_toml(job).get("job", {})
-    if not job_table:
-        raise ConfigError(f"{job}: the [job] table is missing. Add {_EXAMPLE_JOB}.")
     if not {"train", "data"} <= set(job_table) <= {"train", "data", "transform"}:
         raise ConfigError(
-            f"{job}: [job] has the keys {sorted(job_table)}. It needs train and data, and can have transform: "
-            f"{_EXAMPLE_JOB}."
+            f"{job}: the [job] table has the keys {sorted(job_table)}. It needs train and data, and can have "
+            'transform: train = "file.py:function", data = "s3://bucket/train/".'
         )
-    transform = _load_function(job_table["transform"], job) if "transform" in job_table else None
-    trainer = ElasticTrainer(
-        _load_function(job_table["train"], job), data=job_table["data"], config=RunConfig.load(job), transform=transform
-    )
-    result = trainer.fit()
+    functions = {name: _load_function(job_table[name], job) for name in ("train", "transform") if name in job_table}
+    result = ElasticTrainer(**functions, data=job_table["data"], config=RunConfig.load(job)).fit()
     console().print(render(result.summary))
 
 
@@ -109,13 +112,10 @@ def status(
     """Show the live runs of a cluster, or one run and its workers."""
     from elastic_ddp.driver.run_handle import get_run, live_runs
 
-    if run is not None:
-        runs = [get_run(run).status()]
-    else:
-        runs = []
-        for name in live_runs():
-            with suppress(ElasticDDPError):  # the run has ended in the meantime
-                runs.append(get_run(name).status())
+    runs = [get_run(run).status()] if run is not None else []
+    for name in live_runs() if run is None else ():
+        with suppress(ElasticDDPError):  # the run has ended in the meantime
+            runs.append(get_run(name).status())
     if as_json:
         print(json.dumps(runs, indent=1))
         return
@@ -133,21 +133,20 @@ def status(
 
 
 def _describe_run(facts: Mapping[str, Any]) -> RenderableType:
-    """The state of one run, in four lines that fit 80 columns."""
-    steps = f"step {_format(facts['step'])} of {_format(facts['total_steps'])}"
-    speed = f"loss {_format(facts['loss'])}, {_format(facts['steps_per_s'])} steps/s"
-    workers = f"{plural(facts['world_size'] or 0, 'worker')}, generation {_format(facts['generation'])}"
-    lines = [
-        Text.assemble((facts["name"], "bold"), f"  {facts['state']}"),
-        Text(f"  {steps}, last commit {_format(facts['last_commit'])}"),
-        Text(f"  {speed}"),
-        Text(f"  {workers}"),
-    ]
-    return Group(*lines)
+    def number(name: str) -> str:
+        value = facts[name]
+        return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+    return Text.assemble(
+        (facts["name"], "bold"),
+        f"  {facts['state']}\n",
+        f"  step {number('step')} of {number('total_steps')}, last commit {number('last_commit')}\n",
+        f"  loss {number('loss')}, {number('steps_per_s')} steps/s\n",
+        f"  {plural(facts['world_size'] or 0, 'worker')}, generation {number('generation')}",
+    )
 
 
 def _describe_workers(facts: Mapping[str, Any]) -> RenderableType:
-    """The workers of a run, their nodes, and the last failure."""
     workers = table("rank", "pid", "node", text=("node",))
     nodes = table("Ray's node id", "node", text=("node",))
     for member in facts["members"]:
@@ -162,12 +161,6 @@ def _describe_workers(facts: Mapping[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def _format(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
 @app.command()
 def resize(
     run: LiveRun, num_workers: Annotated[int, typer.Argument(metavar="N", help="The number of workers.")]
@@ -177,9 +170,7 @@ def resize(
     The run trains on N workers, or on as many as fit on the cluster. The command returns at once. Surplus workers leave
     at the next step boundary; new workers join when they are ready.
     """
-    from elastic_ddp.driver.run_handle import get_run
-
-    get_run(run).resize(num_workers)
+    _get_run(run).resize(num_workers)
     console().print(
         f"run {run}: {plural(num_workers, 'worker')} requested (`elastic-ddp status` shows the current ones)"
     )
@@ -195,9 +186,7 @@ def drain(
 
     The command returns when they have left.
     """
-    from elastic_ddp.driver.run_handle import get_run
-
-    handle = get_run(run)
+    handle = _get_run(run)
     num_left = handle.drain(node, deadline_s=deadline_s)
     out = console()
     out.print(f"run {run}: {plural(num_left, 'worker')} left {node}")
@@ -211,9 +200,7 @@ def checkpoint(run: LiveRun) -> None:
 
     The command returns when the commit is durable.
     """
-    from elastic_ddp.driver.run_handle import get_run
-
-    console().print(f"run {run}: committed step {get_run(run).checkpoint():,}")
+    console().print(f"run {run}: committed step {_get_run(run).checkpoint():,}")
 
 
 @app.command()
@@ -222,9 +209,7 @@ def stop(run: LiveRun) -> None:
 
     Ctrl-C in the run's driver does the same. The command returns at once.
     """
-    from elastic_ddp.driver.run_handle import get_run
-
-    get_run(run).stop()
+    _get_run(run).stop()
     console().print(f"run {run}: stopping after a commit at the next step boundary; the same command resumes it")
 
 
@@ -250,45 +235,30 @@ def show(
         console().print(render(summary))
 
 
-def _load_function(reference: str, job: Path) -> Callable[..., Any]:
+def _load_function(reference: str, job: Path) -> Any:
     """Returns the function that a [job] table names as `module:function` or `file.py:function`."""
     sys.path.insert(0, "")  # finds modules in the working directory, as `python -m` does
-    location, _, name = reference.rpartition(":") if isinstance(reference, str) else ("", "", "")
+    location, _, name = str(reference).rpartition(":")
     if not location:
         raise ConfigError(f"{job}: {reference!r} does not name a function. Use module:function or file.py:function.")
     try:
         is_file = location.endswith(".py")
         module = _load_file((job.parent / location).resolve()) if is_file else importlib.import_module(location)
-        function = getattr(module, name)
+        return getattr(module, name)
     except Exception as error:  # anything that the module raises on import
         raise ConfigError(f"{job}: {reference!r} cannot be loaded: {format_exception(error)}") from error
-    if not callable(function):
-        raise ConfigError(f"{job}: {reference!r} is a {type(function).__name__}, not a function.")
-    return function
 
 
+@cache
 def _load_file(path: Path) -> ModuleType:
-    """Imports a file as a module.
-
-    Workers receive the module by value, as they may not have the file. They import other modules of its folder from
-    there, if they can see it.
-    """
-    for name in (path.stem, f"{path.stem} ({path})"):  # the second name if another module has the first
-        loaded = sys.modules.get(name)
-        if loaded is None:
-            break
-        if getattr(loaded, "__file__", None) == str(path):
-            return loaded
+    """Imports a file as a module, which workers receive by value: they may not have the file."""
+    name = path.stem if path.stem not in sys.modules else f"{path.stem} ({path})"
     sys.path.insert(0, str(path.parent))
     sys.argv[0] = str(path)  # Ray adds the folder of the program to the path of the workers
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    spec.loader.exec_module(module)
     from ray.cloudpickle import register_pickle_by_value
 
     register_pickle_by_value(module)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -22,15 +23,11 @@ _STYLES = {
 
 
 def render(summary: Mapping[str, Any]) -> RenderableType:
-    """Returns the facts of a run, followed by one line for each generation.
-
-    Args:
-        summary: as in `summary.json`. The status can also be `running`.
-    """
-    title = Text(str(summary["name"] or "run"), style="bold")
-    if not summary["generations"]:
-        return Group(title, _facts(summary))
-    return Group(title, _facts(summary), Text(), Text("generations", style="dim"), _generations(summary))
+    """Returns the facts of a run, followed by one line for each generation. The status can also be `running`."""
+    parts: list[RenderableType] = [Text(str(summary["name"] or "run"), style="bold"), _facts(summary)]
+    if summary["generations"]:
+        parts += [Text(), Text("generations", style="dim"), _generations(summary)]
+    return Group(*parts)
 
 
 def _facts(summary: Mapping[str, Any]) -> Table:
@@ -38,19 +35,26 @@ def _facts(summary: Mapping[str, Any]) -> Table:
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
     status = str(summary["status"])
-    facts.add_row("status", Text(status, style=_STYLES.get(status, "bold")))
+    facts.add_row("status", Text(status, style=_STYLES[status]))
+    total, rate, interval_s = (summary[name] for name in ("total_steps", "samples_per_second", "commit_interval_s"))
+    loss, workers = summary["loss"], {"failed": summary["workers_lost"], "drained": summary["workers_drained"]}
     rows = {
         "error": summary["error"],
-        "steps": _steps(summary),
-        "epochs": None if summary["epochs"] is None else _number(summary["epochs"]),
-        "samples": _samples(summary),
-        "time": _duration(summary["wall_seconds"]),
+        "steps": _number(summary["steps"]) + (f" of {total:,}" if total not in (None, summary["steps"]) else ""),
+        "epochs": _number(summary["epochs"]),
+        "samples": _number(summary["samples"]) + (f"  ({rate:,.0f} samples/s)" if rate else ""),
+        "time": timedelta(seconds=round(summary["wall_seconds"])),
         "goodput": _goodput(summary["goodput"]),
-        "loss": _loss(summary),
-        "metrics": "  ".join(_metrics(summary)),
-        "workers": _workers(summary),
+        "loss": f"{_number(loss['first'])} → {_number(loss['last'])}{_at_step(loss['step'], summary)}"
+        if loss["first"] is not None
+        else "",
+        "metrics": "  ".join(
+            f"{name} {_number(value)}{_at_step(summary['evaluated_at'].get(name), summary)}"
+            for name, value in summary["metrics"].items()
+        ),
+        "workers": ", ".join(f"{count:,} {what}" for what, count in workers.items() if count),
         "sessions": summary["sessions"],
-        "commits": _commits(summary),
+        "commits": _number(summary["commits"]) + (f", one every {interval_s:,.1f} s" if interval_s is not None else ""),
         "weights hash": summary["weights_sha256"],
         "samples hash": summary["samples_sha256"],
         "storage": summary["storage"],
@@ -74,26 +78,13 @@ def _generations(summary: Mapping[str, Any]) -> Table:
         rows.add_row(
             f"{session}{generation['generation']}",
             str(generation["world_size"]),
-            _count(generation["first_step"]),
-            _count(generation["last_step"]),
+            _number(generation["first_step"]),
+            _number(generation["last_step"]),
             _stall(generation),
             Text(str(generation["reason"])),
             Text(str(generation["ended_by"] or ("" if is_live else "not recorded"))),
         )
     return rows
-
-
-def _steps(summary: Mapping[str, Any]) -> str | None:
-    """Steps done, and the total if the run is not finished."""
-    steps, total = summary["steps"], summary["total_steps"]
-    return _count(steps) + (f" of {total:,}" if steps is not None and total not in (None, steps) else "")
-
-
-def _samples(summary: Mapping[str, Any]) -> str | None:
-    if summary["samples"] is None:
-        return None
-    rate = summary["samples_per_second"]
-    return _count(summary["samples"]) + (f"  ({rate:,.0f} samples/s)" if rate else "")
 
 
 def _goodput(seconds: Mapping[str, Any]) -> str | None:
@@ -104,32 +95,9 @@ def _goodput(seconds: Mapping[str, Any]) -> str | None:
     return f"{100 * seconds['goodput']:.1f} %  {' · '.join(parts)}"
 
 
-def _loss(summary: Mapping[str, Any]) -> str | None:
-    loss = summary["loss"]
-    if loss["first"] is None:
-        return None
-    return f"{_number(loss['first'])} → {_number(loss['last'])}" + _at_step(loss["step"], summary)
-
-
-def _metrics(summary: Mapping[str, Any]) -> Iterable[str]:
-    for name, value in summary["metrics"].items():
-        step = summary["evaluated_at"].get(name, summary["steps"])
-        yield f"{name} {_number(value)}" + _at_step(step, summary)
-
-
 def _at_step(step: int | None, summary: Mapping[str, Any]) -> str:
     """The step of a value, if it is not the newest step."""
     return "" if step in (None, summary["steps"]) else f" (step {step:,})"
-
-
-def _workers(summary: Mapping[str, Any]) -> str:
-    counts = {"failed": summary["workers_lost"], "drained": summary["workers_drained"]}
-    return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-
-
-def _commits(summary: Mapping[str, Any]) -> str:
-    interval_s = summary["commit_interval_s"]
-    return f"{summary['commits']:,}" + (f", one every {interval_s:,.1f} s" if interval_s is not None else "")
 
 
 def _stall(generation: Mapping[str, Any]) -> str:
@@ -139,15 +107,7 @@ def _stall(generation: Mapping[str, Any]) -> str:
     return f"{stall_s:.2f} s"
 
 
-def _count(value: Any) -> str:
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
 def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -373,7 +373,7 @@ def test_arguments_after_a_script_are_passed_to_it(tmp_path: Path) -> None:
 def test_run_needs_no_transform(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
     invoke("run", str(job))
-    assert FakeTrainer.made["transform"] is None
+    assert "transform" not in FakeTrainer.made
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,6 @@ def test_a_job_table_with_other_keys_is_refused(job: Path, table: str, held: str
             "job.py:missing",
             "'job.py:missing' cannot be loaded: AttributeError: module 'job' has no attribute 'missing'",
         ),
-        ("job.py:number", "'job.py:number' is a int, not a function."),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_refused(job: Path, reference: str, message: str) -> None:
@@ -417,7 +416,7 @@ def test_a_function_that_cannot_be_loaded_is_refused(job: Path, reference: str, 
 
 def test_a_job_without_a_table_or_with_a_number_for_a_function_is_refused(job: Path) -> None:
     job.write_text(SETTINGS)
-    with pytest.raises(ConfigError, match=r"the \[job\] table is missing.*train = "):
+    with pytest.raises(ConfigError, match=r"the \[job\] table has the keys \[\].*train = "):
         invoke("run", str(job))
     job.write_text(SETTINGS + '[job]\ntrain = 3\ndata = "data/"')
     with pytest.raises(ConfigError, match=r"3 does not name a function.*module:function or file.py:function"):

@@ -281,8 +281,8 @@ def test_prune_holds_the_lease_of_the_run(
     ("options", "message"),
     [
         (["--keep-every-steps", "5"], "--keep-every-steps .* need --keep"),
-        (["--keep", "1", "--keep-best", "2"], "--keep-best 2 needs --best-metric"),
-        (["--keep", "1", "--best-metric", "x"], "--best-metric x needs --keep-best"),
+        (["--keep", "1", "--keep-best", "2"], "--keep-best 2 and --best-metric None"),
+        (["--keep", "1", "--best-metric", "x"], "--keep-best 0 and --best-metric x"),
         (
             ["--keep", "1", "--keep-best", "1", "--best-metric", "validatoin"],
             "'validatoin'.* validation",
