@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -36,15 +35,6 @@ class RunStopped(BaseException):
     catch it."""
 
 
-@dataclass(frozen=True)
-class _QueuedCall:
-    """A call of the rendezvous, made in order with the queued events."""
-
-    method: Any
-    arguments: tuple[Any, ...]
-    answer: Future[Any] = field(default_factory=Future)
-
-
 class RendezvousClient:
     """A worker's connection to the rendezvous.
 
@@ -60,8 +50,6 @@ class RendezvousClient:
     def __init__(self, rendezvous: RendezvousHandle, member: Member, heartbeat_timeout_s: float) -> None:
         self.member = member
         self._rendezvous = rendezvous
-        self._outbox: queue.SimpleQueue[Event | _QueuedCall | None] = queue.SimpleQueue()
-        """Events and calls, and None to end the sender thread."""
         self._progress: dict[str, Any] | None = None
         self.activity = Activity()
         """What the training thread is doing; that thread updates it."""
@@ -72,13 +60,11 @@ class RendezvousClient:
         self.disconnected = False
         """Whether Ray on this node is gone, so that no signals arrive any more."""
         self._num_sent = 0
-        """Number of events sent."""
         self._heartbeat = Heartbeat(
             lambda: ray.get(rendezvous.heartbeat_address.remote()), member.id, heartbeat_timeout_s
         )
-        self._sender = threading.Thread(target=self._send_queued, name="rendezvous-sender", daemon=True)
+        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendezvous-sender")
         self._receiver = threading.Thread(target=self._receive_signals, name="rendezvous-receiver", daemon=True)
-        self._sender.start()
         self._receiver.start()
 
     @property
@@ -122,7 +108,7 @@ class RendezvousClient:
 
     def record(self, event: Event) -> None:
         """Queues an event for the ledger, with the current time as `at`. Never blocks."""
-        self._outbox.put(replace(event, at=time.time()))
+        self._sender.submit(self._send, replace(event, at=time.time()))
 
     def progress(self, **newest: Any) -> None:
         """Sets this worker's progress report; only the newest one is sent. Never blocks."""
@@ -183,61 +169,30 @@ class RendezvousClient:
         return counts
 
     def close(self) -> None:
-        """Sends the remaining events and ends the threads."""
-        self._outbox.put(None)
-        self._sender.join()
+        """Retires this worker after all events, and ends the signals and heartbeats. The sender thread remains for the
+        events of a save that still runs."""
+        self._call_in_order(self._rendezvous.retire, self.member)
         self._closed.set()
         self._receiver.join()
-        ray.get(self._rendezvous.retire.remote(self.member))
         self._heartbeat.stop()
-        if remaining := self._remaining_events():
-            self._send(remaining)
 
     def _call_in_order(self, method: Any, *arguments: Any) -> Any:
         """Calls the rendezvous after all events before, on the sender thread. Returns its answer."""
-        call = _QueuedCall(method, arguments)
-        self._outbox.put(call)
-        while self._sender.is_alive():
-            with suppress(TimeoutError):
-                return call.answer.result(timeout=1.0)
-        # The client is closed, or the rendezvous is gone, which raises here.
-        return call.answer.result() if call.answer.done() else self._call(method, *arguments)
+        return self._sender.submit(self._call, method, *arguments).result()
 
-    def _remaining_events(self) -> list[Event]:
-        events = []
-        while not self._outbox.empty() and (item := self._outbox.get()) is not None:
-            if isinstance(item, Event):
-                events.append(item)
-        return events
-
-    def _send_queued(self) -> None:
-        while (item := self._outbox.get()) is not None:
-            try:
-                if isinstance(item, Event):
-                    self._send([item])
-                else:
-                    item.answer.set_result(self._call(item.method, *item.arguments))
-            except ray.exceptions.RayError as error:
-                if isinstance(item, _QueuedCall):
-                    item.answer.set_exception(error)
-                return  # the driver is gone, and Ray ends this worker
-
-    def _send(self, events: list[Event]) -> None:
-        """Returns when the rendezvous has the events. Ray repeats the call if the rendezvous process dies; the number
-        of the first event tells a repeated call from a new one."""
-        self._call(self._rendezvous.report, events, self._progress, self.member.id, self._num_sent + 1)
-        self._num_sent += len(events)
+    def _send(self, event: Event) -> None:
+        """Sends an event with its number: Ray repeats the call if the rendezvous process dies."""
+        self._call(self._rendezvous.report, [event], self._progress, self.member.id, self._num_sent + 1)
+        self._num_sent += 1
 
     def _call(self, method: Any, *arguments: Any) -> Any:
         """Calls the rendezvous until it succeeds: the disk of its node may be full for a while."""
-        is_logged = False
-        while True:
+        for attempt in itertools.count():
             try:
                 return ray.get(method.remote(*arguments))
             except ray.exceptions.RayTaskError:
-                if not is_logged:
+                if attempt == 0:
                     _log.exception("a call of the rendezvous failed; retrying every %g s", _RETRY_S)
-                is_logged = True
                 if self._closed.wait(_RETRY_S):
                     raise
 
