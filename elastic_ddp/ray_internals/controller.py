@@ -185,7 +185,7 @@ class ElasticController(TrainController):
             self._failed_start = state
             self._back_off(1)
             with suppress(RayError):  # the rendezvous may be restarting; the event is only informative
-                await self.rendezvous.report.remote([StartFailed(at=time.time(), error=reason)], None)
+                await self.rendezvous.report.remote(StartFailed(at=time.time(), error=reason), None)
         return time.monotonic() < self._backoff_until
 
     def _reset_backoff_if_new(self, trained: set[str]) -> None:

@@ -209,19 +209,17 @@ class Rendezvous:
         report and its activity."""
         async with self._locked() as coordinator:
             if coordinator.membership.why_gone(member.id) is None:
-                coordinator.report([], progress)
+                coordinator.event_log.update_progress(progress)
             coordinator.hangs.update(member.id, activity, time.monotonic())
             if (signals := coordinator.signals(member, generation)) == NO_SIGNALS:
                 await self._wait(self._for_members)
                 signals = coordinator.signals(member, generation)
             return signals
 
-    async def report(
-        self, events: list[Event], progress: dict[str, Any] | None, sender: str = "", first: int = 0
-    ) -> None:
-        """Takes events for the ledger and a progress report. See `EventLog.add`."""
+    async def report(self, event: Event, progress: dict[str, Any] | None, sender: str = "", number: int = 0) -> None:
+        """Takes an event for the ledger and a progress report. See `EventLog.add`."""
         async with self._locked() as coordinator:
-            coordinator.report(events, progress, sender, first)
+            coordinator.report(event, progress, sender, number)
 
     async def why_not_commit(self, member: Member, generation: int) -> str | None:
         """Returns why a member may not commit what it wrote in a generation; None if it may."""
@@ -246,7 +244,7 @@ class Rendezvous:
                 if outcome["status"] == "failed" and coordinator.membership.is_newcomer(member.id):
                     coordinator.mark_failed(member.id, str(outcome["error"]))
                     return False
-                coordinator.report([], progress)
+                coordinator.event_log.update_progress(progress)
                 coordinator.end(outcome)
             return True
 

@@ -182,7 +182,7 @@ class RendezvousClient:
 
     def _send(self, event: Event) -> None:
         """Sends an event with its number: Ray repeats the call if the rendezvous process dies."""
-        self._call(self._rendezvous.report, [event], self._progress, self.member.id, self._num_sent + 1)
+        self._call(self._rendezvous.report, event, self._progress, self.member.id, self._num_sent + 1)
         self._num_sent += 1
 
     def _call(self, method: Any, *arguments: Any) -> Any:

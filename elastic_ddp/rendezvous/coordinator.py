@@ -342,35 +342,30 @@ class Coordinator:
             "world_size": 0 if state == "waiting" else progress["world_size"],
         }
 
-    def report(self, reports: list[Event], progress: dict[str, Any] | None, sender: str = "", first: int = 0) -> None:
-        """Takes events for the ledger and a progress report, and does what follows from them. See `EventLog.add`."""
+    def report(self, event: Event, progress: dict[str, Any] | None, sender: str = "", number: int = 0) -> None:
+        """Takes an event for the ledger and a progress report, and does what follows from them. See `EventLog.add`."""
         has_failed = not self._is_in_good_standing(sender)
-        if has_failed:  # the run continues without the sender
-            progress = None
-            reports = [self._without_stale_training(event) for event in reports]
-        new = self.event_log.add(reports, progress, sender, first)
-        for event in new:
-            match event:
-                case events.FirstStep():
-                    self.membership.mark_trained(event.generation)
-                case events.CommitStarted():
-                    self._saver = sender
-                case events.CommitSucceeded():
-                    self._saver, self.state.failed_saves = "", 0
-                    self.fulfill_requests(event.request or 0)
-                case events.CommitFailed():
-                    self._saver = ""
-                    if event.counts and not has_failed:
-                        self._count_failed_save(event)
-        self.notify_driver = self.notify_driver or bool(new)
-
-    def _without_stale_training(self, event: Event) -> Event:
-        """Replaces what a failed member reports about an ended generation, which others have continued."""
-        if not isinstance(event, TrainingEvent):
-            return event
-        if event.generation < self.membership.generation:
-            return events.ReportIgnored(generation=event.generation, what=event.event, at=event.at)
-        return replace(event, account=None) if isinstance(event, events.GenerationEnded) else event
+        if not has_failed:
+            self.event_log.update_progress(progress)
+        elif isinstance(event, TrainingEvent) and event.generation < self.membership.generation:
+            event = events.ReportIgnored(generation=event.generation, what=event.event, at=event.at)
+        elif isinstance(event, events.GenerationEnded):
+            event = replace(event, account=None)
+        if not self.event_log.add(event, sender, number):
+            return
+        self.notify_driver = True
+        match event:
+            case events.FirstStep():
+                self.membership.mark_trained(event.generation)
+            case events.CommitStarted():
+                self._saver = sender
+            case events.CommitSucceeded():
+                self._saver, self.state.failed_saves = "", 0
+                self.fulfill_requests(event.request or 0)
+            case events.CommitFailed():
+                self._saver = ""
+                if event.counts and not has_failed:
+                    self._count_failed_save(event)
 
     def _count_failed_save(self, failed: events.CommitFailed) -> None:
         """Ends the run after too many consecutive failures."""
@@ -388,7 +383,7 @@ class Coordinator:
 
     def record(self, event: Event) -> None:
         """Records an event of the rendezvous itself, with the current time as `at`."""
-        self.report([replace(event, at=time.time())], None)
+        self.report(replace(event, at=time.time()), None)
 
     def _fail(self, error: ElasticDDPError) -> None:
         self.end({"status": "failed", "kind": type(error).__name__, "error": str(error)})

@@ -17,19 +17,13 @@ COMPACT_EVERY = 10_000
 
 
 class EventLog:
-    """Holds the events that the driver has not received yet.
-
-    Args:
-        snapshot: keeps the log for a restarted rendezvous.
-
-    Attributes:
-        progress: the newest progress report of rank 0.
-        outcome: how the run ended; None while it runs. The first reported outcome counts.
-    """
+    """Holds the events that the driver has not received yet; a snapshot keeps them for a restarted rendezvous."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.progress: dict[str, Any] = {}
+        """The newest progress report of rank 0."""
         self.outcome: dict[str, Any] | None = None
+        """How the run ended; None while it runs."""
         self._snapshot = snapshot
         self._events: list[Event] = []
         self._num_delivered = 0
@@ -41,50 +35,40 @@ class EventLog:
         """Number of the last event of each sender."""
         self._rate = MovingRate()
         for line in snapshot.lines():
-            self._restore(line)
+            if "outcome" in line:
+                self.outcome = line["outcome"]
+            elif "delivered" in line:
+                self._num_delivered, self._last_numbers = line["delivered"], line["last_numbers"]
+                self._newest = {name: parse(event) for name, event in line["newest"].items()}
+            else:
+                self._add(parse(line["event"]), line["sender"], line["number"])
 
     @property
     def ended(self) -> str | None:
         """The status that the run ended with; None while it runs."""
         return None if self.outcome is None else str(self.outcome["status"])
 
-    def add(
-        self, events: list[Event], progress: dict[str, Any] | None, sender: str = "", first: int = 0
-    ) -> list[Event]:
-        """Adds the events of a sender, and returns those that were not known.
-
-        Args:
-            events: in order.
-            progress: the newest progress report of the sender.
-            sender: id of the member that sends them. It numbers its events from 1, and may send an event twice.
-            first: number of the first event. Without a sender, events have no numbers, and all of them are new.
-        """
+    def update_progress(self, progress: dict[str, Any] | None) -> None:
+        """Takes a progress report of rank 0, if there is one."""
         if progress is not None:
             self.progress = progress
             self._rate.add(time.monotonic(), progress.get("step", 0), progress.get("samples", 0))
-        known = self._last_numbers.get(sender, 0) if sender else 0
-        new = [(number, event) for number, event in enumerate(events, start=first) if not sender or number > known]
-        self._snapshot.append([_line(event, sender, number) for number, event in new])
-        for number, event in new:
-            self._add(event, sender, number)
-        return [event for _, event in new]
+
+    def add(self, event: Event, sender: str = "", number: int = 0) -> bool:
+        """Adds an event. Returns False if it is known: a sender numbers its events from 1, and may repeat a call."""
+        if sender and number <= self._last_numbers.get(sender, 0):
+            return False
+        self._snapshot.append(_line(event, sender, number))
+        self._add(event, sender, number)
+        return True
 
     def end(self, outcome: dict[str, Any]) -> bool:
         """Sets how the run ended. Returns False if that was known."""
         if self.outcome is not None:
             return False
-        self._snapshot.append([{"outcome": outcome}])
+        self._snapshot.append({"outcome": outcome})
         self.outcome = outcome
         return True
-
-    def _restore(self, line: dict[str, Any]) -> None:
-        if "outcome" in line:
-            self.outcome = line["outcome"]
-        elif "delivered" in line:
-            self._num_delivered, self._last_numbers = line["delivered"], line["last_numbers"]
-            self._newest = {name: parse(event) for name, event in line["newest"].items()}
-        else:
-            self._add(parse(line["event"]), line["sender"], line["number"])
 
     def _add(self, event: Event, sender: str, number: int) -> None:
         self._events.append(event)

@@ -49,11 +49,7 @@ _EXCLUDED: Any = {"membership": {"_waiting"}}
 
 
 class Snapshot:
-    """The two files.
-
-    Args:
-        folder: a folder on this node for this run alone; None to keep nothing.
-    """
+    """The two files, in a folder on this node for this run alone; without a folder it keeps nothing."""
 
     def __init__(self, folder: str | None) -> None:
         self._state = Path(folder, "state.json") if folder is not None else None
@@ -85,16 +81,12 @@ class Snapshot:
     def replace(self, lines: list[dict[str, Any]]) -> None:
         """Replaces all lines appended so far."""
         if self._events is not None:
-            _replace(self._events, _as_bytes(lines))
+            _replace(self._events, b"".join(map(_as_bytes, lines)))
 
-    def append(self, lines: list[dict[str, Any]]) -> None:
-        """Appends all lines, or none of them if the disk is full.
-
-        Raises:
-            OSError: the lines could not be written.
-        """
-        if self._events is not None and lines:
-            data = _as_bytes(lines)
+    def append(self, line: dict[str, Any]) -> None:
+        """Appends a line. Raises OSError and leaves no part of it if the disk is full."""
+        if self._events is not None:
+            data = _as_bytes(line)
             with self._events.open("ab", buffering=0) as file:
                 end = file.tell()
                 try:
@@ -111,5 +103,5 @@ def _replace(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
-def _as_bytes(lines: list[dict[str, Any]]) -> bytes:
-    return b"".join(json.dumps(line, default=str).encode() + b"\n" for line in lines)
+def _as_bytes(line: dict[str, Any]) -> bytes:
+    return json.dumps(line, default=str).encode() + b"\n"

@@ -105,4 +105,6 @@ def test_only_the_feed_and_the_rendezvous_client_call_ray(calls: list[dict[str, 
         threads = {thread for _, thread, _ in worker["by_thread"]}
         assert {thread for thread in threads if not thread.startswith(ALLOWED)} == set()
         if worker is calls[0]:
-            assert any(thread.startswith("rendezvous-sender") for thread in threads), "rank 0 reports its steps, so calls are recorded"
+            assert any(thread.startswith("rendezvous-sender") for thread in threads), (
+                "rank 0 reports its steps, so calls are recorded"
+            )

@@ -47,6 +47,18 @@ async def join(
     return await rendezvous.join(request, after, failure, account)
 
 
+async def report(
+    rendezvous: Rendezvous,
+    reports: list[Event],
+    progress: dict[str, Any] | None = None,
+    sender: str = "",
+    first: int = 0,
+) -> None:
+    """Reports events, with numbers from `first` on."""
+    for number, event in enumerate(reports, first):
+        await rendezvous.report(event, progress, sender, number)
+
+
 async def started(rendezvous: Rendezvous, group: str = "a", size: int = 2) -> list[Any]:
     return list(await asyncio.gather(*(join(rendezvous, member(group, rank, size)) for rank in range(size))))
 

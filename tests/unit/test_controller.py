@@ -319,8 +319,8 @@ def test_a_worker_that_dies_during_the_start_of_its_group_does_not_end_the_run(
 
 
 def test_a_failed_start_is_recorded_once_and_delays_the_next_one(controller: Any, clock: Clock) -> None:
-    async def report(events: list[StartFailed], _: Any) -> None:
-        errors.extend(event.error for event in events)
+    async def report(event: StartFailed, _: Any) -> None:
+        errors.append(event.error)
         if len(errors) == 2:
             raise ActorDiedError
 

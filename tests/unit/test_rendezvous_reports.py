@@ -25,6 +25,7 @@ from tests.unit.rendezvous_harness import (
     join,
     joined,
     member,
+    report,
     signaled,
     started,
     until_blocked,
@@ -34,8 +35,8 @@ from tests.unit.rendezvous_harness import (
 def test_events_reach_the_driver_in_order_with_the_newest_progress(play: Play) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous, size=1)
-        await rendezvous.report([ledger_event("one"), ledger_event("two")], {"step": 1})
-        await rendezvous.report([ledger_event("three")], {"step": 2})
+        await report(rendezvous, [ledger_event("one"), ledger_event("two")], {"step": 1})
+        await report(rendezvous, [ledger_event("three")], {"step": 2})
         assert await rendezvous.poll_signals(member("a", 0, 1), 1, {"step": 3}) == NO_SIGNALS
         news = await rendezvous.wait_for_update(0)
         assert [event.event for event in news.events] == ["rendezvous", "one", "two", "three"]
@@ -48,11 +49,11 @@ def test_events_reach_the_driver_in_order_with_the_newest_progress(play: Play) -
 def test_delivered_events_are_deleted() -> None:
     log = EventLog(Snapshot(None))
     for number in range(1, 6):
-        log.add([ledger_event("steps", step=number)], None)
+        log.add(ledger_event("steps", step=number))
     assert [event.step for event in log.after(2)] == [3, 4, 5] == [event.step for event in log.after(2)]
     assert [event.step for event in log.after(0)] == [3, 4, 5]
     assert log.num_events == 5 and log.last(StepsCompleted).step == 5
-    log.add([ledger_event("steps", step=6)], None)
+    log.add(ledger_event("steps", step=6))
     assert [event.step for event in log.after(5)] == [6] and log.num_events == 6
 
 
@@ -60,7 +61,7 @@ def test_the_driver_waits_for_news(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         driver = asyncio.create_task(rendezvous.wait_for_update(0))
         await until_blocked(driver)
-        await rendezvous.report([ledger_event("commit", step=7)], None)
+        await report(rendezvous, [ledger_event("commit", step=7)], None)
         assert [event.step for event in (await driver).events] == [7]
 
     play(scenario)
@@ -108,7 +109,7 @@ def test_the_first_outcome_counts_and_ends_the_run_for_all(play: Play, long_poll
         joining = asyncio.create_task(join(rendezvous, member("a", 0), after=1, step=9))
         driver = asyncio.create_task(rendezvous.wait_for_update(1))
         await until_blocked(waiting, joining, driver)
-        await rendezvous.report([ledger_event("commit", step=9)], None)
+        await report(rendezvous, [ledger_event("commit", step=9)], None)
         await rendezvous.end(member("a", 0), {"step": 9}, {"status": "failed", "error": "the first"})
         await rendezvous.end(member("a", 0), None, {"status": "finished"})
         assert await waiting == Signals(ended="failed")
@@ -141,7 +142,7 @@ def test_the_status_follows_the_run(play: Play, long_polls: None) -> None:
         assert fresh["step"] is fresh["last_commit"] is fresh["generation"] is None
         await started(rendezvous)
         reports = [ledger_event("generation", generation=1, world_size=2), ledger_event("commit", step=5)]
-        await rendezvous.report(reports, {"step": 6, "loss": 0.5})
+        await report(rendezvous, reports, {"step": 6, "loss": 0.5})
         assert (await rendezvous.status())["state"] == "training"
         await rendezvous.stop()
         status = await rendezvous.status()
@@ -156,7 +157,7 @@ def test_the_status_follows_the_run(play: Play, long_polls: None) -> None:
 def test_a_waiting_run_has_no_workers(play: Play, long_polls: None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await rendezvous.report([ledger_event("generation", generation=1, world_size=2)], None)
+        await report(rendezvous, [ledger_event("generation", generation=1, world_size=2)], None)
         assert (await rendezvous.status())["world_size"] == 2
         for rank in (0, 1):
             await rendezvous.retire(member("a", rank))
@@ -171,9 +172,9 @@ def test_progress_and_accounts_of_a_failed_member_do_not_count(play: Play, long_
 
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await rendezvous.report([], {"step": 7}, "a1")
+        await report(rendezvous, [ledger_event("one")], {"step": 7}, "a1", 1)
         await rendezvous._on_failure("a0", "no heartbeat for 5 s")
-        await rendezvous.report([ended], {"step": 3}, "a0", 1)
+        await report(rendezvous, [ended], {"step": 3}, "a0", 1)
         assert (await rendezvous.status())["step"] == 7
         assert [event.account for event in await events_of(rendezvous, "generation_ended")] == [None]
         late = await join(rendezvous, member("a", 0), 1, 3, True, BROKEN, account={"useful": 60.0})
@@ -195,8 +196,8 @@ def test_stale_training_events_of_a_failed_member_are_ignored(play: Play, long_p
         await started(rendezvous)
         await rendezvous._on_failure("a0", "no heartbeat for 5 s")
         await join(rendezvous, member("a", 1), 1, 7, True, BROKEN)
-        await rendezvous.report(reports, {"step": 4}, "a0", 1)
-        await rendezvous.report(reports, None, "a0", 1)
+        await report(rendezvous, reports, {"step": 4}, "a0", 1)
+        await report(rendezvous, reports, None, "a0", 1)
         late = [(event.at, event.what) for event in await events_of(rendezvous, "told_too_late")]
         assert late == [(1.0, "steps"), (2.0, "generation_ended")]
         assert len(await events_of(rendezvous, "commit_failed")) == 1
@@ -210,19 +211,19 @@ def test_stale_training_events_of_a_failed_member_are_ignored(play: Play, long_p
 
 def test_a_full_disk_leaves_no_partial_event(tmp_path: Path) -> None:
     snapshot = Snapshot(str(tmp_path))
-    snapshot.append([{"sender": "", "number": 0, "event": {"event": "first"}}])
+    snapshot.append({"sender": "", "number": 0, "event": {"event": "first"}})
     size = (tmp_path / "events.jsonl").stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))  # ten bytes of the next event fit
     try:
         with pytest.raises(OSError, match="too large"):
-            snapshot.append([{"sender": "", "number": 0, "event": {"event": "second"}}])
+            snapshot.append({"sender": "", "number": 0, "event": {"event": "second"}})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert (tmp_path / "events.jsonl").stat().st_size == size
-    snapshot.append([{"sender": "", "number": 0, "event": {"event": "third"}}])
+    snapshot.append({"sender": "", "number": 0, "event": {"event": "third"}})
     assert [line["event"]["event"] for line in Snapshot(str(tmp_path)).lines()] == ["first", "third"]
 
 
@@ -233,14 +234,14 @@ def test_a_restarted_rendezvous_resumes_from_its_snapshot(play: Play, tmp_path: 
     async def first_life(rendezvous: Rendezvous) -> None:
         await rendezvous.heartbeat_address()
         await started(rendezvous, size=3)
-        await rendezvous.report(reports, None, "a0", 1)
+        await report(rendezvous, reports, None, "a0", 1)
         await rendezvous.resize(2)
         await rendezvous.drain("id2", 100.0)
 
     async def second_life(rendezvous: Rendezvous) -> None:
         host, port = await rendezvous.heartbeat_address()
         heartbeats = [Heartbeat(lambda: (host, port), f"a{rank}", 30.0) for rank in (0, 2)]
-        await rendezvous.report(reports, None, "a0", 1)  # a repeated call
+        await report(rendezvous, reports, None, "a0", 1)  # a repeated call
         assert len(await events_of(rendezvous, "commit")) == 1
         status = await rendezvous.status()
         assert (status["wanted"], status["draining"], len(status["members"])) == (2, ["id2"], 3)
@@ -267,10 +268,10 @@ def test_delivered_events_leave_the_snapshot(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("elastic_ddp.rendezvous.event_log.COMPACT_EVERY", 100)
     log = EventLog(Snapshot(str(tmp_path)))
     for number in range(1, 1001):
-        log.add([ledger_event("steps", step=number)], None, "a0", number)
+        log.add(ledger_event("steps", step=number), "a0", number)
         if number % 10 == 0:
             log.after(number)
-    log.add([ledger_event("commit", step=1000)], None, "a0", 1001)
+    log.add(ledger_event("commit", step=1000), "a0", 1001)
     log.end({"status": "finished"})
     log.after(1000)
     assert len(Snapshot(str(tmp_path)).lines()) < 150
@@ -278,7 +279,7 @@ def test_delivered_events_leave_the_snapshot(tmp_path: Path, monkeypatch: pytest
     assert second.num_events == 1001 and second.ended == "finished"
     assert second.after(1000) == [ledger_event("commit", step=1000)]
     assert second.last(StepsCompleted) == ledger_event("steps", step=1000)
-    assert second.add([ledger_event("again")], None, "a0", 1001) == [], "a repeated call adds nothing"
+    assert not second.add(ledger_event("again"), "a0", 1001), "a repeated call adds nothing"
 
 
 def test_the_outcome_survives_a_restart(play: Play, tmp_path: Path) -> None:

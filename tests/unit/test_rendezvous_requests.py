@@ -21,6 +21,7 @@ from tests.unit.rendezvous_harness import (
     join,
     joined,
     member,
+    report,
     signaled,
     started,
     until_blocked,
@@ -78,9 +79,9 @@ def test_a_commit_fulfills_all_requests_before_it(play: Play) -> None:
         first, second = await rendezvous.checkpoint(), await rendezvous.checkpoint()
         assert await rendezvous.committed(first) is None
         signals = await signaled(rendezvous, member("a", 0), 1, lambda signals: signals.commit == second)
-        await rendezvous.report([ledger_event("commit", step=4, request=None, at=0.0)], None)
+        await report(rendezvous, [ledger_event("commit", step=4, request=None, at=0.0)], None)
         assert await rendezvous.committed(first) is None
-        await rendezvous.report([ledger_event("commit", step=7, request=signals.commit, at=0.0)], None)
+        await report(rendezvous, [ledger_event("commit", step=7, request=signals.commit, at=0.0)], None)
         assert await rendezvous.committed(first) == await rendezvous.committed(second) == 7, "one commit fulfills both"
         assert await rendezvous.checkpoint() > second
 
@@ -91,7 +92,7 @@ def test_a_commit_fulfills_all_requests_before_it(play: Play) -> None:
 def test_a_failed_run_fulfills_no_commit_request(play: Play, status: str, answer: int | None) -> None:
     async def scenario(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await rendezvous.report([ledger_event("commit", step=7, request=None, at=0.0)], None)
+        await report(rendezvous, [ledger_event("commit", step=7, request=None, at=0.0)], None)
         request = await rendezvous.checkpoint()
         async with rendezvous._locked() as coordinator:
             coordinator.end({"status": status, "error": "4 saves in a row failed"})
@@ -108,11 +109,11 @@ def test_a_commit_does_not_fulfill_requests_made_after_its_start(play: Play) -> 
         first = await rendezvous.checkpoint()
         await signaled(rendezvous, member("a", 0), 1, lambda signals: signals.commit == first)
         later = await rendezvous.checkpoint()
-        await rendezvous.report([ledger_event("commit", step=7, request=first, at=0.0)], None)
+        await report(rendezvous, [ledger_event("commit", step=7, request=first, at=0.0)], None)
         assert await rendezvous.committed(first) == 7
         assert await rendezvous.committed(later) is None
         await signaled(rendezvous, member("a", 0), 1, lambda signals: signals.commit == later)
-        await rendezvous.report([ledger_event("commit", step=9, request=later, at=0.0)], None)
+        await report(rendezvous, [ledger_event("commit", step=9, request=later, at=0.0)], None)
         assert await rendezvous.committed(later) == 9
 
     play(scenario)
@@ -159,16 +160,18 @@ def test_failed_saves_are_counted_over_all_ranks(play: Play, tmp_path: Path, lon
 
     async def first_life(rendezvous: Rendezvous) -> None:
         await started(rendezvous)
-        await rendezvous.report([failed_save(1), failed_save(2), ledger_event("commit", step=3, at=0.0)], None, "a0", 1)
-        await rendezvous.report([failed_save(4)], None, "a0", 4)
-        await rendezvous.report([failed_save(4)], None, "a0", 4)  # a repeated call
+        await report(
+            rendezvous, [failed_save(1), failed_save(2), ledger_event("commit", step=3, at=0.0)], None, "a0", 1
+        )
+        await report(rendezvous, [failed_save(4)], None, "a0", 4)
+        await report(rendezvous, [failed_save(4)], None, "a0", 4)  # a repeated call
         await rendezvous._on_failure("a0", "killed")
-        await rendezvous.report([failed_save(5)], None, "a0", 5)  # the run continues without it
-        await rendezvous.report([failed_save(5), failed_save(6, counts=False)], None, "a1", 1)
+        await report(rendezvous, [failed_save(5)], None, "a0", 5)  # the run continues without it
+        await report(rendezvous, [failed_save(5), failed_save(6, counts=False)], None, "a1", 1)
         assert (await rendezvous.wait_for_update(0)).outcome is None
 
     async def second_life(rendezvous: Rendezvous) -> None:
-        await rendezvous.report([failed_save(7, of_storage=to_repair == "the storage")], None, "b0", 1)
+        await report(rendezvous, [failed_save(7, of_storage=to_repair == "the storage")], None, "b0", 1)
         outcome = (await rendezvous.wait_for_update(0)).outcome
         assert outcome is not None and (outcome["status"], outcome["kind"]) == ("failed", "StorageError")
         for fact in ("3 saves", "checkpoint.max_failed_saves=2", "step 7 is full", "step 3", f"Repair {to_repair}"):
@@ -219,7 +222,7 @@ def test_a_commit_is_made_with_too_few_workers_to_train(play: Play, long_polls: 
         place = await waits
         assert isinstance(place, Assignment) and place.handover_only and place.world_size == 1
         commit = ledger_event("commit", step=5, request=request, at=0.0)
-        await rendezvous.report([commit], None, "a0", 1)
+        await report(rendezvous, [commit], None, "a0", 1)
         assert await rendezvous.committed(request) == 5
         waits = asyncio.create_task(join(rendezvous, member("a", 0), 2, 5, committed=5))
         await until_blocked(waits)

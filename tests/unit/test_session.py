@@ -44,7 +44,7 @@ def drive(
     def run(then: Callable[[InProcessRendezvous], Any]) -> list[Event]:
         def work(*_: Any, **__: Any) -> None:
             rendezvous.ask("join", JoinRequest(member=WORKER, step=None, between_steps=True), 0, None)
-            rendezvous.ask("report", [ledger_event("commit_begun", at=0.0, step=2)], None, WORKER.id, 1)
+            rendezvous.ask("report", ledger_event("commit_begun", at=0.0, step=2), None, WORKER.id, 1)
             rendezvous.ask("end", WORKER, None, {"status": "failed", "error": "the loss is no number"})
             then(rendezvous)
 
@@ -62,7 +62,7 @@ def test_the_driver_waits_for_a_save_that_is_in_progress_when_the_run_fails(driv
     def save(rendezvous: InProcessRendezvous) -> None:
         threading.Event().wait(0.5)  # longer than the exit timeout
         event = ledger_event("commit", at=0.0, step=2, seconds=0.5, num_bytes=1)
-        rendezvous.ask("report", [event], None, WORKER.id, 2)
+        rendezvous.ask("report", event, None, WORKER.id, 2)
 
     assert [event.step for event in drive(save) if isinstance(event, CommitSucceeded)] == [2]
 
@@ -126,7 +126,7 @@ def test_the_driver_does_not_wait_for_a_worker_that_hangs(drive: Drive) -> None:
 
     def hang(rendezvous: InProcessRendezvous) -> None:
         event = ledger_event("commit_failed", at=0.0, step=2, error="full", counts=True, of_storage=True)
-        rendezvous.ask("report", [event], None, WORKER.id, 2)
+        rendezvous.ask("report", event, None, WORKER.id, 2)
         assert go.wait(LIMIT_S)
 
     assert drive(hang)[-1].event == "finished"
