@@ -46,12 +46,12 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns the tree of containers with the function applied to each leaf.
+def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
+    """Returns the tree of containers with the function applied to each leaf, or to the leaves of several equal trees.
 
     Uses `torch.utils._pytree`, whose public successor `torch.utils.pytree` is not in these versions.
     """
-    return _pytree.tree_map(function, tree)
+    return _pytree.tree_map(function, *trees)
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:

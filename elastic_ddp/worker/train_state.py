@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import re
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as validated
 
 from elastic_ddp import torch_internals
 from elastic_ddp.distributed.prepared_model import PreparedModel
@@ -19,7 +18,6 @@ from elastic_ddp.tensors.state_tree import Layout, gather_full, weights_sha256
 from elastic_ddp.worker.state_checks import (
     check_layout,
     check_optimizer,
-    check_registered_state,
     check_saved_model,
     check_saved_optimizer,
     check_saved_scheduler,
@@ -31,8 +29,7 @@ if TYPE_CHECKING:
 
     from elastic_ddp.distributed.process_group import ProcessGroup
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_MAX_COUNT = 2**62
+_Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
 @runtime_checkable
@@ -44,32 +41,16 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True)
+@validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Position:
     """The run's position. It advances when the optimizer has stepped, not when data is prefetched."""
 
-    step: int = 0
+    step: _Count = 0
     """The number of steps done, which is the index of the next step."""
-    samples: int = 0
+    samples: _Count = 0
     """The number of rows that those steps consumed."""
-    samples_sha256: str = EMPTY_SAMPLES_DIGEST
+    samples_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = EMPTY_SAMPLES_DIGEST
     """A hash chain over the row ids of all micro-batches consumed so far, in order."""
-
-    @classmethod
-    def from_saved(cls, saved: Any) -> Position:
-        """Returns the position from its saved dict. Raises a CheckpointError for anything else."""
-        kinds = {"step": int, "samples": int, "samples_sha256": str}
-        if (
-            not isinstance(saved, dict)
-            or {name: type(value) for name, value in saved.items()} != kinds
-            or not all(0 <= saved[name] <= _MAX_COUNT for name in ("step", "samples"))
-            or not _SHA256.fullmatch(saved["samples_sha256"])
-        ):
-            raise CheckpointError(
-                f"the commit's position is invalid: {saved!r:.200}. It must hold step and samples, from 0 to "
-                f"{_MAX_COUNT}, and samples_sha256. Remove the commit; the run then resumes from the one before."
-            )
-        return cls(**saved)
 
     def after(self, samples: int, row_digests: Any) -> Position:
         """Returns the position after one more step."""
@@ -129,17 +110,13 @@ class TrainState:
         """Returns the state as one tree. Every rank calls it: registered objects may gather shards.
 
         Raises:
-            ConfigError: on every rank: registered state holds shards, or an optimizer's state is sharded in a way
-                that a restore could not reproduce.
+            ConfigError: on every rank: a restore could not reproduce how the state is sharded.
         """
         model = self.module.state_dict()
         optimizers = {str(index): optimizer.state_dict() for index, optimizer in enumerate(self.optimizers)}
-        if self.layout is not None:
-            for index, optimizer in enumerate(self.optimizers):
-                check_layout(optimizer, f"optimizer.{index}", optimizers[str(index)], self.layout)
         user = {name: registered.state_dict() for name, registered in self.registered.items()}
-        if self.is_sharded:
-            check_registered_state(user)
+        if self.layout is not None:
+            check_layout({"optimizer": optimizers, "user": user}, self.layout)
         return {
             "model": model,
             "buffers": self._other_buffers(model),
@@ -163,7 +140,13 @@ class TrainState:
         }
         if missing := {"model", "buffers", "position", *expected} - state.keys():
             raise CheckpointError(f"the commit holds no {', '.join(sorted(missing))}: it is not a commit of a run.")
-        position = Position.from_saved(state["position"])
+        try:
+            position = Position(**{**dict.fromkeys(asdict(self.position)), **state["position"]})  # none is missing
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the commit's position is invalid: {state['position']!r:.200}. Remove the commit; the run then "
+                "resumes from the one before."
+            ) from error
         try:
             for kind, objects in expected.items():
                 if set(state[kind]) != set(objects):
@@ -210,8 +193,8 @@ class TrainState:
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Loads an optimizer's state without conversions.
 
-    Torch's own loader converts floating-point state to the dtype of its parameter, and rebuilds strings. This puts the
-    saved values back. Optimizers with a loader or load hooks of their own are left alone.
+    Torch's loader converts floating-point state to the dtype of its parameter, and rebuilds strings. This puts the
+    saved values back, except for optimizers with a loader or load hooks of their own.
     """
     optimizer.load_state_dict(dict(saved))
     uses_torch_loader = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
@@ -221,18 +204,12 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         if number in saved["state"]:
-            optimizer.state[parameter] = _as_saved(saved["state"][number], optimizer.state[parameter])
+            loaded = optimizer.state[parameter]
+            optimizer.state[parameter] = torch_internals.map_tree(_as_saved, saved["state"][number], loaded)
 
 
 def _as_saved(saved: Any, loaded: Any) -> Any:
-    """Returns a saved value of an optimizer's state, on the device of the loaded one."""
-    if isinstance(saved, torch.Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if isinstance(saved, dict):
-        kept = copy.copy(saved)
-        kept.update({key: _as_saved(value, loaded[key]) for key, value in saved.items()})
-        return kept
-    if isinstance(saved, list | tuple | deque):
-        items = [_as_saved(*pair) for pair in zip(saved, loaded, strict=True)]
-        return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
-    return saved
+    """Returns a leaf of the saved state, on the device of the loaded one."""
+    if not isinstance(saved, torch.Tensor):
+        return saved
+    return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)

@@ -145,13 +145,13 @@ def train_state_of(model: torch.nn.Module) -> TrainState:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model.linear.bfloat16(), r"linear\.weight is float32 in the commit and bfloat16 in"),
-        (lambda model: setattr(model, "table", model.table.double()), "table is float32 in the commit and float64 in"),
+        (lambda model: model.linear.bfloat16(), r"linear\.weight is float32 .* in the commit and bfloat16 "),
+        (lambda model: setattr(model, "table", model.table.double()), "table is float32 .* in the commit and float64 "),
         (
             lambda model: model.register_buffer("new", torch.zeros(1), persistent=False),
             "new is missing in the commit and float32",
         ),
-        (lambda model: delattr(model, "table"), "table is float32 in the commit and missing"),
+        (lambda model: delattr(model, "table"), "table is float32 .* in the commit and missing"),
     ],
     ids=["parameters", "a buffer", "a new buffer", "no buffer"],
 )
@@ -299,7 +299,7 @@ def test_an_expanded_buffer_is_restored() -> None:
 def test_a_buffer_of_another_shape_is_refused() -> None:
     saved = prepared().state_dict()
     saved["buffers"]["passing"] = torch.ones(1)  # torch would broadcast it
-    with pytest.raises(CheckpointError, match=r"passing has shape \(1,\) in the commit and \(2,\)"):
+    with pytest.raises(CheckpointError, match=r"passing is float32 of shape \(1,\) in .* of shape \(2,\)"):
         prepared().load_state_dict(saved)
 
 
