@@ -22,10 +22,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Bad:
-    """A commit that fails verification or cannot be read."""
+    """A commit that fails verification or cannot be read. `attempt` is None if the manifest does not name it."""
 
     attempt: str | None
-    """None if the manifest does not name it."""
     error: CheckpointError
 
 
@@ -43,8 +42,7 @@ class CommitCatalog:
     def __init__(self, storage: Storage, on_reject: Callable[[str, str], object] = lambda key, reason: None) -> None:
         self._storage, self._on_reject = storage, on_reject
         self.rejected: list[tuple[str, str]] = []
-        self._attempts: dict[str, str | None] = {}
-        """The attempts of rejected commits, by key."""
+        self._attempts: dict[str, str | None] = {}  # of rejected commits, by key
 
     def latest(self) -> Commit | None:
         """Returns the newest complete commit, or None: its manifest verifies, and every object has its size."""
@@ -123,7 +121,7 @@ class CommitCatalog:
         return committed_steps(self._storage.list("commits"))
 
     def num_set_aside(self) -> int:
-        """Returns how many commits were set aside because they failed verification."""
+        """Returns the number of bad commits that were set aside."""
         return len(self._storage.list("set-aside"))
 
     def all_commits(self) -> list[tuple[int, Commit | StorageError]]:

@@ -98,21 +98,17 @@ class Housekeeping:
 
 
 def uncommitted(storage: Storage, removals: Iterable[Removal], listed: Collection[int]) -> list[Removal]:
-    """Returns the orphans whose steps have no manifest, or one that was listed.
-
-    A manifest that was not listed is looked up by its key: a listing may be stale.
-    """
+    """Returns the orphans, but those at the step of a manifest that a stale listing lacks: it is looked up by key."""
     orphans = []
-    for orphan in removals:
-        if orphan.what == "orphan":
-            try:
-                if orphan.step not in listed:
-                    storage.size(manifest_key(orphan.step))
-                    _log.warning("%s stays: its step has a manifest that was not listed", *orphan.folders)
-                    continue
-            except FileNotFoundError:
-                pass
-            orphans.append(orphan)
+    for orphan in (removal for removal in removals if removal.what == "orphan"):
+        try:
+            if orphan.step not in listed:
+                storage.size(manifest_key(orphan.step))
+                _log.warning("%s stays: its step has a manifest that was not listed", *orphan.folders)
+                continue
+        except FileNotFoundError:
+            pass
+        orphans.append(orphan)
     return orphans
 
 
@@ -122,11 +118,8 @@ def older_than(
     """Returns those orphans to which nothing was written for `age_s` seconds.
 
     Args:
-        now: the current time. By default the storage's own clock, which dates the writes, too; to read it writes a
-            small object.
-
-    Raises:
-        StorageError: the storage failed, or does not date its objects.
+        now: the current time, by default that of the storage's clock, which dates the writes. To read it writes a small
+            object.
     """
     if not orphans:
         return []

@@ -46,7 +46,6 @@ _OBJECT = re.compile(r"/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _STORED_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|b?float\d+(_\w+)?|complex\d+")
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Crc32 = Annotated[int, Field(ge=0, lt=2**32)]
 Extent = Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_OBJECT_BYTES)], ...], Field(max_length=64)]
 
@@ -142,7 +141,7 @@ class Commit(BaseModel):
     tensors: dict[str, StoredTensor]
     """By component and path in the state, such as `model.head.weight`."""
     record: dict[str, Any]
-    """JSON facts of the caller, such as epoch, generation and hashes. Those in `record.Facts` have that form."""
+    """JSON facts such as epoch, generation and hashes. Those in `record.Facts` have that form."""
 
     @model_validator(mode="after")
     def _check_keys_and_record(self) -> Self:

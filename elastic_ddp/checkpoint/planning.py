@@ -36,33 +36,25 @@ class Block(NamedTuple):
 
 
 class BlockPlanner:
-    """Cuts the tensors of a state into blocks, and reuses the plan of the commit before for unchanged tensors.
+    """Cuts the tensors of a state into blocks.
 
     Attributes:
-        num_blocks: number of blocks of each tensor in the newest plan, on all ranks together.
+        num_blocks: number of blocks in the newest plan, on all ranks together.
     """
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
-        self._replicated: dict[str, tuple[torch.dtype, torch.Size, list[Block]]] = {}
-        """Blocks of tensors that every rank holds. They are the same on every rank and at every world size."""
-        self.num_blocks: dict[str, int] = {}
+        self.num_blocks = 0
 
     def plan(self, tensors: Mapping[str, torch.Tensor]) -> list[Block]:
         """Returns the blocks that this rank holds: all of replicated tensors, its shards of the others."""
         plan: list[Block] = []
-        before, self._replicated, self.num_blocks = self._replicated, {}, {}
+        self.num_blocks = 0
         for name, tensor in tensors.items():
-            if is_sharded(tensor):
-                blocks = list(self._cut(name, tensor))
-                self.num_blocks[name] = sum(
-                    sum(1 for _ in blocks_of(shape, tensor.element_size(), self._block_bytes))
-                    for shape in shard_shapes(tensor)
-                )
-            else:
-                kind, known = (tensor.dtype, tensor.shape), before.get(name)
-                blocks = known[2] if known is not None and known[:2] == kind else list(self._cut(name, tensor))
-                self._replicated[name], self.num_blocks[name] = (*kind, blocks), len(blocks)
+            blocks = list(self._cut(name, tensor))
+            shards = shard_shapes(tensor) if is_sharded(tensor) else []
+            counts = (sum(1 for _ in blocks_of(shape, tensor.element_size(), self._block_bytes)) for shape in shards)
+            self.num_blocks += sum(counts) if is_sharded(tensor) else len(blocks)
             plan += blocks
         return plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -85,7 +86,6 @@ def removals(
 def _staying(
     steps: list[int], complete: dict[int, Commit], doubtful: dict[int, StorageError], retention: Retention | None
 ) -> set[int]:
-    """Returns the steps whose commits stay."""
     if retention is None or not complete:
         return set(steps)
     metric = retention.metric or ""
@@ -94,21 +94,20 @@ def _staying(
         names = sorted({name for commit in complete.values() for name in measurements(commit.record)})
         raise ConfigError(
             f"no commit has a value of the metric {retention.metric!r}; nothing is removed. Metrics in the commits: "
-            f"{shorten(names, 10) if names else 'none'}"
+            f"{shorten(names, 10)}"
         )
     return kept(steps, measured, retention) | doubtful.keys()
 
 
 def _check_same_run(complete: dict[int, Commit], staying: set[int]) -> None:
     """Raises ConfigError if a commit of another run would stay in place of one of this run."""
-    for step in sorted(complete.keys() - staying):
-        for newer in sorted(complete.keys() & staying):
-            if names := different_runs(complete[step].record, complete[newer].record):
-                raise ConfigError(
-                    f"the commits of steps {step} and {newer} belong to different runs: they differ in "
-                    f"{shorten(names, 5)}. Nothing is removed. Move the other run's commit away first: "
-                    f"{manifest_key(step)} or {manifest_key(newer)}, and its step folder"
-                )
+    for step, newer in itertools.product(sorted(complete.keys() - staying), sorted(complete.keys() & staying)):
+        if names := different_runs(complete[step].record, complete[newer].record):
+            raise ConfigError(
+                f"the commits of steps {step} and {newer} belong to different runs: they differ in "
+                f"{shorten(names, 5)}. Nothing is removed. Move the other run's commit away first: "
+                f"{manifest_key(step)} or {manifest_key(newer)}, and its step folder"
+            )
 
 
 def prune(storage: Storage, chosen: list[Removal], *, orphan_age_s: float = ORPHAN_AGE_S) -> None:

@@ -75,11 +75,14 @@ def _first_of_each(every_steps: int, steps: Collection[int], complete: Collectio
     return staying
 
 
+Kind = Literal["commit", "set aside", "orphan"]
+
+
 @dataclass(frozen=True)
 class Removal:
     """Something that can be removed, with all its bytes."""
 
-    what: Literal["commit", "set aside", "orphan"]
+    what: Kind
     step: int
     manifest: str | None
     folders: tuple[str, ...]
@@ -131,9 +134,7 @@ def plan_removals(
         if step_of_key is not None and step_of_key not in protected_steps and name not in protected:
             attempts[step_of_key].add(name)
 
-    def removal(
-        what: Literal["commit", "set aside", "orphan"], step: int, manifest: str | None, folders: set[str]
-    ) -> Removal:
+    def removal(what: Kind, step: int, manifest: str | None, folders: set[str]) -> Removal:
         total = sum(num_bytes[name] for name in (manifest, *folders) if name is not None)
         return Removal(what, step, manifest, tuple(sorted(folders)), total)
 

@@ -42,7 +42,7 @@ CHUNK_CHARACTERS = 1 << 20
 
 
 class Mailbox(Protocol):
-    """Messages between ranks, outside of collectives. A message has at most `CHUNK_CHARACTERS` and a few."""
+    """Messages of up to `CHUNK_CHARACTERS` between ranks, outside of collectives."""
 
     def put(self, key: str, text: str) -> None: ...
     def get(self, key: str) -> str | None: ...
@@ -113,7 +113,7 @@ class Saver:
         return self._thread.is_busy
 
     def warm_up(self, state: dict[str, Any]) -> None:
-        """As `StateWriter.prepare`, before the first `begin`."""
+        """Raises CheckpointError for a state that cannot be saved, before training."""
         self._writer.prepare(state)
 
     def begin(self, state: dict[str, Any], save: Save) -> None:

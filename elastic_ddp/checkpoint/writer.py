@@ -57,11 +57,7 @@ class StateWriter:
         self._bytes_of_rank_0 = 0
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Plans what does not depend on the world size, so that the first `stage` takes less time.
-
-        Raises:
-            CheckpointError: the state has values that cannot be saved.
-        """
+        """Raises CheckpointError for a state that cannot be saved, before training."""
         skeletons, tensors = _flatten_components(state)
         _encode(skeletons)
         self._planner.plan(tensors)
@@ -170,16 +166,16 @@ def _encode(skeletons: dict[str, Any]) -> bytes:
     return encoded
 
 
-def _check_tensors(tensors: Mapping[str, torch.Tensor], num_blocks: Mapping[str, int]) -> None:
+def _check_tensors(tensors: Mapping[str, torch.Tensor], num_blocks: int) -> None:
     """Raises CheckpointError if a dtype is not supported, or there are too many blocks for a manifest."""
     for name, tensor in tensors.items():
         try:
             stored_dtype(dtype_name(tensor.dtype))
         except ValueError as error:
             raise CheckpointError(f"{name} has the dtype {tensor.dtype}: {error}") from error
-    if (total := sum(num_blocks.values())) > MAX_BLOCKS:
+    if num_blocks > MAX_BLOCKS:
         raise CheckpointError(
-            f"the state has {len(tensors)} tensors in {total} blocks on all ranks; the limit is {MAX_BLOCKS}. Use "
+            f"the state has {len(tensors)} tensors in {num_blocks} blocks on all ranks; the limit is {MAX_BLOCKS}. Use "
             "fewer and larger tensors, such as one parameter for the weights of all experts in a layer"
         )
 

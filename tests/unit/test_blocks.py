@@ -261,25 +261,6 @@ def test_an_integer_too_large_to_print_is_refused_before_training() -> None:
         StateWriter().prepare({"user": {"count": 10**5000}})
 
 
-def test_prepare_plans_replicated_tensors_before_the_first_commit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    planned: list[str] = []
-    items = BlockPlanner._cut
-
-    def counted(planner: BlockPlanner, name: str, tensor: torch.Tensor) -> Any:
-        planned.append(name)
-        return items(planner, name, tensor)
-
-    monkeypatch.setattr(BlockPlanner, "_cut", counted)
-    writer, model = StateWriter(), {"a": torch.ones(3), "b": torch.ones(4)}
-    writer.prepare({"model": model})
-    assert planned == ["model.a", "model.b"]
-    for rank, world_size in [(0, 1), (1, 2), (2, 3)]:  # in successive generations
-        writer.stage({"model": model, "optimizer": {"a": torch.ones(3)}}, rank=rank, world_size=world_size)
-    assert planned == ["model.a", "model.b", "optimizer.a"]
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_state_of_too_many_blocks_is_refused_before_training(
     monkeypatch: pytest.MonkeyPatch, world_size: int

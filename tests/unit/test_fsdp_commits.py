@@ -202,7 +202,7 @@ def _counted(group: ProcessGroup, folder: Path) -> tuple[int, int]:
         writer = StateWriter()
     writer.stage(state.state_dict(), rank=group.rank, world_size=group.world_size)
     written = writer.write(Storage(folder), "x").blocks
-    return sum(writer._planner.num_blocks.values()), len(written)
+    return writer._planner.num_blocks, len(written)
 
 
 def _replicated(group: ProcessGroup, folder: Path) -> tuple[int, list[list[float]], bool]:
