@@ -65,8 +65,7 @@ class CheckpointStore(CommitCatalog):
             step, attempt, record, is_current: as in `Save`.
             parts: what each rank wrote, in rank order.
             kinds: all tensors of the state, by name.
-            fence: raises if this process may no longer commit. Called right before each try to store the manifest, and
-                before anything is removed or set aside.
+            fence: as in `Save`; called right before the manifest is stored, or anything is removed or set aside.
             on_commit: called with the commit once it is durable, before anything is removed.
 
         Raises:

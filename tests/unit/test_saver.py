@@ -123,14 +123,6 @@ def test_a_rank_without_heartbeats_fails_the_save(tmp_path: Path, monkeypatch: p
     )
 
 
-def test_long_reports_are_sent_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver_module, "CHUNK_CHARACTERS", 100)
-    ranks = Ranks(lambda rank: Storage(tmp_path), 3)
-    ranks.begin(2)
-    assert isinstance(ranks.wait(), Commit) and restored_step(Storage(tmp_path)) == 2
-    assert not ranks.mailbox.messages
-
-
 def no_memory(groups: Any) -> Never:
     raise RuntimeError("CUDA error: out of memory")
 
@@ -170,7 +162,9 @@ class FullAtFirst(Storage):
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_reports_on_a_failed_save_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int) -> None:
+def test_long_reports_are_sent_in_chunks_and_removed_also_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int
+) -> None:
     monkeypatch.setattr(saver_module, "CHUNK_CHARACTERS", 100)
     bad = FullAtFirst(str(tmp_path))
     ranks = Ranks(lambda rank: bad if rank == bad_rank else Storage(tmp_path), 3)
