@@ -19,16 +19,10 @@ from elastic_ddp.storage.storage import Storage
 _IDENTITY = "run.json"
 _DESCRIPTION = "data_set"
 """The key in `run.json` that describes the data set for people."""
-_MAX_READ_FACTOR = 1.5
-"""Data sets read per epoch above which the driver warns."""
 
 
 def check_functions(train: Any, transform: Any) -> None:
-    """Checks that workers can call the training function and the transform.
-
-    Raises:
-        ConfigError: one of them is not callable, takes other arguments, or cannot be pickled.
-    """
+    """Raises ConfigError if workers cannot call the training function or the transform."""
     if not callable(train):
         raise ConfigError(f"train is a {type(train).__name__}. Pass the training function, which takes a Run.")
     if transform is not None and not callable(transform):
@@ -36,8 +30,14 @@ def check_functions(train: Any, transform: Any) -> None:
             f"transform is a {type(transform).__name__}. Pass a function that maps (rows, rng) to rows, where rows is "
             "a dict of NumPy arrays."
         )
-    if not _takes_one_argument(train):
-        raise ConfigError(f"{train!r} cannot be called with one argument, the Run. Define it as `def train(run)`.")
+    try:
+        inspect.signature(train).bind(None)
+    except TypeError:
+        raise ConfigError(
+            f"{train!r} cannot be called with one argument, the Run. Define it as `def train(run)`."
+        ) from None
+    except ValueError:  # some functions implemented in C have no signature
+        pass
     for function in (train, transform):
         is_serializable, culprits = inspect_serializability(function, print_file=io.StringIO())
         if not is_serializable:
@@ -48,36 +48,20 @@ def check_functions(train: Any, transform: Any) -> None:
             )
 
 
-def _takes_one_argument(function: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # some functions implemented in C have no signature
-        pass
-    return True
-
-
 def check_identity(storage: Storage, config: RunConfig, index: DatasetIndex, *, may_replace: bool) -> None:
-    """Records what defines the run, or compares it with the record of an earlier session.
+    """Records what defines the run, or raises ConfigError if it differs from the record of an earlier session.
 
-    Args:
-        may_replace: the run has no commit, so the record can be replaced.
-
-    Raises:
-        ConfigError: settings or data differ from those that the run began with.
+    A run without a commit (`may_replace`) gets a new record.
     """
     current = {**config.identity(), "data": index.fingerprint}
     record = json.dumps({**current, _DESCRIPTION: str(index)}, indent=1).encode()
     try:
-        storage.create(_IDENTITY, record)
-    except FileExistsError:
-        if may_replace:
-            storage.write(_IDENTITY, record)
-            return
-    else:
+        recorded = None if may_replace else json.loads(storage.read(_IDENTITY))
+    except FileNotFoundError:
+        recorded = None
+    if recorded is None:
+        storage.write(_IDENTITY, record)
         return
-    recorded = json.loads(storage.read(_IDENTITY))
     recorded_data = recorded.pop(_DESCRIPTION, "another data set")
     changes = [
         f"{key} was {recorded.get(key)!r} and is {current.get(key)!r}"
@@ -109,15 +93,9 @@ def check_capacity(
     may_grow: bool,
     note: Callable[[str], None],
 ) -> None:
-    """Checks that the cluster can hold `min_workers` workers and their data pipelines.
+    """Raises ConfigError if the run can never start on a cluster of these nodes.
 
-    Args:
-        nodes: resources of each live node.
-        may_grow: other nodes may join the cluster, so that a shortage is only reported.
-        note: prints a line for the user.
-
-    Raises:
-        ConfigError: the run can never start on this cluster.
+    If nodes may join (`may_grow`), a shortage is only printed with `note`.
     """
     check_cpus(
         nodes,
@@ -138,7 +116,7 @@ def warn_about_data(index: DatasetIndex, config: RunConfig, note: Callable[[str]
     """Prints a warning if the data set is read more than 1.5 times an epoch, or is smaller than a global batch."""
     groups, lanes = len(index.group_rows), config.num_micro_batches
     read_factor = (groups + lanes - 1) / groups
-    if read_factor > _MAX_READ_FACTOR:
+    if read_factor > 1.5:
         note(
             f"row groups that cross a lane boundary are read more than once: {read_factor:.1f} times the data set in "
             f"an epoch, with {groups:,} row groups and {lanes} micro-batches in a step. Write row groups of at most "

@@ -21,16 +21,8 @@ RESUMES = "the same command resumes it from its newest commit"
 def connect_or_start(note: Callable[[str], None]) -> bool:
     """Connects a driver to the Ray cluster at `RAY_ADDRESS` or on this machine, or starts one on this machine.
 
-    Does nothing if the process is connected already.
-
-    Args:
-        note: prints a line for the user: which cluster is used.
-
-    Returns:
-        Whether this process has started the cluster, which then consists of this machine alone.
-
-    Raises:
-        ConfigError: no cluster responds at `RAY_ADDRESS`, or it is a Ray Client address.
+    Returns whether this process has started the cluster, which then consists of this machine alone. `note` prints which
+    cluster is used. Does nothing if the process is connected already.
     """
     if ray.is_initialized():
         return ray.get_runtime_context().gcs_address in _started
@@ -59,15 +51,9 @@ def connect_or_start(note: Callable[[str], None]) -> bool:
 
 
 def connect(address: str | None = None) -> None:
-    """Connects a process that controls or inspects runs to their Ray cluster.
+    """Connects a process that controls or inspects runs to a Ray cluster, by default as `RAY_ADDRESS` or Ray finds it.
 
     Does nothing if the process is connected already.
-
-    Args:
-        address: host and port; by default `RAY_ADDRESS`, or the cluster on this machine.
-
-    Raises:
-        ConfigError: no cluster responds, or another Ray version is installed.
     """
     if ray.is_initialized():
         return

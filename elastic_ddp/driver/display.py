@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -38,40 +37,21 @@ def print_note(text: str) -> None:
     Console(stderr=True).print(Text(text), soft_wrap=True)
 
 
-class RunDisplay:
-    """Shows a run on the terminal, from its events and its progress.
-
-    Args:
-        total_steps: steps of the whole run.
-        min_workers: the run waits while it has fewer workers.
-        resume_from: the commit that the session resumes from, if there is one.
-    """
+class RunDisplay(Progress):
+    """Shows a run on the terminal, from its events and its progress."""
 
     def __init__(self, total_steps: int, min_workers: int, resume_from: Commit | None) -> None:
+        super().__init__(total_steps)
         self._min_workers = min_workers
-        self._progress = Progress(total_steps)
         self._newest: dict[str, Any] = {"step": 0, "samples": 0, "world_size": 0, "generation": 0}
-        self._state = "starting"
+        self._phase = "starting"
         if resume_from is not None:
             self._newest |= {"step": resume_from.step, "samples": resume_from.record.get("samples", 0)}
-            self._state = f"resuming from step {resume_from.step}"
-
-    def __enter__(self) -> Self:
-        self._progress.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, traceback)
-
-    def note(self, text: str) -> None:
-        """Prints a line above the progress."""
-        self._progress.note(text)
+            self._phase = f"resuming from step {resume_from.step}"
 
     def announce_stop(self, num_workers: int) -> None:
         """Shows that the run was asked to stop, while it has this many workers."""
-        self._state = "stopping"
+        self._phase = "stopping"
         where = "after a commit at the next step boundary" if num_workers else "at the newest commit: no worker trains"
         self.note(f"stopping {where} (Ctrl-C again to stop at once)")
 
@@ -79,39 +59,31 @@ class RunDisplay:
         """Shows an event of the ledger."""
         match event:
             case GenerationStarted():
-                self._state = "training"
-                self._newest |= {
-                    "step": event.first_step,
-                    "world_size": event.world_size,
-                    "generation": event.generation,
-                }
+                self._phase = "training"
+                self._newest |= {name: getattr(event, name) for name in ("world_size", "generation")}
+                self._newest["step"] = event.first_step
             case Resumed():  # from an older commit than expected, if newer ones were rejected
-                self._newest |= {"step": event.step}
+                self._newest["step"] = event.step
             case WorkerFailed():
-                self._state = WORKER_FAILED
+                self._phase = WORKER_FAILED
             case EvaluationStarted():
-                self._state = f"evaluating ({event.name})"
+                self._phase = f"evaluating ({event.name})"
             case EvaluationFinished():
-                self._state = "training"
+                self._phase = "training"
         if (line := describe_event(event)) is not None:
             self.note(line)
 
-    def update(self, update: DriverUpdate) -> None:
+    def show_update(self, update: DriverUpdate) -> None:
         """Shows the newest progress."""
-        if update.num_alive < self._min_workers and self._state == WORKER_FAILED:
-            self._state = f"{WORKER_FAILED}, waiting for its replacement"
-        if not update.num_alive and self._state == "training" and update.outcome is None:
-            self._state = "waiting for workers on nodes that are not drained"
+        if update.num_alive < self._min_workers and self._phase == WORKER_FAILED:
+            self._phase = f"{WORKER_FAILED}, waiting for its replacement"
+        if not update.num_alive and self._phase == "training" and update.outcome is None:
+            self._phase = "waiting for workers on nodes that are not drained"
         newest = self._newest | update.progress
         if newest["generation"] < self._newest["generation"]:  # the progress is still that of the generation before
             newest |= {name: self._newest[name] for name in ("step", "world_size")}
-        self._progress.update(
-            newest["step"],
-            loss=newest.get("loss"),
-            samples=newest["samples"],
-            world_size=newest["world_size"],
-            state=self._state,
-        )
+        numbers = {name: newest[name] for name in ("samples", "world_size")}
+        self.update(newest["step"], loss=newest.get("loss"), state=self._phase, **numbers)
 
 
 def describe_event(event: Event) -> str | None:

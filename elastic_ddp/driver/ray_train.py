@@ -13,12 +13,12 @@ import ray.train
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
-from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.errors import StorageError
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.members import Member
-from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.context import WorkerContext
+from elastic_ddp.worker.job import Job
+from elastic_ddp.worker.main import work
 
 _RAY_TRAIN_SETTINGS = {
     # How often the controller polls its workers, while none is starting; by default every 2 s.
@@ -36,37 +36,23 @@ _RAY_TRAIN_SETTINGS = {
 
 
 class _NoProcessGroup(TorchConfig):
-    """Keeps Ray Train from creating a process group: each generation creates its own."""
+    """Without a process group: each generation creates its own."""
 
     @property
     def backend_cls(self) -> type[Backend]:
         return Backend
 
 
-def run_workers(
-    work: Callable[[Any, RendezvousHandle, WorkerContext], None],
-    job: Any,
-    rendezvous: RendezvousHandle,
-    *,
-    config: RunConfig,
-    storage: Storage,
-    on_controller: Callable[[Any], None],
-) -> None:
-    """Runs `work(job, rendezvous, context)` on Ray Train workers. Blocks until all of them return.
+def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[[Any], None]) -> None:
+    """Runs a job on Ray Train workers until all of them return.
 
-    Args:
-        work: a function that the workers can import.
-        job, rendezvous: arguments for every worker.
-        config: number of workers, their resources, and the limit of failures.
-        storage: the run's folder. Ray Train's own files are in a temporary folder in it.
-        on_controller: called with Ray Train's controller actor; killing it ends all workers.
-
-    Raises:
-        ray.train.TrainingFailedError: more workers failed than `max_restarts` allows, or none could start.
+    Raises `ray.train.TrainingFailedError` if more workers fail than `max_restarts` allows, or none can start.
+    `on_controller` is called with Ray Train's controller actor; killing it ends all workers.
     """
+    config = job.config
     # The name is unique, so that Ray Train finds no state of an earlier session to resume from.
     session = f"session-{uuid.uuid4().hex[:8]}"
-    filesystem, path = storage.at("ray_train").filesystem_and_path()
+    filesystem, path = job.storage.at("ray_train").filesystem_and_path()
     scaling: dict[str, Any] = {"num_workers": config.max_workers}
     if config.min_workers != config.max_workers:
         scaling = {
@@ -83,7 +69,7 @@ def run_workers(
         rendezvous=rendezvous,
         save_within_s=config.drain_deadline_s,
         on_controller=on_controller,
-        train_loop_config={"work": work, "job": job, "rendezvous": rendezvous},
+        train_loop_config={"job": job, "rendezvous": rendezvous},
         torch_config=_NoProcessGroup(),
         scaling_config=ray.train.ScalingConfig(
             use_gpu=config.use_gpu,
@@ -101,7 +87,7 @@ def run_workers(
         trainer.fit()
     finally:
         with suppress(StorageError):
-            storage.delete_tree(f"ray_train/{session}")
+            job.storage.delete_tree(f"ray_train/{session}")
 
 
 def _run_worker(arguments: dict[str, Any]) -> None:
@@ -119,4 +105,4 @@ def _run_worker(arguments: dict[str, Any]) -> None:
     )
     resources: dict[str, float] = next((node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id), {})
     context = WorkerContext(member, ray.train.torch.get_device(), resources)
-    arguments["work"](arguments["job"], arguments["rendezvous"], context)
+    work(arguments["job"], arguments["rendezvous"], context)

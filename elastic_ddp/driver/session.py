@@ -21,7 +21,6 @@ from elastic_ddp.telemetry import Ledger
 from elastic_ddp.telemetry.events import RunFailed, RunFinished, SessionEnded, SessionStarted
 from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.worker.job import COMMITS, Job
-from elastic_ddp.worker.main import work
 
 EXIT_TIMEOUT_S = 5.0
 """How long workers may take to exit after the run is over, while no save is in progress. Then they are killed."""
@@ -32,14 +31,8 @@ RETRY_S = 0.5
 class Session:
     """Runs the workers in a background thread; the main thread writes the ledger and shows progress.
 
-    Call `run` once, then `end_workers` and `close_ledger`, whatever `run` raised.
-
-    Args:
-        job: the run's definition, for its workers.
-        rendezvous: the run's rendezvous.
-        resume_from: the commit to resume from; None for a new run.
-        lease: the driver's lease, which must be held.
-        started_at: Unix time at which `fit` was called. The time since then counts as start-up.
+    Call `run` once, then `end_workers` and `close_ledger`, whatever `run` raised. The lease must be held. Start-up
+    began at `started_at`, a Unix time.
     """
 
     def __init__(
@@ -69,9 +62,7 @@ class Session:
     def run(self) -> dict[str, Any]:
         """Trains, and returns the outcome: `status`, and the facts or the error that a worker reported last.
 
-        Raises:
-            DriverReplacedError: another driver took over the run.
-            KeyboardInterrupt: the user asked twice to stop.
+        Raises DriverReplacedError if another driver takes over the run.
         """
         self._thread.start()
         with self._display, self._stop_requests:
@@ -84,14 +75,7 @@ class Session:
 
     def _run_workers(self) -> None:
         try:
-            run_workers(
-                work,
-                self._job,
-                self._rendezvous,
-                config=self._job.config,
-                storage=self._job.storage,
-                on_controller=self._controllers.append,
-            )
+            run_workers(self._job, self._rendezvous, self._controllers.append)
         except BaseException as error:
             self._error = error
 
@@ -107,9 +91,9 @@ class Session:
             if update.stopping and not stopping:
                 stopping = True
                 self._display.announce_stop(update.num_alive)
-            self._display.update(update)
+            self._display.show_update(update)
             if not running:
-                return update.outcome or self._outcome_without_report(stopping)
+                return update.outcome or (self._outcome_of_newest_commit() if stopping else self._failure())
             if update.outcome is not None:
                 self._wait_for_workers()
                 return update.outcome
@@ -128,12 +112,7 @@ class Session:
         return update
 
     def _call(self, method: Any, *arguments: Any) -> Any:
-        """Calls the rendezvous, and retries while it fails: its snapshot file may be on a disk that is full.
-
-        Raises:
-            DriverReplacedError: another driver took over the run.
-            KeyboardInterrupt: the user asked twice to stop.
-        """
+        """Calls the rendezvous, and retries while it fails: its snapshot file may be on a disk that is full."""
         is_reported = False
         while True:
             try:
@@ -172,11 +151,7 @@ class Session:
         self._thread.join(EXIT_TIMEOUT_S)
 
     def close_ledger(self) -> None:
-        """Writes the last event of the session.
-
-        Raises:
-            StorageError: the storage still fails, and events are not stored.
-        """
+        """Writes the last event of the session. Raises StorageError if events cannot be stored."""
         self._ledger.append(SessionEnded())
         self._ledger.close()
 
@@ -192,10 +167,8 @@ class Session:
             "epochs": newest.step / self._job.shape.steps_per_epoch if newest else 0.0,
         }
 
-    def _outcome_without_report(self, stopping: bool) -> dict[str, Any]:
+    def _failure(self) -> dict[str, Any]:
         """The outcome if the workers have exited and none reported one."""
-        if stopping:
-            return self._outcome_of_newest_commit()
         reason = str(self._error or "all workers exited without reporting a result")
         return {
             "status": "failed",

@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -134,9 +134,7 @@ class ElasticTrainer:
             DriverLease(self._storage, self.config.name, new_session(), print_note) as lease,
             tempfile.TemporaryDirectory(prefix="elastic_ddp-") as snapshot_folder,
         ):
-            if (
-                self._finished_result(total_steps=0) is None
-            ):  # a finished run is not written to, unless it gets more steps
+            if self._finished_result(0) is None:  # a finished run is not written to, unless it gets more steps
                 lease.acquire()
             job = self._create_job(lease.session)
             if (result := self._finished_result(job.total_steps)) is not None:
@@ -244,13 +242,5 @@ class ElasticTrainer:
         return self._result(summary)
 
     def _result(self, summary: dict[str, Any]) -> RunResult:
-        return RunResult(
-            status=summary["status"],
-            steps=summary["steps"],
-            samples=summary["samples"],
-            weights_sha256=summary["weights_sha256"],
-            samples_sha256=summary["samples_sha256"],
-            metrics=summary["metrics"],
-            uri=self._storage.uri,
-            summary=summary,
-        )
+        names = {field.name for field in fields(RunResult)} - {"uri", "summary"}
+        return RunResult(uri=self._storage.uri, summary=summary, **{name: summary[name] for name in names})

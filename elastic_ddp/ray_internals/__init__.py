@@ -22,11 +22,7 @@ ANSWERS_WITHIN_S = 5.0
 
 
 def check_ray_version() -> None:
-    """Checks the installed Ray version. Call it before any module of this package is imported.
-
-    Raises:
-        ConfigError: another version is installed.
-    """
+    """Raises ConfigError for another Ray version. Call it before any module of this package is imported."""
     if not ray.__version__.startswith(f"{RAY_VERSION}."):
         raise ConfigError(
             f"Ray {ray.__version__} is installed, but elastic_ddp uses private APIs of ray=={RAY_VERSION}.*. "
@@ -41,13 +37,11 @@ def has_started_ray() -> bool:
 
 
 def use_token_on_this_machine(address: str) -> None:
-    """Enables token authentication if the cluster at `address` needs it. Call it before `ray.init`.
+    """Enables token authentication if the cluster at `address`, a host and port, needs it. Call it before `ray.init`.
 
-    A cluster that `ray.init()` has started requires a token by default. Ray loads the token if it finds the cluster by
-    itself, but not if it is given the address. A cluster without authentication rejects processes that enable it.
-
-    Args:
-        address: host and port. This machine's token is not sent to other machines, unless `RAY_AUTH_MODE=token` is set.
+    A cluster that `ray.init()` has started requires a token. Ray loads it if it finds the cluster by itself, but not if
+    it is given the address. A cluster without authentication rejects processes that enable it. This machine's token is
+    not sent to other machines, unless `RAY_AUTH_MODE=token` is set.
     """
     from ray._private.authentication import authentication_token_setup as tokens
 
@@ -59,7 +53,6 @@ def use_token_on_this_machine(address: str) -> None:
 
 
 def _requires_token(address: str) -> bool:
-    """Whether the cluster rejects a request without a token."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     with _silenced_stderr():  # Ray's C++ code logs the rejection
@@ -87,7 +80,6 @@ def _silenced_stderr() -> Iterator[None]:
 
 
 def _is_local(host: str) -> bool:
-    """Whether `host` is an address of this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -27,6 +27,7 @@ from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult
 from ray.train.v2._internal.execution.controller.state import (
     FinishedState,
+    ReschedulingState,
     RestartingState,
     RunningState,
     ShuttingDownState,
@@ -40,7 +41,7 @@ from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import WorkerGroupError
 
 from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
-from elastic_ddp.ray_internals.start_failures import CountingFailurePolicy, previous_start_failure
+from elastic_ddp.ray_internals.start_failures import CountingFailurePolicy, start_failure
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, release_placement_groups
 from elastic_ddp.ray_internals.worker_states import classify_workers
 from elastic_ddp.telemetry.events import StartFailed
@@ -73,11 +74,7 @@ _VERBOSE_LOGGERS = ("scaling_policy", "worker_group", "failure_handling.default"
 class ElasticController(TrainController):
     """Adds and removes workers one by one, as the rendezvous directs.
 
-    Args:
-        rendezvous: the run's rendezvous.
-        placement_group_prefix: start of the names of all placement groups.
-        save_within_s: how long a dismissed worker may take to finish its save.
-        kwargs: arguments of `TrainController`.
+    Names of placement groups start with `placement_group_prefix`. A dismissed worker has `save_within_s` for its save.
     """
 
     worker_group_cls = ElasticWorkerGroup
@@ -179,7 +176,8 @@ class ElasticController(TrainController):
 
     async def _in_start_backoff(self, state: TrainControllerState) -> bool:
         """Whether the next group must wait because the previous one failed to start. Records that failure once."""
-        if (reason := previous_start_failure(state)) is None:
+        reason = start_failure(state.training_failed_error) if isinstance(state, ReschedulingState) else None
+        if reason is None:
             return False
         if state is not self._failed_start:
             self._failed_start = state
@@ -189,13 +187,11 @@ class ElasticController(TrainController):
         return time.monotonic() < self._backoff_until
 
     def _reset_backoff_if_new(self, trained: set[str]) -> None:
-        """Ends the series of failed starts once a worker trains that had not trained before."""
         if trained - self._trained:
             self._num_failed_starts = 0
         self._trained = trained
 
     def _back_off(self, num_failed: int) -> None:
-        """Delays the next start after workers that failed before they trained, exponentially in their number."""
         if num_failed:
             self._num_failed_starts += num_failed
             pause_s = min(2.0 ** min(self._num_failed_starts, 10), MAX_START_BACKOFF_S)
@@ -204,17 +200,13 @@ class ElasticController(TrainController):
     def _request_resources(
         self, group: ElasticWorkerGroup | None, directives: WorkerDirectives, draining: Collection[str]
     ) -> None:
-        """Requests resources from Ray and its autoscaler for as many workers as the run may have.
-
-        Args:
-            draining: ids of nodes that Ray is about to remove; its autoscaler replaces them.
-        """
+        """Requests resources from Ray and its autoscaler, which replaces draining nodes."""
         policy = self._scaling_policy
         if not isinstance(policy, LimitedScalingPolicy):
             return
         avoided = set(directives.avoid).difference(draining)
-        alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]} if avoided else {}
-        avoided_resources = {node: resources for node, resources in alive.items() if node in avoided}
+        alive = [node for node in ray.nodes() if node["Alive"]] if avoided else []
+        avoided_resources = {node["NodeID"]: node["Resources"] for node in alive if node["NodeID"] in avoided}
         going = {*directives.failed, *directives.dismissed, *directives.leaving}
         workers = group.get_workers() if group is not None else []
         # Draining nodes are excluded here too: directives do not contain a worker that is still starting on one.
@@ -222,7 +214,7 @@ class ElasticController(TrainController):
         nodes = [worker.metadata.node_id for worker in workers if actor_id(worker) not in going]
         nodes = [node for node in nodes if node in usable]
         if policy.update(directives.limit, nodes=nodes, avoid=directives.avoid, avoided_resources=avoided_resources):
-            policy.send()
+            policy._send_resource_request()  # not at the next interval
 
     def _is_overdue(self, worker: str) -> bool:
         """Whether a dismissed worker has not exited in time, because it hangs in the user's code."""
@@ -232,12 +224,7 @@ class ElasticController(TrainController):
     def _start_missing(
         self, group: ElasticWorkerGroup, status: WorkerGroupPollStatus, num_staying: int, limit: int
     ) -> None:
-        """Starts workers that are missing, and moves starting ones forward.
-
-        Args:
-            num_staying: number of workers that are not about to leave.
-            limit: number of workers that the run may have.
-        """
+        """Starts workers that are missing, and moves starting ones forward."""
         self._query_capacity_now = self._query_capacity_now or limit > self._limit
         self._limit = limit
         scaling = self._scaling_policy.scaling_config
@@ -270,10 +257,7 @@ class ElasticController(TrainController):
 
 
 def counts_as_failure(worker: Worker, directives: WorkerDirectives) -> bool:
-    """Returns whether a failed worker counts as a failure of the run.
-
-    It does not if it never trained while others do, nor if its node is drained.
-    """
+    """Returns whether a failed worker counts: not if it never trained while others do, nor if its node is drained."""
     return actor_id(worker) not in directives.newcomers and worker.metadata.node_id not in directives.avoid
 
 
@@ -298,24 +282,14 @@ class ElasticTorchTrainer(TorchTrainer):
 
     The placement group cleaner needs the dashboard, which `ray[train]` does not install, and logs a warning every
     second. `fit` removes its placement groups itself. The other callback shards data sets of Ray Train, which are not
-    used here, and starts a process for each new worker.
-
-    Args:
-        rendezvous: the run's rendezvous.
-        save_within_s: how long a dismissed worker may take to finish its save.
-        on_controller: called with the controller actor; killing it ends all workers.
+    used here, and starts a process for each new worker. `on_controller` is called with the controller actor.
     """
 
     def __init__(
-        self,
-        *args: Any,
-        rendezvous: Any,
-        save_within_s: float,
-        on_controller: Callable[[Any], None],
-        **kwargs: Any,
+        self, *args: Any, rendezvous: Any, save_within_s: float, on_controller: Callable[[Any], None], **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._rendezvous, self._save_within_s = rendezvous, save_within_s
+        self._controller_arguments = {"rendezvous": rendezvous, "save_within_s": save_within_s}
         self._on_controller = on_controller
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -333,12 +307,8 @@ class ElasticTorchTrainer(TorchTrainer):
         environment = {**get_env_vars_to_propagate(), "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
         options = {"num_cpus": 0, "label_selector": this_node, "runtime_env": {"env_vars": environment}}
         actor_class: Any = ray.remote(ElasticController)
-        controller = actor_class.options(**options).remote(
-            rendezvous=self._rendezvous,
-            placement_group_prefix=prefix,
-            save_within_s=self._save_within_s,
-            **arguments,
-        )
+        arguments |= {"placement_group_prefix": prefix, **self._controller_arguments}
+        controller = actor_class.options(**options).remote(**arguments)
         self._on_controller(controller)
         try:
             ray.get(controller.run.remote())

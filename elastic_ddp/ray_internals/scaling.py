@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -72,11 +73,10 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
     """Requests resources for the workers that the run may have now, which can be fewer than `max_workers`.
 
     It also requests the resources of nodes that the run must avoid, and ignores them: Ray reserves them first. Before a
-    group starts, it makes Ray refresh its view of the cluster. That view can be 20 s old and contain a dead node, on
-    which a worker would never start.
+    group starts, Ray refreshes its view of the cluster, which could be 20 s old and contain a dead node.
     """
 
-    limit: int | None = None
+    limit = sys.maxsize
     avoid: frozenset[str] = frozenset()
     num_avoided = 0
     """Workers that fit on the nodes to avoid."""
@@ -91,21 +91,13 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
     ) -> bool:
         """Updates the request. Returns whether it has changed, so that it must be sent.
 
-        Args:
-            limit: number of workers that the run may have.
-            nodes: the node of each worker that stays, for nodes started by an autoscaler.
-            avoid: nodes that the run must not use.
-            avoided_resources: resources of these nodes.
+        `nodes` has the node of each worker that stays, if an autoscaler started it.
         """
         before = (self._get_num_workers_for_resource_request(), self._request.nodes)
         self.limit, self.avoid = limit, frozenset(avoid)
         self._request.nodes = tuple(sorted(nodes))
         self.num_avoided = self._count_workers(avoided_resources.values())
         return (self._get_num_workers_for_resource_request(), self._request.nodes) != before
-
-    def send(self) -> None:
-        """Sends the request now, not at the next interval."""
-        self._send_resource_request()
 
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         self._maybe_send_resource_request()
@@ -125,17 +117,14 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
         return reserved
 
     def _get_num_workers_for_resource_request(self) -> int:
-        return self._limited(super()._get_num_workers_for_resource_request()) + self.num_avoided
+        return min(self.limit, super()._get_num_workers_for_resource_request()) + self.num_avoided
 
     def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
         usable = [resources for node, resources in reserved_resources.items() if node not in self.avoid]
-        return self._limited(self._count_workers(usable))
+        return min(self.limit, self._count_workers(usable))
 
     def _count_workers(self, nodes: Iterable[ResourceDict]) -> int:
         """Returns how many workers fit. Ray Train divides floats, so that 2 CPUs hold 4 workers of 0.4 CPUs."""
         resources_per_worker = self.scaling_config._resources_per_worker_not_none
         num_workers = sum(workers_that_fit(resources, resources_per_worker) for resources in nodes)
         return min(num_workers, self.scaling_config.max_workers)
-
-    def _limited(self, num_workers: int) -> int:
-        return num_workers if self.limit is None else min(self.limit, num_workers)

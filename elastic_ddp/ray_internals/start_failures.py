@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
-from ray.train.v2._internal.execution.controller.state import ReschedulingState, TrainControllerState
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
@@ -16,11 +15,6 @@ def start_failure(error: TrainingFailedError) -> str | None:
     return None
 
 
-def previous_start_failure(state: TrainControllerState) -> str | None:
-    """Returns why the previous group did not start, if `state` is about to start another one for that reason."""
-    return start_failure(state.training_failed_error) if isinstance(state, ReschedulingState) else None
-
-
 class CountingFailurePolicy(DefaultFailurePolicy):
     """Counts a failed start against the limit of failures. Ray Train would retry it forever.
 
@@ -28,7 +22,6 @@ class CountingFailurePolicy(DefaultFailurePolicy):
     """
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
-        error = training_failed_error
-        if (reason := start_failure(error)) is not None:
-            error = WorkerGroupError(error_message=reason, worker_failures={})
-        return super().make_decision(training_failed_error=error)
+        if (reason := start_failure(training_failed_error)) is not None:
+            training_failed_error = WorkerGroupError(error_message=reason, worker_failures={})
+        return super().make_decision(training_failed_error)

@@ -69,7 +69,7 @@ class _StartingWorker:
 
     placement_group: PlacementGroup
     requested_at: float
-    placed_at: float | None = None
+    placed_at: float = 0.0
     actor: Any = None
     worker: Worker | None = None
     pending: Any = None
@@ -79,10 +79,7 @@ class _StartingWorker:
 
 
 def release_placement_groups(prefix: str) -> None:
-    """Removes the placement groups whose names start with `prefix`.
-
-    Ray keeps those of a killed controller until the driver's process ends.
-    """
+    """Removes placement groups. Ray keeps those of a killed controller until the driver's process ends."""
     for group in placement_group_table().values():
         if group["name"].startswith(prefix) and group["state"] != "REMOVED":
             remove_placement_group(get_placement_group(group["name"]))
@@ -112,8 +109,7 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._placement_groups: dict[str, PlacementGroup] = {}
-        """Of each running worker, by actor id."""
+        self._placement_groups: dict[str, PlacementGroup] = {}  # of running workers, by actor id
         self._starting: list[_StartingWorker] = []
 
     # The first workers start together.
@@ -138,7 +134,6 @@ class ElasticWorkerGroup(WorkerGroup):
         return _PlacementGroups([self._reserve(selector) for selector in selectors])
 
     def _reserve(self, selector: dict[str, str] | None) -> PlacementGroup:
-        """Requests the resources of one worker."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if self.avoid else set()
         if avoid := alive.intersection(self.avoid):
             selector = {**(selector or {}), NODE_ID: f"!in({','.join(sorted(avoid))})"}
@@ -173,19 +168,16 @@ class ElasticWorkerGroup(WorkerGroup):
         strategy = PlacementGroupSchedulingStrategy(placement_group=placement_group, placement_group_bundle_index=0)
         return actor.options(scheduling_strategy=strategy).remote()
 
-    def _resources(self) -> dict[str, float]:
-        resources: dict[str, float] = self._worker_group_context.resources_per_worker
-        return resources
+    def _resources(self) -> Any:
+        return self._worker_group_context.resources_per_worker
 
     # Later workers start one by one.
 
     @property
     def num_starting(self) -> int:
-        """Number of workers that are being started."""
         return len(self._starting)
 
     def request(self, num_workers: int) -> None:
-        """Starts more workers: requests their resources."""
         selectors = self._worker_group_context.label_selector
         for _ in range(num_workers):
             placement_group = self._reserve(selectors[0] if selectors else None)
@@ -205,7 +197,7 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def advance(self) -> int:
         """Moves all starting workers forward without blocking. Returns how many failed to start."""
-        started, num_failed, now = [], 0, time.monotonic()
+        started, num_failed = [], 0
         for starting in list(self._starting):
             try:
                 if self._advance(starting):
@@ -213,7 +205,7 @@ class ElasticWorkerGroup(WorkerGroup):
                     self._starting.remove(starting)
                     self._placement_groups[actor_id(starting.worker)] = starting.placement_group
                     started.append(starting.worker)
-                elif starting.placed_at is not None and now - starting.placed_at >= START_TIMEOUT_S:
+                elif starting.actor is not None and time.monotonic() - starting.placed_at >= START_TIMEOUT_S:
                     raise TimeoutError(f"its process did not start within {START_TIMEOUT_S:g} s")
             except (RayError, TimeoutError) as error:
                 _log.warning("a new worker failed to start: %s", error)

@@ -25,17 +25,14 @@ class WorkerStates:
 
     @property
     def run_is_over(self) -> bool:
-        """Whether all workers that were not dismissed have finished."""
         return bool(self.finished) and self.finished == self.all - self.dismissed
 
     @property
     def none_trains(self) -> bool:
-        """Whether no worker is left to train."""
         return self.all <= self.finished | self.dismissed | self.failed.keys()
 
     @property
     def all_exited(self) -> bool:
-        """Whether every worker was dismissed and has exited."""
         return self.exited == self.all
 
 
@@ -49,13 +46,8 @@ def classify_workers(
 ) -> WorkerStates:
     """Returns the state of each worker.
 
-    Args:
-        workers: ids by rank.
-        directives: from the rendezvous. They must be newer than `ended`: a worker that has returned without an error
-            was dismissed by then, or the run is over.
-        ended: ranks whose function has returned or raised.
-        errors: by rank, for functions that raised and processes that died.
-        is_overdue: whether a dismissed worker has had enough time to exit.
+    `workers` has ids by rank; `ended` has the ranks whose function has returned or raised. Directives must be newer
+    than `ended`: a worker that has returned without an error was dismissed by then, or the run is over.
     """
     dismissed = {rank for rank, worker in enumerate(workers) if worker in directives.dismissed}
     if not directives.is_over:  # these were dismissed before the controller knew them

@@ -363,7 +363,7 @@ def test_resources_of_staying_workers_are_requested_on_their_nodes(
     monkeypatch.setattr(controller_module, "autoscaled_nodes", lambda: {"one", "two", "cut", "draining"})
     policy = controller._scaling_policy = LimitedScalingPolicy(ScalingConfig(num_workers=(1, 4)))
     send = mock.Mock()
-    monkeypatch.setattr(policy, "send", send)
+    monkeypatch.setattr(policy, "_send_resource_request", send)
     group = FakeGroup("")
     group.workers = [a_worker("a", "one"), a_worker("b", "two"), a_worker("c", "two"), a_worker("d", "cut")]
     group.workers += [a_worker("starts", "draining"), a_worker("e", "by hand"), a_worker("f", "gone")]

@@ -125,28 +125,28 @@ def a_policy(**scaling: Any) -> LimitedScalingPolicy:
 def test_resources_of_running_workers_are_requested_on_their_nodes(requests: mock.Mock) -> None:
     """Otherwise the autoscaler could keep an empty node and terminate one with a worker."""
     policy = a_policy()
-    policy.send()
+    policy._send_resource_request()
     assert requests.call_args.kwargs["resources"] == [CPU] * 4
     assert requests.call_args.kwargs["label_selectors"] is None
     three_workers: Any = NO_NODES | {"nodes": ["two", "one", "two"]}
     assert policy.update(4, **three_workers) and not policy.update(4, **three_workers)
-    policy.send()
+    policy._send_resource_request()
     on_one, on_two = {"ray.io/node-id": "one"}, {"ray.io/node-id": "two"}
     assert requests.call_args.kwargs["resources"] == [CPU] * 4
     assert requests.call_args.kwargs["label_selectors"] == [on_one, on_two, on_two, {}]
     assert policy.update(2, **three_workers)
     policy._maybe_send_resource_request()
     assert requests.call_count == 2, "the interval has not passed"
-    policy.send()
+    policy._send_resource_request()
     assert requests.call_args.kwargs["resources"] == [CPU] * 2
     assert requests.call_args.kwargs["label_selectors"] == [on_one, on_two]
     assert policy.update(2, **NO_NODES)
-    policy.send()
+    policy._send_resource_request()
     assert requests.call_args.kwargs["label_selectors"] is None
 
 
 def test_label_selectors_of_the_configuration_are_kept(requests: mock.Mock) -> None:
     policy = a_policy(label_selector={"zone": "b"})
     assert policy.update(2, **NO_NODES | {"nodes": ["one"]})
-    policy.send()
+    policy._send_resource_request()
     assert requests.call_args.kwargs["label_selectors"] == [{"zone": "b", "ray.io/node-id": "one"}, {"zone": "b"}]

@@ -94,14 +94,14 @@ def test_shown_progress_never_returns_to_an_earlier_generation(monkeypatch: pyte
     progress = {"step": 31, "samples": 31, "world_size": 2, "generation": 1, "loss": 0.5}
     display = RunDisplay(100, 2, None)
     display.record(replace(generation, reason="start", world_size=2, generation=1, first_step=0))
-    display.update(running := DriverUpdate([], progress, None, num_alive=2, stopping=False, is_saving=False))
+    display.show_update(running := DriverUpdate([], progress, None, num_alive=2, stopping=False, is_saving=False))
     display.record(ledger_event("worker_lost", generation=1, error="its process exited"))
-    display.update(running)
-    display.update(running._replace(num_alive=1))
+    display.show_update(running)
+    display.show_update(running._replace(num_alive=1))
     display.record(generation)
-    display.update(running)
-    display.update(running._replace(progress={**progress, "step": 41, "generation": 2, "world_size": 1}))
-    display.update(running._replace(num_alive=0))
+    display.show_update(running)
+    display.show_update(running._replace(progress={**progress, "step": 41, "generation": 2, "world_size": 1}))
+    display.show_update(running._replace(num_alive=0))
     assert shown[:3] == [
         (31, 2, "training"),
         (31, 2, WORKER_FAILED),
