@@ -94,8 +94,7 @@ def prune(
     run: RunFolder,
     keep: Annotated[int | None, typer.Option(min=1, help="Number of newest commits to keep; by default all.")] = None,
     keep_every_steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Also keep the first commit at or after each multiple of this many steps."),
+        int | None, typer.Option(min=1, help="Also keep the first commit at or after each multiple of this many steps.")
     ] = None,
     keep_best: Annotated[
         int, typer.Option(min=0, help="Also keep this many commits with the best value of --best-metric.")

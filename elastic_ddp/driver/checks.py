@@ -23,8 +23,6 @@ _DESCRIPTION = "data_set"
 
 def check_functions(train: Any, transform: Any) -> None:
     """Raises ConfigError if workers cannot call the training function or the transform."""
-    if not callable(train):
-        raise ConfigError(f"train is a {type(train).__name__}. Pass the training function, which takes a Run.")
     if transform is not None and not callable(transform):
         raise ConfigError(
             f"transform is a {type(transform).__name__}. Pass a function that maps (rows, rng) to rows, where rows is "

@@ -9,25 +9,8 @@ from rich.text import Text
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.rendezvous.messages import DriverUpdate
-from elastic_ddp.telemetry import Progress
+from elastic_ddp.telemetry import Progress, events
 from elastic_ddp.telemetry.event import Event
-from elastic_ddp.telemetry.events import (
-    CommitFailed,
-    CommitRejected,
-    CommitSkipped,
-    CommitSucceeded,
-    EvaluationFinished,
-    EvaluationStarted,
-    GenerationStarted,
-    HangDetected,
-    NewcomerFailed,
-    RendezvousRestarted,
-    Resumed,
-    StartFailed,
-    WeightsLoaded,
-    WorkerFailed,
-    WorkerLeft,
-)
 
 WORKER_FAILED = "a worker failed"
 
@@ -58,17 +41,17 @@ class RunDisplay(Progress):
     def record(self, event: Event) -> None:
         """Shows an event of the ledger."""
         match event:
-            case GenerationStarted():
+            case events.GenerationStarted():
                 self._phase = "training"
                 self._newest |= {name: getattr(event, name) for name in ("world_size", "generation")}
                 self._newest["step"] = event.first_step
-            case Resumed():  # from an older commit than expected, if newer ones were rejected
+            case events.Resumed():  # from an older commit than expected, if newer ones were rejected
                 self._newest["step"] = event.step
-            case WorkerFailed():
+            case events.WorkerFailed():
                 self._phase = WORKER_FAILED
-            case EvaluationStarted():
+            case events.EvaluationStarted():
                 self._phase = f"evaluating ({event.name})"
-            case EvaluationFinished():
+            case events.EvaluationFinished():
                 self._phase = "training"
         if (line := describe_event(event)) is not None:
             self.note(line)
@@ -89,36 +72,36 @@ class RunDisplay(Progress):
 def describe_event(event: Event) -> str | None:
     """Returns the line that the driver prints for an event of the ledger, or None for most events."""
     match event:
-        case GenerationStarted():
+        case events.GenerationStarted():
             workers = "1 worker" if event.world_size == 1 else f"{event.world_size} workers"
             return f"[step {event.first_step}] generation {event.generation} ({event.reason}): {workers}"
-        case CommitSucceeded():
+        case events.CommitSucceeded():
             return f"[step {event.step}] checkpoint committed in {event.seconds:.2f} s"
-        case CommitFailed():
+        case events.CommitFailed():
             return f"[step {event.step}] commit failed: {event.error.splitlines()[0]}"
-        case CommitSkipped():
+        case events.CommitSkipped():
             return f"[step {event.step}] commit skipped: the previous one is still being written"
-        case CommitRejected():
+        case events.CommitRejected():
             return f"commit {event.key} skipped: {event.reason}"
-        case EvaluationFinished():
+        case events.EvaluationFinished():
             return f"[step {event.step}] {event.name} {event.loss:.4f}"
-        case WeightsLoaded():
+        case events.WeightsLoaded():
             differences = {"missing": event.missing, "unexpected": event.unexpected, "converted": event.converted}
             counts = [f"{len(names)} {kind}" for kind, names in differences.items() if names]
             return f"loaded weights from {', '.join([f'step {event.step} of {event.uri}', *counts])}"
-        case WorkerFailed():
+        case events.WorkerFailed():
             # A worker that reports this has only seen a connection break, perhaps to a worker whose function raised.
             what = "a connection between workers broke" if event.reported_by else WORKER_FAILED
             return f"generation {event.generation}: {what}: {event.error.splitlines()[0]}"
-        case WorkerLeft():
+        case events.WorkerLeft():
             why = "it or its node is shutting down" if event.kind == "drain" else "the run was resized"
             return f"a worker left: {why}"
-        case NewcomerFailed():
+        case events.NewcomerFailed():
             return f"a worker failed before it trained: {event.error.rstrip().splitlines()[-1]}"
-        case StartFailed():
+        case events.StartFailed():
             return f"workers failed to start, trying again: {event.error.rstrip().splitlines()[-1]}"
-        case HangDetected():
+        case events.HangDetected():
             return f"hang: no progress on any worker for {event.seconds:g} s; their stacks are in the ledger"
-        case RendezvousRestarted():
+        case events.RendezvousRestarted():
             return "the rendezvous process was restarted; training continued"
     return None

@@ -72,9 +72,7 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
         train_loop_config={"job": job, "rendezvous": rendezvous},
         torch_config=_NoProcessGroup(),
         scaling_config=ray.train.ScalingConfig(
-            use_gpu=config.use_gpu,
-            resources_per_worker=dict(config.resources_per_worker),
-            **scaling,
+            use_gpu=config.use_gpu, resources_per_worker=dict(config.resources_per_worker), **scaling
         ),
         run_config=ray.train.RunConfig(
             name=session,

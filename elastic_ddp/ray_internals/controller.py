@@ -24,24 +24,17 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.controller import state as states
 from ray.train.v2._internal.execution.controller.controller import TrainControllerLoopIterationResult
-from ray.train.v2._internal.execution.controller.state import (
-    FinishedState,
-    ReschedulingState,
-    RestartingState,
-    RunningState,
-    ShuttingDownState,
-    TrainControllerState,
-)
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import ResizeDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.worker import Worker
-from ray.train.v2.api.exceptions import WorkerGroupError
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
-from elastic_ddp.ray_internals.start_failures import CountingFailurePolicy, start_failure
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, release_placement_groups
 from elastic_ddp.ray_internals.worker_states import classify_workers
 from elastic_ddp.telemetry.events import StartFailed
@@ -99,7 +92,7 @@ class ElasticController(TrainController):
         self._trained: set[str] = set()
         self._backoff_until = 0.0
         """Monotonic time before which no worker is started."""
-        self._failed_start: TrainControllerState | None = None
+        self._failed_start: states.TrainControllerState | None = None
         """The state after the newest group that failed to start."""
 
     async def _step(self) -> TrainControllerLoopIterationResult:
@@ -112,7 +105,7 @@ class ElasticController(TrainController):
             min(self._poll_interval_s, STARTING_POLL_S) if num_starting else self._poll_interval_s
         )
         # Poll before asking for directives: a worker that has returned by now was dismissed, or the run is over.
-        status = await self._poll_workers() if isinstance(state, RunningState) else None
+        status = await self._poll_workers() if isinstance(state, states.RunningState) else None
         try:
             draining = _draining_nodes()
             directives: WorkerDirectives | None = await self.rendezvous.supervise.remote(
@@ -124,8 +117,8 @@ class ElasticController(TrainController):
             _log.exception("the rendezvous failed to return directives, retrying in %g s", DIRECTIVES_RETRY_S)
             await asyncio.sleep(DIRECTIVES_RETRY_S)
             return self._transition(state, state)
-        if directives is None and not isinstance(state, ShuttingDownState):
-            return self._transition(state, ShuttingDownState(next_state=FinishedState()))
+        if directives is None and not isinstance(state, states.ShuttingDownState):
+            return self._transition(state, states.ShuttingDownState(next_state=states.FinishedState()))
         if directives is not None:
             ElasticWorkerGroup.avoid = directives.avoid
             self._request_resources(group, directives, draining)
@@ -145,12 +138,12 @@ class ElasticController(TrainController):
         state = self.get_state()
         workers = [actor_id(worker) for worker in group.get_workers()]
         ended = {rank for rank, worker_status in status.worker_statuses.items() if not worker_status.running}
-        states = classify_workers(workers, directives, ended=ended, errors=status.errors, is_overdue=self._is_overdue)
-        if states.run_is_over:
-            group.remove(states.dismissed)
+        ranks = classify_workers(workers, directives, ended=ended, errors=status.errors, is_overdue=self._is_overdue)
+        if ranks.run_is_over:
+            group.remove(ranks.dismissed)
             self._latest_poll_time = float("-inf")  # Ray Train polls once more, without waiting
             return await super()._step()
-        failed = states.failed
+        failed = ranks.failed
         self._reset_backoff_if_new(set(workers) - set(directives.newcomers))
         self._back_off(sum(workers[rank] in directives.newcomers for rank in failed))
         if failed:
@@ -159,24 +152,24 @@ class ElasticController(TrainController):
             # Ray Train counts decisions, so it makes none for failures that do not count.
             if any(counts_as_failure(group.get_workers()[rank], directives) for rank in failed):
                 decision = self._failure_policy.make_decision(training_failed_error=error)
-            if decision != FailureDecision.RETRY or states.none_trains:
+            if decision != FailureDecision.RETRY or ranks.none_trains:
                 return self._execute_failure_decision(decision, training_failed_error=error)
-        if states.all_exited:
+        if ranks.all_exited:
             # Ray Train cannot run an empty group. It starts another one as soon as there is capacity.
             drained = WorkerGroupError(error_message="all workers were drained", worker_failures={})
-            return self._transition(state, RestartingState(training_failed_error=drained))
-        if removed := failed.keys() | states.exited:
+            return self._transition(state, states.RestartingState(training_failed_error=drained))
+        if removed := failed.keys() | ranks.exited:
             group.remove(removed)
             self._query_capacity_now = True
-        if not states.finished:  # otherwise the run is over
+        if not ranks.finished:  # otherwise the run is over
             going = {*directives.dismissed, *directives.leaving}
             num_staying = sum(actor_id(worker) not in going for worker in group.get_workers())
             self._start_missing(group, status, num_staying, directives.limit)
-        return self._transition(state, RunningState())
+        return self._transition(state, states.RunningState())
 
-    async def _in_start_backoff(self, state: TrainControllerState) -> bool:
+    async def _in_start_backoff(self, state: states.TrainControllerState) -> bool:
         """Whether the next group must wait because the previous one failed to start. Records that failure once."""
-        reason = start_failure(state.training_failed_error) if isinstance(state, ReschedulingState) else None
+        reason = start_failure(state.training_failed_error) if isinstance(state, states.ReschedulingState) else None
         if reason is None:
             return False
         if state is not self._failed_start:
@@ -249,7 +242,7 @@ class ElasticController(TrainController):
         self._back_off(group.advance())
 
     def _transition(
-        self, before: TrainControllerState, after: TrainControllerState
+        self, before: states.TrainControllerState, after: states.TrainControllerState
     ) -> TrainControllerLoopIterationResult:
         return TrainControllerLoopIterationResult(
             run_attempt_id=self._get_run_attempt_id(), previous_state=before, next_state=after
@@ -259,6 +252,25 @@ class ElasticController(TrainController):
 def counts_as_failure(worker: Worker, directives: WorkerDirectives) -> bool:
     """Returns whether a failed worker counts: not if it never trained while others do, nor if its node is drained."""
     return actor_id(worker) not in directives.newcomers and worker.metadata.node_id not in directives.avoid
+
+
+def start_failure(error: TrainingFailedError) -> str | None:
+    """Returns why a group did not start, or None if this is another error."""
+    if isinstance(error, ControllerError) and isinstance(error.controller_failure, WorkerGroupStartupFailedError):
+        return str(error.controller_failure)
+    return None
+
+
+class CountingFailurePolicy(DefaultFailurePolicy):
+    """Counts a failed start against the limit of failures. Ray Train would retry it forever.
+
+    A training function whose modules crash every worker on import would never end otherwise.
+    """
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        if (reason := start_failure(training_failed_error)) is not None:
+            training_failed_error = WorkerGroupError(error_message=reason, worker_failures={})
+        return super().make_decision(training_failed_error)
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:

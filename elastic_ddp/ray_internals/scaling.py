@@ -12,11 +12,7 @@ from typing import Any
 import ray
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources, ResourceDict
-from ray.train.v2._internal.execution.scaling_policy import (
-    ScalingDecision,
-    autoscaling_coordinator_client,
-    elastic,
-)
+from ray.train.v2._internal.execution.scaling_policy import ScalingDecision, autoscaling_coordinator_client, elastic
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.train.v2.api.config import ScalingConfig
 

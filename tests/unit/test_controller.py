@@ -28,11 +28,11 @@ from elastic_ddp.ray_internals.controller import (
     DISMISSED_EXIT_S,
     MAX_START_BACKOFF_S,
     PLACEMENT_TIMEOUT_S,
+    CountingFailurePolicy,
     ElasticController,
     counts_as_failure,
 )
 from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy
-from elastic_ddp.ray_internals.start_failures import CountingFailurePolicy
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup
 from elastic_ddp.rendezvous.messages import WorkerDirectives
 from elastic_ddp.telemetry.events import StartFailed

@@ -28,7 +28,7 @@ def takes_a_run(run: Any, often: int = 3) -> None: ...
 @pytest.mark.parametrize(
     ("train", "transform", "message"),
     [
-        ("train", None, "train is a str"),
+        ("train", None, r"'train' .*def train\(run\)"),
         (takes_nothing, None, r"takes_nothing .*def train\(run\)"),
         (takes_a_run, 3, "transform is a int"),
         (takes_a_run, None, "invalid configuration"),
