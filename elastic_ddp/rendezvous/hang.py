@@ -9,32 +9,18 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from elastic_ddp.errors import ElasticDDPError, StorageError, TrainFunctionError
 
-Place = Literal[
-    "start",
-    "warm-up",
-    "rendezvous",
-    "hand-over",
-    "between steps",
-    "data",
-    "forward",
-    "backward",
-    "reduction",
-    "optimizer",
-    "evaluation",
-    "collective",
-    "shares",
-    "commit",
-    "leaving",
-]
-"""What the training thread of a worker is doing."""
-WAITING: tuple[Place, ...] = ("reduction", "rendezvous", "hand-over", "collective", "leaving", "shares")
-"""Places where it waits for its peers."""
-MAY_BE_WAITING: tuple[Place, ...] = ("forward", "backward", "optimizer", "evaluation", "between steps")
+Waiting = Literal["reduction", "rendezvous", "hand-over", "collective", "leaving", "shares"]
+"""Places where the training thread of a worker waits for its peers."""
+MaybeWaiting = Literal["forward", "backward", "optimizer", "evaluation", "between steps"]
 """Places where it may wait for peers: FSDP gathers parameters there, or user code runs a collective."""
+Place = Literal["start", "warm-up", "data", "commit", Waiting, MaybeWaiting]
+"""What the training thread of a worker is doing."""
+WAITING: tuple[Place, ...] = get_args(Waiting)
+MAY_BE_WAITING: tuple[Place, ...] = get_args(MaybeWaiting)
 STORING: Place = "commit"
 """The place where it waits for the storage."""
 
@@ -57,11 +43,7 @@ def _zero() -> float:
 
 
 class Activity:
-    """What a worker's training thread is doing. That thread updates it; any thread may read it, without a lock.
-
-    Args:
-        clock: monotonic time in seconds.
-    """
+    """What a worker's training thread is doing. That thread updates it; any thread may read it, without a lock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._report, self._worked_s = AT_THE_START, _zero
@@ -77,11 +59,7 @@ class Activity:
         return self._clock() - self._progressed_at
 
     def enter(self, place: Place, worked_s: Callable[[], float] = _zero) -> None:
-        """Enters a place.
-
-        Args:
-            worked_s: returns the seconds for which the awaited operation has been active; called on any thread.
-        """
+        """Enters a place. `worked_s` returns how long the awaited operation has been active; any thread may call it."""
         self._report, self._worked_s = ActivityReport(self._report.number + 1, place), worked_s
         self._progressed_at = self._clock()
 
@@ -105,12 +83,6 @@ class Activity:
         self.enter(*before)
 
 
-@dataclass
-class _LastReport:
-    activity: ActivityReport
-    since_s: float
-
-
 @dataclass(frozen=True)
 class Verdict:
     """What to do about a hang. One field is set."""
@@ -124,25 +96,21 @@ class Verdict:
 
 
 class HangDetector:
-    """Detects that no member of a generation makes progress, without Ray, clocks or threads.
-
-    Args:
-        timeout_s: seconds without progress on any member that count as a hang.
-    """
+    """Detects that no member of a generation makes progress for `timeout_s`, without Ray, clocks or threads."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._last: dict[str, _LastReport] = {}
+        self._last: dict[str, tuple[ActivityReport, float]] = {}
+        """The last report of each member, and when its progress began."""
 
     def begin(self, members: Iterable[str], now_s: float) -> None:
         """Starts to watch these members, and only these."""
-        self._last = {member: _LastReport(ActivityReport(-1, "start"), now_s) for member in members}
+        self._last = {member: (ActivityReport(-1, "start"), now_s) for member in members}
 
     def update(self, member: str, activity: ActivityReport, now_s: float) -> None:
         """Takes a member's report."""
-        last = self._last.get(member)
-        if last is not None and last.activity != activity:
-            self._last[member] = _LastReport(activity, now_s)
+        if member in self._last and self._last[member][0] != activity:
+            self._last[member] = (activity, now_s)
 
     def remove(self, member: str) -> None:
         """Stops watching a member that failed or left."""
@@ -150,28 +118,21 @@ class HangDetector:
 
     def is_hung(self, now_s: float) -> bool:
         """Whether no member has made progress for the timeout."""
-        return bool(self._last) and all(now_s - last.since_s >= self.timeout_s for last in self._last.values())
+        return bool(self._last) and all(now_s - since_s >= self.timeout_s for _, since_s in self._last.values())
 
     def places(self) -> dict[str, Place]:
         """Returns the last reported place of each member."""
-        return {member: last.activity.place for member, last in self._last.items()}
+        return {member: activity.place for member, (activity, _) in self._last.items()}
 
     def culprits(self, *, is_broken: bool) -> list[str]:
-        """Returns the members that others wait for; none if all members wait, or no member does.
-
-        Args:
-            is_broken: the generation has failed, and its members should have come to the rendezvous since.
-        """
+        """Returns the members that others wait for; none if all members wait, or no member does. The members of a
+        broken generation should have come to the rendezvous."""
         waiting = ("rendezvous",) if is_broken else WAITING
         stuck = [member for member, place in self.places().items() if place not in waiting]
         return stuck if len(stuck) < len(self._last) else []
 
     def decide(self, *, is_broken: bool) -> Verdict:
-        """Returns what to do about a hang.
-
-        Args:
-            is_broken: as in `culprits`.
-        """
+        """Returns what to do about a hang; `is_broken` as in `culprits`."""
         places, duration = self.places(), f"for {self.timeout_s:g} s (hang_timeout_s)"
         where = ", ".join(sorted(set(places.values())))
         if culprits := self.culprits(is_broken=is_broken):
@@ -205,8 +166,6 @@ class HangDetector:
 def stacks() -> str:
     """Returns the Python stacks of all threads of this process, the training thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    ordered = sorted(
-        sys._current_frames().items(), key=lambda item: not names.get(item[0], "").startswith("TrainingThread")
-    )
-    parts = [f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in ordered]
-    return "\n".join(parts)
+    frames = [(str(names.get(ident, ident)), frame) for ident, frame in sys._current_frames().items()]
+    frames.sort(key=lambda named: not named[0].startswith("TrainingThread"))
+    return "\n".join(f"Thread {name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in frames)

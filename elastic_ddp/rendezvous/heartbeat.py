@@ -32,10 +32,7 @@ REREAD_S = 0.1
 class Heartbeat:
     """Sends a worker's heartbeats from a thread. It reconnects if the connection breaks.
 
-    Args:
-        address: returns the address of the `HeartbeatServer`. It may block, and raises if the run has no rendezvous.
-        member: id of the worker.
-        timeout_s: seconds without a heartbeat that count as a failure.
+    `address` returns the address of the `HeartbeatServer`. It may block, and raises if the run has no rendezvous.
     """
 
     def __init__(self, address: Callable[[], tuple[str, int]], member: str, timeout_s: float) -> None:
@@ -54,7 +51,6 @@ class Heartbeat:
         return connection
 
     def _connect_with_retries(self) -> socket.socket:
-        """Connects; the rendezvous may be restarting."""
         end = time.monotonic() + CONNECT_WITHIN_S
         while True:
             try:
@@ -67,10 +63,9 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._beat_until_stopped():
             self._connection.close()
-            while True:
+            while self._connection.fileno() < 0:
                 try:
                     self._connection = self._connect()
-                    break
                 except OSError:  # the rendezvous is restarting, or its address is an old one
                     if self._wait_for([self._stopped]):
                         return
@@ -105,10 +100,8 @@ class Heartbeat:
 class HeartbeatServer:
     """Receives the heartbeats of all workers, in the rendezvous.
 
-    Args:
-        timeout_s: seconds without a heartbeat that count as a failure.
-        on_failure: called with the id of a failed member, and how it failed.
-        is_awaited: whether other members wait for this one, or may soon; if not, the timeout is `IDLE_TIMEOUT_S`.
+    It calls `on_failure` with the id of a member without heartbeats for `timeout_s`, and how the member failed. The
+    timeout is at least `IDLE_TIMEOUT_S` for members that no other member waits for.
     """
 
     def __init__(
@@ -117,15 +110,12 @@ class HeartbeatServer:
         on_failure: Callable[[str, str], Awaitable[None]],
         is_awaited: Callable[[str], bool] = lambda member: True,
     ) -> None:
-        self._timeout_s = timeout_s
-        self._on_failure = on_failure
-        self._is_awaited = is_awaited
+        self._timeout_s, self._on_failure, self._is_awaited = timeout_s, on_failure, is_awaited
         self._server: asyncio.Server | None = None
         self._newest: dict[str, asyncio.StreamReader] = {}
         """The newest connection of each connected member."""
 
     def is_connected(self, member: str) -> bool:
-        """Whether a member has a connection."""
         return member in self._newest
 
     async def start(self, host: str) -> tuple[str, int]:

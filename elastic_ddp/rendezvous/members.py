@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from elastic_ddp.distributed.process_group import Assignment
@@ -30,7 +30,7 @@ class DrainNotice:
         return self.given_s + self.within_s
 
     def is_urgent(self, now_s: float) -> bool:
-        """Whether the first half has passed. That half is for a replacement to start, the second one for leaving."""
+        """Whether the first half has passed, in which a replacement may start."""
         return now_s - self.given_s >= self.within_s / 2
 
     def is_overdue(self, now_s: float) -> bool:
@@ -40,16 +40,13 @@ class DrainNotice:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One worker process."""
+    """One worker process, the node that it is on, and its rank in the group of workers that started together."""
 
     id: str
-    """Unique for the process."""
     group_size: int
-    """Number of workers that started together with it."""
     rank_in_group: int
-    """Its rank among those."""
     node: str
-    """Address of its node; ranks on one node are adjacent."""
+    """Address of its node."""
     node_id: str = ""
     """Ray's id of its node."""
     pid: int
@@ -103,23 +100,21 @@ class FormedGeneration:
 
     def assignments(self, store_host: str, store_port: int) -> dict[str, Assignment]:
         """Returns the place of each member, by its id."""
-        return {
-            member.id: Assignment(
-                generation=self.number,
-                rank=rank,
-                world_size=len(self.members),
-                store_host=store_host,
-                store_port=store_port,
-                source=self.source,
-                receivers=self.receivers,
-                reason=self.reason,
-                first_step=self.first_step,
-                handover_only=self.handover_only,
-                same_members=self.same_members,
-                in_collective_task=self.in_collective_task,
-            )
-            for rank, member in enumerate(self.members)
-        }
+        of_rank_0 = Assignment(
+            generation=self.number,
+            rank=0,
+            world_size=len(self.members),
+            store_host=store_host,
+            store_port=store_port,
+            source=self.source,
+            receivers=self.receivers,
+            reason=self.reason,
+            first_step=self.first_step,
+            handover_only=self.handover_only,
+            same_members=self.same_members,
+            in_collective_task=self.in_collective_task,
+        )
+        return {member.id: replace(of_rank_0, rank=rank) for rank, member in enumerate(self.members)}
 
     def event(self) -> GenerationFormed:
         """Returns the ledger's event of the generation."""
@@ -132,13 +127,6 @@ class FormedGeneration:
             waited_s=self.waited_s,
             members=members,
         )
-
-
-def earlier(one: DrainNotice | None, other: DrainNotice) -> DrainNotice:
-    """Returns the notice with the earlier deadline. A notice without a deadline counts as the later one."""
-    if one is None or not one.within_s:
-        return other
-    return other if other.within_s and other.ends_s < one.ends_s else one
 
 
 def newest_step(requests: list[JoinRequest]) -> int | None:
@@ -167,27 +155,20 @@ def select_with_newest(requests: list[JoinRequest], most: int) -> list[JoinReque
 
 def by_node(requests: list[JoinRequest]) -> list[JoinRequest]:
     """Returns the requests in rank order: nodes by their most senior member, and by seniority within a node."""
-    first: dict[str, int] = {}
-    for index, request in enumerate(requests):
-        first.setdefault(request.member.node, index)
+    first = {request.member.node: index for index, request in reversed([*enumerate(requests)])}
     return sorted(requests, key=lambda request: first[request.member.node])
 
 
 def by_seniority(requests: Iterable[JoinRequest], survivors: list[str]) -> list[JoinRequest]:
     """Returns the requests of survivors of the last generation in its order, then all others by time."""
+    if not survivors:  # they start together, in their group's order
+        return sorted(requests, key=lambda request: (request.member.rank_in_group, request.at_s))
     rank = {member: index for index, member in enumerate(survivors)}
-
-    def seniority(request: JoinRequest) -> tuple[float, ...]:
-        if not survivors:  # they start together, in their group's order
-            return (request.member.rank_in_group, request.at_s)
-        return (rank.get(request.member.id, len(rank)), request.at_s, request.member.rank_in_group)
-
-    return sorted(requests, key=seniority)
+    by_time = sorted(requests, key=lambda request: (request.at_s, request.member.rank_in_group))
+    return sorted(by_time, key=lambda request: rank.get(request.member.id, len(rank)))
 
 
 def has_group_joined(requests: Collection[JoinRequest], now_s: float) -> bool:
     """Whether all workers that started together have joined, or had `GROUP_WAIT_S` to."""
-    if not requests:
-        return False
-    group_size = max(request.member.group_size for request in requests)
-    return len(requests) >= group_size or now_s - min(request.at_s for request in requests) >= GROUP_WAIT_S
+    has_all = len(requests) >= max((request.member.group_size for request in requests), default=1)
+    return has_all or any(now_s - request.at_s >= GROUP_WAIT_S for request in requests)

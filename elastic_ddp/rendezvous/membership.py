@@ -14,7 +14,6 @@ from elastic_ddp.rendezvous.members import (
     Member,
     by_node,
     by_seniority,
-    earlier,
     has_group_joined,
     is_committed,
     keeps_state,
@@ -118,7 +117,9 @@ class Membership:
     def ask_to_leave(self, members: Iterable[str], notice: DrainNotice) -> None:
         """Makes members leave at a step boundary: the next one if the others can train, or wait, without them."""
         for member in members:
-            self._leaving[member] = earlier(self._leaving.get(member), notice)
+            before = self._leaving.get(member)
+            if before is None or not before.within_s or (notice.within_s and notice.ends_s < before.ends_s):
+                self._leaving[member] = notice
             if member in self._waiting and not self.is_current(member):
                 self._dismiss(member)
 
