@@ -1,8 +1,7 @@
 """The rendezvous actor of a run: it forms generations, hosts their store, and connects workers, controller and driver.
 
-It replaces torchrun's rendezvous. It passes what workers report (events, progress, the outcome) to the driver in
-order, and requests (to stop, to commit) to the workers. `Coordinator` decides; this module receives calls and blocks
-them until there is an answer.
+It replaces torchrun's rendezvous. `Coordinator` decides; this module receives calls and blocks them until there is an
+answer.
 """
 
 from __future__ import annotations
@@ -79,7 +78,9 @@ class Rendezvous:
             self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._coordinator = Coordinator(options, (self._host, port))
-        self._heartbeats = HeartbeatServer(options.heartbeat_timeout_s, self._on_failure, self._is_awaited)
+        self._heartbeats = HeartbeatServer(
+            options.heartbeat_timeout_s, self._on_failure, self._coordinator.membership.has_joined
+        )
         self._ticker: asyncio.Task[None] | None = None
         self._cleaned = 0
         """The generation up to which the store's keys are deleted."""
@@ -155,10 +156,6 @@ class Rendezvous:
             if not self._heartbeats.is_connected(member):
                 await self._on_failure(member, "it did not reconnect after a restart of the rendezvous")
 
-    def _is_awaited(self, member: str) -> bool:
-        """Whether a worker has joined: others may be in a generation with it."""
-        return self._coordinator.membership.has_joined(member)
-
     async def _on_failure(self, member: str, how: str) -> None:
         async with self._locked() as coordinator:
             coordinator.mark_failed(member, how)
@@ -169,11 +166,7 @@ class Rendezvous:
         """Returns a member's place in the next generation. While none is formed, it returns the planned one or None,
         and the member calls again.
 
-        Args:
-            request: the member and the state that it holds.
-            after: the member's last generation, 0 for none.
-            failure: how that generation failed, if it did.
-            account: seconds of each phase of that generation.
+        `after` is the member's last generation, 0 for none; `failure` and `account` are of that generation.
         """
         member = request.member
         async with self._locked() as coordinator:
@@ -205,8 +198,7 @@ class Rendezvous:
         progress: dict[str, Any] | None,
         activity: ActivityReport = AT_THE_START,
     ) -> Signals:
-        """Returns the signals for a member of a generation, after a long poll if there are none. Takes its progress
-        report and its activity."""
+        """Returns the signals for a member of a generation, after a long poll if there are none."""
         async with self._locked() as coordinator:
             if coordinator.membership.why_gone(member.id) is None:
                 coordinator.event_log.update_progress(progress)
@@ -295,20 +287,14 @@ class Rendezvous:
             coordinator.notify_driver = True
 
     async def drain(self, node: str, within_s: float) -> list[str]:
-        """Asks the workers of a node to leave, within a number of seconds.
-
-        Args:
-            node: its address or Ray's id.
-
-        Returns:
-            Ray's ids of the node; empty if it has no worker of the run.
-        """
+        """Asks the workers of a node, given by its address or Ray's id, to leave within a number of seconds. Returns
+        Ray's ids of the node; none if it has no worker of the run."""
         async with self._locked() as coordinator:
             members = coordinator.membership.known()
-            node_ids = {member.node_id for member in members if node in (member.node, member.node_id)}
+            node_ids = sorted({member.node_id for member in members if node in (member.node, member.node_id)})
             for node_id in node_ids:
                 coordinator.drain(node_id, within_s, "a person")
-            return sorted(node_ids)
+            return node_ids
 
     async def resize(self, num_workers: int) -> None:
         """Sets the maximum number of workers."""
@@ -320,12 +306,14 @@ class Rendezvous:
     async def checkpoint(self) -> int:
         """Asks for a commit at the next step boundary. Returns the number of the request, for `committed`."""
         async with self._locked() as coordinator:
-            return coordinator.request_commit()
+            coordinator.state.requests += 1
+            coordinator.apply_request()
+            return coordinator.state.requests
 
     async def committed(self, request: int) -> int | None:
-        """Returns the steps done in the commit that fulfilled a request, after a long poll if there is none.
+        """Returns the steps done in the commit that fulfilled a request; None after a long poll without one.
 
-        None means that there is none yet. A failed run fulfills no request: its workers may have held a newer state.
+        A failed run fulfills no request: its workers may have held a newer state.
         """
         async with self._locked() as coordinator:
             state, log, has_workers = coordinator.state, coordinator.event_log, coordinator.membership.known()
@@ -349,13 +337,10 @@ class Rendezvous:
 
 
 def start_rendezvous(run_name: str, total_steps: int, options: RendezvousOptions) -> RendezvousHandle:
-    """Starts the rendezvous of a run on this node.
+    """Starts the rendezvous of a run on this node. Raises ConfigError if the name belongs to a run in another storage.
 
     The driver holds the run's lease. An existing rendezvous for the same storage therefore belongs to a driver that
     has exited, and Ray is about to end it.
-
-    Raises:
-        ConfigError: a run of this name with another storage is live on the cluster.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -391,7 +376,6 @@ def _driver_of(run_name: str) -> dict[str, Any] | None:
     """Returns where the driver of a run's existing rendezvous runs; None if the rendezvous does not answer."""
     try:
         rendezvous: Any = ray.get_actor(RENDEZVOUS_PREFIX + run_name, namespace=NAMESPACE)
-        driver: dict[str, Any] = ray.get(rendezvous.status.remote(), timeout=ANSWERS_WITHIN_S)["driver"]
+        return dict(ray.get(rendezvous.status.remote(), timeout=ANSWERS_WITHIN_S)["driver"])
     except (ValueError, ray.exceptions.RayError):
         return None
-    return driver

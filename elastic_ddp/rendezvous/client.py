@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 
@@ -40,11 +40,6 @@ class RendezvousClient:
 
     Events are sent in order, without delay. Inside a step the training thread calls only `record`, `progress`,
     `on_failure` and the properties, which never block; the other methods wait for Ray.
-
-    Args:
-        rendezvous: the run's rendezvous actor.
-        member: this worker.
-        heartbeat_timeout_s: seconds without a heartbeat after which the rendezvous considers this worker failed.
     """
 
     def __init__(self, rendezvous: RendezvousHandle, member: Member, heartbeat_timeout_s: float) -> None:
@@ -83,13 +78,11 @@ class RendezvousClient:
 
     def plan_join(self) -> PlannedAssignment | None:
         """Returns the place that this worker would get if it joined now; None if that is not known."""
-        planned: PlannedAssignment | None = ray.get(self._rendezvous.plan_join.remote(self.member))
-        return planned
+        return cast("PlannedAssignment | None", self._call(self._rendezvous.plan_join, self.member))
 
     def store_address(self) -> tuple[str, int]:
         """Returns the address of the generations' store. It changes when the rendezvous restarts."""
-        address: tuple[str, int] = ray.get(self._rendezvous.store_address.remote())
-        return address
+        return cast("tuple[str, int]", self._call(self._rendezvous.store_address))
 
     @property
     def commit_requested(self) -> int:
@@ -97,10 +90,8 @@ class RendezvousClient:
         return self._signals.commit
 
     def why_not_commit(self, generation: int) -> str | None:
-        """Returns why this worker may not commit what it wrote in a generation; None if it may. It may be called
-        after `end`."""
-        reason: str | None = self._call_in_order(self._rendezvous.why_not_commit, self.member, generation)
-        return reason
+        """Returns why this worker may not commit what it wrote in a generation; None if it may."""
+        return cast("str | None", self._call_in_order(self._rendezvous.why_not_commit, self.member, generation))
 
     def leave(self, why: str, within_s: float) -> None:
         """Asks to leave the run at a step boundary, within a number of seconds."""
@@ -129,8 +120,7 @@ class RendezvousClient:
 
         Args:
             step, between_steps, committed, resumable: as in `JoinRequest`.
-            failure: how its last generation failed, if it did.
-            account: seconds of each phase of that generation.
+            failure, account: as in `Rendezvous.join`.
             while_waiting: called now and then with the place that it may get.
 
         Raises:
@@ -165,8 +155,7 @@ class RendezvousClient:
     def end(self, **outcome: Any) -> bool:
         """Reports how the run ended, after all events before it. Returns False if the run continues: this worker
         failed before it ever trained, and others train."""
-        counts: bool = self._call_in_order(self._rendezvous.end, self.member, self._progress, outcome)
-        return counts
+        return bool(self._call_in_order(self._rendezvous.end, self.member, self._progress, outcome))
 
     def close(self) -> None:
         """Retires this worker after all events, and ends the signals and heartbeats. The sender thread remains for the

@@ -27,19 +27,10 @@ STACKS_WITHIN_S = 2.0
 
 
 class Coordinator:
-    """Holds the state of a rendezvous. All calls are made under one lock.
-
-    Args:
-        options: the settings of the run.
-        store: host and port of the generations' store.
-
-    Attributes:
-        notify_members, notify_driver: whether calls that wait for a change have something new to return.
-    """
+    """Holds the state of a rendezvous, and the address of the generations' store. Calls are made under one lock."""
 
     def __init__(self, options: RendezvousOptions, store: tuple[str, int]) -> None:
-        self._options = options
-        self._store = store
+        self._options, self._store = options, store
         self._snapshot = Snapshot(options.snapshot_folder)
         state = self._snapshot.load()
         self.is_restarted = state is not None
@@ -48,6 +39,7 @@ class Coordinator:
         self.event_log = EventLog(self._snapshot)
         self.hangs = HangDetector(options.hang_timeout_s)
         self.notify_members = self.notify_driver = False
+        """Whether calls that wait for a change have something new to return."""
         self._formed: dict[str, Assignment] = {}
         self._planned: dict[str, tuple[int, int]] = {}
         self._change_wanted = False
@@ -76,8 +68,7 @@ class Coordinator:
     def join(self, request: JoinRequest, *, after: int, failure: str | None, account: dict[str, float] | None) -> None:
         """Takes the join request of a member that comes from generation `after`, 0 for none."""
         was_healthy = self.membership.failure is None
-        counts = after == self.membership.generation and self._is_in_good_standing(request.member.id)
-        if account and counts:
+        if account and after == self.membership.generation and self._is_in_good_standing(request.member.id):
             self._account = max(self._account, account, key=lambda phases: sum(phases.values()))
         if self.membership.join(request, failure=failure) is not None:
             self._record_dismissals()
@@ -92,8 +83,7 @@ class Coordinator:
 
     def place_of(self, member: str, after: int) -> Assignment | Ended | None:
         """Returns a member's place in a generation later than `after`, or why it gets none; None if that is open."""
-        assignment = self._formed.get(member)
-        if assignment is not None and assignment.generation > after:
+        if (assignment := self._formed.get(member)) is not None and assignment.generation > after:
             return assignment
         gone = self.membership.why_gone(member)
         return Ended(gone) if gone is not None else None
@@ -151,8 +141,7 @@ class Coordinator:
         )
 
     def why_not_commit(self, member: Member, generation: int) -> str | None:
-        """Returns why a member may not commit what it wrote in a generation, or None: it has failed, or a generation
-        has started from a commit since."""
+        """Returns why a member may not commit what it wrote in a generation; None if it may."""
         if not self.membership.has_joined(member.id) or not self._is_in_good_standing(member.id):
             reason = self.membership.why_gone(member.id) or "the rendezvous does not know it"
             return f"this worker counts as failed: {reason}"
@@ -258,7 +247,7 @@ class Coordinator:
         self.form()
 
     def apply_request(self) -> None:
-        """Saves a request that changes membership or asks for a commit, and does what follows from it."""
+        """Saves a request of the user, a node or a member, and does what follows from it."""
         self._snapshot.save(self.state)
         self.form()
         self._plan(time.monotonic())
@@ -277,12 +266,6 @@ class Coordinator:
             if any(member.node_id == node_id for member in self.membership.known()):
                 self.record(events.DrainNoticed(node_id=node_id, within_s=within_s, by=by))
             self.apply_request()
-
-    def request_commit(self) -> int:
-        """Asks for a commit at the next step boundary. Returns the number of the request."""
-        self.state.requests += 1
-        self.apply_request()
-        return self.state.requests
 
     def fulfill_requests(self, newest: int) -> None:
         """Marks all commit requests up to this one as fulfilled."""
@@ -310,7 +293,6 @@ class Coordinator:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a member is writing a checkpoint."""
         return bool(self._saver) and self.membership.why_gone(self._saver) is None
 
     @property
