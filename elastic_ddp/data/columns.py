@@ -18,10 +18,7 @@ def to_numpy(name: str, values: pa.Array) -> Array:
 
     Numbers and booleans keep their type; a null floating-point number becomes NaN. Tensors, and lists of equal length,
     become an array of shape (rows, length, ...). Other lists become an object array of arrays, and all else an object
-    array of Python values.
-
-    Raises:
-        DataError: an integer, boolean or list column has nulls, which the array cannot represent.
+    array of Python values. A null in an integer, boolean or list column raises a DataError.
     """
     if isinstance(values, pa.ExtensionArray):
         if hasattr(values, "to_numpy_ndarray"):  # a fixed-shape tensor of Arrow
@@ -30,15 +27,11 @@ def to_numpy(name: str, values: pa.Array) -> Array:
             return np.asarray(values.to_numpy(zero_copy_only=False))
         values = values.storage
     kind = values.type
-    if pa.types.is_floating(kind):
-        return values.to_numpy(zero_copy_only=False)
-    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        if values.null_count:
-            raise DataError(
-                f"column {name!r} ({kind}) has nulls, which an array of {kind} cannot hold. Write the data set without "
-                "nulls or with a floating-point column, or leave the column out of data.columns."
-            )
-        return values.to_numpy(zero_copy_only=False)
+    if values.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+        raise DataError(
+            f"column {name!r} ({kind}) has nulls, which an array of {kind} cannot hold. Write the data set without "
+            "nulls or with a floating-point column, or leave the column out of data.columns."
+        )
     if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return _lists(name, values)
     return values.to_numpy(zero_copy_only=False)

@@ -30,14 +30,7 @@ _MAX_PIPELINE_FAILURES = 3
 class MicroBatchFeed:
     """The micro-batches of a plan on the worker's device, in the order of the plan.
 
-    A background thread starts to read at once. Steps are taken strictly one after the other.
-
-    Args:
-        index: the index of the data set.
-        plan: the steps and micro-batch numbers to read.
-        transform: maps the rows of a chunk to the rows of the micro-batches.
-        device: the device of the tensors. For CUDA, a stream of its own copies them from pinned memory.
-        before_reading: called once in the background thread, before it reads.
+    A background thread starts to read at once. It first calls `before_reading`.
     """
 
     def __init__(
@@ -52,13 +45,12 @@ class MicroBatchFeed:
         self._index = index
         self._transform = transform
         self._plan = plan
+        self.micro_batches = plan.micro_batches
         self._device = device
-        self._any_node = False
-        """Whether tasks may run on other nodes."""
-        self._next_step = self._skipped_to = plan.first_step
+        self._any_node = False  # whether tasks may run on other nodes
+        self.next_step = self._skipped_to = plan.first_step
         self._changed = threading.Condition()
-        self._ready: deque[tuple[int, MicroBatch]] = deque()
-        """Micro-batches with their steps."""
+        self._ready: deque[tuple[int, MicroBatch]] = deque()  # with their steps
         self._error: BaseException | None = None
         self._closed = self._interrupted = False
         self._before_reading = before_reading
@@ -75,24 +67,14 @@ class MicroBatchFeed:
             PeerFailedError: the feed was interrupted.
             ValueError: the step is not the next one, or the feed is closed.
         """
-        if step != self._next_step or step >= self._plan.last_step:
+        if step != self.next_step or step >= self._plan.last_step:
             raise ValueError(
-                f"step {step} was requested, but the feed is at step {self._next_step} and ends before step "
-                f"{self._plan.last_step}. Take steps in order, or create a feed that starts at another step."
+                f"step {step} was requested, but the feed is at step {self.next_step} and ends before step "
+                f"{self._plan.last_step}"
             )
-        self._next_step += 1
+        self.next_step += 1
         for _ in self._plan.micro_batches:
             yield self._take()
-
-    @property
-    def micro_batches(self) -> tuple[int, ...]:
-        """The micro-batch numbers of each step, in order."""
-        return self._plan.micro_batches
-
-    @property
-    def next_step(self) -> int:
-        """The next step that can be taken."""
-        return self._next_step
 
     @property
     def is_ready(self) -> bool:
@@ -101,11 +83,7 @@ class MicroBatchFeed:
             return bool(self._ready) or self._error is not None
 
     def wait(self) -> None:
-        """Waits until the first micro-batch is ready, or the feed is interrupted or closed.
-
-        Raises:
-            DataError: as `step`.
-        """
+        """Waits until the first micro-batch is ready, or the feed is interrupted or closed. Raises as `step`."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._interrupted)
             if self._error is not None and not self._ready:
@@ -122,9 +100,9 @@ class MicroBatchFeed:
     def skip_to(self, step: int) -> None:
         """Skips the steps before this one, without waiting for them."""
         with self._changed:
-            if step < self._next_step:
-                raise ValueError(f"step {step} was requested, but the feed is already at step {self._next_step}")
-            self._next_step = self._skipped_to = step
+            if step < self.next_step:
+                raise ValueError(f"step {step} was requested, but the feed is already at step {self.next_step}")
+            self.next_step = self._skipped_to = step
             while self._ready and self._ready[0][0] < step:
                 self._ready.popleft()
             self._changed.notify_all()

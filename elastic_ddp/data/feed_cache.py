@@ -1,8 +1,7 @@
 """Keeps a worker's feeds: the feed of the current generation, and one that is prepared for the next generation.
 
-A pipeline needs 0.1 s for its first rows, and some time to stop. A membership change waits for neither if the next
-generation is known in time: the current feed then uses what it has read, and the one pipeline process of the worker
-reads for the next feed.
+A pipeline needs 0.1 s for its first rows, and some time to stop. If the next generation is known in time, a membership
+change waits for neither: the current feed uses what it has read, and the worker's pipeline reads for the next feed.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ _MAX_SKIPPED_STEPS = 500
 
 
 class FeedCache:
-    """The feeds of a worker. Use it from the training thread only.
-
-    Args:
-        make: creates a feed from micro-batch numbers, a first step, and a function to call before reading.
-    """
+    """The feeds of a worker. Use it from the training thread only."""
 
     def __init__(self, make: Callable[[tuple[int, ...], int, Callable[[], object]], MicroBatchFeed]) -> None:
         self._make = make
@@ -31,10 +26,9 @@ class FeedCache:
         self._closing: list[threading.Thread] = []
 
     def prepare(self, micro_batches: tuple[int, ...], step: int) -> bool:
-        """Prepares a feed for a generation that may begin at a step. Call it again as the step approaches.
+        """Prepares a feed for a generation that may begin at a step, and returns whether its first rows are ready.
 
-        Returns:
-            Whether its first rows are ready. The call does not wait for them.
+        Call it again as the step approaches.
         """
         if self._prepared is not None and not _fits(self._prepared, micro_batches, step):
             self._discard()

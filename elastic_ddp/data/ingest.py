@@ -24,17 +24,8 @@ def materialize(
 ) -> str:
     """Writes a Ray Data data set as Parquet into the run's storage and returns the URI of the copy.
 
-    A marker file, written last, names the folder of the copy. If a copy exists, it is used: nothing shows whether
-    `dataset` is the same.
-
-    Args:
-        dataset: the data set.
-        storage: the run's storage.
-        may_replace: write the data set again even if a copy exists.
-        note: receives a message that tells which copy is used, if one exists.
-
-    Raises:
-        DataError: the data set has no rows.
+    A marker file, written last, names the folder of the copy. An existing copy is used unless `may_replace`, because
+    nothing shows whether `dataset` is the same. `note` receives a message about it.
     """
     old_folder = _copy(storage)
     if old_folder is not None and not may_replace:

@@ -53,12 +53,7 @@ class HostBatch:
 def split_into_micro_batches(
     plan: FeedPlan, prepared: Iterator[PreparedChunk], skipped_to: Callable[[], int]
 ) -> Iterator[HostBatch]:
-    """Yields the micro-batches of a plan.
-
-    Args:
-        plan: the plan.
-        prepared: the plan's chunks, in order.
-        skipped_to: returns the first step that is needed; earlier ones are skipped.
+    """Yields the micro-batches of a plan from the plan's chunks. Skips steps before the one that `skipped_to` returns.
 
     Raises:
         EndedEarlyError: there are too few chunks.
@@ -70,8 +65,8 @@ def split_into_micro_batches(
         if step < skipped_to():
             continue
         if plan.shape.epoch_of(step) != epoch:
-            epoch = plan.shape.epoch_of(step)
-            lanes = {}
+            epoch, lanes = plan.shape.epoch_of(step), {}
+        rows = plan.shape.rows(step)
         for position, micro_batch in enumerate(plan.micro_batches):
             lane, start, stop = plan.source(step, micro_batch)
             held = lanes.setdefault(lane, deque())
@@ -79,7 +74,12 @@ def split_into_micro_batches(
                 held.popleft()
             while not held or held[-1][0].stop < stop:
                 chunk = next(chunks)  # in the order of need: after skipped steps it may belong to another lane
-                content = _check_chunk(chunk, next(prepared, None))
+                content = next(prepared, None)
+                if content is None:
+                    raise EndedEarlyError
+                expected = chunk.lane.epoch, chunk.lane.number, chunk.number
+                if (content.epoch, content.lane, content.number) != expected:
+                    raise RuntimeError(f"the pipeline yielded {content} instead of (epoch, lane, chunk) {expected}")
                 if chunk.lane.epoch == epoch:
                     lanes.setdefault(chunk.lane.number, deque()).append((chunk, content))
             pieces, row_ids = [], []
@@ -88,18 +88,8 @@ def split_into_micro_batches(
                 if inside.start < inside.stop:
                     pieces.append({name: values[inside] for name, values in content.columns.items()})
                     row_ids.append(content.row_ids[inside])
-            counted = np.concatenate(row_ids)[: plan.shape.rows_in_micro_batch(step, micro_batch)]
+            counted = np.concatenate(row_ids)[: rows[micro_batch]]
             yield HostBatch(step, step * len(plan.micro_batches) + position, micro_batch, pieces, counted)
-
-
-def _check_chunk(chunk: Chunk, received: PreparedChunk | None) -> PreparedChunk:
-    if received is None:
-        raise EndedEarlyError
-    expected = (chunk.lane.epoch, chunk.lane.number, chunk.number, chunk.stop - chunk.start)
-    actual = (received.epoch, received.lane, received.number, len(received.row_ids))
-    if actual != expected:
-        raise RuntimeError(f"the pipeline yielded (epoch, lane, chunk, rows) {actual} instead of {expected}")
-    return received
 
 
 class Placer:

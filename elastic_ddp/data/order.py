@@ -9,22 +9,9 @@ the rank, or on the step at which an epoch is entered.
 The first window of lane m is shorter by m modulo `window_row_groups` row groups. Lanes then end their windows at
 different steps, so that a worker with several lanes reads evenly.
 
-Shuffle quality. A global batch mixes the rows of about M * `window_row_groups` random row groups. The worst case is a
-data set sorted by label, where each row group has one label. The label counts of a batch then have about
-1 + `micro_batch_size` / `window_row_groups` times the variance of a full shuffle. Measured on 10^6 sorted rows in 1000
-row groups with 10 labels:
-
-    micro-batches              window of 1    4     16 row groups
-    M = 8 of 32 rows           31             7.9   2.5
-    M = 64 of 4 rows           4.1            1.6   1.2
-
-The correlation of a row's position in the epoch with its value stays below 0.1. Smaller row groups, larger windows,
-more micro-batches, and shuffling when the data set is written improve the shuffle.
-
-Reads. A row group is read once per epoch, or twice at one of the M - 1 cuts. With at least 10 M row groups, all workers
-together read at most 1.1 times the data set.
-
-Cost. O(row groups) per epoch, vectorised, and O(window) to enter a lane at any row.
+A global batch mixes the rows of about M * `window_row_groups` random row groups. If the data set is sorted by label, its
+label counts have about 1 + `micro_batch_size` / `window_row_groups` times the variance of a full shuffle. A row group
+is read once per epoch, or twice at one of the M - 1 cuts. An epoch costs O(row groups), and entering a lane O(window).
 
 Permutations use the raw output of Philox, seeded through `SeedSequence`. NumPy keeps both stable between versions
 (NEP 19), unlike `Generator.permutation`, so a run can resume with another NumPy.
@@ -51,8 +38,7 @@ _ROW_GROUPS, _ROWS, _TRANSFORM = range(3)  # the purpose of a random stream, whi
 class EpochShape:
     """The number of rows of every micro-batch of every step.
 
-    Steps are counted from 0 over the run. The last of an epoch's `steps_per_epoch` steps has the remaining rows, so its
-    micro-batches may be short or empty.
+    Steps are counted from 0 over the run. Micro-batches of an epoch's last step may be short or empty.
     """
 
     num_rows: int
@@ -68,20 +54,18 @@ class EpochShape:
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch
 
+    def lane_start(self, lane: int) -> int:
+        """Returns a lane's first row in the epoch's stream. The first `num_rows % M` lanes have one row more."""
+        short, longer = divmod(self.num_rows, self.num_micro_batches)
+        return lane * short + min(lane, longer)
+
     def rows_in_lane(self, lane: int) -> int:
-        """Returns the number of rows of a lane: `num_rows // M`, plus one in the first `num_rows % M` lanes."""
-        return self.num_rows // self.num_micro_batches + (lane < self.num_rows % self.num_micro_batches)
+        return self.lane_start(lane + 1) - self.lane_start(lane)
 
     def rows(self, step: int) -> Int64Array:
         """Returns the number of rows of each micro-batch of a step, shape (M,)."""
-        lanes = np.arange(self.num_micro_batches)
-        in_lane = self.num_rows // self.num_micro_batches + (lanes < self.num_rows % self.num_micro_batches)
-        used = (step % self.steps_per_epoch) * self.micro_batch_size
-        return np.clip(in_lane - used, 0, self.micro_batch_size).astype(np.int64)
-
-    def rows_in_micro_batch(self, step: int, micro_batch: int) -> int:
-        start, stop = self.span(step, micro_batch)
-        return stop - start
+        spans = [self.span(step, micro_batch) for micro_batch in range(self.num_micro_batches)]
+        return np.array([stop - start for start, stop in spans], dtype=np.int64)
 
     def span(self, step: int, micro_batch: int) -> tuple[int, int]:
         """Returns the rows of a micro-batch as [start, stop) in the lane of the same number."""
@@ -91,15 +75,7 @@ class EpochShape:
 
 
 class EpochOrder:
-    """One epoch's stream of row groups and its lanes.
-
-    Args:
-        rows_per_group: the number of rows of every row group in stored order, shape (row groups,).
-        epoch: the epoch's number, from 0.
-        seed: the run's seed.
-        num_lanes: M.
-        options: the order depends on `shuffle`, `window_row_groups` and `chunk_rows`.
-    """
+    """One epoch's stream of row groups and its M lanes. The arguments are as in `FeedPlan`."""
 
     def __init__(
         self, rows_per_group: Int64Array, epoch: int, *, seed: int, num_lanes: int, options: DataConfig
@@ -116,13 +92,10 @@ class EpochOrder:
         self._groups = groups
         self._rows = rows_per_group[groups].astype(np.int64)
         self._ends = np.cumsum(self._rows)
-        self._lane = lru_cache(maxsize=num_lanes)(self._build_lane)
-
-    def lane(self, number: int) -> Lane:
-        """Returns lane `number`, 0 to M-1. It is empty if the data set has too few rows."""
-        return self._lane(number)
+        self.lane = lru_cache(maxsize=num_lanes)(self._build_lane)
 
     def _build_lane(self, number: int) -> Lane:
+        """Returns lane `number`, 0 to M-1. It is empty if the data set has too few rows."""
         short, longer = divmod(self.num_rows, self.num_lanes)
         start = number * short + min(number, longer)
         stop = start + short + (number < longer)
@@ -178,13 +151,8 @@ class Lane:
         begin, end = int(self.window_starts[window]), int(self.window_starts[window + 1])
         nth = (row - begin) // self.options.chunk_rows
         start = begin + nth * self.options.chunk_rows
-        return Chunk(
-            lane=self,
-            number=int(self.window_chunks[window]) + nth,
-            window=window,
-            start=start,
-            stop=min(start + self.options.chunk_rows, end),
-        )
+        stop = min(start + self.options.chunk_rows, end)
+        return Chunk(lane=self, number=int(self.window_chunks[window]) + nth, window=window, start=start, stop=stop)
 
     def segments(self, window: int) -> list[tuple[int, int, int]]:
         """Returns a window's segments as (row group, start, stop), with rows counted in the row group."""
@@ -221,10 +189,7 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FeedPlan:
-    """The rows that one worker reads: steps [first_step, last_step) of its micro-batch numbers.
-
-    The rows of a number do not depend on how the numbers are distributed over workers.
-    """
+    """The rows that one worker reads: steps [first_step, last_step) of its micro-batch numbers."""
 
     rows_per_group: Int64Array
     """The number of rows of every row group in stored order, shape (row groups,)."""
@@ -255,7 +220,13 @@ class FeedPlan:
         for step in range(self.first_step, self.last_step):
             if order is None or self.shape.epoch_of(step) != epoch:
                 epoch, reached = self.shape.epoch_of(step), {}
-                order = self.order(epoch)
+                order = EpochOrder(
+                    self.rows_per_group,
+                    epoch,
+                    seed=self.seed,
+                    num_lanes=self.shape.num_micro_batches,
+                    options=self.options,
+                )
             for micro_batch in self.micro_batches:
                 number, start, stop = self.source(step, micro_batch)
                 position = reached.get(number, start)
@@ -264,11 +235,6 @@ class FeedPlan:
                     yield chunk
                     position = chunk.stop
                 reached[number] = position
-
-    def order(self, epoch: int) -> EpochOrder:
-        return EpochOrder(
-            self.rows_per_group, epoch, seed=self.seed, num_lanes=self.shape.num_micro_batches, options=self.options
-        )
 
 
 def transform_generator(seed: int, epoch: int, lane: int, chunk: int) -> np.random.Generator:
@@ -283,10 +249,7 @@ def _philox(key: tuple[int, int, int, int, int]) -> np.random.Philox:
 
 
 def _permutation(length: int, key: tuple[int, int, int, int, int]) -> Int64Array:
-    """Returns a nearly uniform permutation of range(length): sorts random high bits with the index in the low bits.
-
-    All values differ, so every sorting algorithm, on every CPU, gives the same result.
-    """
+    """Returns a nearly uniform permutation of range(length): sorts random high bits with the index in the low bits."""
     bits = np.uint64(max(length - 1, 0).bit_length())
     keys = _philox(key).random_raw(length)
     keys = (keys >> bits << bits) | np.arange(length, dtype=np.uint64)

@@ -17,19 +17,14 @@ from elastic_ddp.data.transform import PrepareChunks, PreparedChunk, Transform, 
 from elastic_ddp.errors import DataError
 
 _STORE_BYTES = 32 << 20
-"""Limit on finished blocks that wait in the object store. A higher limit made no feed faster. It would also delay
-membership changes: when a node's store is more than 70 % full, Ray makes every process collect garbage."""
+"""Limit on finished blocks that wait in the object store. A higher limit makes no feed faster."""
 _NAME = "elastic_ddp"  # the prefix of names and ids of these executions
 
 
 class ChunkPipeline:
     """Yields the transformed chunks of a plan, in order. One thread iterates, once; any thread may close it.
 
-    Args:
-        index: the index of the data set.
-        plan: the rows to read.
-        transform: the user's function, if there is one.
-        any_node: allow tasks on other nodes, for when Ray no longer starts tasks on this one.
+    With `any_node`, tasks may run on other nodes, for when Ray no longer starts tasks on this one.
     """
 
     def __init__(
@@ -46,7 +41,7 @@ class ChunkPipeline:
         """Yields chunks, and stops early when the pipeline is closed.
 
         Raises:
-            DataError: raised by a read or the transform. The message contains the transform's traceback.
+            DataError: raised by a read or the transform.
             ray.exceptions.RayError: a task's process failed.
         """
         try:
@@ -75,7 +70,7 @@ def _dataset(index: DatasetIndex, plan: FeedPlan, transform: Transform | None, *
     """Returns the pipeline as a lazy Ray Data data set.
 
     Its tasks run on the worker's node, so failures of other nodes do not affect it. Tasks are not retried: Ray would
-    read everything again from the start, and the feed opens a new pipeline at the current step instead.
+    read from the start, but the feed opens a new pipeline at the current step.
     """
     job = ray.put((index, plan))
     options = plan.options
@@ -118,23 +113,15 @@ def _data_error(error: BaseException | None) -> DataError | None:
     innermost = None
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, DataError):
-            innermost = error
+        innermost = error if isinstance(error, DataError) else innermost
         error = getattr(error, "cause", None) or error.__cause__ or error.__context__
     return innermost
 
 
-_FILTERED_LOGGERS = tuple(
-    f"ray.data._internal.{module}" for module in ("execution.streaming_executor", "logging", "progress")
-)
-
-
 def _filter_logs() -> None:
     """Hides Ray Data's messages about the start and end of each execution, which come at every membership change."""
-    for name in _FILTERED_LOGGERS:
-        logger = logging.getLogger(name)
-        if _is_relevant not in logger.filters:
-            logger.addFilter(_is_relevant)
+    for module in ("execution.streaming_executor", "logging", "progress"):
+        logging.getLogger(f"ray.data._internal.{module}").addFilter(_is_relevant)  # adds it once
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
