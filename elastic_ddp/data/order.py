@@ -9,9 +9,9 @@ the rank, or on the step at which an epoch is entered.
 The first window of lane m is shorter by m modulo `window_row_groups` row groups. Lanes then end their windows at
 different steps, so that a worker with several lanes reads evenly.
 
-A global batch mixes the rows of about M * `window_row_groups` random row groups. If the data set is sorted by label, its
-label counts have about 1 + `micro_batch_size` / `window_row_groups` times the variance of a full shuffle. A row group
-is read once per epoch, or twice at one of the M - 1 cuts. An epoch costs O(row groups), and entering a lane O(window).
+A global batch mixes the rows of about M * `window_row_groups` random row groups. If the data set is sorted by label,
+its label counts have about 1 + `micro_batch_size` / `window_row_groups` times the variance of a full shuffle. A row
+group is read once per epoch, or twice at one of the M - 1 cuts. Entering a lane at any row costs O(window).
 
 Permutations use the raw output of Philox, seeded through `SeedSequence`. NumPy keeps both stable between versions
 (NEP 19), unlike `Generator.permutation`, so a run can resume with another NumPy.

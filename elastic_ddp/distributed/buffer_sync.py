@@ -33,14 +33,10 @@ def unshare_buffers(module: torch.nn.Module) -> None:
     for submodule in module.modules():
         buffers = buffers_of(submodule)
         for name, buffer in buffers.items():
-            if buffer is not None and _shares_memory(buffer):
+            if buffer is None or is_lazy(buffer) or buffer.layout is not torch.strided:
+                continue
+            if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
                 buffers[name] = copies.setdefault(id(buffer), buffer.contiguous())
-
-
-def _shares_memory(buffer: torch.Tensor) -> bool:
-    if is_lazy(buffer) or buffer.layout is not torch.strided:
-        return False
-    return any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
 
 
 def _differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -65,9 +61,8 @@ class StepBuffers:
             (owner, name, buffer) for owner in self._module.modules() for name, buffer in buffers_of(owner).items()
         ]
         self._empty = [(owner, name) for owner, name, buffer in registered if buffer is None or not buffer.numel()]
-        self._check_known({(id(owner), name) for owner, name, _ in registered})
-        self._is_checked = False
-        """Whether new buffers were looked for after a forward of this step."""
+        self._check_known()
+        self._is_checked = False  # whether `_check_known` ran after a forward of this step
         places = [(owner, name, buffer) for owner, name, buffer in registered if buffer is not None and buffer.numel()]
         # By owner and name: a forward may change a buffer in place, or assign another tensor.
         self._places = sorted(places, key=lambda place: not place[2].is_floating_point())
@@ -82,23 +77,17 @@ class StepBuffers:
         """Whether any micro-batch so far changed any buffer."""
 
     def end_micro_batch(self, micro_batch: int, weight: float | None) -> None:
-        """Collects the changes of a micro-batch and restores the buffers.
-
-        Args:
-            micro_batch: its number.
-            weight: its weight, or None to ignore its changes.
+        """Collects the changes of a micro-batch and restores the buffers. A weight of None ignores the changes.
 
         Raises:
-            ConfigError: its forward created a buffer, filled an empty one or changed a shape. Other micro-batches would
-                not start from the same buffers.
+            ConfigError: its forward created a buffer, filled an empty one or changed a shape.
         """
         for owner, name in self._empty:
             if (filled := buffers_of(owner).get(name)) is not None and filled.numel():
                 raise _buffer_error(owner, name, "was None or empty until a forward filled it")
-        # Buffers that the first forward creates are found before the step is counted, committed or handed over. Those
-        # of later forwards are found when the next step begins.
+        # The first forward of a step is checked before the step is committed or handed over, others in the next step.
         if not self._is_checked:
-            self._check_known({(id(owner), name) for owner in self._module.modules() for name in buffers_of(owner)})
+            self._check_known()
             self._is_checked = True
         starts = self._start + self._others_start
         if not starts:
@@ -123,15 +112,13 @@ class StepBuffers:
                 self._others_end = [end.clone() for end in ends[len(self._floats) :]]
         self._restore(changed)
 
-    def _check_known(self, registered: set[tuple[int, str]]) -> None:
-        """Raises a ConfigError for a buffer that a forward created. A worker that resumes or joins lacks that buffer
-        when its state is loaded."""
-        if self._known is not None and (new := registered - self._known):
-            for owner in self._module.modules():
-                for name in buffers_of(owner):
-                    if (id(owner), name) in new:
-                        raise _buffer_error(owner, name, "was created by a forward")
-        self._known = registered
+    def _check_known(self) -> None:
+        """Raises a ConfigError for a buffer that a forward created: a worker that resumes or joins does not have it."""
+        registered = {(id(owner), name): owner for owner in self._module.modules() for name in buffers_of(owner)}
+        if self._known is not None:
+            for key in registered.keys() - self._known:
+                raise _buffer_error(registered[key], key[1], "was created by a forward")
+        self._known = set(registered)
 
     def revert(self) -> None:
         """Restores the buffers to the start of the step, after an interrupted micro-batch."""
@@ -147,13 +134,7 @@ class StepBuffers:
     def combine(self, *, ranges: list[range], num_leaves: int, divisor: float, group: ProcessGroup) -> None:
         """Sets the buffers to their values at the end of the step.
 
-        Collective: all ranks call it if the buffers of any rank changed.
-
-        Args:
-            ranges: the micro-batches of every rank.
-            num_leaves: the number of micro-batches with rows.
-            divisor: the sum of the micro-batches' weights.
-            group: the generation's process group.
+        Collective: all ranks call it if the buffers of any rank changed. The arguments are as in `CanonicalReduction`.
         """
         sums = self._sums
         if group.world_size > 1:

@@ -14,13 +14,14 @@ the step. None of these depends on the world size W. Each rank owns a contiguous
 Steps 2 to 4 are an all-reduce made of a reduce-scatter and an all-gather, with a fixed order of additions. For a bucket
 of n elements, each rank sends (S + 1) n (W-1)/W elements. S is 1 if M and W are powers of two.
 
-Sources. Pairwise summation: N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput. 14 (1993).
-All-reduce as reduce-scatter and all-gather: R. Rabenseifner, "Optimization of collective reduction operations", ICCS
-2004. Hooks: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
+Sources: N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput. 14 (1993); R. Rabenseifner,
+"Optimization of collective reduction operations", ICCS 2004;
+https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 """
 
 # No `from __future__ import annotations`: DDP checks the hook's annotations as objects.
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,6 @@ from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, 
 
 _MOVED = torch.empty(0)
 """Stands in a subtree's sum for a gradient that was moved into its bucket."""
-BucketSum = torch.Tensor | Callable[[], torch.Tensor]
-"""A subtree's sum of a bucket, flat, or a function that builds it. It is called once, when the sum is needed."""
 
 
 class CanonicalReduction:
@@ -71,12 +70,7 @@ class CanonicalReduction:
         """Each bucket's parameters and mean gradient, if parameters may be unused."""
 
     def begin(self, *, num_leaves: int, divisor: float) -> None:
-        """Begins a step.
-
-        Args:
-            num_leaves: L; micro-batches 0 to L-1 have rows.
-            divisor: the sum over micro-batches is divided by it.
-        """
+        """Begins a step, in which micro-batches 0 to L-1 have rows and the sum is divided by d."""
         self._num_leaves, self._divisor = num_leaves, divisor
         self._subtrees = [maximal_subtrees(range(r.start, min(r.stop, num_leaves))) for r in self._ranges]
         self._sums.clear()
@@ -85,13 +79,10 @@ class CanonicalReduction:
         self._means.clear()
 
     def fold(self, micro_batch: int, loss: torch.Tensor, *, past_hooks: bool = False) -> None:
-        """Runs the backward of a micro-batch without synchronization and adds its gradients to the sums.
+        """Runs the backward of a micro-batch's weighted loss without DDP, and adds its gradients to the sums.
 
-        Args:
-            micro_batch: the micro-batch's number.
-            loss: its mean loss, weighted by its rows.
-            past_hooks: compute the gradients without DDP's hooks. They would count the parameters that this backward
-                uses as used by the synchronizing one. Reentrant activation checkpointing does not support this.
+        With `past_hooks`, DDP's hooks do not run. They would count the parameters that this backward uses as used by
+        the synchronizing one. Reentrant activation checkpointing does not support this.
         """
         if past_hooks:
             returned = torch.autograd.grad(loss, self._parameters, allow_unused=True)
@@ -120,12 +111,8 @@ class CanonicalReduction:
         DDP knows only which parameters the last micro-batches used, and drops the gradients of all others. This sets
         them again for parameters that an earlier micro-batch of any rank used.
         """
-        used = torch.tensor(
-            [
-                parameter.grad is not None or position in self._used
-                for position, parameter in enumerate(self._parameters)
-            ]
-        ).to(torch.uint8)
+        in_use = [p.grad is not None or position in self._used for position, p in enumerate(self._parameters)]
+        used = torch.tensor(in_use).to(torch.uint8)
         if self._group.world_size > 1:
             dist.all_reduce(used, op=dist.ReduceOp.MAX)
         means, self._means = self._means, []
@@ -138,15 +125,17 @@ class CanonicalReduction:
                     parameter.grad = torch.as_strided(gradient, parameter.size(), torch.empty_like(parameter).stride())
 
     def hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The communication hook, for `DistributedDataParallel.register_comm_hook(None, reduction.hook)`."""
+        """The hook for `DistributedDataParallel.register_comm_hook`."""
         buffer, is_last = bucket.buffer(), bucket.is_last()
         sums = self._bucket_sums(bucket)
         if is_last:
             self._sums.clear()
-        done = _future(buffer.device)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
         if self._group.world_size == 1:
             # There is no peer, and gloo's all_to_all_single hangs at world size 1.
-            mean = _evaluate(fold_to_root(sums, self._num_leaves, _add)).div_(self._divisor)
+            mean = fold_to_root(sums, self._num_leaves, torch.Tensor.add_).div_(self._divisor)
             done.set_result(mean)
             self._keep_mean(bucket.parameters(), mean)
             return done
@@ -165,28 +154,25 @@ class CanonicalReduction:
         if self._may_be_unused:
             self._means.append((parameters, mean))
 
-    def _bucket_sums(self, bucket: dist.GradBucket) -> dict[Node, BucketSum]:
+    def _bucket_sums(self, bucket: dist.GradBucket) -> dict[Node, torch.Tensor]:
         """Returns this rank's subtree sums of a bucket, laid out like the bucket's buffer."""
         buffer = bucket.buffer()
         parameters = bucket.parameters()
         positions = [self._position[id(parameter)] for parameter in parameters]
 
-        def mover(subtree_sum: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
-            def move() -> torch.Tensor:
-                gradients = [subtree_sum[position] for position in positions]
-                for position in positions:
-                    subtree_sum[position] = _MOVED
-                return _flatten(gradients, parameters)
-
-            return move
-
-        sums: dict[Node, BucketSum] = {node: mover(subtree_sum) for node, subtree_sum in self._sums.items()}
+        sums = {}
+        for node, subtree_sum in self._sums.items():
+            sums[node] = _flatten([subtree_sum[position] for position in positions], parameters)
+            for position in positions:
+                subtree_sum[position] = _MOVED
         if self._last_micro_batch is not None:
-            fold_in(sums, Node(0, self._last_micro_batch), buffer, _add_into(buffer))
+            # The sum needs no memory of its own: one operand is the buffer.
+            add = partial(torch.add, out=buffer)
+            fold_in(sums, Node(0, self._last_micro_batch), buffer, add)
         return sums
 
     def _exchange(
-        self, bucket: dist.GradBucket, sums: dict[Node, BucketSum], done: torch.futures.Future[torch.Tensor]
+        self, bucket: dist.GradBucket, sums: dict[Node, torch.Tensor], done: torch.futures.Future[torch.Tensor]
     ) -> Callable[[], None]:
         """Starts the exchange of a bucket. Returns a function that reduces this rank's chunk and starts the gather."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
@@ -203,7 +189,7 @@ class CanonicalReduction:
         def reduce_and_gather() -> None:
             exchange.wait()
             chunks = dict(zip(nodes, received.to(buffer.device).split(chunk), strict=True))
-            own_mean = fold_to_root(chunks, self._num_leaves, _add).div_(self._divisor)
+            own_mean = fold_to_root(chunks, self._num_leaves, torch.Tensor.add_).div_(self._divisor)
             mean = buffer if size == chunk * world_size else buffer.new_empty(world_size * chunk)
             self._keep_mean(parameters, mean)
             gathered = torch.empty_like(mean, device=transfer_device) if self._group.shares_device else mean
@@ -222,15 +208,15 @@ class CanonicalReduction:
 
         return reduce_and_gather
 
-    def _chunks_to_send(self, buffer: torch.Tensor, sums: dict[Node, BucketSum], chunk: int) -> torch.Tensor:
+    def _chunks_to_send(self, buffer: torch.Tensor, sums: dict[Node, torch.Tensor], chunk: int) -> torch.Tensor:
         """Returns this rank's subtree sums of a bucket, flat, ordered by the rank that receives the chunk."""
         world_size, size, own = self._group.world_size, buffer.numel(), self._subtrees[self._group.rank]
         if len(own) == 1 and size == chunk * world_size:
-            return _evaluate(sums[own[0]])
+            return sums[own[0]]
         send = buffer.new_zeros(world_size, len(own), chunk)
         full, rest = divmod(size, chunk)
         for row, node in enumerate(own):
-            flat = _evaluate(sums[node])
+            flat = sums[node]
             send[:full, row] = flat[: full * chunk].view(full, chunk)
             if rest:
                 send[full, row, :rest] = flat[full * chunk :]
@@ -240,27 +226,6 @@ class CanonicalReduction:
 def _add_gradients(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
     torch_internals.add_pairwise(left, right)
     return left
-
-
-def _evaluate(value: BucketSum) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else value()
-
-
-def _add(left: BucketSum, right: BucketSum) -> BucketSum:
-    return _evaluate(left).add_(_evaluate(right))
-
-
-def _add_into(buffer: torch.Tensor) -> Callable[[BucketSum, BucketSum], BucketSum]:
-    """Returns an addition that writes its result into `buffer`, one of its operands. The sum needs no own memory."""
-
-    def add(left: BucketSum, right: BucketSum) -> BucketSum:
-        return torch.add(_evaluate(left), _evaluate(right), out=buffer)
-
-    return add
-
-
-def _future(device: torch.device) -> torch.futures.Future[torch.Tensor]:
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
 def _flatten(gradients: list[torch.Tensor], parameters: list[torch.Tensor]) -> torch.Tensor:

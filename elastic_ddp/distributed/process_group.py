@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import re
-import struct
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -27,10 +26,6 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 FORM_TIMEOUT_S = 1.0
 """Timeout of the first attempt to connect the ranks of a group, after all of them have arrived."""
-INLINE_BYTES = 128 << 10
-"""Up to this size, `broadcast_bytes` sends data and length in one collective. A second one costs a few milliseconds
-where ranks share cores."""
-_LENGTH = struct.Struct("<Q")
 _PACKAGE_FOLDER, _TORCH_FOLDER = Path(__file__).parents[1], Path(torch.__file__).parent
 
 _NO_GROUP = "default process group has not been initialized"
@@ -99,7 +94,8 @@ class ProcessGroup:
     """Whether other ranks may use the same GPU. NCCL does not support that, so gloo copies CUDA tensors to the host."""
     _timeout: datetime.timedelta = field(default=datetime.timedelta(), repr=False)
     _sockets: frozenset[Socket] = field(default=frozenset(), repr=False)
-    _aborted: bool = False
+    aborted: bool = False
+    """Whether this rank aborted the group, because a peer failed."""
     _nccl: Any = field(default=None, repr=False)
     """The backend of CUDA tensors, from the end of `form` until the group is aborted."""
 
@@ -121,11 +117,6 @@ class ProcessGroup:
         """The timeout of every collective and message, in seconds."""
         return self._timeout.total_seconds()
 
-    @property
-    def aborted(self) -> bool:
-        """Whether this rank aborted the group, because a peer failed."""
-        return self._aborted
-
     @classmethod
     def form(
         cls,
@@ -140,11 +131,9 @@ class ProcessGroup:
     ) -> ProcessGroup:
         """Forms the group of a generation: gloo for CPU tensors and, if each rank has a GPU, NCCL for CUDA tensors.
 
-        All generations use one store, hosted by the rendezvous, with a key prefix for each. Forming a group then takes
-        milliseconds, and a stale member of an older generation stays out of it.
-
-        Ranks first wait for each other in the store, where `abort` ends the wait. Then they connect to each other with
-        a short timeout. A rank that fails in between, with its address published, blocks gloo for five times that.
+        All generations use one store, hosted by the rendezvous, with a key prefix for each. Ranks first wait for each
+        other in the store, where `abort` ends the wait. Then they connect to each other with a short timeout. A rank
+        that fails in between, with its address published, blocks gloo for five times that.
 
         Args:
             assignment: this rank's place.
@@ -156,8 +145,7 @@ class ProcessGroup:
             on_forming: receives the group before it waits for its peers, so that another thread can abort it.
 
         Raises:
-            PeerFailedError: the group was aborted.
-            RuntimeError, ValueError: raised by torch when a peer failed; see `is_peer_failure`.
+            Exception: a peer failed; see `is_peer_failure`.
         """
         group = cls(assignment, device, store, shares_device)
         try:
@@ -196,7 +184,7 @@ class ProcessGroup:
         self._sockets = self._find_sockets(prefixed, before)
         if has_nccl:
             self._nccl = torch_internals.default_backend(self.device)
-        if self._aborted:
+        if self.aborted:
             raise PeerFailedError("a peer failed while the process group formed")
         dist.barrier()
 
@@ -241,22 +229,18 @@ class ProcessGroup:
 
     def abort(self) -> None:
         """Makes every collective in flight fail, on this rank and on its peers. Callable from any thread."""
-        self._aborted = True
+        self.aborted = True
         shut_down(self._sockets)
         nccl, self._nccl = self._nccl, None  # abort once, and this group's backend, which may not be the default now
         if nccl is not None:
             nccl.abort()
 
     def synchronize(self) -> None:
-        """Waits until the device has finished its work. NCCL collectives return to the host before they are done, and
-        an aborted one leaves arbitrary values.
-
-        Raises:
-            PeerFailedError: the group was aborted meanwhile.
-        """
+        """Waits until the device has finished its work. An aborted NCCL collective leaves arbitrary values, so the call
+        raises PeerFailedError if the group was aborted."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-            if self._aborted:
+            if self.aborted:
                 raise PeerFailedError("a peer failed before the device had reduced the gradients")
 
     def begin_send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
@@ -269,51 +253,18 @@ class ProcessGroup:
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """Returns the bytes of rank `source` on every rank. Collective; other ranks pass None."""
-        if self.world_size == 1:
-            assert data is not None
-            return data
-        inline = bytearray(_LENGTH.size + INLINE_BYTES)
-        if data is not None:
-            inline[: _LENGTH.size] = _LENGTH.pack(len(data))
-            inline[_LENGTH.size : _LENGTH.size + len(data)] = data[:INLINE_BYTES]
-        dist.broadcast(torch.frombuffer(inline, dtype=torch.uint8), source)
-        [length] = _LENGTH.unpack_from(inline)
-        if length <= INLINE_BYTES:
-            return bytes(inline[_LENGTH.size : _LENGTH.size + length])
-        rest = bytearray(length - INLINE_BYTES if data is None else data[INLINE_BYTES:])
-        dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source)
-        return bytes(inline[_LENGTH.size :] + rest)
-
-    def begin_all_gather(self, data: bytes) -> Callable[[], list[bytes]]:
-        """Starts to gather bytes, of equal length on all ranks. Collective.
-
-        Returns:
-            A function that waits and returns the bytes of every rank, in rank order.
-        """
-        if self.world_size == 1:
-            return lambda: [data]
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        gathered = torch.empty(self.world_size * len(data), dtype=torch.uint8)
-        work = all_gather_single(gathered, own, async_op=True)
-
-        def wait() -> list[bytes]:
-            work.wait()
-            return [row.numpy().tobytes() for row in gathered.view(self.world_size, -1)]
-
-        return wait
+        objects = [data]
+        if self.world_size > 1:
+            dist.broadcast_object_list(objects, source)
+        assert objects[0] is not None
+        return objects[0]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Returns the bytes of every rank, in rank order. Collective; lengths may differ."""
-        if self.world_size == 1:
-            return [data]
-        sizes = torch.zeros(self.world_size, dtype=torch.int64)
-        sizes[self.rank] = len(data)
-        dist.all_reduce(sizes)
-        longest = int(sizes.max())
-        if longest == 0:
-            return [b""] * self.world_size
-        padded = self.begin_all_gather(data.ljust(longest, b"\0"))()
-        return [row[: int(size)] for row, size in zip(padded, sizes, strict=True)]
+        gathered = [data] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(gathered, data)
+        return gathered
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -323,11 +274,10 @@ def is_peer_failure(error: BaseException) -> bool:
     text = str(error)
     if isinstance(error, RuntimeError) and _GLOO_ERROR.match(text):
         return True
-    return (
-        isinstance(error, RuntimeError | ValueError)
-        and any(sign in text.lower() for sign in _PEER_FAILURE_SIGNS)
-        and _is_raised_by_torch(error)
+    has_sign = isinstance(error, RuntimeError | ValueError) and any(
+        sign in text.lower() for sign in _PEER_FAILURE_SIGNS
     )
+    return has_sign and _is_raised_by_torch(error)
 
 
 def is_missing_group(error: BaseException) -> bool:

@@ -35,36 +35,25 @@ def transfer_state(
     receivers: Sequence[int],
     tick: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Sends the state of rank `source` to the receivers. Every rank calls it.
+    """Sends the state of rank `source` to the receivers, and returns it there, with its tensors on the CPU.
 
-    Args:
-        state: the state, as for `flatten`; only the source's is used.
-        group: the open process group.
-        source: the rank that has the state.
-        receivers: the ranks to send it to.
-        tick: called whenever a chunk has been sent or received.
-
-    Returns:
-        The state, with its tensors on the CPU, on the receivers. None on all other ranks.
+    Every rank calls it; only the source's `state` is used, and all ranks but the receivers get None. `tick` is called
+    whenever a chunk has been sent or received.
     """
-    ranks = [source, *receivers]
-    if not receivers or group.rank not in ranks:
+    if not receivers:
         return None
-    chain = _Chain(ranks, group, tick)
     tensors: dict[str, torch.Tensor] = {}
-    header = torch.empty(0, dtype=torch.uint8)
+    header = None
     if group.rank == source:
         skeleton, tensors = flatten(state)
         layout = {key: [dtype_name(tensor.dtype), list(tensor.shape)] for key, tensor in tensors.items()}
-        text = json.dumps({"skeleton": skeleton, "layout": layout}).encode()
-        header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    size = chain.forward(torch.tensor([len(header)]))
-    header = chain.forward(header if group.rank == source else torch.empty(int(size), dtype=torch.uint8))
-    received = json.loads(header.numpy().tobytes())
-    if group.rank != source:
+        header = json.dumps({"skeleton": skeleton, "layout": layout}).encode()
+    received = json.loads(group.broadcast_bytes(header, source))
+    if group.rank in receivers:
         tensors = _allocate(received["layout"])
-    chain.forward_all(_pieces(tensors))
-    return None if group.rank == source else unflatten(received["skeleton"], tensors)
+    if group.rank in (ranks := [source, *receivers]):
+        _Chain(ranks, group, tick).forward(_pieces(tensors))
+    return unflatten(received["skeleton"], tensors) if group.rank in receivers else None
 
 
 def _allocate(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
@@ -103,16 +92,9 @@ class _Chain:
             for _ in range(2)
         )
 
-    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the first rank's tensor on all ranks: receives into `tensor` and sends it to the next rank."""
-        if self._previous is not None:
-            self._group.begin_receive(tensor, self._previous, 0).wait()
-        self._send(tensor, 0)
-        return tensor
-
-    def forward_all(self, chunks: Iterable[torch.Tensor]) -> None:
+    def forward(self, chunks: Iterable[torch.Tensor]) -> None:
         """Forwards chunks of bytes, many at a time. Only the first rank's chunks may be on a device."""
-        for chunk, tag in zip(chunks, itertools.count(1), strict=False):
+        for tag, chunk in enumerate(chunks):
             if self._previous is None:
                 self._send(chunk.cpu(), tag)
                 continue
@@ -143,11 +125,7 @@ class _Chain:
 
 
 def check_same_model(module: torch.nn.Module, group: ProcessGroup) -> None:
-    """Checks that all ranks built a model with the same parameters. Collective.
-
-    Raises:
-        ConfigError: names the first parameter that differs, and the rank.
-    """
+    """Raises a ConfigError if ranks built models with different parameters. Collective."""
     own = [
         f"{name} {tuple(parameter.shape)} {dtype_name(parameter.dtype)} requires_grad={parameter.requires_grad}"
         for name, parameter in module.named_parameters()
