@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 import ray
@@ -108,8 +107,10 @@ class MicroBatchFeed:
             self._changed.notify_all()
 
     def release_pipeline(self) -> None:
-        """Frees the process of the pipeline for another feed. What was read can still be taken; when it is used up, the
-        feed starts another pipeline. Waits up to 0.5 s."""
+        """Frees the process of the pipeline for another feed, within 0.5 s.
+
+        What was read can still be taken; when it is used up, the feed starts another pipeline.
+        """
         with self._changed:
             self._release_requested = True
             self._changed.notify_all()
@@ -135,9 +136,7 @@ class MicroBatchFeed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _take(self) -> MicroBatch:

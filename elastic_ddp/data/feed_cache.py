@@ -50,7 +50,7 @@ class FeedCache:
     def discard_unfit(self, micro_batches: tuple[int, ...], step: int | None) -> None:
         """Closes the prepared feed if it does not fit or has no rows yet. Call it before a process group forms.
 
-        Such a feed may open connections meanwhile. Behind a NAT, the group could not tell them from its own.
+        Such a feed may open connections. Behind a NAT, the group could not tell them from its own.
         """
         if self._prepared is None:
             return

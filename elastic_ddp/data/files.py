@@ -111,8 +111,9 @@ def _list(source: str) -> list[DataFile]:
             f"data={source!r} contains no Parquet file. In a folder, files must end in .parquet, and names must not "
             "begin with '.' or '_'. Use a glob or a list for other names."
         )
+    full_name = str if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol
     return [
-        DataFile(path=_full_name(fs, name), size=int(info["size"]), version=_version(fs, name, info))
+        DataFile(path=full_name(name), size=int(info["size"]), version=_version(fs, name, info))
         for name, info in sorted(wanted.items())
     ]
 
@@ -120,10 +121,6 @@ def _list(source: str) -> list[DataFile]:
 def _is_data(name: str, folder: str) -> bool:
     parts = PurePosixPath(name[len(folder) :]).parts
     return name.endswith(".parquet") and not any(part.startswith((".", "_")) for part in parts)
-
-
-def _full_name(fs: fsspec.AbstractFileSystem, name: str) -> str:
-    return name if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol(name)
 
 
 def _version(fs: fsspec.AbstractFileSystem, name: str, info: dict[str, Any]) -> str:

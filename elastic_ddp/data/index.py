@@ -105,16 +105,10 @@ def open_index(
     *,
     may_replace: Callable[[], bool] = lambda: False,
 ) -> DatasetIndex:
-    """Returns the run's stored index of a source, or builds and stores one.
+    """Returns the run's stored index of a source, or builds and stores one. By default it has all columns.
 
-    Args:
-        source: the data set.
-        storage: the run's storage.
-        columns: the columns to read; by default all.
-        may_replace: called if files changed since the index was built. Returns whether the run may use a new index.
-
-    Raises:
-        DataError: the data cannot be read, or files changed, disappeared or were added since the index was built.
+    If files changed since the index was built, `may_replace` returns whether the run may use a new index; otherwise
+    a DataError names the changes.
     """
     files = list_files(source)
     key = f"data/index-{_source_hash(source, columns)}"

@@ -21,8 +21,7 @@ class MicroBatch:
     index: int
     """The micro-batch's number, 0 to M-1."""
     rows: dict[str, torch.Tensor]
-    """One tensor of shape (rows, ...) for each column. An empty micro-batch has one row of padding, so that a forward
-    can run on it."""
+    """One tensor of shape (rows, ...) for each column. An empty micro-batch has one row of padding."""
     row_ids: Int64Array
     """The rows' positions in the stored order of the data set, without padding, shape (num_rows,)."""
     ready: torch.cuda.Event | None = field(default=None, repr=False)

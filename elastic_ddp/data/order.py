@@ -42,7 +42,6 @@ class EpochShape:
     """
 
     num_rows: int
-    """The number of rows of the data set, at least 1."""
     num_micro_batches: int
     """M: the number of micro-batches of a step, and of lanes of an epoch."""
     micro_batch_size: int
@@ -162,8 +161,7 @@ class Lane:
         return list(zip(self.groups[inside].tolist(), skipped.tolist(), stops.tolist(), strict=True))
 
     def permutation(self, window: int) -> Int64Array | None:
-        """Returns the index, in the concatenated segments, of the row at each position of a window. None means stored
-        order."""
+        """Returns the index in the concatenated segments of each row of a window, or None for stored order."""
         if not self.options.shuffle:
             return None
         rows = int(self.window_starts[window + 1] - self.window_starts[window])
@@ -176,14 +174,12 @@ class Chunk:
 
     lane: Lane
     number: int
-    """The chunk's number in its lane, from 0."""
     window: int
     start: int
     stop: int
 
     @property
     def window_stop(self) -> int:
-        """The end of the chunk's window, as a row of the lane."""
         return int(self.lane.window_starts[self.window + 1])
 
 

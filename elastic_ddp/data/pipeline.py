@@ -55,10 +55,7 @@ class ChunkPipeline:
             raise DataError(message.rstrip()) from error
 
     def stop_tasks(self) -> None:
-        """Stops the tasks and frees their processes. The iteration yields the blocks that are ready, and ends.
-
-        Call it in the thread that iterates.
-        """
+        """Stops the tasks; the iteration ends after the blocks that are ready. Call it in the thread that iterates."""
         self._execution.gather()
 
     def close(self) -> None:

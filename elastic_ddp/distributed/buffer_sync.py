@@ -48,18 +48,16 @@ def _differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class StepBuffers:
-    """The buffers of a model during a step. For a model without buffers, all methods do nothing."""
+    """The buffers of a model during a step."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._known: set[tuple[int, str]] | None = None
-        """The buffers that the model had so far, by owner and name."""
+        self._known: set[tuple[int, str]] | None = None  # the buffers that the model had so far, by owner and name
 
     def begin(self) -> None:
         """Begins a step: saves the values that every micro-batch starts from."""
-        registered = [
-            (owner, name, buffer) for owner in self._module.modules() for name, buffer in buffers_of(owner).items()
-        ]
+        owners = self._module.modules()
+        registered = [(owner, name, buffer) for owner in owners for name, buffer in buffers_of(owner).items()]
         self._empty = [(owner, name) for owner, name, buffer in registered if buffer is None or not buffer.numel()]
         self._check_known()
         self._is_checked = False  # whether `_check_known` ran after a forward of this step
@@ -73,8 +71,7 @@ class StepBuffers:
         self._others_start = [buffer.clone() for buffer in self._others]
         self._others_end: list[torch.Tensor] | None = None
         self._sums: dict[Node, Changes] = {}
-        self.changed = False
-        """Whether any micro-batch so far changed any buffer."""
+        self.changed = False  # whether any micro-batch so far changed any buffer
 
     def end_micro_batch(self, micro_batch: int, weight: float | None) -> None:
         """Collects the changes of a micro-batch and restores the buffers. A weight of None ignores the changes.
@@ -139,13 +136,12 @@ class StepBuffers:
         sums = self._sums
         if group.world_size > 1:
             sums = self._gather_sums(ranges, num_leaves, group)
-            ends = self._others_end or [torch.empty_like(buffer) for buffer in self._others]
-            for end in ends:
+            self._others_end = self._others_end or [torch.empty_like(buffer) for buffer in self._others]
+            for end in self._others_end:
                 raw = end.contiguous()
                 # Rank 0 has micro-batch 0. As bytes, because gloo does not support every dtype.
                 dist.broadcast(ravel(raw).view(torch.uint8), 0)
                 end.copy_(raw)
-            self._others_end = ends
         total: Changes = fold_to_root(sums, num_leaves, _add)
         for buffer, start, delta in zip(self._floats, self._start, total, strict=True):
             if delta is not None:

@@ -11,8 +11,7 @@ the step. None of these depends on the world size W. Each rank owns a contiguous
 3. Reduce. Rank r adds chunk r of all subtree sums up to the root of the tree, and divides by d.
 4. Gather. `all_gather` returns the mean gradient to all ranks.
 
-Steps 2 to 4 are an all-reduce made of a reduce-scatter and an all-gather, with a fixed order of additions. For a bucket
-of n elements, each rank sends (S + 1) n (W-1)/W elements. S is 1 if M and W are powers of two.
+For a bucket of n elements, each rank sends (S + 1) n (W-1)/W elements. S is 1 if M and W are powers of two.
 
 Sources: N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput. 14 (1993); R. Rabenseifner,
 "Optimization of collective reduction operations", ICCS 2004;
@@ -38,13 +37,8 @@ class CanonicalReduction:
     """Holds a rank's subtree sums during a step and reduces DDP's buckets along the tree.
 
     Call `begin` before a step's first backward, `fold` for every backward but the last, and `expect` before the last.
-    The hook then leaves the weighted mean in DDP's gradients.
-
-    Args:
-        parameters: the parameters that DDP reduces, in any order.
-        ranges: the micro-batches of every rank.
-        group: the generation's process group.
-        may_be_unused: a micro-batch may not use every parameter; `drop_unused_gradients` is called after each step.
+    The hook then leaves the weighted mean in DDP's gradients. `ranges` are the micro-batches of every rank. With
+    `may_be_unused`, call `drop_unused_gradients` after each step.
     """
 
     def __init__(
@@ -137,7 +131,8 @@ class CanonicalReduction:
             # There is no peer, and gloo's all_to_all_single hangs at world size 1.
             mean = fold_to_root(sums, self._num_leaves, torch.Tensor.add_).div_(self._divisor)
             done.set_result(mean)
-            self._keep_mean(bucket.parameters(), mean)
+            if self._may_be_unused:
+                self._means.append((bucket.parameters(), mean))
             return done
         # All ranks must issue collectives in the same order, which callbacks of futures do not guarantee. So the hook
         # issues the gather of the bucket before this one, and for the last bucket its own as well.
@@ -149,10 +144,6 @@ class CanonicalReduction:
         else:
             self._pending_gathers.append(reduce_and_gather)
         return done
-
-    def _keep_mean(self, parameters: list[torch.Tensor], mean: torch.Tensor) -> None:
-        if self._may_be_unused:
-            self._means.append((parameters, mean))
 
     def _bucket_sums(self, bucket: dist.GradBucket) -> dict[Node, torch.Tensor]:
         """Returns this rank's subtree sums of a bucket, laid out like the bucket's buffer."""
@@ -191,7 +182,8 @@ class CanonicalReduction:
             chunks = dict(zip(nodes, received.to(buffer.device).split(chunk), strict=True))
             own_mean = fold_to_root(chunks, self._num_leaves, torch.Tensor.add_).div_(self._divisor)
             mean = buffer if size == chunk * world_size else buffer.new_empty(world_size * chunk)
-            self._keep_mean(parameters, mean)
+            if self._may_be_unused:
+                self._means.append((parameters, mean))
             gathered = torch.empty_like(mean, device=transfer_device) if self._group.shares_device else mean
             gather = all_gather_single(gathered, own_mean.to(transfer_device), async_op=True)
 

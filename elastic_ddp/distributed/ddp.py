@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -36,9 +35,6 @@ class DDPStrategy(Strategy):
                 list(self._trained.values()), self.ranges, group, may_be_unused=config.ddp.find_unused_parameters
             )
 
-    def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Does nothing: every rank holds the full model."""
-
     def _build_replica(self) -> DistributedDataParallel:
         with warnings.catch_warnings():
             # Torch 2.13 renamed broadcast_buffers; 2.11 has only the old name.
@@ -65,14 +61,12 @@ class DDPStrategy(Strategy):
     def prepare_forward(self, micro_batch: int) -> None:
         """Routes the forward of the last micro-batch through DDP, and all others through the user's model.
 
-        DDP's own way, `no_sync`, would route them all through DDP. With a static graph, DDP then counts their
-        backwards as part of the one that reduces.
+        With `no_sync` and a static graph, DDP would count their backwards as part of the one that reduces.
         """
-        if micro_batch != self.to_compute[-1]:
-            self._model.use_replica(None)
-            return
-        self._replica = self._replica or self._build_replica()
-        self._model.use_replica(self._replica)
+        last = micro_batch == self.to_compute[-1]
+        if last and self._replica is None:
+            self._replica = self._build_replica()
+        self._model.use_replica(self._replica if last else None)
 
     def backward(self, loss: torch.Tensor, micro_batch: int) -> None:
         last = micro_batch == self.to_compute[-1]
@@ -103,15 +97,11 @@ class DDPStrategy(Strategy):
             self._reduction.drop_unused_gradients()
 
     def _check_used(self, before: dict[str, tuple[int, int] | None]) -> None:
-        """Raises a ConfigError if a parameter got no gradient: DDP waits for it and so did not reduce every bucket. DDP
-        itself would raise in the next step."""
+        """Raises a ConfigError if a parameter got no gradient. DDP itself would raise in the next step."""
         if self._options.find_unused_parameters or self._options.static_graph:
             return
         if unused := [name for name, state in before.items() if _snapshot(self._trained[name].grad) == state]:
             raise unused_parameters_error(unused, "set ddp.find_unused_parameters = true")
-
-    def reshard(self) -> None:
-        """Does nothing: DDP gathers no parameters."""
 
     def close(self) -> None:
         self._model.use_replica(None)

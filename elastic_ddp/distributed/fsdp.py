@@ -30,12 +30,8 @@ from elastic_ddp.tensors.state_tree import Layout, gather_full
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 FP32 = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-BF16_MODEL = replace(BF16, output_dtype=torch.float32)
-"""The policy of the model as a whole: the loss is computed in float32."""
-
-_USE_IN_ALL = (
-    "add 0 * parameter.sum() of each to the model's output, since with FSDP every micro-batch must use all of them"
-)
+BF16_MODEL = replace(BF16, output_dtype=torch.float32)  # the loss is computed in float32
+_USE_IN_ALL = "add 0 * parameter.sum() of each to the model's output: with FSDP every micro-batch must use all of them"
 
 
 class FSDPStrategy(Strategy):
@@ -135,8 +131,7 @@ class FSDPStrategy(Strategy):
         self._backward_of_zeros(loss, is_last=False)
 
     def _backward_of_zeros(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Runs a backward that adds zeros, whatever the model computes from padding. Scaling the loss by 0 would not
-        do: 0 * inf is NaN, on every rank."""
+        """Runs a backward that adds zeros, whatever the model computes from padding. 0 * inf would be NaN."""
         hooks = [parameter.register_hook(torch.zeros_like) for parameter in self._gathered.values()]
         try:
             self._backward(loss, is_last=is_last)
@@ -159,8 +154,8 @@ class FSDPStrategy(Strategy):
     def _check_used(self, loss: torch.Tensor) -> None:
         """Raises a ConfigError if the loss does not depend on all trained parameters.
 
-        Otherwise ranks could reduce the gradients of different parameters, which torch would add up. Checked in every
-        backward, so that the outcome does not depend on the world size.
+        Ranks could reduce the gradients of different parameters, which torch would add up. Checked in every backward,
+        so that the outcome does not depend on the world size.
         """
         leaves = _graph_leaves(loss)
         if leaves is not None and (

@@ -16,14 +16,12 @@ from elastic_ddp.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParameterLocation:
-    """A place in a model where a parameter is registered. A tied parameter has several."""
+    """A place in a model where a parameter is registered, under `key` in `owner`. A tied parameter has several."""
 
     name: str
     """The parameter's full name in the model."""
     owner: torch.nn.Module
-    """The module that registers it."""
     key: str
-    """Its name in that module."""
     unit: torch.nn.Module
     """The innermost unit that contains it."""
 

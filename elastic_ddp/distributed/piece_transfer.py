@@ -14,12 +14,7 @@ Item = TypeVar("Item")
 
 
 class TransferWindow(Generic[Item]):
-    """What this rank has begun to send or receive, oldest first.
-
-    Args:
-        max_items: the window is full with this many.
-        max_bytes: the window is full with this many bytes.
-    """
+    """What this rank has begun to send or receive, oldest first. It is full with `max_items` or `max_bytes`."""
 
     def __init__(self, *, max_items: int, max_bytes: int) -> None:
         self._max_items, self._max_bytes = max_items, max_bytes
@@ -27,16 +22,11 @@ class TransferWindow(Generic[Item]):
         self._num_bytes = 0
 
     def add(self, item: Item, messages: Sequence[Message], num_bytes: int) -> None:
-        """Adds an item and the messages that carry it."""
         self._items.append((item, messages, num_bytes))
         self._num_bytes += num_bytes
 
     def finish_oldest(self) -> Item:
-        """Waits for the messages of the oldest item and returns it.
-
-        Raises:
-            Exception: a peer failed; see `is_peer_failure`.
-        """
+        """Waits for the messages of the oldest item and returns it. Raises if a peer failed; see `is_peer_failure`."""
         item, messages, num_bytes = self._items.popleft()
         for message in messages:
             message.wait()
@@ -54,19 +44,15 @@ class TransferWindow(Generic[Item]):
 def begin_transfer(
     data: memoryview, group: ProcessGroup, *, tag: int, source: int, ranks: Sequence[int]
 ) -> list[Message]:
-    """Begins to send a piece from rank `source` to the other ranks. Each of the ranks calls it.
+    """Begins to send a piece from rank `source` to `ranks`, and returns the messages to wait for.
 
-    Ranks that share pieces begin them in the same order; otherwise they wait for each other forever.
+    The source and each of the ranks call it. Ranks that share pieces begin them in the same order; otherwise they wait
+    for each other forever.
 
     Args:
         data: the bytes on the source, and the memory to receive them on the others. It must not change until the
             messages have been waited for.
         tag: the same on all ranks, and different for each piece in flight.
-        source: the rank that has the piece.
-        ranks: the ranks that need the piece; the source may be one of them.
-
-    Returns:
-        The messages to wait for.
     """
     others = [rank for rank in ranks if rank != source]
     if not data or not others:

@@ -18,14 +18,9 @@ ShardBy = type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] | Callable[[
 class PreparedModel(torch.nn.Module):
     """A wrapper around the user's model that stays the same object in every generation.
 
-    Its forward calls the generation's DDP replica or the user's model. Attributes, `state_dict` and `load_state_dict`
-    are those of the user's model.
-
-    Args:
-        module: the user's model.
-        device: the device of the model.
-        bf16: whether the forward runs under autocast to bfloat16.
-        is_unit: returns whether FSDP shards a submodule as one unit.
+    Its forward calls the generation's DDP replica or the user's model, with `bf16` under autocast to bfloat16.
+    Attributes, `state_dict` and `load_state_dict` are those of the user's model. `is_unit` returns whether FSDP shards
+    a submodule as one unit.
     """
 
     def __init__(
@@ -88,13 +83,8 @@ def unit_predicate(
 ) -> Callable[[torch.nn.Module], bool]:
     """Returns a predicate for the submodules that FSDP shards as one unit each.
 
-    Args:
-        module: the model.
-        class_names: names of submodule classes, from `fsdp.shard_classes`.
-        shard: further submodules, from `run.prepare(model, shard=...)`.
-
-    Raises:
-        ConfigError: no submodule has one of the class names, or `shard` selects none.
+    They have a class of `fsdp.shard_classes`, or `run.prepare(model, shard=...)` selects them. Raises a ConfigError if
+    no submodule has one of the class names, or `shard` selects none.
     """
     submodules = [submodule for submodule in module.modules() if submodule is not module]
     available = sorted({type(submodule).__name__ for submodule in submodules})

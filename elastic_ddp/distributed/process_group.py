@@ -192,8 +192,8 @@ class ProcessGroup:
         """Returns the group's connections, among those that this process opened since the group began to form.
 
         Collective. Other threads open connections meanwhile, to the storage for example, and `abort` must spare them.
-        Gloo does not report its connections. One end of each is an address on which some rank began to listen, so
-        ranks exchange these addresses. The listening sockets are left out: shutting them down ends the process.
+        One end of each of gloo's connections is an address on which some rank began to listen, so ranks exchange these
+        addresses. Listening sockets are left out: shutting them down ends the process.
         """
         if self.world_size == 1:
             return frozenset()
@@ -210,9 +210,7 @@ class ProcessGroup:
     def close(self, *, intact: bool) -> None:
         """Leaves the group. First drop everything that refers to it, such as DDP and tracebacks.
 
-        Args:
-            intact: all ranks passed a barrier and close the group too. Otherwise the connections are shut down: a peer
-                that is blocked in a collective with this rank then fails at once instead of after the timeout.
+        `intact`: all ranks passed a barrier and close the group too. Otherwise `abort` ends the peers' collectives.
         """
         if not dist.is_initialized():
             return

@@ -37,11 +37,7 @@ class Node(NamedTuple):
 def micro_batch_ranges(num_micro_batches: int, world_size: int) -> list[range]:
     """Returns each rank's micro-batches: contiguous ranges whose lengths differ by at most one.
 
-    Where that leaves a boundary some choice, it goes where the tree has its largest subtrees. A range then consists of
-    fewer subtrees, and a rank holds fewer partial sums.
-
-    Raises:
-        ValueError: there are fewer micro-batches than ranks.
+    Boundaries go where the tree has its largest subtrees, if they have a choice. A rank then holds fewer partial sums.
     """
     if not 1 <= world_size <= num_micro_batches:
         raise ValueError(f"world_size={world_size} is not from 1 to the {num_micro_batches} micro-batches of a step")
@@ -88,11 +84,7 @@ def fold_in(sums: dict[Node, Value], node: Node, value: Value, add: Add[Value]) 
 
 
 def fold_to_root(sums: Mapping[Node, Value], num_leaves: int, add: Add[Value]) -> Value:
-    """Returns the sum over all leaves, from the sums of subtrees that tile them.
-
-    Raises:
-        ValueError: the subtrees do not tile the leaves.
-    """
+    """Returns the sum over all leaves, from subtrees. Raises a ValueError if they do not tile the leaves."""
     covered = sum(len(range(node.micro_batches.start, min(node.micro_batches.stop, num_leaves))) for node in sums)
     if covered != num_leaves:
         raise ValueError(f"{sorted(sums)} cover {covered} of {num_leaves} micro-batches")

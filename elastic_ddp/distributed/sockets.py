@@ -8,7 +8,7 @@ import socket
 import stat
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 _SIOCGIFADDR = 0x8915
@@ -39,7 +39,7 @@ def tcp_sockets() -> dict[Socket, Ends]:
     """Returns this process's TCP sockets that listen or are connected."""
     sockets = {}
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        try:
+        with suppress(OSError):  # closed meanwhile, or not connected
             status = os.fstat(descriptor)
             if stat.S_ISSOCK(status.st_mode):
                 key = Socket(descriptor, status.st_ino)
@@ -48,8 +48,6 @@ def tcp_sockets() -> dict[Socket, Ends]:
                         listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                         remote = None if listens else connection.getpeername()[:2]
                         sockets[key] = Ends(connection.getsockname()[:2], remote)
-        except OSError:  # closed meanwhile, or not connected
-            continue
     return sockets
 
 
@@ -63,11 +61,8 @@ def shut_down(sockets: Iterable[Socket]) -> None:
     for key in sockets:
         if key.inode in _exempt:
             continue
-        try:
-            with _opened(key) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue  # closed already
+        with suppress(OSError), _opened(key) as connection:  # closed already
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def exempt(connection: socket.socket) -> None:
@@ -76,12 +71,10 @@ def exempt(connection: socket.socket) -> None:
 
 
 def keep_alive(sockets: Iterable[Socket], *, idle_s: int, unacknowledged_s: int) -> None:
-    """Turns on TCP keepalive for connections that may be idle for a long time.
+    """Turns on TCP keepalive for connections that may be idle for a long time, so that firewalls keep them.
 
-    Args:
-        sockets: the connections.
-        idle_s: seconds without traffic after which the kernel probes the peer. Firewalls then keep the connection.
-        unacknowledged_s: seconds without an acknowledgement after which the kernel closes the connection.
+    The kernel probes the peer after `idle_s` without traffic, and closes the connection after `unacknowledged_s`
+    without an acknowledgement.
     """
     for key in sockets:
         with _opened(key) as connection:
@@ -107,15 +100,7 @@ def use_interface_of(address: str) -> None:
     other hosts cannot reach. `GLOO_SOCKET_IFNAME` takes precedence. An address of no interface changes nothing.
     """
     for _, interface in socket.if_nameindex():
-        if _ipv4_address(interface) == address:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def _ipv4_address(interface: str) -> str | None:
-    """Returns the first IPv4 address of a network interface, or None."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:  # no IPv4 address
             answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
+            if socket.inet_ntoa(answer[20:24]) == address:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -46,9 +46,8 @@ def to_host(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _number(host: torch.Tensor) -> float:
-    copied = getattr(host, "copied", None)
-    if copied is not None:
-        copied.synchronize()
+    if hasattr(host, "copied"):
+        host.copied.synchronize()
     return float(host)
 
 
@@ -100,13 +99,8 @@ class ControlExchange:
         return Agreement(
             votes={name: int(vector[position]) for position, name in enumerate(VOTES)},
             loss=fold_to_root(weighted, num_leaves, lambda left, right: left + right) / int(self.rows.sum()),
-            row_digests=[
-                slots[m, 1:].tobytes() if m < num_leaves else digest_rows(_NO_ROWS) for m in range(len(slots))
-            ],
+            row_digests=[slots[m, 1:].tobytes() if m < num_leaves else _NO_ROWS for m in range(len(slots))],
         )
-
-
-_NO_ROWS = np.empty(0, dtype="<i8")
 
 
 def digest_rows(row_ids: np.ndarray) -> bytes:
@@ -119,5 +113,6 @@ def extend_samples_digest(previous: str, row_digests: Sequence[bytes]) -> str:
     return hashlib.sha256(bytes.fromhex(previous) + b"".join(row_digests)).hexdigest()
 
 
+_NO_ROWS = hashlib.sha256(b"").digest()
 EMPTY_SAMPLES_DIGEST = hashlib.sha256(b"").hexdigest()
 """The `samples_sha256` of a run that has consumed no samples."""

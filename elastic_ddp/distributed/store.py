@@ -29,7 +29,7 @@ class StoreConnection:
     """A connection to the store, made while the worker warms up and kept from one generation to the next.
 
     For each new connection, torch resolves the store's host name and the store resolves the client's address. That
-    takes 5 s when one answer of the name server is lost, and 10 s when none arrives.
+    takes 5 s when one answer of the name server is lost.
 
     Attributes:
         sockets: the sockets of the connection. Shutting them down ends a wait in the store; then call `drop`.
@@ -41,13 +41,9 @@ class StoreConnection:
         self._store: dist.TCPStore | None = None
 
     def connect_with_retry(self, address: Callable[[], tuple[str, int]]) -> None:
-        """Connects within `WARMUP_CONNECT_S`, before other workers wait for this one.
+        """Connects within `WARMUP_CONNECT_S`, before other workers wait for this one, or raises as `connect`.
 
-        Args:
-            address: returns the current address of the store, which changes when the rendezvous restarts.
-
-        Raises:
-            torch.distributed.DistError: the store cannot be reached.
+        `address` returns the current address of the store, which changes when the rendezvous restarts.
         """
         deadline = time.monotonic() + WARMUP_CONNECT_S
         while True:
@@ -90,13 +86,10 @@ def _check_listening(host: str, port: int, timeout_s: float) -> None:
 
 
 class StoreMailbox:
-    """Messages that ranks leave for each other in the store. Use it from one thread.
+    """Messages that ranks leave for each other in the store, under keys with the prefix `name`. Use it from one thread.
 
-    Args:
-        connection: a connection that the training thread does not use, because a wait of that thread would block it.
-        address: the last known address of the store.
-        find: returns the current address when the last known one fails. A restarted rendezvous has an empty store.
-        name: the prefix of all keys.
+    A wait of the training thread would block its connection, so this needs another one. `find` returns the current
+    address of the store when `address` fails. A restarted rendezvous has an empty store.
     """
 
     def __init__(

@@ -30,9 +30,9 @@ def unused_parameters_error(names: Sequence[str], fix: str) -> ConfigError:
 class Strategy(ABC):
     """Computes and reduces the gradients of a generation.
 
-    Every rank creates it, after `check_same_model`, and calls `shard` when all ranks hold the same state. A step then
-    calls `begin_step`, and for each micro-batch `prepare_forward` and `backward`. After the last one, parameters (or
-    this rank's shards of them) hold the mean gradient of the global batch.
+    Every rank creates it, and calls `shard` when all ranks hold the same state. A step then calls `begin_step`, and for
+    each micro-batch `prepare_forward` and `backward`. After the last one, parameters (or this rank's shards of them)
+    hold the mean gradient of the global batch.
     """
 
     replicates_state = True
@@ -47,8 +47,7 @@ class Strategy(ABC):
         self._model = model
         self._trained = self._find_trained()
 
-    @abstractmethod
-    def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:  # noqa: B027
         """Turns the full model and its optimizers into the form in which they train."""
 
     def layout(self, optimizers: Sequence[torch.optim.Optimizer]) -> Layout | None:
@@ -59,10 +58,7 @@ class Strategy(ABC):
         return {name: parameter for name, parameter in self._model.module.named_parameters() if parameter.requires_grad}
 
     def begin_step(self, rows: np.ndarray) -> None:
-        """Begins a step.
-
-        Args:
-            rows: the number of rows of each of the M micro-batches, shape (M,).
+        """Begins a step. `rows` has the number of rows of each of the M micro-batches, shape (M,).
 
         Raises:
             ConfigError: the set of trained parameters changed since the generation began.
@@ -78,12 +74,10 @@ class Strategy(ABC):
             )
         self._rows = rows
         self.num_leaves = int(np.count_nonzero(rows))
-        self.divisor = int(rows.sum()) / self.micro_batch_size
-        """The step's rows in units of full micro-batches. It is M except in the short last step of an epoch."""
+        self.divisor = int(rows.sum()) / self.micro_batch_size  # M except in the short last step of an epoch
         with_rows = [m for m in self.micro_batches if rows[m]]
         self.to_compute = with_rows or self.micro_batches[-1:]
-        """This rank's micro-batches with rows, in order. A rank that has none computes one on padding with weight 0, to
-        take part in the collectives."""
+        """This rank's micro-batches with rows, in order, or one of padding with weight 0, for the collectives."""
 
     def weight(self, micro_batch: int) -> float:
         """Returns a micro-batch's weight in the step's sum: its rows in units of full micro-batches."""
@@ -92,10 +86,7 @@ class Strategy(ABC):
     def min_forwards(self, rows: np.ndarray) -> int:
         """Returns the number of forwards that every rank must run, because collectives in them involve all ranks.
 
-        A rank with fewer micro-batches runs dummy forwards, whose results are discarded.
-
-        Args:
-            rows: the number of rows of each micro-batch, shape (M,).
+        A rank with fewer micro-batches runs dummy forwards, whose results are discarded. `rows` is as in `begin_step`.
         """
         return 0
 
@@ -112,11 +103,10 @@ class Strategy(ABC):
         """
 
     def dummy_backward(self, loss: torch.Tensor) -> None:
-        """Runs the backward of a dummy forward. Dummy forwards come before those of micro-batches."""
-        raise NotImplementedError(f"{type(self).__name__} needs no dummy forwards")
+        """Runs the backward of a dummy forward, before those of micro-batches."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def reshard(self) -> None:
+    def reshard(self) -> None:  # noqa: B027
         """Frees parameters that a forward without a backward gathered. Call it before using parameters elsewhere."""
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
