@@ -46,13 +46,15 @@ def ls(run: RunFolder, as_json: AsJson = False) -> None:
         return
     commits = table("step", "committed", "epoch", "size", "state", "metrics", text=("metrics",))
     for row in rows:
+        older = {name: f" (step {at:,})" for name, at in (row["measured_at"] or {}).items() if at != row["step"]}
+        metrics = [f"{name} {value:.4g}{older.get(name, '')}" for name, value in (row["metrics"] or {}).items()]
         commits.add_row(
             f"{row['step']:,}",
             format_time(row["time"]) if row["time"] else "-",
             "-" if row["epoch"] is None else printable(str(row["epoch"])),
             "-" if row["bytes"] is None else format_size(row["bytes"]),
             "complete" if row["error"] is None else "bad",
-            printable("\n".join(_format_metric(name, row) for name in row["metrics"] or {})) or "-",
+            printable("\n".join(metrics)) or "-",
         )
     out = console()
     out.print(commits)
@@ -275,9 +277,3 @@ def _describe_commit(step: int, commit: Commit | StorageError) -> dict[str, Any]
         "measured_at": {name: measurement.step for name, measurement in measured.items()},
         "error": None,
     }
-
-
-def _format_metric(name: str, row: dict[str, Any]) -> str:
-    """The metric's value, and its step if that is not the step of the commit."""
-    value, step = row["metrics"][name], row["measured_at"][name]
-    return f"{name} {value:.4g}" + (f" (step {step:,})" if step != row["step"] else "")

@@ -9,14 +9,11 @@ from datetime import datetime
 from rich.console import Console
 from rich.table import Table
 
-PIPE_WIDTH = 200
-"""Columns if standard output is not a terminal: long lines can be searched."""
-
 
 def console() -> Console:
     """Returns the console for standard output. It prints names as they are, without markup or emoji."""
-    is_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if is_terminal else PIPE_WIDTH, markup=False, emoji=False, highlight=False)
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200  # long lines can be searched
+    return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
 def table(*columns: str, text: tuple[str, ...] = ()) -> Table:
@@ -26,10 +23,8 @@ def table(*columns: str, text: tuple[str, ...] = ()) -> Table:
     """
     result = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in columns:
-        if column in text:
-            result.add_column(column, overflow="fold")
-        else:
-            result.add_column(column, justify="right", no_wrap=True)
+        is_text = column in text
+        result.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     return result
 
 

@@ -74,10 +74,7 @@ def connect(address: str | None = None) -> None:
 
 
 def _prepare_connection(address: str) -> None:
-    """Raises ConnectionError at once if no process listens at a host and port, where Ray would retry for minutes.
-
-    Loads the cluster's token if it needs one. Addresses of other kinds are left to Ray.
-    """
+    """Loads the cluster's token, or raises ConnectionError if no process listens, where Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     if "/" not in host and port.isdecimal():
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Collection
@@ -59,7 +60,6 @@ DISMISSED_EXIT_S = 5.0
 """How long a dismissed worker may take to exit, in addition to `save_within_s`."""
 
 _UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
-"""Callbacks of Ray Train that `ElasticTorchTrainer` leaves out."""
 _VERBOSE_LOGGERS = ("scaling_policy", "worker_group", "failure_handling.default")
 """They log each poll of the cluster, each try to start workers, and each failed worker as a failed run."""
 
@@ -101,9 +101,7 @@ class ElasticController(TrainController):
         assert group is None or isinstance(group, ElasticWorkerGroup)
         running = [actor_id(worker) for worker in group.get_workers()] if group is not None else []
         num_starting = group.num_starting if group is not None else 0
-        self._health_check_interval_s = (
-            min(self._poll_interval_s, STARTING_POLL_S) if num_starting else self._poll_interval_s
-        )
+        self._health_check_interval_s = min(self._poll_interval_s, STARTING_POLL_S if num_starting else math.inf)
         # Poll before asking for directives: a worker that has returned by now was dismissed, or the run is over.
         status = await self._poll_workers() if isinstance(state, states.RunningState) else None
         try:
@@ -117,17 +115,16 @@ class ElasticController(TrainController):
             _log.exception("the rendezvous failed to return directives, retrying in %g s", DIRECTIVES_RETRY_S)
             await asyncio.sleep(DIRECTIVES_RETRY_S)
             return self._transition(state, state)
-        if directives is None and not isinstance(state, states.ShuttingDownState):
-            return self._transition(state, states.ShuttingDownState(next_state=states.FinishedState()))
-        if directives is not None:
-            ElasticWorkerGroup.avoid = directives.avoid
-            self._request_resources(group, directives, draining)
-        if status is None or directives is None:
+        if directives is None:
+            if not isinstance(state, states.ShuttingDownState):
+                return self._transition(state, states.ShuttingDownState(next_state=states.FinishedState()))
+            return await super()._step()
+        ElasticWorkerGroup.avoid = directives.avoid
+        self._request_resources(group, directives, draining)
+        if status is None:
             self._target = None
             await asyncio.sleep(0.1)
-            if directives is not None and await self._in_start_backoff(state):
-                return self._transition(state, state)
-            return await super()._step()
+            return self._transition(state, state) if await self._in_start_backoff(state) else await super()._step()
         assert group is not None
         return await self._apply_directives(group, status, directives)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -35,8 +34,9 @@ class DatasetExecution:
 
     def __iter__(self) -> Iterator[pa.Table]:
         while self._gathered is None:
-            with self._executor.consumer_waiting():
-                bundle = next(self._bundles, None)
+            self._executor.set_waiting(True)
+            bundle = next(self._bundles, None)
+            self._executor.set_waiting(False)
             if bundle is None:
                 return
             yield from ray.get(bundle.block_refs)
@@ -94,16 +94,10 @@ class _Executor(StreamingExecutor):
         assert self._output_node is not None
         return len(self._output_node[1].output_queue)
 
-    @contextmanager
-    def consumer_waiting(self) -> Iterator[None]:
-        """Marks that the consumer waits for a block, and wakes the loop before and after the wait."""
-        self._consumer_waits = True
+    def set_waiting(self, waiting: bool) -> None:
+        """Records whether the consumer waits for a block, and wakes the loop."""
+        self._consumer_waits = waiting
         self._awake.set()
-        try:
-            yield
-        finally:
-            self._consumer_waits = False
-            self._awake.set()
 
     def shutdown(self, force: bool, exception: Exception | None = None) -> None:
         self._closing = True

@@ -235,8 +235,7 @@ class ElasticWorkerGroup(WorkerGroup):
         return False
 
     def _make_worker(self, actor: Any, metadata: Any) -> Worker:
-        worker = Worker(actor, metadata, self._resources())
-        workers = self.get_workers()
+        worker, workers = Worker(actor, metadata, self._resources()), self.get_workers()
         num_on_node = sum(other.metadata.node_ip == metadata.node_ip for other in workers)
         worker.distributed_context = DistributedContext(
             world_rank=len(workers),
