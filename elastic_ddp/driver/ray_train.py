@@ -16,8 +16,7 @@ from ray.train.torch import TorchConfig
 from elastic_ddp.errors import StorageError
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.members import Member
-from elastic_ddp.worker.context import WorkerContext
-from elastic_ddp.worker.job import Job
+from elastic_ddp.worker.job import Job, WorkerContext
 from elastic_ddp.worker.main import work
 
 _RAY_TRAIN_SETTINGS = {

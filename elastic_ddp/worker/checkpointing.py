@@ -62,12 +62,9 @@ _STOPS_WORKER = (PeerFailedError, DriverReplacedError, ReplicasDifferError)
 
 
 class Checkpointer:
-    """Saves and restores the state of a run. All ranks write in the background; rank 0 completes each commit.
-
-    It outlives restarts of the training function: there is one save at a time and one staged copy of the state.
+    """Saves and restores the state of a run, one save at a time. All ranks write in the background; rank 0 commits.
 
     Attributes:
-        schedule: when to commit.
         metrics: the newest values, for the next commit that is begun.
         worked_s: returns for how many seconds the storage has worked for this worker.
         durable_step: steps done in the newest commit that this worker completed since the training function started.
@@ -76,10 +73,8 @@ class Checkpointer:
     def __init__(self, job: Job, client: RendezvousClient) -> None:
         self._job, self._client = job, client
         settings = job.config.checkpoint
-        self.schedule, self.metrics = (
-            CommitSchedule(settings, job.total_steps, lambda: client.commit_requested),
-            Metrics(),
-        )
+        self.schedule = CommitSchedule(settings, job.total_steps, lambda: client.commit_requested)
+        self.metrics = Metrics()
         self.durable_step: int | None = None
         self._storage = RetryingStorage(job.storage.at(COMMITS))
         self.worked_s = self._storage.worked_s
@@ -104,11 +99,7 @@ class Checkpointer:
         self.durable_step = self._outcome = None
 
     def warm_up(self, state: TrainState) -> None:
-        """Prepares the first save, so that training does not wait for it.
-
-        Raises:
-            CheckpointError: the state holds something that cannot be saved.
-        """
+        """Prepares the first save, so that training does not wait for it. Raises a CheckpointError as `save` does."""
         self._saver.warm_up(state.state_dict())
         # Not while a process group forms: with address translation, its connections could be confused with this one.
         self._connection.connect_with_retry(self._client.store_address)
@@ -123,12 +114,11 @@ class Checkpointer:
     def save(self, state: TrainState, group: ProcessGroup, *, account: dict[str, float]) -> None:
         """Waits for the save before, copies the state, and starts to write the copy in the background.
 
-        Every rank calls it, and may change the state when it returns.
+        Every rank calls it, and may change the state when it returns. On rank 0 it raises as `check` does.
 
         Raises:
             CheckpointError: the state holds something that cannot be saved.
             PeerFailedError: the generation broke before the save before had ended.
-            ReplicasDifferError: on rank 0: the save before found that ranks hold different values.
         """
         assignment, step, request = group.assignment, state.position.step, self._client.commit_requested
         generation, address = assignment.generation, (assignment.store_host, assignment.store_port)
@@ -172,20 +162,12 @@ class Checkpointer:
     ) -> None:
         """Records the outcome of a save, in the saving thread of rank 0."""
         seconds, self._outcome = time.monotonic() - began_at, outcome
+        facts: dict[str, Any] = {"generation": generation, "step": step, "seconds": seconds}
         if isinstance(outcome, Commit):
             self.durable_step = step
             self.schedule.save_succeeded(step, request, seconds)
-            self._client.record(
-                CommitSucceeded(
-                    generation=generation,
-                    step=step,
-                    seconds=seconds,
-                    num_bytes=outcome.num_bytes,
-                    request=request or None,
-                    account=account,
-                    interval_s=self.schedule.interval_s,
-                )
-            )
+            facts |= {"request": request or None, "account": account, "interval_s": self.schedule.interval_s}
+            self._client.record(CommitSucceeded(**facts, num_bytes=outcome.num_bytes))
             return
         # After a failed rank, the next generation can commit at once.
         is_over = isinstance(outcome, SupersededError) or (
@@ -193,16 +175,8 @@ class Checkpointer:
         )
         counts = not is_over and not isinstance(outcome, _STOPS_WORKER)
         self.schedule.save_failed(counts=counts, retry_at_once=is_over)
-        self._client.record(
-            CommitFailed(
-                generation=generation,
-                step=step,
-                seconds=seconds,
-                error=format_exception(outcome),
-                counts=counts,
-                of_storage=is_of_storage(outcome),
-            )
-        )
+        error, of_storage = format_exception(outcome), is_of_storage(outcome)
+        self._client.record(CommitFailed(**facts, error=error, counts=counts, of_storage=of_storage))
 
     def _record(self, state: TrainState, generation: int) -> dict[str, Any]:
         position = state.position
@@ -236,24 +210,13 @@ class Checkpointer:
             self._client.record(CommitSkipped(step=steps_done))
 
     def check(self) -> None:
-        """Raises an error of the newest save that stops this worker. Rank 0 calls it.
-
-        Raises:
-            PeerFailedError: this worker was presumed dead.
-            DriverReplacedError: another driver has taken the run over.
-            ReplicasDifferError: ranks hold different values.
-        """
+        """Raises an error of the newest save that stops this worker. Rank 0 calls it."""
         if isinstance(self._outcome, _STOPS_WORKER):
             outcome, self._outcome = self._outcome, None
             raise outcome
 
     def _check_may_commit(self, generation: int) -> None:
-        """Raises if this worker may no longer change the run's storage for a generation.
-
-        Raises:
-            PeerFailedError: this worker was presumed dead, or the run has resumed from a commit since.
-            DriverReplacedError: another driver has taken the run over.
-        """
+        """Raises if this worker was presumed dead, if the run has resumed since, or if the driver was replaced."""
         if (reason := self._client.why_not_commit(generation)) is not None:
             raise PeerFailedError(reason)
         with self._storage.operation_in_progress():
@@ -269,11 +232,8 @@ class Checkpointer:
     def wait(self, group: ProcessGroup, *, may_fail: bool = False) -> None:
         """Waits until this rank's part in the newest save has ended.
 
-        With `may_fail`, a failure of the storage is not raised. It then waits until the backoff is over.
-
-        Raises:
-            PeerFailedError: the generation broke meanwhile.
-            Exception: on rank 0, the error of the save.
+        Raises a PeerFailedError if the generation broke meanwhile, and on rank 0 the error of the save. With
+        `may_fail`, it waits for the backoff after a failure of the storage instead.
         """
         self._wait_in(group)
         if isinstance(self._outcome, RankFailedError):
@@ -301,14 +261,13 @@ class Checkpointer:
         return False
 
     def generation_ended(self, *, intact: bool) -> None:
-        """This worker has left its generation; `intact` if no rank of it failed."""
         self._current = None
         if not intact:
             self._saver.generation_broke()
             self.schedule.worker_failed()
 
     def close(self, within_s: float = math.inf) -> None:
-        """Waits up to `within_s` for the running save. Every save ends: storage calls and silent ranks time out."""
+        """Waits for the running save. Every save ends: storage calls and silent ranks time out."""
         end = time.monotonic() + within_s
         while not self._poll_save() and time.monotonic() < end:
             pass
@@ -316,14 +275,9 @@ class Checkpointer:
     # The newest commit.
 
     def refresh_newest(self, steps_done: int) -> None:
-        """Reads in the background which commit is the newest. A new rank 0 calls it, with `steps_done` in its state.
-
-        The rank 0 before may have failed before its last commit was complete.
-        """
-        unchanged = self.schedule.step, self._num_saves
-        self._refresh = threading.Thread(
-            target=self._read_newest, args=[steps_done, unchanged], name="newest-commit", daemon=True
-        )
+        """Reads in the background which commit is the newest. A new rank 0 calls it: the one before may have failed."""
+        arguments = [steps_done, (self.schedule.step, self._num_saves)]
+        self._refresh = threading.Thread(target=self._read_newest, args=arguments, name="newest-commit", daemon=True)
         self._refresh.start()
 
     def _read_newest(self, steps_done: int, unchanged: tuple[int | None, tuple[int, int]]) -> None:
@@ -344,13 +298,7 @@ class Checkpointer:
             self._refresh = None
 
     def is_committed(self, step: int, group: ProcessGroup) -> bool:
-        """Returns whether the state after `step` steps is committed, once the running save has ended.
-
-        Rank 0 calls it.
-
-        Raises:
-            PeerFailedError: the generation broke meanwhile.
-        """
+        """Returns on rank 0 whether the state after `step` steps is committed, once the running save has ended."""
         self._join_refresh()
         self._wait_in(group)
         return self.schedule.committed_step == step
@@ -358,12 +306,9 @@ class Checkpointer:
     # Restoring.
 
     def restore(self, group: ProcessGroup, make_layout: Callable[[], Layout | None]) -> dict[str, Any] | None:
-        """Returns the state of the newest usable commit on the CPU, or this rank's part of it; None without commits.
+        """Returns this rank's state from the newest usable commit, on the CPU; None if there are no commits.
 
-        Every rank calls it. If there is a commit, it calls `make_layout`. See `restore.restore` for other errors.
-
-        Raises:
-            CheckpointError: on rank 0: there are commits, perhaps set aside, and none is usable.
+        Every rank calls it. Raises as `restore.restore` does, and a CheckpointError if no commit is usable.
         """
         catalog = CommitCatalog(self._storage, self._record_rejected)
         restored = restore(

@@ -1,8 +1,7 @@
 """Tasks that all workers do together outside of steps, such as an evaluation, and how they continue after a failure.
 
-A worker that fails can leave some survivors with the result of a task and others without. A training function may also
-start a task on some survivors only. So the members of a new generation compare their tasks before they wait for each
-other.
+Some survivors of a failure may have the result of a task and others not, and some may not start the task at all. So the
+members of a new generation compare their tasks before they wait for each other.
 """
 
 from __future__ import annotations
@@ -19,23 +18,16 @@ class TasksDifferError(ElasticDDPError):
 
 
 class Task(NamedTuple):
-    """One collective task. Tasks are equal on two ranks if both do the same thing at the same place."""
+    """One collective task, equal on all ranks that do the same thing at the same place."""
 
-    step: int
-    """The number of steps done."""
-    is_in_step: bool
-    """Whether the next step has begun."""
-    number: int
-    """The position among the tasks at this place, from 1."""
+    step: int  # steps done
+    is_in_step: bool  # whether the next step has begun
+    number: int  # among the tasks at this place, from 1
     name: str
 
 
 class CollectiveTasks:
-    """One worker's collective tasks. It sends nothing itself: callers exchange the messages.
-
-    Attributes:
-        steps_have_ended: whether this worker's loop over steps has ended.
-    """
+    """One worker's collective tasks. It sends nothing itself: callers exchange the messages."""
 
     def __init__(self) -> None:
         self._last = Task(-1, False, 0, "")
@@ -44,11 +36,10 @@ class CollectiveTasks:
         self._begun = -1
         self._place = (-1, False)
         self._count = 0  # tasks done at this place
-        self._is_void = False  # whether no more tasks are done at this place, because other ranks have gone on
+        self._is_void = False  # whether no more tasks are done at this place, because other ranks are past it
         self.steps_have_ended = False
 
     def begin_step(self, step: int) -> None:
-        """A step begins, perhaps not for the first time."""
         self._begun, self._count, self._is_void = step, 0, False
 
     def end_steps(self) -> None:
@@ -56,11 +47,7 @@ class CollectiveTasks:
         self.steps_have_ended, self._is_void = True, False
 
     def next(self, step: int, name: str) -> Task:
-        """Returns this worker's next task, after `step` steps.
-
-        Raises:
-            TasksDifferError: other ranks have gone on.
-        """
+        """Returns this worker's next task, after `step` steps. Raises a TasksDifferError if other ranks are past it."""
         place = (step, self._begun == step)
         if place != self._place:
             self._place, self._count, self._is_void = place, 0, False
@@ -72,7 +59,6 @@ class CollectiveTasks:
         return Task(*place, self._count + 1, name)
 
     def done(self, task: Task, result: Any) -> None:
-        """Records that this worker has done a task. `result` is a JSON value."""
         self._last, self._last_result, self._count = task, result, task.number
 
     def result_of_others(self, task: Task) -> tuple[Any] | None:

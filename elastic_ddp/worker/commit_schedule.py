@@ -21,16 +21,7 @@ SAVE_BACKOFF_S, MAX_SAVE_BACKOFF_S = 5.0, 60.0
 class CommitSchedule:
     """Decides on rank 0 when to commit. Every rank keeps one up to date, because it may become rank 0.
 
-    Args:
-        settings: when to commit.
-        total_steps: the number of steps of the run.
-        requested: returns the number of the newest request for a commit, or 0.
-        clock: seconds that only increase.
-
-    Attributes:
-        step: steps done when the current interval began; None before the first commit.
-        committed_step: steps done in the newest commit that this worker knows of.
-        interval: what was measured. It counts if the configuration sets no fixed interval.
+    `requested` returns the number of the newest request for a commit, or 0.
     """
 
     def __init__(
@@ -41,9 +32,9 @@ class CommitSchedule:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._total_steps, self._requested, self._clock = settings, total_steps, requested, clock
-        self.interval = MeasuredInterval(settings.interval, settings.max_overhead)
-        self.step: int | None = None
-        self.committed_step: int | None = None
+        self.interval = MeasuredInterval(settings.interval, settings.max_overhead)  # used if no fixed one is set
+        self.step: int | None = None  # steps done when the current interval began; None before the first commit
+        self.committed_step: int | None = None  # steps done in the newest commit that this worker knows of
         self._interval_began_at = clock()
         self._fulfilled = 0  # the newest request that a commit has fulfilled
         self._in_flight = 0  # the newest request that the running save will fulfill
@@ -52,12 +43,9 @@ class CommitSchedule:
         self._has_seen_failure = False  # whether a worker failed while this process was in the run
 
     def should_commit(self, steps_done: int) -> bool:
-        """Returns whether to commit after the current step.
-
-        With `best_metric`, a commit after the last step waits until the training function has returned. It then has
-        the metrics of the last evaluation.
-        """
+        """Returns whether to commit after the current step."""
         settings = self._settings
+        # The commit of the last step then waits for the metrics of the last evaluation.
         if steps_done == self._total_steps and settings.best_metric is not None:
             return self.is_requested
         interval_s = self.interval.seconds if settings.is_measured else settings.every_seconds
@@ -85,10 +73,7 @@ class CommitSchedule:
         self.step, self._interval_began_at = step, self._clock()
 
     def skip(self, step: int) -> bool:
-        """Skips a commit that is due while a save is running. Returns false for a commit that must not be skipped.
-
-        That is one that was requested, or one that replaces a commit which did not succeed.
-        """
+        """Skips a commit that is due while a save is running, unless it was requested or replaces a failed one."""
         if self.is_requested or self._interval_began_at == -math.inf:
             return False
         self.reset_timer(step)
@@ -99,7 +84,6 @@ class CommitSchedule:
         self._in_flight = request
 
     def save_succeeded(self, step: int, request: int, seconds: float) -> None:
-        """A save of this worker is committed, `seconds` after it was begun."""
         self.committed_step = step
         self._num_failures, self._backoff_ends_at = 0, -math.inf
         self._fulfilled = max(self._fulfilled, request)
@@ -116,15 +100,11 @@ class CommitSchedule:
             self._backoff_ends_at = self._clock() + min(backoff_s, MAX_SAVE_BACKOFF_S)
 
     def worker_failed(self) -> None:
-        """A worker of this worker's generation has failed."""
         self._has_seen_failure = True
         self.interval.record_failure()
 
     def resume(self, step: int, record: Mapping[str, Any], *, after_failure: bool) -> None:
-        """The run resumes from the commit of `step`, perhaps because all workers with a state failed.
-
-        Only new processes count that failure here.
-        """
+        """The run resumes from a commit. Only new processes count a failure of all workers with a state here."""
         self.reset_timer(step)
         self.committed_step = step
         self.interval.merge(record)
@@ -132,19 +112,14 @@ class CommitSchedule:
             self.interval.record_failure()
 
     def start_over(self) -> None:
-        """The run starts from step 0, because there is no commit."""
         self.step, self.committed_step, self._interval_began_at = None, None, self._clock()
 
     def set_newest(self, step: int | None) -> None:
-        """Sets the newest commit in the storage; None if there is none.
-
-        If the commit that this worker expected did not succeed, another one is due after the next step.
-        """
+        """Sets the newest commit in the storage. If it is not the expected one, a commit is due after the next step."""
         self.committed_step = step
         if self.step != step:
             self._interval_began_at = -math.inf if self.step is not None else self._interval_began_at
             self.step = step
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the measurements for a commit's record."""
         return self.interval.record() if self._settings.is_measured else {}

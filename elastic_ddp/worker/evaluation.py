@@ -34,8 +34,7 @@ def evaluate(
 ) -> float:
     """Returns the mean loss over a data set; see `Run.evaluate`. Collective.
 
-    The data set is cut into micro-batches like an epoch of training, in stored order. The losses of all micro-batches
-    are added along the reduction tree.
+    Rows are cut into micro-batches like an epoch, in stored order; the reduction tree adds their losses.
     """
     config, strategy, model = job.config, generation.strategy, generation.state.model
     assert model is not None

@@ -76,7 +76,6 @@ class GenerationInputs:
     restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None]
     """See `Checkpointer.restore`. Called if no rank holds a state."""
     on_forming: Callable[[ProcessGroup], None]
-    """Receives the process group as soon as it can be aborted."""
     on_formed: Callable[[], None]
 
 
@@ -94,16 +93,11 @@ class Generation:
     clip_grad_norm: float | None
     activity: Activity
     evaluation_feed: MicroBatchFeed | None = None
-    """The feed of the running evaluation."""
     is_closed: bool = False
-    """Whether this rank has left the generation."""
 
     @classmethod
     def open(cls, inputs: GenerationInputs, assignment: Assignment, attempt: int = 0) -> Generation:
-        """Forms the process group and brings all ranks to the same state. Every member calls it.
-
-        `attempt` is the number of failed attempts in a row.
-        """
+        """Forms the process group and brings all ranks to the same state. `attempt` counts failed attempts in a row."""
         job, state, feeds, step = inputs.job, inputs.state, inputs.feeds, assignment.first_step
         micro_batches = micro_batches_of(
             assignment.rank, num_micro_batches=job.config.num_micro_batches, world_size=assignment.world_size

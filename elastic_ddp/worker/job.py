@@ -1,4 +1,4 @@
-"""`Job`: the definition of a run, which the driver sends to every worker."""
+"""What the driver sends to a worker: `Job`, the definition of the run, and `WorkerContext`, the worker's identity."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from elastic_ddp.checkpoint.record import different_runs, identity_of
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.errors import CheckpointError
+from elastic_ddp.rendezvous.members import Member
 from elastic_ddp.storage.storage import Storage
 
 if TYPE_CHECKING:
@@ -25,6 +28,15 @@ COMMITS = "checkpoints"
 def has_commits(storage: Storage) -> bool:
     """Returns whether the run in this folder has commits, which other data or settings cannot continue."""
     return bool(storage.list(f"{COMMITS}/commits"))
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """The identity of a worker, its device, and all resources of its node, by Ray's names."""
+
+    member: Member
+    device: torch.device
+    node_resources: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)

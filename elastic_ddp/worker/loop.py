@@ -99,10 +99,7 @@ class Loop:
                 membership.peer_failed(failure, in_step=True)
 
     def _votes(self) -> dict[str, bool]:
-        """Returns this rank's votes for what to do after the current step.
-
-        A commit or a stop is rank 0's decision. Membership changes when all ranks vote for it.
-        """
+        """Returns this rank's votes. Rank 0 decides on a commit or a stop; membership changes when all ranks agree."""
         steps_done = self.state.position.step + 1
         reconfigure = self.membership.is_ready_to_change(steps_done)
         if self.state.is_sharded and self.checkpointer.schedule.in_backoff:
@@ -114,10 +111,7 @@ class Loop:
         return votes
 
     def _end_step(self, step: Step, *, more_steps: bool = True) -> str | None:
-        """Does what the ranks agreed on in a step that is done. Returns how a worker failed meanwhile, or None.
-
-        Membership changes only if another step may follow.
-        """
+        """Does what the ranks agreed on in a step that is done. Returns how a worker failed meanwhile, or None."""
         assert step.agreed is not None
         membership = self.membership
         # After a failure in an evaluation, this worker is in another generation, whose ranks vote again.
@@ -206,11 +200,7 @@ class Loop:
     def finish(self) -> dict[str, Any]:
         """Compares the weights of all ranks, makes the last commit, and returns the outcome for the summary.
 
-        Every rank calls it when the training function has returned.
-
-        Raises:
-            RestartTraining: the loop ended with a warm-up step, or with a step that is to be repeated.
-            ReplicasDifferError: ranks hold different weights.
+        Raises RestartTraining if the loop ended with a warm-up step, or with a step that is to be repeated.
         """
         membership = self.membership
         if self._warmup is not None:
@@ -232,10 +222,7 @@ class Loop:
         return {"weights_sha256": digests[0], **self.progress()}
 
     def _end_last_step(self) -> int | None:
-        """Ends a step that is still open, because the training function left the loop early.
-
-        Returns the index of a step that failed, which another generation may still do.
-        """
+        """Ends a step that the training function left the loop in. Returns its index if it is to be repeated."""
         membership, step, self._step = self.membership, self._step, None
         if step is None:
             return None
@@ -254,10 +241,7 @@ class Loop:
             return [digest.decode() for digest in generation.group.all_gather_bytes(weights.encode())]
 
     def _commit_final_state(self, generation: Generation) -> None:
-        """Commits the state, unless it is committed. No rank leaves before all know that it is. Collective.
-
-        A save that the storage fails is retried as often as `max_failed_saves` allows.
-        """
+        """Commits the state, unless it is committed, with up to `max_failed_saves` retries. Collective."""
         for retries_left in range(self.job.config.checkpoint.max_failed_saves, -1, -1):
             if self._is_durable(generation):
                 break

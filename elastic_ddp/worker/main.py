@@ -19,8 +19,7 @@ from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersFaile
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.telemetry.event import RUN_FAILED
-from elastic_ddp.worker.context import WorkerContext
-from elastic_ddp.worker.job import Job
+from elastic_ddp.worker.job import Job, WorkerContext
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run

@@ -83,8 +83,6 @@ class WorkerMembership:
 
     Attributes:
         generation: the current generation, or None.
-        account: how this worker spends its time in the generation.
-        activity: what this worker is doing, for the detection of hangs.
         holds_state: whether this worker has been in a generation, so that its state counts.
         tasks: the collective tasks outside of steps.
         failures: failures of steps and of these tasks.
@@ -118,7 +116,6 @@ class WorkerMembership:
         self._num_broken = 0  # generations of the same members in a row that failed to form
 
     def restart(self, state: TrainState) -> None:
-        """Prepares for another call of the training function in this process, with another state."""
         self._state, self._inputs = state, replace(self._inputs, state=state)
         self.tasks, self.holds_state, self._preparing_since = CollectiveTasks(), False, None
         self._has_restarted = True
@@ -128,11 +125,8 @@ class WorkerMembership:
     def join(self, *, task: str | None = None) -> None:
         """Joins the next generation that makes steps. If a peer fails while it forms, joins again.
 
-        `task` is the collective task outside of steps that this worker is in.
-
-        Raises:
-            RestartTraining: the next generation cannot use this worker's state.
-            WorkersFailedError: the generation failed to form too often, though no worker died.
+        `task` is the collective task that this worker is in. Raises RestartTraining if the next generation cannot use
+        this worker's state.
         """
         if not self.holds_state:
             # Closing a generation collects garbage, which takes 0.2 s unless imported modules are frozen.
@@ -195,15 +189,10 @@ class WorkerMembership:
         was_rank_0, self._was_rank_0 = self._was_rank_0, assignment.rank == 0
         self.holds_state = True
         if assignment.rank == 0:
-            step = self._state.position.step
-            self._client.record(
-                GenerationStarted(
-                    generation=assignment.generation,
-                    world_size=assignment.world_size,
-                    first_step=step,
-                    reason=RESUMED if assignment.reason == STARTED and step else assignment.reason,
-                )
-            )
+            number, world_size, step = assignment.generation, assignment.world_size, self._state.position.step
+            reason = RESUMED if assignment.reason == STARTED and step else assignment.reason
+            started = GenerationStarted(generation=number, world_size=world_size, first_step=step, reason=reason)
+            self._client.record(started)
             if not was_rank_0 and assignment.source is not None:
                 self._checkpointer.refresh_newest(step)
         return generation
@@ -217,11 +206,7 @@ class WorkerMembership:
     # Preparing.
 
     def warm_up(self) -> WarmupStep | None:
-        """Does what is slow the first time in a process, so that no rank waits for it.
-
-        Returns:
-            The step to warm up with, or None if no other worker trains or a warm-up is of no use.
-        """
+        """Does what is slow the first time in a process. Returns the step to warm up with, if that is of use."""
         self._checkpointer.warm_up(self._state)
         self._store.connect_with_retry(self._client.store_address)
         planned = self._client.plan_join()
@@ -263,11 +248,7 @@ class WorkerMembership:
     def run_collective(self, name: str, task: Callable[[Generation], Result]) -> Result:
         """Runs a task that all ranks do together outside of steps. If a peer fails, runs it again with the survivors.
 
-        No worker can join meanwhile. The task's result is a JSON value, identical on all ranks.
-
-        Raises:
-            TasksDifferError: a peer failed, and not all survivors do this task.
-            WorkersFailedError: it failed too often in a row, though no worker died.
+        The task returns a JSON value, identical on all ranks. Raises a TasksDifferError if not all survivors do it.
         """
         while True:
             step = self._state.position.step
@@ -297,10 +278,7 @@ class WorkerMembership:
             self._checkpointer.save(self._state, self.generation.group, account=self.account.seconds())
 
     def commit(self, *, may_fail: bool = False) -> None:
-        """Saves the state and waits. Every rank calls it; on rank 0 it returns when the commit is complete.
-
-        With `may_fail`, a failure of the storage is not raised. It then waits until the backoff is over.
-        """
+        """Saves the state and waits; see `Checkpointer.wait`. On rank 0 it returns when the commit is complete."""
         assert self.generation is not None
         self.save()
         with self.account.checkpoint(), self.activity.within(STORING, self._checkpointer.worked_s):
@@ -315,10 +293,7 @@ class WorkerMembership:
         self.leave(intact=False)
 
     def leave(self, *, intact: bool, reason: str | None = None) -> None:
-        """Leaves the generation, if there is one. If all members leave it now (`intact`), they meet in a barrier first.
-
-        If a member fails before the barrier, this is as after `peer_failed`.
-        """
+        """Leaves the generation, if there is one. If all members leave now (`intact`), they meet in a barrier first."""
         reason = reason or (RUN_ENDED if intact else PEER_FAILED)
         if self.generation is not None and intact:
             try:
@@ -335,14 +310,8 @@ class WorkerMembership:
             self._checkpointer.generation_ended(intact=intact)
             self._client.on_failure(None)
             if generation.group.rank == 0:
-                self._client.record(
-                    GenerationEnded(
-                        generation=generation.number,
-                        last_step=self._state.position.step,
-                        reason=reason,
-                        account=self.account.seconds(),
-                    )
-                )
+                number, step, account = generation.number, self._state.position.step, self.account.seconds()
+                self._client.record(GenerationEnded(generation=number, last_step=step, reason=reason, account=account))
             generation.close(intact=intact)
 
     def shut_down(self, *, save_within_s: float) -> None:

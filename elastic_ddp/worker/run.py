@@ -54,11 +54,10 @@ class Run:
     def prepare(self, thing: Prepared, *, shard: ShardBy | None = None) -> Prepared:
         """Adds a model, an optimizer, or a scheduler to the run.
 
-        Call it on every rank, in the same order, before `steps()`. `Step.optimize` steps what was prepared; commits
-        save and restore it. Restored values are in place from the first step on.
+        Call it on every rank, in the same order, before `steps()`. `Step.optimize` steps what was prepared. Commits
+        save and restore it; restored values are in place from the first step on.
 
-        With `strategy = "fsdp"`, `steps()` replaces the parameters by shards, also in the optimizer. Other references
-        to parameters that were taken before the loop are stale.
+        With FSDP, `steps()` replaces parameters by shards, also in the optimizer. References taken earlier are stale.
 
         Args:
             thing: a model, an optimizer of its parameters, or a scheduler of a prepared optimizer.
@@ -69,8 +68,7 @@ class Run:
             The model, moved to `device` and wrapped for DDP or FSDP; an optimizer or scheduler unchanged.
 
         Raises:
-            ConfigError: the run cannot train `thing`: a second model, an optimizer of other parameters, a scheduler of
-                an optimizer that was not prepared, an unsupported type, or no submodule matches `shard`.
+            ConfigError: the run cannot train `thing`, or no submodule matches `shard`.
         """
         if self._loop.has_begun:
             raise ConfigError("run.prepare was called inside run.steps(). Prepare everything before the loop.")
@@ -93,25 +91,21 @@ class Run:
                 "run.prepare got a second model. Prepare one torch.nn.Module that holds both and calls them in forward."
             )
         check_model(module)
-        is_replicated = self.config.strategy == "ddp"
         module.to(self.device)
         unshare_buffers(module)
-        self._state.model = PreparedModel(
-            module,
-            device=self.device,
-            bf16=self.config.precision == "bf16" and is_replicated,  # FSDP gathers parameters in bf16
-            is_unit=(lambda part: False)
-            if is_replicated
-            else unit_predicate(module, self.config.fsdp.shard_classes, shard),
-        )
+        config, device = self.config, self.device
+        if config.strategy == "ddp":
+            self._state.model = PreparedModel(module, device=device, bf16=config.precision == "bf16")
+        else:  # FSDP gathers parameters in bf16 itself
+            is_unit = unit_predicate(module, config.fsdp.shard_classes, shard)
+            self._state.model = PreparedModel(module, device=device, bf16=False, is_unit=is_unit)
         return self._state.model
 
     def load_weights(self, uri: str, *, step: int | None = None, strict: bool = True) -> None:
         """Starts the run from the model weights of another run, for fine-tuning.
 
-        Call it on every rank, after `prepare(model)` and before `steps()`. The weights are read when `steps()` begins,
-        and only at step 0: a run that has a commit of its own resumes from that. The optimizer and the position in the
-        data start afresh. The other run may still be training.
+        Call it on every rank, after `prepare(model)` and before `steps()`, which reads the weights. A run that has a
+        commit of its own resumes from that instead. Optimizer and data start afresh. The other run may be training.
 
         Args:
             uri: the other run's folder, `<storage>/<name>`; relative paths start at the worker's working directory.
@@ -120,9 +114,8 @@ class Run:
                 at least one name must match. Shapes must always match; dtypes are converted, and that is logged.
 
         Raises:
-            ConfigError: called before `prepare(model)` or inside the loop. Raised by `steps()` if there is no such
-                commit or it does not fit the model.
-            CheckpointError: raised by `steps()` if no commit is intact.
+            ConfigError: called too early or too late; from `steps()`: no such commit, or it does not fit the model.
+            CheckpointError: from `steps()`: no commit is intact.
         """
         if self._loop.has_begun:
             raise ConfigError("run.load_weights was called inside run.steps(). Call it before the loop.")
@@ -141,10 +134,6 @@ class Run:
         With FSDP, tensors computed from parameters are `DTensor`s. `state_dict()` must return them as
         `tensor.full_tensor()`, and `load_state_dict()` receives full tensors. Both run on every rank.
 
-        Args:
-            name: a name that no other registered object has.
-            thing: the object.
-
         Raises:
             ConfigError: called inside the loop, `thing` lacks one of the two methods, or the name is taken.
         """
@@ -162,11 +151,9 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """Yields the remaining steps of the run, from step 0 or from the newest commit.
 
-        Call it on every rank. Use each step in a `with` block, as in `Step`. If a worker fails during a step, the same
-        step is yielded again with the same samples.
-
-        A worker that joins a running training first receives a warm-up step, which computes gradients alone and ends
-        before the optimizer. It then receives the same step again.
+        Call it on every rank. Use each step in a `with` block. If a worker fails during a step, the same step is
+        yielded again with the same samples. A worker that joins a running training first receives a warm-up step, which
+        computes gradients alone and ends before the optimizer; then it receives the same step again.
 
         Raises:
             ConfigError: no model or no optimizer is prepared, or a step was not run.
@@ -212,18 +199,12 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the current generation. Before the first one, the expected rank, or 0.
-
-        For logging only: nothing that changes the weights may depend on it.
-        """
+        """This worker's rank now; before the first step the expected one, or 0. Weights must not depend on it."""
         return self._loop.rank
 
     @property
     def world_size(self) -> int:
-        """The number of workers in the current generation. Before the first one, the expected number, or 0.
-
-        For logging only: nothing that changes the weights may depend on it.
-        """
+        """The number of workers now; before the first step the expected one, or 0. Weights must not depend on it."""
         return self._loop.world_size
 
     @property

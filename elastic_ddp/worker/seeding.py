@@ -26,13 +26,9 @@ def _has_accelerator() -> bool:
 def seed_all(seed: int, *place: int | str) -> None:
     """Seeds torch (CPU and all devices), NumPy's global generator, and Python's, for one place in the run.
 
-    Random numbers anywhere in the training loop then depend only on the seed and the step.
-
-    Args:
-        seed: the run's seed.
-        *place: one of `("init",)` before the training function, `(step, "begin")` before a step, `(step, m)` before
-            its micro-batch m, `(step, "end")` after the last one, `(step, "optimize")` before the optimizer, and
-            `("evaluate", step, m)` before micro-batch m of an evaluation.
+    Places are `("init",)` before the training function, `(step, "begin")` before a step, `(step, m)` before its
+    micro-batch m, `(step, "end")` after the last one, `(step, "optimize")` before the optimizer, and
+    `("evaluate", step, m)` before micro-batch m of an evaluation.
     """
     value = derive_seed(seed, *place)
     if _has_accelerator():

@@ -25,11 +25,8 @@ class Step:
     """One optimizer step, yielded by `Run.steps`. Every rank runs it in the same way.
 
     If a worker fails during the block, the block ends without an error and the step is yielded again. Code after the
-    block then still runs. Put everything that belongs to the step into the block, for example updates of registered
-    state after `optimize`.
-
-    If a worker fails after `optimize` has begun to change the state, the training function starts again on this worker,
-    with the state of a peer or of the newest commit.
+    block still runs, so put everything that belongs to the step into the block. If `optimize` had begun to change the
+    state, the training function starts again on this worker, with the state of a peer or of the newest commit.
 
     Example:
         ```python
@@ -64,10 +61,8 @@ class Step:
         self.index = self._start.step
         self.epoch = epoch
         self.loss = math.nan
-        # What the ranks agreed on; set when the step is done.
-        self.agreed: Agreement | None = None
-        # How a worker failed in this step; the step is then repeated.
-        self.failure: str | None = None
+        self.agreed: Agreement | None = None  # set when the step is done
+        self.failure: str | None = None  # how a worker failed in this step, which is then repeated
 
     def __enter__(self) -> Step:
         self._is_in_block = True
@@ -104,10 +99,8 @@ class Step:
     def micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yields this rank's micro-batches: dicts of tensors on the run's device, of shape `(rows, ...)`.
 
-        Call it once in each step. A micro-batch has `micro_batch_size` rows, or fewer in the last step of an epoch.
-
-        The generators of torch, NumPy and Python are seeded before each micro-batch. Dropout, for example, is the same
-        at every world size.
+        Call it once in each step. A micro-batch has `micro_batch_size` rows, or fewer in the last step of an epoch. The
+        generators of torch, NumPy and Python are seeded before each, so dropout is the same at every world size.
 
         With FSDP, a rank with fewer micro-batches than others first receives copies of its first one. They take part
         in the collectives and do not count.
@@ -163,11 +156,8 @@ class Step:
     def backward(self, loss: torch.Tensor) -> None:
         """Computes the gradients of one micro-batch.
 
-        Call it exactly once for each batch of `micro_batches()`. The last call of a step reduces the gradients over all
-        ranks: parameters then hold the mean gradient of the global batch.
-
-        Args:
-            loss: the mean over the micro-batch's rows, a tensor with one element.
+        Call it once for each batch of `micro_batches()`, with the mean loss over its rows, a tensor with one element.
+        The last call of a step reduces the gradients over all ranks to the mean over the global batch.
 
         Raises:
             ConfigError: called without a current batch or twice for it, or `loss` is no single number.
@@ -185,16 +175,12 @@ class Step:
         generation, record = self.generation, self._records[micro_batch]
         is_last = micro_batch == generation.strategy.to_compute[-1] and not self._is_dummy
         self._activity.enter("reduction" if is_last else "backward")
-        value = to_host(loss.detach())
+        value, counts = to_host(loss.detach()), record.num_rows and not self._is_dummy
         if self._is_dummy:
             generation.strategy.dummy_backward(loss)
-            generation.buffers.end_micro_batch(micro_batch, None)
-            record.loss = value
-            return
-        generation.strategy.backward(loss, micro_batch)
-        generation.buffers.end_micro_batch(
-            micro_batch, generation.strategy.weight(micro_batch) if record.num_rows else None
-        )
+        else:
+            generation.strategy.backward(loss, micro_batch)
+        generation.buffers.end_micro_batch(micro_batch, generation.strategy.weight(micro_batch) if counts else None)
         record.loss = value
         if is_last:
             self._control.votes = {**self._votes(), "buffers_changed": generation.buffers.changed}
@@ -230,20 +216,16 @@ class Step:
     def log(self, **values: float | torch.Tensor) -> None:
         """Logs scalars by name; the ledger records them every `log_every_steps` steps.
 
-        Inside the loop over `micro_batches()`, values are averaged over the rows of the global batch. After it, they
-        must be identical on all ranks.
-
-        Args:
-            **values: numbers, or tensors with one element.
+        Values are numbers, or tensors with one element. Inside the loop over `micro_batches()`, they are averaged over
+        the rows of the global batch. After it, they must be identical on all ranks.
 
         Raises:
             ConfigError: a value is no single number.
         """
         for name, value in values.items():
-            if isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) != 1:
-                raise ConfigError(f"step.log got {name} of shape {tuple(value.shape)}. Log one number under a name.")
-            if not isinstance(value, torch.Tensor | float | int | np.number | np.ndarray):
-                raise ConfigError(f"step.log got {name}={value!r}. Log a number.")
+            is_number = isinstance(value, torch.Tensor | float | int | np.number | np.ndarray)
+            if not is_number or math.prod(np.shape(value)) != 1:
+                raise ConfigError(f"step.log got {name}={value!r} of shape {tuple(np.shape(value))}. Log one number.")
             number = value.detach() if isinstance(value, torch.Tensor) else value
             self._logged.setdefault(name, {})[self._current] = number  # type: ignore[assignment]
 
@@ -279,12 +261,8 @@ class Step:
         self._activity.enter("reduction")
         agreed = self._control.wait()
         if agreed.votes["buffers_changed"]:
-            generation.buffers.combine(
-                ranges=strategy.ranges,
-                num_leaves=strategy.num_leaves,
-                divisor=strategy.divisor,
-                group=generation.group,
-            )
+            ranges, num_leaves, divisor = strategy.ranges, strategy.num_leaves, strategy.divisor
+            generation.buffers.combine(ranges=ranges, num_leaves=num_leaves, divisor=divisor, group=generation.group)
         generation.group.synchronize()
         self._activity.enter("optimizer")
         state.is_changing = True
@@ -306,12 +284,10 @@ class Step:
 
 
 def dummy_batch(batch: MicroBatch, size: int) -> dict[str, torch.Tensor]:
-    """Returns rows for a forward that does not count: copies, because the training function may change them.
-
-    For a micro-batch without rows, repeats its padding row `size` times: BatchNorm, for example, refuses one row.
-    """
+    """Returns rows for a forward that does not count: copies, because the training function may change them."""
     if batch.num_rows:
         return {name: column.clone() for name, column in batch.rows.items()}
+    # The padding row, `size` times: BatchNorm, for example, refuses one row.
     return {name: column[:1].expand(size, *column.shape[1:]).clone() for name, column in batch.rows.items()}
 
 

@@ -92,7 +92,6 @@ class TrainState:
         return self.model.module
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adds an optimizer of the prepared model's parameters. Raises a ConfigError for any other."""
         if self.model is None:
             raise ConfigError(
                 "run.prepare got an optimizer before the model. Prepare the model first, then build the optimizer "
@@ -102,15 +101,13 @@ class TrainState:
         self.optimizers.append(optimizer)
 
     def add_scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Adds a scheduler of a prepared optimizer. Raises a ConfigError for any other."""
         check_scheduler(scheduler, self.optimizers, self.schedulers)
         self.schedulers.append(scheduler)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as one tree. Every rank calls it: registered objects may gather shards.
 
-        Raises:
-            ConfigError: on every rank: a restore could not reproduce how the state is sharded.
+        Raises a ConfigError on every rank if a restore could not reproduce how the state is sharded.
         """
         model = self.module.state_dict()
         optimizers = {str(index): optimizer.state_dict() for index, optimizer in enumerate(self.optimizers)}
@@ -127,12 +124,7 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a tree that `state_dict` returned.
-
-        Raises:
-            CheckpointError: it belongs to another model, optimizer, or set of registered objects, or is no state of a
-                run.
-        """
+        """Loads a tree that `state_dict` returned. Raises a CheckpointError if it is not a state of these objects."""
         expected: dict[str, Mapping[str, Any]] = {
             "optimizer": {str(index): optimizer for index, optimizer in enumerate(self.optimizers)},
             "scheduler": {str(index): scheduler for index, scheduler in enumerate(self.schedulers)},
@@ -178,14 +170,11 @@ class TrainState:
         self.position = position
 
     def _other_buffers(self, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns the non-persistent buffers, which are not in the model's state dict. Steps start from them, too."""
+        """Returns the non-persistent buffers. Steps start from them, too."""
         return {name: buffer for name, buffer in self.module.named_buffers() if name not in model}
 
     def weights_sha256(self) -> str:
-        """Returns the hash of parameters and then buffers, in the model's order.
-
-        Covers names, dtypes, shapes and bytes. Every rank calls it: sharded parameters are gathered one at a time.
-        """
+        """Returns the hash of all parameters and buffers. Every rank calls it: shards are gathered one at a time."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         return weights_sha256((name, gather_full(tensor)) for name, tensor in tensors)
 

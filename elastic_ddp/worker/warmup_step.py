@@ -25,26 +25,14 @@ class WarmupStep(Step):
 
     `Run.steps` yields it to a new worker before its first step. The forward and backward of one micro-batch compile
     what must be compiled and initialize the device. Model and optimizer do not change.
-
-    Args:
-        state: this worker's state.
-        batch: the micro-batch to compute. A real step computes it again.
-        planned: the expected place of this worker.
-        epoch: the epoch of the expected step.
-        seed: the run's seed.
     """
 
     def __init__(
         self, state: TrainState, batch: MicroBatch, *, planned: PlannedAssignment, epoch: int, seed: int
     ) -> None:
-        self._state, self._batch, self._seed = state, batch, seed
-        self._buffers = StepBuffers(state.module)
-        self.planned = planned
-        self.index = planned.step
-        self.epoch = epoch
-        self.loss = math.nan
-        self.agreed = None
-        self.failure = None
+        self._state, self._batch, self._seed, self._buffers = state, batch, seed, StepBuffers(state.module)
+        self.planned, self.index, self.epoch, self.loss = planned, planned.step, epoch, math.nan
+        self.agreed = self.failure = None
 
     def __enter__(self) -> Step:
         self._state.module.zero_grad(set_to_none=True)

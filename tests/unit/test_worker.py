@@ -18,8 +18,7 @@ from elastic_ddp.errors import StorageError, WorkersFailedError
 from elastic_ddp.rendezvous.members import Member
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker import main
-from elastic_ddp.worker.context import WorkerContext
-from elastic_ddp.worker.job import COMMITS
+from elastic_ddp.worker.job import COMMITS, WorkerContext
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.run import Run
 from tests.unit.inprocess_rendezvous import InProcessRendezvous
