@@ -22,8 +22,7 @@ from elastic_ddp.errors import PeerFailedError
 _CHUNKS_PER_PIPELINE = 100_000
 """A new pipeline starts after about this many chunks, because Ray Data keeps 1.2 KB for each block it has seen."""
 _RELEASE_TIMEOUT_S = 0.5
-_MAX_PIPELINE_FAILURES = 3
-"""Pipelines that may fail in a row without yielding a micro-batch."""
+_MAX_PIPELINE_FAILURES = 3  # in a row, without a micro-batch
 
 
 class MicroBatchFeed:

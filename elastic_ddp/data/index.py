@@ -35,11 +35,10 @@ class DatasetIndex:
 
     files: tuple[DataFile, ...]
     group_file: Int64Array
-    """The index in `files` of each row group's file, shape (row groups,)."""
+    """The index in `files` of each row group's file. This array and the next two have shape (row groups,)."""
     group_number: Int64Array
-    """Each row group's number in its file, shape (row groups,)."""
+    """Each row group's number in its file."""
     group_rows: Int64Array
-    """The number of rows of each row group, shape (row groups,)."""
     schema: pa.Schema
     """The columns to read, in the order of `data.columns`."""
 

@@ -17,8 +17,8 @@ from elastic_ddp.errors import DataError
 
 Arrays = dict[str, Array]
 Transform = Callable[[Arrays, np.random.Generator], Arrays]
-"""Maps the rows of a chunk to as many rows: one array of shape (rows, ...) for each column. Randomness must come from
-the generator, which is the same whenever and wherever a chunk of an epoch is transformed."""
+"""Maps the rows of a chunk to as many rows, one array of shape (rows, ...) for each column. Randomness must come from
+the generator, which is the same at every world size and after every resume."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +45,8 @@ class PrepareChunks:
         for row in range(block.num_rows):
             epoch, lane, number, ends_block = block["chunk"][row].as_py()
             row_ids = block["row_ids"][row].values.to_numpy()
-            columns = {
-                column.removeprefix(COLUMN_PREFIX): to_numpy(
-                    column.removeprefix(COLUMN_PREFIX), block[column][row].values
-                )
-                for column in block.column_names
-                if column.startswith(COLUMN_PREFIX)
-            }
+            names = [name.removeprefix(COLUMN_PREFIX) for name in block.column_names if name.startswith(COLUMN_PREFIX)]
+            columns = {name: to_numpy(name, block[COLUMN_PREFIX + name][row].values) for name in names}
             if self._transform is not None:
                 generator = transform_generator(self._seed, epoch, lane, number)
                 title = f"epoch {epoch}, lane {lane}, chunk {number}"

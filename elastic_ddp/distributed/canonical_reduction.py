@@ -53,15 +53,12 @@ class CanonicalReduction:
         self._position = {id(parameter): position for position, parameter in enumerate(self._parameters)}
         self._ranges = list(ranges)
         self._group = group
-        self._sums: dict[Node, list[torch.Tensor]] = {}
-        """For each subtree, one tensor for each parameter, or `_MOVED`."""
+        self._sums: dict[Node, list[torch.Tensor]] = {}  # of each subtree, a tensor or `_MOVED` for each parameter
         self._pending_gathers: list[Callable[[], None]] = []
         self._last_micro_batch: int | None = None
-        self._used: set[int] = set()
-        """Positions of the parameters that a folded micro-batch used."""
+        self._used: set[int] = set()  # positions of the parameters that a folded micro-batch used
         self._may_be_unused = may_be_unused
-        self._means: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-        """Each bucket's parameters and mean gradient, if parameters may be unused."""
+        self._means: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of each bucket, if parameters may be unused
 
     def begin(self, *, num_leaves: int, divisor: float) -> None:
         """Begins a step, in which micro-batches 0 to L-1 have rows and the sum is divided by d."""

@@ -41,8 +41,7 @@ class FSDPStrategy(Strategy):
 
     def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
         super().__init__(model, config, group)
-        self._gathered: dict[str, torch.nn.Parameter] = {}
-        """The trained parameters as the autograd graph contains them: gathered."""
+        self._gathered: dict[str, torch.nn.Parameter] = {}  # the trained ones as the autograd graph contains them
         self._mesh: DeviceMesh | None = None
         self._options = config.fsdp
         self._is_bf16 = config.precision == "bf16"
@@ -73,23 +72,17 @@ class FSDPStrategy(Strategy):
             # As torch does by default, parameters outside of all units stay gathered: the backward begins with them.
             reshard = self._options.reshard_after_forward and unit is not module
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-            unit.register_forward_pre_hook(self._record_gathered(unit, locations))
+            trained = [location for location in locations if location.unit is unit and location.name in self._trained]
+            unit.register_forward_pre_hook(partial(self._record_gathered, trained))
         self._trained = self._find_trained()
         # The user created the optimizers with the parameters that the shards replaced.
         sharded = dict(module.named_parameters())
         for optimizer in optimizers:
             _replace_parameters(optimizer, lambda parameter: sharded[names[id(parameter)]])
 
-    def _record_gathered(
-        self, unit: torch.nn.Module, locations: Sequence[ParameterLocation]
-    ) -> Callable[[torch.nn.Module, Any], None]:
-        """Returns a forward hook that records a unit's parameters after torch gathered them."""
-        trained = [location for location in locations if location.unit is unit and location.name in self._trained]
-
-        def record(unit: torch.nn.Module, inputs: Any) -> None:
-            self._gathered |= {location.name: location.parameter for location in trained}
-
-        return record
+    def _record_gathered(self, trained: Sequence[ParameterLocation], unit: torch.nn.Module, inputs: Any) -> None:
+        """A forward hook that records a unit's parameters after torch gathered them."""
+        self._gathered |= {location.name: location.parameter for location in trained}
 
     def layout(self, optimizers: Sequence[torch.optim.Optimizer]) -> Layout | None:
         tensors = {f"model.{name}": value for name, value in self._model.module.state_dict(keep_vars=True).items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -13,6 +13,11 @@ from elastic_ddp.errors import ConfigError
 
 ShardBy = type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] | Callable[[torch.nn.Module], bool]
 """Selects submodules: by a class, by several classes, or by a predicate."""
+
+
+def _of_module(name: str) -> Any:
+    """Returns a method that calls the method of the user's model."""
+    return lambda self, *args, **kwargs: getattr(self.module, name)(*args, **kwargs)
 
 
 class PreparedModel(torch.nn.Module):
@@ -65,17 +70,10 @@ class PreparedModel(torch.nn.Module):
         else:
             setattr(self.module, name, value)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.module.named_buffers(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(*args, **kwargs)
+    named_parameters = _of_module("named_parameters")
+    named_buffers = _of_module("named_buffers")
+    state_dict = _of_module("state_dict")
+    load_state_dict = _of_module("load_state_dict")
 
 
 def unit_predicate(

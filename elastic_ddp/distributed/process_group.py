@@ -168,7 +168,7 @@ class ProcessGroup:
         prefixed.wait(["complete"])
         torch_internals.restart_group_numbers()
         if has_nccl:
-            # By default torch ends the process when a collective fails. `abort` handles it instead.
+            # By default torch ends the process when a collective fails.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
@@ -221,8 +221,7 @@ class ProcessGroup:
         gc.collect()
 
     def barrier(self) -> None:
-        """Waits for every rank. Required before `close`: gloo sometimes aborts a peer when a group is destroyed right
-        after its last collective."""
+        """Waits for every rank. Required before `close`: gloo may abort a peer right after its last collective."""
         dist.barrier()
 
     def abort(self) -> None:
@@ -246,7 +245,6 @@ class ProcessGroup:
         return Message(dist.isend(tensor, rank, tag=tag), self._timeout)
 
     def begin_receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
-        """Starts to receive a tensor from a rank, which sends it with the same tag."""
         return Message(dist.irecv(tensor, rank, tag=tag), self._timeout)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:

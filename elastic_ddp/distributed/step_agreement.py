@@ -60,7 +60,7 @@ class Agreement:
     loss: float
     """The mean loss over the rows of the global batch, with the same bits at every world size."""
     row_digests: Sequence[bytes]
-    """The row digest of every micro-batch, in order. For an empty one it is the digest of no rows."""
+    """The row digest of every micro-batch, in order."""
 
 
 @dataclass
