@@ -90,7 +90,7 @@ class Membership:
         return None
 
     def mark_failed(self, member: str, how: str) -> None:
-        """Records that a member has failed, and with it the current generation if the member is in it."""
+        """Records that a member has failed, and its generation with it."""
         if member not in self._gone:
             self._gone[member] = how
             self._waiting.pop(member, None)
@@ -103,8 +103,7 @@ class Membership:
         self._waiting.pop(member, None)
 
     def prune(self, running: Iterable[str]) -> None:
-        """Deletes details of members whose processes are gone: once listed as running, and now neither listed nor
-        known. That they are gone stays known."""
+        """Deletes details of members once their processes are not listed as running any more."""
         self._supervised |= set(running)
         gone = self._supervised - {*running, *(member.id for member in self.known())}
         self._supervised -= gone
@@ -141,7 +140,7 @@ class Membership:
         """Ends the current generation inside a step if a leaving member is overdue. Returns whether it does now."""
         if self.current is None or self.failure is not None or self.current.handover_only:
             return False
-        running = {member for member in self._split()[1] if member not in self._waiting} - self._interrupted_for
+        running = {*self._split()[1]} - self._waiting.keys() - self._interrupted_for
         overdue = {member for member in running if self._is_overdue(member, now_s)}
         self._interrupted_for |= overdue
         self.failure = OVERDUE if overdue else None
@@ -170,7 +169,7 @@ class Membership:
         return self._is_healthy() and not any(member.id in self._waiting for member in self._alive())
 
     def _is_healthy(self) -> bool:
-        """Whether there is a generation without a failure, which not all members have left."""
+        """Whether there is a generation without a failure, and members in it."""
         return self.failure is None and bool(self._alive())
 
     def is_newcomer(self, member: str) -> bool:
@@ -237,15 +236,18 @@ class Membership:
         if not self._is_healthy():
             return {}
         chosen, handover_only = self._choose(self._expected_requests(now_s, joining), now_s)
-        ranks = {} if handover_only else {request.member.id: rank for rank, request in enumerate(by_node(chosen))}
-        return {member: (rank, len(ranks)) for member, rank in ranks.items()}
+        requests = [] if handover_only else by_node(chosen)
+        return {request.member.id: (rank, len(requests)) for rank, request in enumerate(requests)}
 
     # The next generation.
 
     def form(self, now_s: float) -> FormedGeneration | None:
         """Forms the next generation if possible. Dismisses members that are neither in it nor needed later."""
         if any(member.id not in self._waiting for member in self._alive()):
-            self._dismiss_surplus()
+            if self.wanted is not None:  # a resize may leave no room for newcomers
+                for request in self._newcomers()[max(0, self.limit - len(self._split()[0])) :]:
+                    if request.step is None:
+                        self._dismiss(request.member.id)
             return None
         if (formed := self._form_for_task(now_s)) is not None:
             return formed
@@ -271,14 +273,6 @@ class Membership:
             if member in self._leaving or is_surplus:
                 self._dismiss(member)  # all others wait for the place of a member that leaves
         return formed
-
-    def _dismiss_surplus(self) -> None:
-        """Dismisses newcomers for which a resize leaves no room."""
-        if self.wanted is not None:
-            room = max(0, self.limit - len(self._split()[0]))
-            for request in self._newcomers()[room:]:
-                if request.step is None:
-                    self._dismiss(request.member.id)
 
     def _form_for_task(self, now_s: float) -> FormedGeneration | None:
         """Forms the next generation if members of the last one are inside a collective task, which only they can
