@@ -13,7 +13,7 @@ from elastic_ddp.telemetry.progress import MovingRate
 E = TypeVar("E", bound=Event)
 
 COMPACT_EVERY = 10_000
-"""Number of delivered events after which the snapshot's file is rewritten without them."""
+"""Number of delivered events after which the snapshot is rewritten without them."""
 
 
 class EventLog:
@@ -94,8 +94,7 @@ class EventLog:
             newest = {name: event.to_json() for name, event in self._newest.items()}
             header = {"delivered": self._num_delivered, "newest": newest, "last_numbers": self._last_numbers}
             remaining = [_line(event, "", 0) for event in self._events]
-            outcome = [{"outcome": self.outcome}] if self.outcome is not None else []
-            self._snapshot.replace([header, *remaining, *outcome])
+            self._snapshot.replace([header, *remaining, {"outcome": self.outcome}])
         return list(self._events)
 
     def last(self, kind: type[E]) -> E | None:

@@ -159,8 +159,9 @@ class _Generation:
                 self.failed_at = at
 
     def _add_account(self, account: Account | None, step: int | None) -> None:
-        account = account or {}
-        phases: dict[str, float] = {phase: _positive(account[phase]) for phase in PHASES if phase in account}
+        phases: dict[str, float] = {
+            phase: _positive(account[phase]) for phase in PHASES if account and phase in account
+        }
         if phases and sum(phases.values()) >= self.accounted_s:
             self.account = phases
         if phases and step is not None:

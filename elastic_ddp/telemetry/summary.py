@@ -122,16 +122,12 @@ def _last_step(events: list[Event]) -> int | None:
 def _step_of(event: Event) -> int | None:
     """Returns the steps done at an event, or None if it does not hold them."""
     match event:
-        case SessionStarted():
-            return event.resumed_from_step
-        case Resumed() | StepsCompleted() | CommitSucceeded():
-            return event.step
-        case GenerationStarted():
-            return event.first_step
-        case GenerationEnded():
-            return event.last_step
-        case RunFinished():
-            return event.steps
+        case Resumed(step=step) | StepsCompleted(step=step) | CommitSucceeded(step=step):
+            return step
+        case GenerationStarted(first_step=step) | GenerationEnded(last_step=step):
+            return step
+        case SessionStarted(resumed_from_step=step) | RunFinished(steps=step):
+            return step
     return None
 
 
