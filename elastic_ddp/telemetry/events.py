@@ -128,7 +128,7 @@ class StepsCompleted(TrainingEvent, event="steps"):
     world_size: int | None = None
     """Number of workers."""
     metrics: Mapping[str, float] | None = None
-    """Values passed to `step.log` in the last step, by name, averaged over ranks."""
+    """Values passed to `step.log` in the last step, by name, averaged over the rows of the global batch."""
     account: Account | None = None
     """Rank 0's account of the generation so far."""
 

@@ -58,7 +58,7 @@ OF_RANK_0 = frozenset({"user"})
 SAVE_POLL_S = 0.05
 """How often a rank that waits for a save checks whether its generation broke."""
 _STOPS_WORKER = (PeerFailedError, DriverReplacedError, ReplicasDifferError)
-"""Errors that end this worker or the run. They are no failures of the save that found them."""
+"""Errors that end this worker or the run. They do not count as failed saves."""
 
 
 class Checkpointer:
@@ -118,7 +118,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the state holds something that cannot be saved.
-            PeerFailedError: the generation broke before the save before had ended.
+            PeerFailedError: the generation ended before the previous save.
         """
         assignment, step, request = group.assignment, state.position.step, self._client.commit_requested
         generation, address = assignment.generation, (assignment.store_host, assignment.store_port)
