@@ -285,7 +285,7 @@ def test_an_evaluation_that_fails_after_each_restart_of_a_sharded_run_ends_the_r
     assert steps == [0, 1, 2, 3, 4, 4, 4]
 
 
-def test_different_workers_that_die_in_a_step_before_an_evaluation_do_not_end_the_run(
+def test_different_workers_that_die_in_one_step_do_not_end_the_run(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluate_with(monkeypatch, lambda _: 0.1)

@@ -99,7 +99,7 @@ def test_every_rank_hears_the_same_as_a_single_process_would() -> None:
                 assert after["digests"] == alone.row_digests
 
 
-def test_digests_come_in_the_order_of_micro_batches_and_empty_ones_have_that_of_no_rows() -> None:
+def test_digests_are_in_micro_batch_order_and_empty_ones_equal_that_of_no_rows() -> None:
     digests = agree(range(7), SHORT, {}, LOSSES, 1).row_digests
     ids = [row_ids(m, rows) for m, rows in enumerate(SHORT)]
     assert digests == [hashlib.sha256(b"".join(struct.pack("<q", i) for i in each)).digest() for each in ids]
