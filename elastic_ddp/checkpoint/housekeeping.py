@@ -22,17 +22,19 @@ ORPHAN_AGE_S = 24 * 3600.0
 """An attempt without a manifest is removed after this long without a write: a worker writes an object in minutes."""
 _FAILING_S = 60.0
 """After removals have failed for this long, the storage is considered unavailable."""
+READ_AGAIN_S = 3600.0
+"""Time after which a commit that could not be read, or was bad, is read again."""
 
 
 class Housekeeping:
     """Removes what a run does not keep, commit after commit, for one saver."""
 
-    def __init__(self, retention: Retention) -> None:
-        self._retention = retention
+    def __init__(self, retention: Retention, clock: Callable[[], float] = time.monotonic) -> None:
+        self._retention, self._clock = retention, clock
         self._measured: dict[int, Measurement | None] = {}
         """The metric of complete commits, by step. Older manifests are read once: their number grows with the run."""
-        self._doubtful: set[int] = set()
-        """Steps whose commit could not be read, was bad, or belongs to another run. They stay."""
+        self._doubtful: dict[int, float] = {}
+        """Steps whose commit could not be read, was bad, or is another run's, and when that was seen. They stay."""
 
     def tidy(self, storage: Storage, newest: Commit, fence: Callable[[], None], is_current: Callable[[], bool]) -> None:
         """Removes what is not kept now that `newest` is complete. For the arguments see `CheckpointStore.complete`.
@@ -52,7 +54,7 @@ class Housekeeping:
             return
         steps = [step for step in committed_steps(sizes) if step <= newest.step]
         read = self._read(storage, newest, steps, sizes)
-        staying = kept(steps, self._measured, self._retention) | self._doubtful
+        staying = kept(steps, self._measured, self._retention) | self._doubtful.keys()
         going = plan_removals(sizes, uploads, staying, read, newest=newest.step)
         fence()  # reading manifests may have taken long
         if not is_current():
@@ -75,7 +77,9 @@ class Housekeeping:
         set_aside = {entry[0] for entry in map(parse_set_aside, sizes) if entry is not None}
         known, self._measured = self._measured, {}
         catalog, read = CommitCatalog(storage), list[Commit]()
-        self._doubtful.discard(newest.step)
+        self._doubtful.pop(newest.step, None)
+        now = self._clock()
+        self._doubtful = {step: at for step, at in self._doubtful.items() if now - at < READ_AGAIN_S}
         for step in steps:
             is_older = len(self._measured) >= self._retention.last
             if is_older and not self._retention.keeps_older:
@@ -91,7 +95,7 @@ class Housekeeping:
                 self._measured[step] = measurements(commit.record).get(self._retention.metric or "")
             elif isinstance(commit, Bad):
                 _log.warning("step %d and all attempts at it stay: %s", step, commit.error)
-                self._doubtful.add(step)
+                self._doubtful[step] = now
         if not read:
             raise StorageError(f"neither {newest.key} nor an earlier commit can be read")
         return read

@@ -171,8 +171,11 @@ class RendezvousClient:
 
     def _send(self, event: Event) -> None:
         """Sends an event with its number: Ray repeats the call if the rendezvous process dies."""
-        self._call(self._rendezvous.report, event, self._progress, self.member.id, self._num_sent + 1)
         self._num_sent += 1
+        try:
+            self._call(self._rendezvous.report, event, self._progress, self.member.id, self._num_sent)
+        except Exception:  # no caller waits for the result
+            _log.exception("the event %r was not sent to the rendezvous", event.event)
 
     def _call(self, method: Any, *arguments: Any) -> Any:
         """Calls the rendezvous until it succeeds: the disk of its node may be full for a while."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from elastic_ddp.distributed.process_group import is_peer_failure
-from elastic_ddp.errors import ConfigError, ReplicasDifferError, format_exception
+from elastic_ddp.errors import CheckpointError, ConfigError, ReplicasDifferError, format_exception
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STEP_REPEATS
@@ -246,6 +246,12 @@ class Loop:
             if self._is_durable(generation):
                 break
             self.membership.commit(may_fail=retries_left > 0)
+        else:
+            if not self._is_durable(generation):
+                raise CheckpointError(
+                    f"step {self.state.position.step} has no commit, although its save reported no error. Run the same "
+                    "command again: it resumes from the newest commit."
+                )
         with generation.activity.within("collective"):
             generation.group.barrier()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -62,6 +63,8 @@ class ConsecutiveFailures:
 
     def record(self, place: float, what: str, failure: str) -> None:
         """Counts a failure in `what`. Raises a WorkersFailedError at the limit."""
+        if math.ceil(place) < math.ceil(self._place):  # the run went back to a commit, and fails somewhere else
+            self.reset()
         self._count, self._place = self._count + 1, max(self._place, place)
         if self._count >= MAX_FAILURES_IN_A_ROW:
             raise WorkersFailedError(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention
+from elastic_ddp.checkpoint import CheckpointStore, Commit, Retention, housekeeping
 from elastic_ddp.checkpoint.housekeeping import ORPHAN_AGE_S
 from elastic_ddp.checkpoint.manifest import attempt_prefix, manifest_key
 from elastic_ddp.checkpoint.prune import removals
@@ -250,6 +250,23 @@ def test_an_unreadable_commit_stays_while_newer_ones_are_committed(tmp_path: Pat
     for step in (50, 60):
         save(store, step)
     assert steps_in(storage) == [30, 50, 60]
+
+
+def test_a_commit_that_could_not_be_read_is_read_again_after_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = SingleRankStore(Storage(tmp_path), keep=9)
+    for step in (20, 30):
+        save(before, step)
+    storage = UnreadableObject(str(tmp_path), manifest_key(30))
+    store = SingleRankStore(storage, keep=Retention(last=2))
+    save(store, 40)
+    monkeypatch.setattr(UnreadableObject, "read", Storage.read)
+    save(store, 50)
+    assert steps_in(storage) == [30, 40, 50]
+    monkeypatch.setattr(housekeeping, "READ_AGAIN_S", 0.0)
+    save(store, 60)
+    assert steps_in(storage) == [50, 60]
 
 
 def test_a_commit_of_another_run_at_the_same_step_is_set_aside(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CommitCatalog
 from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
+from elastic_ddp.errors import WorkersFailedError
 from elastic_ddp.rendezvous.client import RunStopped
 from elastic_ddp.worker.collective_tasks import Task
 from elastic_ddp.worker.generation import Generation
-from elastic_ddp.worker.membership import RestartTraining
+from elastic_ddp.worker.membership import ConsecutiveFailures, RestartTraining
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from tests.unit.commit_helpers import commits_in
@@ -308,3 +309,15 @@ def test_an_evaluation_after_a_torn_step_is_nan(new_run: NewRun) -> None:
                 assert run.position.step == 1
                 results.append(evaluate(run))
     assert len(results) == 1 and math.isnan(results[0])
+
+
+def test_failures_at_steps_after_an_earlier_one_start_a_new_count() -> None:
+    """The run goes back to a commit after each failure, and gets further each time."""
+    failures = ConsecutiveFailures()
+    for failed, repeated in ((100, range(50, 60)), (60, range(55, 70)), (50, range(50, 80)), (80, ())):
+        failures.record(failed, f"step {failed}", "a peer failed")
+        for step in repeated:
+            failures.record_success(step)
+    failures.record(79.5, "'evaluation'", "a peer failed")
+    with pytest.raises(WorkersFailedError, match="step 80 failed 3 times"):
+        failures.record(80, "step 80", "a peer failed")
