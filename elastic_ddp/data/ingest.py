@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_ddp.errors import DataError
+from elastic_ddp.storage.retry import RetryingStorage
 
 if TYPE_CHECKING:
     import ray.data
@@ -43,12 +44,13 @@ def materialize(
         if not any(key.endswith(".parquet") for key in storage.list(name)):
             raise DataError("the ray.data.Dataset has no rows. Pass one that has.")
         if old_folder is None:
-            storage.create(_MARKER, marker)
+            RetryingStorage(storage).create(_MARKER, marker)
         else:
             storage.write(_MARKER, marker)
-    except FileExistsError:  # another driver of this run wrote a copy first
-        storage.delete_tree(name)
-        return f"{storage.uri}/{_copy(storage)}"
+    except FileExistsError:  # another driver of this run wrote a copy first, or the answer to our own request was lost
+        if (copy := _copy(storage)) != name:
+            storage.delete_tree(name)
+        return f"{storage.uri}/{copy}"
     except BaseException:
         storage.delete_tree(name)
         raise
