@@ -232,7 +232,7 @@ def build_state(
             name: unflatten(skeletons[name], by_component.get(name, {}))
             for name in (skeletons if components is None else components)
         }
-    except (AttributeError, KeyError, MemoryError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{commit.prefix} is not a state: {format_exception(error)}") from error
     position = state.get(POSITION, {"step": commit.step})
     step = position.get("step") if isinstance(position, dict) else None
