@@ -1,4 +1,4 @@
-"""A driver process: its identity, and whether it is alive as far as this machine can see."""
+"""A driver process: its identity, and whether this machine can see that it is alive."""
 
 from __future__ import annotations
 

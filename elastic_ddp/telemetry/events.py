@@ -100,7 +100,7 @@ class GenerationEnded(TrainingEvent, event="generation_ended"):
     """Rank 0 has left the generation."""
 
     last_step: int
-    """Steps done by then."""
+    """Steps done at that time."""
     reason: str
     """Why the generation ended."""
     account: Account | None = None

@@ -128,7 +128,7 @@ class _Generation:
     starts_without_state: bool
     account: dict[str, float] = field(default_factory=dict)
     progress: list[tuple[float, int]] = field(default_factory=list)
-    """Useful seconds and steps done by then, for each account with a step."""
+    """Useful seconds and steps done, for each account with a step."""
     failed_at: float | None = None
     ended_by: str | None = None
     """Why it ended, if a member reported that."""

@@ -234,7 +234,7 @@ class WorkerMembership:
         return self._feeds.prepare(micro_batches, planned.step)
 
     def is_ready_to_change(self, steps_done: int) -> bool:
-        """Returns whether membership may change after the current step, as far as this worker is concerned."""
+        """Returns whether this worker is ready for a change of membership after the current step."""
         if not self._client.reconfigure_requested:
             self._preparing_since = None
             return self._client.disconnected  # it cannot receive the request, and must not block it
