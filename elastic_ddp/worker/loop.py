@@ -11,6 +11,7 @@ from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.errors import CheckpointError, ConfigError, ReplicasDifferError, format_exception
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STORING
+from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STEP_REPEATS
 from elastic_ddp.telemetry.events import EvaluationFinished, EvaluationStarted, FirstStep, StepsCompleted
 from elastic_ddp.worker.checkpointing import Checkpointer
@@ -18,7 +19,6 @@ from elastic_ddp.worker.collective_tasks import TasksDifferError
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.membership import RestartTraining, WorkerMembership
-from elastic_ddp.worker.seeding import seed_all
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from elastic_ddp.worker.warmup_step import WarmupStep

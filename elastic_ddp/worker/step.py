@@ -14,7 +14,7 @@ import torch
 from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord, digest_rows, to_host
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
-from elastic_ddp.worker.seeding import seed_all
+from elastic_ddp.seeding import seed_all
 
 if TYPE_CHECKING:
     from elastic_ddp.data.micro_batches import MicroBatch

@@ -11,7 +11,7 @@ import torch
 
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.process_group import is_missing_group
-from elastic_ddp.worker.seeding import seed_all
+from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.step import Step
 
 if TYPE_CHECKING:
