@@ -13,7 +13,7 @@ from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STEP_REPEATS
-from elastic_ddp.telemetry.events import EvaluationFinished, EvaluationStarted, FirstStep, StepsCompleted
+from elastic_ddp.telemetry.events import EvaluationFinished, EvaluationStarted, FirstStep, StepsCompleted, StepSkipped
 from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.collective_tasks import TasksDifferError
 from elastic_ddp.worker.generation import Generation
@@ -160,6 +160,9 @@ class Loop:
             self.client.progress(generation=generation.number, **progress)
             if first_step_s is not None:
                 self.client.record(FirstStep(generation=generation.number, seconds=first_step_s))
+            if step.skip_reason is not None:
+                number = generation.number
+                self.client.record(StepSkipped(generation=number, step=position.step, reason=step.skip_reason))
         if step.index % self.job.config.log_every_steps and position.step < self.job.total_steps:
             return {}
         with generation.activity.within("collective"):
