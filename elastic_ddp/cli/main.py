@@ -254,7 +254,6 @@ def _load_file(path: Path) -> ModuleType:
     """Imports a file as a module, which workers receive by value: they may not have the file."""
     name = path.stem if path.stem not in sys.modules else f"{path.stem} ({path})"
     sys.path.insert(0, str(path.parent))
-    sys.argv[0] = str(path)  # Ray adds the folder of the program to the path of the workers
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
@@ -40,6 +41,11 @@ DATA_IDENTITY = ("columns", "shuffle", "window_row_groups", "chunk_rows")
 
 _building: ContextVar[bool] = ContextVar("building", default=False)
 """Whether an outer settings object is being built, which then reports the errors of its parts."""
+
+
+def _as_text(value: Any) -> Any:
+    """Returns a path object as text."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _check_distinct(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -189,7 +195,7 @@ class RunConfig(_Settings):
 
     name: RunName
     """Name of the run. Starting the same name in the same storage resumes the run."""
-    storage: Annotated[str, AfterValidator(check_storage_uri)]
+    storage: Annotated[str, BeforeValidator(_as_text), AfterValidator(check_storage_uri)]
     """Where runs are stored: a local path, or an fsspec URI such as `s3://bucket/runs`. Every node must reach it. The
     store must be able to create an object only if it does not exist; the driver tests this at the start."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -222,11 +228,6 @@ class RunConfig(_Settings):
     Weights, gradients and optimizer state stay in fp32."""
     clip_grad_norm: PositiveFloat | None = None
     """Largest 2-norm of all gradients together; larger gradients are scaled down to it. Default: no clipping."""
-    on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
-    """What a step does if a loss or a gradient is NaN or infinite. `stop` ends the run with an error before anything
-    changes. `skip` leaves model, optimizers and schedulers unchanged and continues with the next step. `ignore` does
-    not check. Unless it is `ignore`, a run whose weights are NaN or infinite ends with an error and does not commit
-    them."""
     max_restarts: Annotated[int, Field(ge=-1, le=MAX_STEP)] = 100
     """Number of worker failures and failed starts before the run ends with an error; -1 for no limit. Not counted:
     workers that fail before their first step while others train, and workers on a drained node. Errors of the training

@@ -9,6 +9,11 @@ import fsspec
 from elastic_ddp.errors import ConfigError
 
 
+def mistyped_uri(path: str) -> str | None:
+    """Returns the URI that a path such as `s3:/bucket/runs` was meant to be; None for any other path."""
+    return path.replace(":/", "://", 1) if re.match(r"[a-z0-9]{2,}:/(?!/)", path) else None
+
+
 def check_storage_uri(storage: str) -> str:
     """Returns a storage address if its form is right.
 
@@ -20,10 +25,8 @@ def check_storage_uri(storage: str) -> str:
         raise ConfigError(
             f"storage={storage!r} names no folder or bucket; give a path or a URI such as s3://bucket/runs"
         )
-    if not separator and re.match(r"[a-z0-9]{2,}:/", storage):
-        raise ConfigError(
-            f"storage={storage!r} is neither a path nor a URI; did you mean {storage.replace(':/', '://')}?"
-        )
+    if (uri := mistyped_uri(storage)) is not None:
+        raise ConfigError(f"storage={storage!r} is neither a path nor a URI; did you mean {uri}?")
     known = {*fsspec.available_protocols(), *fsspec.registry} - {"http", "https"}
     if separator and protocol not in known:
         raise ConfigError(

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import merge_offset_ranges
 
+from elastic_ddp.config.storage_uri import mistyped_uri
 from elastic_ddp.errors import DataError, format_exception
 from elastic_ddp.storage.errors import suggest_fix
 
@@ -48,6 +49,8 @@ def filesystem_of(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
             f"data={uri!r} has pyarrow options after its path. Remove them, and set environment variables instead: "
             "AWS_ENDPOINT_URL and AWS_REGION for S3, or fsspec's configuration (FSSPEC_S3_...)."
         )
+    if (meant := mistyped_uri(uri)) is not None:
+        raise DataError(f"data={uri!r} is neither a path nor a URI; did you mean {meant}?")
     try:
         return fsspec.core.url_to_fs(uri)
     except (ValueError, ImportError, OSError) as error:

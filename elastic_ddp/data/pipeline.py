@@ -14,7 +14,8 @@ from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.data.source import BLOCK_BYTES, ChunkSource, read_chunks
 from elastic_ddp.data.transform import PrepareChunks, PreparedChunk, Transform, unpack
-from elastic_ddp.errors import DataError
+from elastic_ddp.errors import ConfigError, DataError
+from elastic_ddp.user_code import Shipped, ship
 
 _STORE_BYTES = 32 << 20
 """Limit on finished blocks that wait in the object store. A higher limit makes no feed faster."""
@@ -42,17 +43,19 @@ class ChunkPipeline:
 
         Raises:
             DataError: raised by a read or the transform.
+            ConfigError: the transform cannot be loaded on this node.
             ray.exceptions.RayError: a task's process failed.
         """
         try:
             for block in self._execution:
                 yield from unpack(block)
         except Exception as error:
-            cause = _data_error(error)
+            cause = _own_error(error)
             if cause is None:
                 raise
             message, _, _ = str(cause).partition("\nFailed to apply ")  # Ray appends advice on Ray Data
-            raise DataError(message.rstrip()) from error
+            kind = DataError if isinstance(cause, DataError) else ConfigError
+            raise kind(message.rstrip()) from error
 
     def stop_tasks(self) -> None:
         """Stops the tasks; the iteration ends after the blocks that are ready. Call it in the thread that iterates."""
@@ -85,7 +88,7 @@ def _dataset(index: DatasetIndex, plan: FeedPlan, transform: Transform | None, *
             ray_remote_args={"max_retries": 0},
             **remote,
         ).map_batches(
-            PrepareChunks(plan.seed, transform),
+            PrepareChunks(plan.seed, _shipped(transform)),
             batch_size=None,
             batch_format="pyarrow",
             compute=transforms,
@@ -104,13 +107,18 @@ def _dataset(index: DatasetIndex, plan: FeedPlan, transform: Transform | None, *
     return dataset
 
 
-def _data_error(error: BaseException | None) -> DataError | None:
-    """Returns the DataError that a task raised, without the ones with which Ray wraps it, or None."""
+def _shipped(transform: Transform | None) -> Transform | None:
+    """Returns the transform as the tasks receive it: `run.evaluate` gets one that the driver has not sent."""
+    return transform if transform is None or isinstance(transform, Shipped) else ship(transform, "transform")
+
+
+def _own_error(error: BaseException | None) -> DataError | ConfigError | None:
+    """Returns the error of ours that a task raised, without the ones with which Ray wraps it, or None."""
     seen: set[int] = set()
-    innermost = None
+    innermost: DataError | ConfigError | None = None
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        innermost = error if isinstance(error, DataError) else innermost
+        innermost = error if isinstance(error, DataError | ConfigError) else innermost
         error = getattr(error, "cause", None) or error.__cause__ or error.__context__
     return innermost
 

@@ -28,15 +28,20 @@ def check_functions(train: Any, transform: Any) -> None:
             f"transform is a {type(transform).__name__}. Pass a function that maps (rows, rng) to rows, where rows is "
             "a dict of NumPy arrays."
         )
-    try:
-        inspect.signature(train).bind(None)
-    except TypeError:
+    if not _takes(train, 1):
         raise ConfigError(
-            f"{train!r} cannot be called with one argument, the Run. Define it as `def train(run)`."
-        ) from None
-    except ValueError:  # some functions implemented in C have no signature
-        pass
-    for function in (train, transform):
+            f"{train!r} cannot be called with one argument, the Run. Define it as `def train(run)`, and bind further "
+            "arguments with functools.partial."
+        )
+    if transform is not None and not _takes(transform, 2):
+        raise ConfigError(
+            f"transform={transform!r} cannot be called with two arguments. Define it as `def transform(rows, rng)`, "
+            "and bind further arguments with functools.partial."
+        )
+    for name, function in (("train", train), ("transform", transform)):
+        if function is None:
+            continue
+        _check_is_plain(function, name)
         is_serializable, culprits = inspect_serializability(function, print_file=io.StringIO())
         if not is_serializable:
             objects = ", ".join(repr(culprit.obj) for culprit in culprits)
@@ -44,6 +49,28 @@ def check_functions(train: Any, transform: Any) -> None:
                 f"{function!r} cannot be sent to workers: it holds {objects}, which belongs to this process (a lock, "
                 "an open file, a connection). Create it inside the function."
             )
+
+
+def _takes(function: Any, num_arguments: int) -> bool:
+    """Whether a function can be called with so many positional arguments, as far as its own signature tells."""
+    try:
+        # Not the signature of the function that it wraps: a decorator may pass arguments of its own.
+        inspect.signature(function, follow_wrapped=False).bind(*[None] * num_arguments)
+    except TypeError:
+        return False
+    except ValueError:  # some functions implemented in C have no signature
+        pass
+    return True
+
+
+def _check_is_plain(function: Any, name: str) -> None:
+    """Raises ConfigError for generator and async functions: a call of them returns before their body has run."""
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(is_kind(code) for is_kind in kinds for code in (function, type(function).__call__)):
+        raise ConfigError(
+            f"{name}={function!r} is a generator or async function, and calling it does not run its code. Define it "
+            "with `def`, and without `yield`."
+        )
 
 
 def check_identity(storage: Storage, config: RunConfig, index: DatasetIndex, *, may_replace: bool) -> None:

@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from ray.train.torch import TorchConfig
 from elastic_ddp.errors import StorageError
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.members import Member
+from elastic_ddp.user_code import ship
 from elastic_ddp.worker.job import Job, WorkerContext
 from elastic_ddp.worker.main import work
 
@@ -28,7 +30,7 @@ _RAY_TRAIN_SETTINGS = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     # It reports preemptions to functions that ask Ray Train for them; our workers do not.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # Workers keep the driver's working directory, so that relative paths are the same in both.
+    # The working directory is the driver's: see `user_code`.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
 """Environment variables that Ray Train reads in the driver. Values that the user has set take precedence."""
@@ -49,6 +51,8 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
     `on_controller` is called with Ray Train's controller actor; killing it ends all workers.
     """
     config = job.config
+    transform = None if job.transform is None else ship(job.transform, "transform")
+    job = replace(job, train=ship(job.train, "train"), transform=transform)
     # The name is unique, so that Ray Train finds no state of an earlier session to resume from.
     session = f"session-{uuid.uuid4().hex[:8]}"
     filesystem, path = job.storage.at("ray_train").filesystem_and_path()

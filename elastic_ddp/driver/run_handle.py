@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 import ray
@@ -157,7 +159,7 @@ def live_runs() -> list[str]:
     return sorted(name.removeprefix(RENDEZVOUS_PREFIX) for name in names if name.startswith(RENDEZVOUS_PREFIX))
 
 
-def get_run(run: str) -> RunHandle:
+def get_run(run: str | PathLike[str]) -> RunHandle:
     """Returns a handle to a live run.
 
     Args:
@@ -167,6 +169,7 @@ def get_run(run: str) -> RunHandle:
     Raises:
         ConfigError: there is no cluster to connect to, or no live run of that name on it.
     """
+    run = os.fspath(run)
     name = run.rstrip("/").rpartition("/")[2]
     address = None
     if "/" in run:

@@ -34,6 +34,7 @@ from elastic_ddp.telemetry import new_session, read_ledger, summarize
 from elastic_ddp.worker.job import COMMITS, Job, has_commits
 
 if TYPE_CHECKING:
+    from elastic_ddp.data.files import Source
     from elastic_ddp.data.transform import Transform
     from elastic_ddp.worker.run import Run
 
@@ -85,7 +86,7 @@ class ElasticTrainer:
     def __init__(
         self,
         train: Callable[[Run], Any],
-        data: str | PathLike[str] | list[str] | ray.data.Dataset,
+        data: Source | ray.data.Dataset,
         config: RunConfig | Mapping[str, Any] | str | PathLike[str],
         *,
         transform: Transform | None = None,

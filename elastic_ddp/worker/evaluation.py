@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.data.feed import MicroBatchFeed
+from elastic_ddp.data.files import Source, entries_of
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
-from elastic_ddp.seeding import preserve_rng_state, seed_all
+from elastic_ddp.user_code import environment
 from elastic_ddp.worker.job import has_commits
+from elastic_ddp.worker.seeding import preserve_rng_state, seed_all
 from elastic_ddp.worker.step import dummy_batch
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ def evaluate(
     generation: Generation,
     job: Job,
     loss_fn: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor],
-    data: str | list[str],
+    data: Source,
     transform: Transform | None,
     device: torch.device,
 ) -> float:
@@ -77,11 +79,12 @@ def evaluate(
     return fold_to_root(leaves, len(leaves), lambda left, right: left + right) / index.num_rows
 
 
-def _share_index(generation: Generation, job: Job, data: str | list[str]) -> DatasetIndex:
+def _share_index(generation: Generation, job: Job, data: Source) -> DatasetIndex:
     """Rank 0 opens the index of the data set and sends it to all ranks."""
     generation.activity.enter("collective")
     encoded = None
     if generation.group.rank == 0:
+        data = [environment().resolve(entry) for entry in entries_of(data)]
         index = open_index(data, job.storage, job.config.data.columns, may_replace=lambda: not has_commits(job.storage))
         encoded = index.to_bytes()
     return DatasetIndex.from_bytes(generation.group.broadcast_bytes(encoded))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import traceback
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from typing import Any
 
 import ray
@@ -15,15 +16,16 @@ from elastic_ddp.config.capacity import check_cpus
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import is_missing_group, is_peer_failure
 from elastic_ddp.distributed.sockets import use_interface_of
-from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersFailedError, format_exception
+from elastic_ddp.errors import ConfigError, ElasticDDPError, TrainFunctionError, WorkersFailedError, format_exception
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
-from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.event import RUN_FAILED
+from elastic_ddp.user_code import environment
 from elastic_ddp.worker.job import Job, WorkerContext
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
+from elastic_ddp.worker.seeding import seed_all
 
 Outcome = dict[str, Any]
 """How the run ended, for the rendezvous."""
@@ -76,7 +78,11 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
         while True:
             seed_all(config.seed, "init")
             try:
-                job.train(Run(loop))
+                if isinstance(result := job.train(Run(loop)), Generator | Coroutine | AsyncGenerator):
+                    raise ConfigError(
+                        f"train returned a {type(result).__name__}, whose code has not run. Define the function and "
+                        "its decorators with `def`, and without `yield`."
+                    )
                 return {"status": "finished", **loop.finish()}, None
             except RestartTraining:
                 pass  # what follows is outside of this block: the traceback keeps what the function has built
@@ -103,7 +109,7 @@ def _end_of(error: BaseException, loop: Loop) -> tuple[Outcome | None, str | Non
         return None, f"Ray failed on this node: {format_exception(error)}"
     if isinstance(error, ElasticDDPError):
         return {"status": "failed", "kind": type(error).__name__, "error": str(error)}, None
-    text = "".join(traceback.format_exception(error)) + advice
+    text = "".join(traceback.format_exception(error)) + (advice or environment().advise(error))
     return {"status": "failed", "kind": TrainFunctionError.__name__, "error": text}, None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -11,6 +13,7 @@ from elastic_ddp.distributed.buffer_sync import unshare_buffers
 from elastic_ddp.distributed.prepared_model import PreparedModel, ShardBy, unit_predicate
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.user_code import environment
 from elastic_ddp.worker.evaluation import evaluate
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.loop import Loop
@@ -21,6 +24,7 @@ from elastic_ddp.worker.train_state import Position, Stateful
 
 if TYPE_CHECKING:
     from elastic_ddp.config.run_config import RunConfig
+    from elastic_ddp.data.files import Source
     from elastic_ddp.data.transform import Transform
 
 Prepared = TypeVar("Prepared")
@@ -101,14 +105,14 @@ class Run:
             self._state.model = PreparedModel(module, device=device, bf16=False, is_unit=is_unit)
         return self._state.model
 
-    def load_weights(self, uri: str, *, step: int | None = None, strict: bool = True) -> None:
+    def load_weights(self, uri: str | PathLike[str], *, step: int | None = None, strict: bool = True) -> None:
         """Starts the run from the model weights of another run, for fine-tuning.
 
         Call it on every rank, after `prepare(model)` and before `steps()`, which reads the weights. A run that has a
         commit of its own resumes from that instead. Optimizer and data start afresh. The other run may be training.
 
         Args:
-            uri: the other run's folder, `<storage>/<name>`; relative paths start at the worker's working directory.
+            uri: the other run's folder, `<storage>/<name>`; relative paths start at the driver's working directory.
             step: the step of the commit to read; by default the newest that is intact.
             strict: require the same parameter and buffer names. If false, names that only one model has are logged, and
                 at least one name must match. Shapes must always match; dtypes are converted, and that is logged.
@@ -121,7 +125,7 @@ class Run:
             raise ConfigError("run.load_weights was called inside run.steps(). Call it before the loop.")
         if self._state.model is None:
             raise ConfigError("run.load_weights was called before a model was prepared. Call run.prepare(model) first.")
-        weights = PretrainedWeights(Storage(uri).uri, step, strict)
+        weights = PretrainedWeights(Storage(environment().resolve(os.fspath(uri))).uri, step, strict)
         module, client = self._state.module, self._loop.client
         self._state.load_initial_weights = lambda group: weights.load(module, group, client.record, client.activity)
 
@@ -167,7 +171,7 @@ class Run:
     def evaluate(
         self,
         loss_fn: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor],
-        data: str | list[str],
+        data: Source,
         *,
         transform: Transform | None = None,
         name: str = "validation_loss",
@@ -180,7 +184,7 @@ class Run:
 
         Args:
             loss_fn: maps (model, batch) to the batch's mean loss, a scalar tensor.
-            data: Parquet files, as in `ElasticTrainer`.
+            data: Parquet files, as in `ElasticTrainer`. Relative paths start at the driver's working directory.
             transform: applied to the rows, as in `ElasticTrainer`; the training transform is not.
             name: the metric's name in the ledger, in `RunResult.metrics`, and for `checkpoint.best_metric`.
 

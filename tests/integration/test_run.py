@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -115,6 +117,48 @@ def test_an_evaluation_is_the_mean_over_all_rows_counted_once(folder: Path, calm
     with torch.no_grad():
         expected = float(jobs.loss_fn(model.eval(), held_out))
     assert calm.metrics["validation_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+OUR_TRAINING = """
+import torch
+from pathlib import Path
+import tests.integration.jobs as jobs
+
+def train(run):
+    model = run.prepare(jobs.Model())
+    run.load_weights("runs/calm")
+    run.prepare(torch.optim.SGD(model.parameters(), lr=float(Path("rate.txt").read_text())))
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(jobs.loss_fn(model, batch))
+            step.optimize()
+    run.evaluate(jobs.loss_fn, Path("held-out"))
+
+def transform(rows, rng):
+    return {**rows, "x": rows["x"] * float(Path("rate.txt").read_text())}
+"""
+
+
+def test_workers_have_the_modules_and_relative_paths_of_the_driver(
+    cluster: None, calm: ed.RunResult, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray was started in another folder, with another `sys.path`."""
+    (folder / "rate.txt").write_text("0.5")
+    (tmp_path / "our_training.py").write_text(OUR_TRAINING)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(tmp_path)
+    ours = importlib.import_module("our_training")
+    config = jobs.settings("runs", "relative", 1, steps=2) | {"storage": Path("runs")}
+    result = ed.ElasticTrainer(ours.train, Path("data"), config, transform=ours.transform).fit()
+    assert result.status == "finished" and result.uri == f"{folder}/runs/relative" and result.metrics
+
+    monkeypatch.setattr(ours.transform, "__module__", "nowhere")
+    monkeypatch.setitem(sys.modules, "nowhere", ours)
+    config |= {"name": "nowhere"}
+    with pytest.raises(ConfigError, match=r"^transform cannot be loaded on node .*'nowhere'.*runtime_env"):
+        ed.ElasticTrainer(ours.train, "data", config, transform=ours.transform).fit()
+    assert "cannot be loaded" in json.loads((folder / "runs/nowhere/summary.json").read_text())["error"]
 
 
 def test_the_summary_has_the_facts_of_the_run(calm: ed.RunResult) -> None:

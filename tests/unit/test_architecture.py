@@ -24,6 +24,7 @@ ORDER = [
     "driver",
     "worker",
     "data",
+    "user_code",
     "ray_internals",
     "rendezvous",
     "checkpoint",
@@ -34,12 +35,11 @@ ORDER = [
     "config",
     "torch_internals",
     "signals",
-    "seeding",
     "errors",
 ]
 """Top to bottom. A folder imports from those after it only; imports for type annotations count too."""
 
-MAY_IMPORT_RAY = {"cli", "driver", "worker", "data", "ray_internals", "rendezvous"}
+MAY_IMPORT_RAY = {"cli", "driver", "worker", "data", "user_code", "ray_internals", "rendezvous"}
 
 KNOWS_RAYS_INTERNALS = "elastic_ddp.ray_internals"
 """They change with every release of Ray, so one package has them all, and no other Ray than its own is shown to it."""

@@ -81,7 +81,7 @@ def test_a_removed_setting_is_refused_with_what_to_do_about_it() -> None:
         ({"data": {"shuffle": 1}}, "data.shuffle=1", "true or false"),
         ({"data": {"columns": ["x", 3]}}, "data.columns.1=3", "text in quotes"),
         ({"data": 3}, "data=3", "dictionary"),
-        ({"storage": Path("runs")}, f"storage={Path('runs')!r}", "text in quotes"),
+        ({"storage": b"runs"}, "storage=b'runs'", "text in quotes"),
         ({"resources_per_worker": {"CPU": "1"}}, "resources_per_worker.CPU='1'", "without quotes"),
         ({"checkpoint": {"interval": "daly"}}, "checkpoint.interval='daly'", "'auto'"),
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +27,74 @@ def takes_nothing() -> None: ...
 def takes_a_run(run: Any, often: int = 3) -> None: ...
 
 
+def yields(run: Any) -> Iterator[None]:
+    yield
+
+
+async def awaits(run: Any) -> None: ...
+
+
+async def yields_and_awaits(run: Any) -> AsyncIterator[None]:
+    yield
+
+
+class Job:
+    def __call__(self, run: Any) -> Iterator[None]:
+        yield
+
+    def train(self, run: Any) -> None: ...
+
+
+def with_settings(function: Any) -> Any:
+    """A decorator that passes an argument of its own."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        return function(*arguments, "settings")
+
+    return call
+
+
+@with_settings
+def takes_settings(run: Any, settings: str) -> None: ...
+
+
+def takes_rows(rows: Any) -> Any: ...
+
+
+def yields_rows(rows: Any, rng: Any) -> Iterator[Any]:
+    yield rows
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        Job().train,
+        functools.partial(Job.train, Job()),
+        lambda run: None,
+        takes_settings,
+        functools.partial(takes_a_run, often=2),
+    ],
+)
+def test_anything_that_takes_a_run_can_be_a_training_function(train: Any, tmp_path: Path) -> None:
+    settings = {"name": "a", "storage": tmp_path, "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
+    assert ElasticTrainer(train, "data", settings).config.storage == str(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("train", "transform", "message"),
     [
         ("train", None, r"'train' .*def train\(run\)"),
         (takes_nothing, None, r"takes_nothing .*def train\(run\)"),
+        (Job.train, None, r"Job\.train .*functools\.partial"),
         (takes_a_run, 3, "transform is a int"),
+        (takes_a_run, takes_rows, r"takes_rows .*two arguments.*def transform\(rows, rng\)"),
+        (takes_a_run, yields_rows, "transform=<function yields_rows .* generator or async function"),
+        (yields, None, "train=<function yields .* generator or async function.*without `yield`"),
+        (functools.partial(yields), None, "generator or async function"),
+        (Job(), None, r"train=<.*Job object .*generator or async function"),
+        (awaits, None, "generator or async function"),
+        (yields_and_awaits, None, "generator or async function"),
         (takes_a_run, None, "invalid configuration"),
     ],
 )

@@ -77,6 +77,13 @@ def test_a_collective_before_the_first_step_is_an_error_and_no_peer_failure(
     assert "Traceback" in outcome["error"]
 
 
+def test_a_training_function_whose_decorator_makes_it_a_generator_is_an_error(
+    outcome_of: Callable[[Train], dict[str, Any]],
+) -> None:
+    outcome = outcome_of(lambda run: (None for _ in ()))
+    assert outcome["kind"] == "ConfigError" and "returned a generator" in outcome["error"]
+
+
 def test_a_restart_of_the_training_function_frees_what_it_had_built(
     outcome_of: Callable[[Train], dict[str, Any]],
 ) -> None:

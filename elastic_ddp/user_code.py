@@ -1,0 +1,150 @@
+"""Sends the user's functions to other processes, which import modules and resolve relative paths as the driver does."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from elastic_ddp.errors import ConfigError, format_exception, shorten
+
+_FIX = (
+    "Put the code on a file system that all nodes share, install it on all nodes, or pass it to Ray before fit(): "
+    'ray.init(runtime_env={"working_dir": "."}), or "pip" or "py_modules" in the runtime_env.'
+)
+_PYTHONS_OWN = re.compile(r"(site|dist)-packages|python\d+\.zip$")
+"""Folders of `sys.path` that belong to an installation of Python, which every node has for itself."""
+
+
+@dataclass(frozen=True)
+class DriverEnvironment:
+    """What the user's code expects of a process: the driver's working directory and import path."""
+
+    working_directory: str
+    first: tuple[str, ...]
+    """Entries of `sys.path` before those of the Python installation, such as the script's folder."""
+    last: tuple[str, ...]
+    """Entries after those."""
+
+    @classmethod
+    def capture(cls) -> DriverEnvironment:
+        """Returns the environment of this process."""
+        stdlib = os.path.abspath(sysconfig.get_path("stdlib"))
+        paths = [os.path.abspath(path) for path in sys.path]
+        begin = paths.index(stdlib) if stdlib in paths else len(paths)
+        is_users = [not (_PYTHONS_OWN.search(path) or path.startswith(stdlib)) for path in paths]
+        first, last = (
+            tuple(dict.fromkeys(itertools.compress(paths[part], is_users[part])))
+            for part in (slice(begin), slice(begin, None))
+        )
+        return cls(working_directory=os.getcwd(), first=first, last=last)
+
+    def enter(self) -> None:
+        """Extends `sys.path`, and changes the working directory, by what exists on this node.
+
+        If the `runtime_env` has a `working_dir`, Ray has set the working directory. It stays, and its modules come
+        first.
+        """
+        global _entered
+        if _entered == self:
+            return
+        _entered = self
+        first, last = ([path for path in paths if os.path.exists(path)] for paths in (self.first, self.last))
+        is_rays = ray.is_initialized() and bool(ray.get_runtime_context().runtime_env.get("working_dir"))
+        sys.path[:] = dict.fromkeys([*([] if is_rays else first), *sys.path, *first, *last])
+        importlib.invalidate_caches()
+        if not is_rays and os.access(self.working_directory, os.X_OK):
+            os.chdir(self.working_directory)
+
+    def resolve(self, path: str) -> str:
+        """Returns a path or URI, relative paths as absolute ones: they start at the driver's working directory."""
+        protocol, separator, rest = path.rpartition("://")
+        if (separator and protocol not in ("file", "local")) or rest.startswith("~") or "::" in path:
+            return path
+        return f"{protocol}{separator}{os.path.join(self.working_directory, rest)}"
+
+    def advise(self, error: BaseException) -> str:
+        """Returns a sentence about an error of the user's code that a difference to the driver explains, or ""."""
+        node = ray.util.get_node_ip_address() if ray.is_initialized() else "this node"
+        if isinstance(error, ModuleNotFoundError):
+            return f"{node} has no module {error.name!r}. {_FIX}"
+        path = error.filename if isinstance(error, FileNotFoundError) else None
+        here = os.getcwd()
+        if not isinstance(path, str) or os.path.isabs(path) or here == self.working_directory:
+            return ""
+        return (
+            f"The relative path {path!r} starts at {here} on {node}, and not at the driver's working directory "
+            f"{self.working_directory}, which is missing there or replaced by Ray's working_dir. Use an absolute path "
+            "that all nodes can read."
+        )
+
+
+_entered: DriverEnvironment | None = None
+"""The environment that this process has taken over from the driver."""
+
+
+def environment() -> DriverEnvironment:
+    """Returns the driver's environment: the one that this process has entered, or its own."""
+    return _entered or DriverEnvironment.capture()
+
+
+class Shipped:
+    """A function of the user, or another value, that a process loads once it has entered the driver's environment.
+
+    Calling it loads and calls the function.
+    """
+
+    def __init__(self, reference: ray.ObjectRef[Any], name: str, driver: DriverEnvironment) -> None:
+        self._reference, self._name, self._driver = reference, name, driver
+        self._loaded: Any = None
+
+    def load(self) -> Any:
+        """Returns the value. Raises ConfigError if this node cannot import what it needs."""
+        if self._loaded is None:
+            self._driver.enter()
+            try:
+                with _silenced("ray._private.serialization"):  # it logs the traceback, too
+                    self._loaded = ray.get(self._reference)
+            except ray.exceptions.RaySystemError as error:
+                raise self._explain(error.client_exc) from error
+        return self._loaded
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.load()(*arguments)
+
+    def __reduce__(self) -> tuple[type[Shipped], tuple[Any, ...]]:
+        return Shipped, (self._reference, self._name, self._driver)
+
+    def _explain(self, cause: BaseException) -> ConfigError:
+        missing = [path for path in (*self._driver.first, *self._driver.last) if not os.path.exists(path)]
+        where = f" Of the driver's sys.path, it lacks {shorten(missing, 3)}." if missing else ""
+        node = ray.util.get_node_ip_address()
+        return ConfigError(f"{self._name} cannot be loaded on node {node}: {format_exception(cause)}.{where} {_FIX}")
+
+
+def ship(value: Any, name: str) -> Shipped:
+    """Sends a value to Ray's object store, from which all processes of this Ray job can load it.
+
+    Keep the result while others may load it. `name` is the argument that the user passed the value as.
+    """
+    return Shipped(ray.put(value), name, environment())
+
+
+@contextmanager
+def _silenced(logger: str) -> Iterator[None]:
+    log = logging.getLogger(logger)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

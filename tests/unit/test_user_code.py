@@ -1,0 +1,123 @@
+"""What the user's functions find in other processes: the driver's modules, working directory and relative paths."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from elastic_ddp import user_code
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.user_code import DriverEnvironment, ship
+
+
+@pytest.fixture(autouse=True)
+def _own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test has an import path and a working directory of its own."""
+    monkeypatch.setattr(user_code, "_entered", None)
+    monkeypatch.setattr(sys, "path", list(dict.fromkeys(sys.path)))
+    before = os.getcwd()
+    yield
+    os.chdir(before)
+
+
+def driver_in(folder: Path, first: tuple[Path, ...] = (), last: tuple[Path, ...] = ()) -> DriverEnvironment:
+    return DriverEnvironment(str(folder), tuple(map(str, first)), tuple(map(str, last)))
+
+
+def test_the_script_s_folders_are_sent_and_those_of_python_are_not(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path[:] = ['', 'lib', *sys.path[1:], '/opt/other/lib/python3.12/site-packages', '../late']\n"
+        "from elastic_ddp.user_code import DriverEnvironment\n"
+        "driver = DriverEnvironment.capture(); print(driver.first[:2]); print(driver.last[-1:])\n"
+        "print([path for path in driver.first + driver.last if 'python3' in path])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(user_code.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    first, last = (str(tmp_path), f"{tmp_path}/lib"), (f"{tmp_path.parent}/late",)
+    assert done.stdout.splitlines() == [repr(first), repr(last), "[]"], done.stderr
+
+
+def test_a_worker_searches_the_driver_s_folders_that_exist_on_its_node(tmp_path: Path) -> None:
+    for name in ("script", "lib", "late"):
+        (tmp_path / name).mkdir()
+    own = list(sys.path)
+    driver_in(
+        tmp_path, (tmp_path / "lib", tmp_path / "missing", tmp_path / "script"), (Path(own[-1]), tmp_path / "late")
+    ).enter()
+    assert sys.path == [f"{tmp_path}/lib", f"{tmp_path}/script", *own, f"{tmp_path}/late"]
+    assert Path.cwd() == tmp_path
+
+
+def test_a_worker_keeps_its_folder_if_the_node_lacks_the_driver_s(tmp_path: Path) -> None:
+    before = os.getcwd()
+    driver = driver_in(tmp_path / "missing")
+    driver.enter()
+    assert os.getcwd() == before
+    with pytest.raises(FileNotFoundError) as caught:
+        Path("labels.txt").read_text()
+    advice = driver.advise(caught.value)
+    assert f"'labels.txt' starts at {before}" in advice and f"{tmp_path}/missing" in advice
+    with pytest.raises(FileNotFoundError) as caught:
+        Path("/labels.txt").read_text()
+    assert driver.advise(caught.value) == ""
+
+
+def test_a_worker_keeps_the_folder_and_modules_that_ray_s_working_dir_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Context:
+        runtime_env = {"working_dir": "gcs://package.zip"}  # noqa: RUF012
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    before, own = os.getcwd(), list(sys.path)
+    driver_in(tmp_path, (tmp_path,)).enter()
+    assert (os.getcwd(), sys.path) == (before, [*own, str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("path", "resolved"),
+    [
+        ("data/valid", "/project/data/valid"),
+        ("../valid/*.parquet", "/project/../valid/*.parquet"),
+        ("file://data/valid", "file:///project/data/valid"),
+        ("local://valid", "local:///project/valid"),
+        ("/data", "/data"),
+        ("file:///data", "file:///data"),
+        ("~/data", "~/data"),
+        ("s3://bucket/data", "s3://bucket/data"),
+        ("simplecache::s3://bucket/data", "simplecache::s3://bucket/data"),
+    ],
+)
+def test_relative_paths_start_at_the_driver_s_working_directory(path: str, resolved: str) -> None:
+    assert driver_in(Path("/project")).resolve(path) == resolved
+
+
+def test_a_function_that_a_node_cannot_import_is_one_sentence_with_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def get(_: Any) -> None:
+        logging.getLogger("ray._private.serialization").error("a traceback")
+        raise ray.exceptions.RaySystemError(ModuleNotFoundError("No module named 'our_training'"), "a traceback")
+
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.3")
+    monkeypatch.setattr(user_code, "environment", lambda: driver_in(tmp_path, (tmp_path / "lib",)))
+    message = rf"^train cannot be loaded on node 10\.0\.0\.3: .*'our_training'.* lacks {tmp_path}/lib\. .*runtime_env"
+    with pytest.raises(ConfigError, match=message):
+        ship(print, "train").load()
+    assert not caplog.records
+
+
+def test_a_module_that_a_node_lacks_is_named_with_the_fix() -> None:
+    advice = driver_in(Path.cwd()).advise(ModuleNotFoundError("No module named 'sentencepiece'", name="sentencepiece"))
+    assert "has no module 'sentencepiece'" in advice and "runtime_env" in advice
