@@ -31,6 +31,10 @@ class TrainFunctionError(ElasticDDPError):
     """The training function raised, or all workers hung in it; fix it, or raise `hang_timeout_s` if a step is slow."""
 
 
+class NonFiniteError(ElasticDDPError):
+    """A loss, a gradient or a weight is NaN or infinite; the newest commit is from before that. See `on_nonfinite`."""
+
+
 class WorkersFailedError(ElasticDDPError):
     """Workers failed more often than `max_restarts` allows, or could not start; see the failures that it lists."""
 

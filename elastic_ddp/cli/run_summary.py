@@ -40,7 +40,9 @@ def _facts(summary: Mapping[str, Any]) -> Table:
     loss, workers = summary["loss"], {"failed": summary["workers_lost"], "drained": summary["workers_drained"]}
     rows = {
         "error": summary["error"],
-        "steps": _number(summary["steps"]) + (f" of {total:,}" if total not in (None, summary["steps"]) else ""),
+        "steps": _number(summary["steps"])
+        + (f" of {total:,}" if total not in (None, summary["steps"]) else "")
+        + (f", {skipped:,} skipped" if (skipped := summary.get("skipped_steps")) else ""),
         "epochs": _number(summary["epochs"]),
         "samples": _number(summary["samples"]) + (f"  ({rate:,.0f} samples/s)" if rate else ""),
         "time": timedelta(seconds=round(summary["wall_seconds"])),

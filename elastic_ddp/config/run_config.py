@@ -228,6 +228,11 @@ class RunConfig(_Settings):
     Weights, gradients and optimizer state stay in fp32."""
     clip_grad_norm: PositiveFloat | None = None
     """Largest 2-norm of all gradients together; larger gradients are scaled down to it. Default: no clipping."""
+    on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
+    """What a step does if a loss or a gradient is NaN or infinite. `stop` ends the run with an error before anything
+    changes. `skip` leaves model, optimizers and schedulers unchanged and continues with the next step. `ignore` does
+    not check. Unless it is `ignore`, a run whose weights are NaN or infinite ends with an error and does not commit
+    them."""
     max_restarts: Annotated[int, Field(ge=-1, le=MAX_STEP)] = 100
     """Number of worker failures and failed starts before the run ends with an error; -1 for no limit. Not counted:
     workers that fail before their first step while others train, and workers on a drained node. Errors of the training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ from elastic_ddp.data.columns import Array, to_numpy
 from elastic_ddp.data.order import Int64Array, transform_generator
 from elastic_ddp.data.source import COLUMN_PREFIX, BlockFiller, as_binary
 from elastic_ddp.errors import ConfigError, DataError
+from elastic_ddp.seeding import seed_all
 from elastic_ddp.user_code import environment
 
 Arrays = dict[str, Array]
 Transform = Callable[[Arrays, np.random.Generator], Arrays]
-"""Maps the rows of a chunk to as many rows, one array of shape (rows, ...) for each column. Randomness must come from
-the generator, which is the same at every world size and after every resume."""
+"""Maps the rows of a chunk to as many rows, one array of shape (rows, ...) for each column.
+
+The generator and the global generators of torch, NumPy and Python are seeded for the chunk, so that their numbers are
+the same at every world size and after every resume."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,26 +53,35 @@ class PrepareChunks:
             names = [name.removeprefix(COLUMN_PREFIX) for name in block.column_names if name.startswith(COLUMN_PREFIX)]
             columns = {name: to_numpy(name, block[COLUMN_PREFIX + name][row].values) for name in names}
             if self._transform is not None:
-                generator = transform_generator(self._seed, epoch, lane, number)
-                title = f"epoch {epoch}, lane {lane}, chunk {number}"
-                columns = _apply(self._transform, columns, generator, len(row_ids), title)
+                columns = self._apply(self._transform, columns, (epoch, lane, number), len(row_ids))
             _check_tensors(columns, transformed=self._transform is not None)
             header = [epoch, lane, number, {name: [array.dtype.str, array.shape] for name, array in columns.items()}]
             packed = {"header": pa.array([json.dumps(header)]), "row_ids": as_binary(row_ids)}
             packed |= {COLUMN_PREFIX + name: as_binary(array) for name, array in columns.items()}
             yield self._filler.pad(pa.table(packed), ends_block=bool(ends_block))
 
+    def _apply(self, transform: Transform, rows: Arrays, chunk: tuple[int, int, int], num_rows: int) -> Arrays:
+        had_torch = "torch" in sys.modules
+        writable = {name: np.array(values) for name, values in rows.items()}
+        generator = transform_generator(self._seed, *chunk)
+        seed_all(self._seed, "transform", *chunk)
+        title = "epoch {}, lane {}, chunk {}".format(*chunk)
+        try:
+            result = transform(writable, generator)
+        except ConfigError:  # it cannot be loaded
+            raise
+        except Exception as error:
+            advice = environment().advise(error)
+            text = f"the transform raised {error!r} in {title}:\n{traceback.format_exc().rstrip()}\n{advice}"
+            raise DataError(text.rstrip()) from error
+        if not had_torch and "torch" in sys.modules:  # the call imported torch, whose generator was not seeded then
+            return self._apply(transform, rows, chunk, num_rows)
+        _check_result(result, num_rows, title)
+        return result
 
-def _apply(transform: Transform, rows: Arrays, generator: np.random.Generator, num_rows: int, title: str) -> Arrays:
-    writable = {name: np.array(values) for name, values in rows.items()}
-    try:
-        result = transform(writable, generator)
-    except ConfigError:  # it cannot be loaded
-        raise
-    except Exception as error:
-        advice = environment().advise(error)
-        text = f"the transform raised {error!r} in {title}:\n{traceback.format_exc().rstrip()}\n{advice}"
-        raise DataError(text.rstrip()) from error
+
+def _check_result(result: object, num_rows: int, title: str) -> None:
+    """Raises a DataError if a transform returned something else than a dict of arrays with a row for each row."""
     if not isinstance(result, dict) or not result:
         raise DataError(
             f"the transform returned {'an empty dict' if result == {} else type(result).__name__}. Return a dict of "
@@ -85,7 +98,6 @@ def _apply(transform: Transform, rows: Arrays, generator: np.random.Generator, n
                 f"the transform got {num_rows} rows and returned {len(values)} for {name!r} in {title}. Return every "
                 "row once. Drop rows when the data set is written, or mark them with a column of weights."
             )
-    return result
 
 
 def check_columns(schema: pa.Schema) -> None:

@@ -25,7 +25,7 @@ from elastic_ddp.distributed.fsdp_units import ParameterLocation, check_shardabl
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.strategy import Strategy, unused_parameters_error
-from elastic_ddp.tensors.state_tree import Layout, gather_full
+from elastic_ddp.tensors.state_tree import Layout
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 FP32 = MixedPrecisionPolicy()
@@ -155,9 +155,6 @@ class FSDPStrategy(Strategy):
             unused := [name for name in self._trained if self._gathered.get(name) not in leaves]
         ):
             raise unused_parameters_error(unused, _USE_IN_ALL)
-
-    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        return gather_full(super().clip_grad_norm(max_norm))
 
     def close(self) -> None:
         """Releases the process group. The shards remain but cannot be gathered any more."""

@@ -59,6 +59,8 @@ class Agreement:
     """The number of ranks that voted for each name in `VOTES`."""
     loss: float
     """The mean loss over the rows of the global batch, with the same bits at every world size."""
+    losses: Sequence[float]
+    """The loss of every micro-batch with rows, in order."""
     row_digests: Sequence[bytes]
     """The row digest of every micro-batch, in order."""
 
@@ -99,6 +101,7 @@ class ControlExchange:
         return Agreement(
             votes={name: int(vector[position]) for position, name in enumerate(VOTES)},
             loss=fold_to_root(weighted, num_leaves, lambda left, right: left + right) / int(self.rows.sum()),
+            losses=losses[:num_leaves].tolist(),
             row_digests=[slots[m, 1:].tobytes() if m < num_leaves else _NO_ROWS for m in range(len(slots))],
         )
 

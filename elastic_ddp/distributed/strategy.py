@@ -13,7 +13,7 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
 from elastic_ddp.errors import ConfigError, shorten
-from elastic_ddp.tensors.state_tree import Layout
+from elastic_ddp.tensors.state_tree import Layout, gather_full
 
 if TYPE_CHECKING:
     from elastic_ddp.distributed.prepared_model import PreparedModel
@@ -109,9 +109,23 @@ class Strategy(ABC):
     def reshard(self) -> None:  # noqa: B027
         """Frees parameters that a forward without a backward gathered. Call it before using parameters elsewhere."""
 
-    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Clips the gradients to a total 2-norm. Collective. Returns the norm before clipping, equal on all ranks."""
-        return torch.nn.utils.clip_grad_norm_(self._model.module.parameters(), max_norm)
+    def gradient_norm(self) -> torch.Tensor:
+        """Returns the total 2-norm of the gradients, equal on all ranks. Collective with FSDP."""
+        gradients = [gradient for _, gradient in self._gradients()]
+        return gather_full(torch.nn.utils.get_total_norm(gradients))
+
+    def clip_gradients(self, max_norm: float, norm: torch.Tensor) -> None:
+        """Scales the gradients, whose total 2-norm is `norm`, to a norm of at most `max_norm`."""
+        torch.nn.utils.clip_grads_with_norm_(self._model.module.parameters(), max_norm, norm)
+
+    def nonfinite_gradients(self) -> list[str]:
+        """Returns the names of parameters whose gradient has a NaN or an infinity. Collective with FSDP."""
+        is_finite = {name: gather_full(gradient.isfinite().all()) for name, gradient in self._gradients()}
+        return [name for name, finite in is_finite.items() if not finite]
+
+    def _gradients(self) -> list[tuple[str, torch.Tensor]]:
+        parameters = self._model.module.named_parameters()
+        return [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
 
     @abstractmethod
     def close(self) -> None:

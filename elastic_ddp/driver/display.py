@@ -83,6 +83,8 @@ def describe_event(event: Event) -> str | None:
             return f"[step {event.step}] commit skipped: the previous one is still being written"
         case events.CommitRejected():
             return f"commit {event.key} skipped: {event.reason}"
+        case events.StepSkipped():
+            return f"[step {event.step}] update skipped: {event.reason}"
         case events.EvaluationFinished():
             return f"[step {event.step}] {event.name} {event.loss:.4f}"
         case events.WeightsLoaded():

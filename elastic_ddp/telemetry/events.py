@@ -133,6 +133,15 @@ class StepsCompleted(TrainingEvent, event="steps"):
     """Rank 0's account of the generation so far."""
 
 
+class StepSkipped(TrainingEvent, event="step_skipped"):
+    """A step left model, optimizers and schedulers unchanged. Rank 0 reports it."""
+
+    step: int
+    """Steps done since the start of the run, this one included."""
+    reason: str
+    """Which loss or gradient was NaN or infinite."""
+
+
 class EvaluationStarted(TrainingEvent, event="evaluating"):
     """Ranks start an evaluation. Rank 0 reports it."""
 

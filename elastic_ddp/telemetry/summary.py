@@ -18,6 +18,7 @@ from elastic_ddp.telemetry.events import (
     RunFinished,
     SessionStarted,
     StepsCompleted,
+    StepSkipped,
     WorkerFailed,
     WorkerLeft,
 )
@@ -41,6 +42,7 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         wall_seconds (of all sessions, from the call of `fit` to the end), samples_per_second (of that time),
         goodput (seconds of each part of that time, see `goodput`), sessions and commits (their numbers),
         commit_interval_s (the newest automatic choice), restarts (generations that formed after a failure),
+        skipped_steps (steps that did not change the weights, see `on_nonfinite`),
         workers_lost (workers that failed in a generation), workers_drained (workers that left because their node or
         process was to stop), generations (each with its `stalls` and the number of its session, from 1),
         weights_sha256, samples_sha256, loss (first and last logged value, and the steps done at the last),
@@ -57,6 +59,7 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         "restarts": sum(row["reason"] == WORKER_FAILED for row in generations),
         "workers_lost": len({event.member for event in events if isinstance(event, WorkerFailed)} - {None}),
         "workers_drained": sum(isinstance(event, WorkerLeft) and event.kind == "drain" for event in events),
+        "skipped_steps": len({event.step for event in events if isinstance(event, StepSkipped)}),
         "commits": len({commit.step for commit in commits}),
         "commit_interval_s": commits[-1].interval_s if commits else None,
         "generations": generations,

@@ -40,6 +40,7 @@ from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.worker.commit_schedule import CommitSchedule
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.newest_commit import check_no_commits, newest_before
+from elastic_ddp.worker.nonfinite import weights_error
 from elastic_ddp.worker.restore import restore
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the state holds something that cannot be saved.
+            NonFiniteError: a weight is NaN or infinite.
             PeerFailedError: the generation ended before the previous save.
         """
         assignment, step, request = group.assignment, state.position.step, self._client.commit_requested
@@ -143,6 +145,8 @@ class Checkpointer:
         copy_began_at = time.monotonic()
         with self._client.activity.within("collective"):  # registered state may gather its shards
             values = state.state_dict()
+        if self._job.config.on_nonfinite != "ignore" and (bad := state.nonfinite_parameters()):
+            raise weights_error(step, bad)
         if group.rank == 0:
             self._warn_if_unmeasured(save.record[METRICS])
             self._client.record(CommitStarted(generation=generation, step=step))

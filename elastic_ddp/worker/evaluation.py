@@ -15,9 +15,9 @@ from elastic_ddp.data.files import Source, entries_of
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
+from elastic_ddp.seeding import preserve_rng_state, seed_all
 from elastic_ddp.user_code import environment
 from elastic_ddp.worker.job import has_commits
-from elastic_ddp.worker.seeding import preserve_rng_state, seed_all
 from elastic_ddp.worker.step import dummy_batch
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -92,6 +92,7 @@ class Generation:
     seed: int
     clip_grad_norm: float | None
     activity: Activity
+    on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     evaluation_feed: MicroBatchFeed | None = None
     is_closed: bool = False
 
@@ -141,6 +142,7 @@ class Generation:
                 seed=job.config.seed,
                 clip_grad_norm=job.config.clip_grad_norm,
                 activity=inputs.activity,
+                on_nonfinite=job.config.on_nonfinite,
             )
             on_error.pop_all()
             return generation

@@ -11,14 +11,14 @@ from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.errors import CheckpointError, ConfigError, ReplicasDifferError, format_exception
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STORING
+from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STEP_REPEATS
-from elastic_ddp.telemetry.events import EvaluationFinished, EvaluationStarted, FirstStep, StepsCompleted
+from elastic_ddp.telemetry.events import EvaluationFinished, EvaluationStarted, FirstStep, StepsCompleted, StepSkipped
 from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.collective_tasks import TasksDifferError
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.membership import RestartTraining, WorkerMembership
-from elastic_ddp.worker.seeding import seed_all
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from elastic_ddp.worker.warmup_step import WarmupStep
@@ -160,6 +160,9 @@ class Loop:
             self.client.progress(generation=generation.number, **progress)
             if first_step_s is not None:
                 self.client.record(FirstStep(generation=generation.number, seconds=first_step_s))
+            if step.skip_reason is not None:
+                number = generation.number
+                self.client.record(StepSkipped(generation=number, step=position.step, reason=step.skip_reason))
         if step.index % self.job.config.log_every_steps and position.step < self.job.total_steps:
             return {}
         with generation.activity.within("collective"):

@@ -19,13 +19,13 @@ from elastic_ddp.distributed.sockets import use_interface_of
 from elastic_ddp.errors import ConfigError, ElasticDDPError, TrainFunctionError, WorkersFailedError, format_exception
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
+from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.event import RUN_FAILED
 from elastic_ddp.user_code import environment
 from elastic_ddp.worker.job import Job, WorkerContext
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
-from elastic_ddp.worker.seeding import seed_all
 
 Outcome = dict[str, Any]
 """How the run ended, for the rendezvous."""

@@ -14,7 +14,8 @@ import torch
 from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord, digest_rows, to_host
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
-from elastic_ddp.worker.seeding import seed_all
+from elastic_ddp.seeding import seed_all
+from elastic_ddp.worker import nonfinite
 
 if TYPE_CHECKING:
     from elastic_ddp.data.micro_batches import MicroBatch
@@ -40,6 +41,7 @@ class Step:
         index: the step's number, from 0.
         epoch: the epoch that the step belongs to, from 0.
         loss: the mean loss over the global batch, identical on all ranks; NaN before `optimize`.
+        skipped: whether `optimize` left model, optimizers and schedulers unchanged; see `on_nonfinite`.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Step:
         self.epoch = epoch
         self.loss = math.nan
         self.agreed: Agreement | None = None  # set when the step is done
+        self.skip_reason: str | None = None
         self.failure: str | None = None  # how a worker failed in this step, which is then repeated
 
     def __enter__(self) -> Step:
@@ -236,6 +239,7 @@ class Step:
 
         Raises:
             ConfigError: called before all micro-batches are computed, or twice.
+            NonFiniteError: a loss or a gradient is NaN or infinite, and `on_nonfinite` is `stop`.
         """
         self._raise_first_error()
         with self.capture_first_error():
@@ -255,28 +259,58 @@ class Step:
             raise ConfigError(f"step.optimize was called twice in step {self.index}. Call it once.")
         for _ in self._feed:  # a loop that ended early leaves padding, which must not enter the next step
             pass
-        if generation.clip_grad_norm is not None:
-            self.log(grad_norm=strategy.clip_grad_norm(generation.clip_grad_norm))
         # All collectives of the step come before the first change: a failure in them leaves the state intact.
         self._activity.enter("reduction")
         agreed = self._control.wait()
+        norm = self._clip_gradients()
         if agreed.votes["buffers_changed"]:
             ranges, num_leaves, divisor = strategy.ranges, strategy.num_leaves, strategy.divisor
             generation.buffers.combine(ranges=ranges, num_leaves=num_leaves, divisor=divisor, group=generation.group)
         generation.group.synchronize()
         self._activity.enter("optimizer")
+        self.skip_reason = self._find_nonfinite(agreed, norm)
         state.is_changing = True
-        seed_all(generation.seed, self.index, "optimize")
-        for optimizer in state.optimizers:
-            optimizer.step()
+        if self.skip_reason is not None:
+            generation.buffers.revert()
+        else:
+            seed_all(generation.seed, self.index, "optimize")
+            for optimizer in state.optimizers:
+                optimizer.step()
+            for scheduler in state.schedulers:
+                scheduler.step()
         # Of the whole model: a gradient of a parameter in no optimizer would count in the next clipping.
         state.module.zero_grad(set_to_none=True)
-        for scheduler in state.schedulers:
-            scheduler.step()
         self.loss = agreed.loss
         state.position = state.position.after(int(self._control.rows.sum()), agreed.row_digests)
         self.agreed = agreed
         self._activity.enter("between steps")
+
+    def _clip_gradients(self) -> torch.Tensor | None:
+        """Clips the gradients. Returns their norm before, if it is needed."""
+        strategy, max_norm = self.generation.strategy, self.generation.clip_grad_norm
+        ignores = self.generation.on_nonfinite == "ignore"
+        if max_norm is None and ignores:
+            return None
+        norm = strategy.gradient_norm()
+        if max_norm is not None:
+            self.log(grad_norm=norm)
+            # Multiplied by a norm that is NaN, all gradients would be, and the error could not name those that were.
+            strategy.clip_gradients(max_norm, norm if ignores else norm.nan_to_num(0.0, posinf=0.0))
+        return norm
+
+    def _find_nonfinite(self, agreed: Agreement, norm: torch.Tensor | None) -> str | None:
+        """Returns why to skip the update, or None. Raises a NonFiniteError if the run is to stop."""
+        policy = self.generation.on_nonfinite
+        if policy == "ignore" or norm is None:
+            return None
+        problem = nonfinite.describe(agreed.losses, float(norm), self.generation.strategy.nonfinite_gradients)
+        if problem is not None and policy == "stop":
+            raise nonfinite.step_error(self.index, problem)
+        return problem
+
+    @property
+    def skipped(self) -> bool:
+        return self.skip_reason is not None
 
     def metrics(self) -> dict[str, Any]:
         """Returns what was logged, as numbers by name and micro-batch. Synchronizes with the device."""

@@ -11,7 +11,7 @@ import torch
 
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.process_group import is_missing_group
-from elastic_ddp.worker.seeding import seed_all
+from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.step import Step
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class WarmupStep(Step):
     ) -> None:
         self._state, self._batch, self._seed, self._buffers = state, batch, seed, StepBuffers(state.module)
         self.planned, self.index, self.epoch, self.loss = planned, planned.step, epoch, math.nan
-        self.agreed = self.failure = None
+        self.agreed = self.failure = self.skip_reason = None
 
     def __enter__(self) -> Step:
         self._state.module.zero_grad(set_to_none=True)

@@ -35,6 +35,7 @@ ORDER = [
     "config",
     "torch_internals",
     "signals",
+    "seeding",
     "errors",
 ]
 """Top to bottom. A folder imports from those after it only; imports for type annotations count too."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random as python_random
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
 from elastic_ddp.config.run_config import DataConfig
@@ -112,18 +116,50 @@ def three_mebibytes(rows: Arrays, random: np.random.Generator) -> Arrays:
     return {"large": np.zeros((len(rows["id"]), (3 << 20) // len(rows["id"])), np.uint8)}
 
 
-def test_a_random_transform_gives_the_same_rows_on_every_worker_and_resume(index: DatasetIndex) -> None:
-    def by_key(chunks: list[PreparedChunk]) -> dict[tuple[int, int, int], tuple[list[int], list[float]]]:
-        return {
-            (chunk.epoch, chunk.lane, chunk.number): (chunk.row_ids.tolist(), chunk.columns["noise"].tolist())
-            for chunk in chunks
-        }
+def by_key(chunks: list[PreparedChunk]) -> dict[tuple[int, int, int], tuple[list[int], list[Any]]]:
+    """The row ids and the random numbers of each chunk."""
+    return {
+        (chunk.epoch, chunk.lane, chunk.number): (chunk.row_ids.tolist(), chunk.columns["noise"].tolist())
+        for chunk in chunks
+    }
 
+
+def test_a_random_transform_gives_the_same_rows_on_every_worker_and_resume(index: DatasetIndex) -> None:
     expected = by_key(prepare(index, lengths))
     for lanes, first_step in (((0,), 0), ((1,), 0), ((1, 0), 5), ((0,), 7), ((0, 1), 9)):
         part = by_key(prepare(index, lengths, lanes=lanes, first_step=first_step))
         assert part
         assert part.items() <= expected.items()
+
+
+def draw_from_global_generators(rows: Arrays, random: np.random.Generator) -> Arrays:
+    size = len(rows["id"])
+    drawn = [torch.rand(size).numpy(), np.random.random(size), [python_random.random() for _ in range(size)]]
+    return {"id": rows["id"], "noise": np.stack(drawn, axis=1)}
+
+
+def test_global_generators_in_a_transform_are_the_same_on_every_worker_and_resume(index: DatasetIndex) -> None:
+    expected = by_key(prepare(index, draw_from_global_generators))
+    for lanes, first_step in (((0,), 0), ((1,), 0), ((1, 0), 5), ((0, 1), 9)):
+        part = by_key(prepare(index, draw_from_global_generators, lanes=lanes, first_step=first_step))
+        assert part.items() <= expected.items()
+    numbers = [number for _, noise in expected.values() for number in np.ravel(noise)]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_a_transform_that_imports_torch_is_seeded_in_its_first_chunk(
+    index: DatasetIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that read data start without torch."""
+    expected = by_key(prepare(index, draw_from_global_generators))
+
+    def import_and_draw(rows: Arrays, random: np.random.Generator) -> Arrays:
+        sys.modules["torch"] = torch
+        return draw_from_global_generators(rows, random)
+
+    torch.manual_seed(1)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert by_key(prepare(index, import_and_draw)) == expected
 
 
 def test_every_chunk_has_its_own_random_numbers() -> None:

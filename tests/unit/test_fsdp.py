@@ -140,7 +140,9 @@ def train_on(
             strategy.prepare_forward(m)
             strategy.backward(state.model(data(step, m)[: rows[m] or SIZE]).square().mean(), m)
             buffers.end_micro_batch(m, strategy.weight(m) if rows[m] else None)
-        norms.append(float(strategy.clip_grad_norm(clip)))
+        norm = strategy.gradient_norm()
+        strategy.clip_gradients(clip, norm)
+        norms.append(float(norm))
         buffers.combine(ranges=strategy.ranges, num_leaves=strategy.num_leaves, divisor=strategy.divisor, group=group)
         for stepped in [*state.optimizers, *state.schedulers]:
             stepped.step()

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.errors import ConfigError, StorageError, WorkersFailedError
 from elastic_ddp.rendezvous.messages import PlannedAssignment
+from elastic_ddp.seeding import seed_all
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.account import Account
 from elastic_ddp.worker.generation import Generation, GenerationInputs
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.membership import RestartTraining
 from elastic_ddp.worker.run import Run
-from elastic_ddp.worker.seeding import seed_all
 from tests.unit.single_worker import (
     PEER_FAILURE,
     FakeClient,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ddp.worker.seeding import derive_seed, preserve_rng_state, seed_all
+from elastic_ddp.seeding import derive_seed, preserve_rng_state, seed_all
 
 places = st.lists(st.integers(0, 2**40) | st.text(max_size=8), max_size=3).map(tuple)
 

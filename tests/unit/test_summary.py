@@ -77,7 +77,7 @@ def test_a_run_over_two_sessions_is_one_summary() -> None:
         "name": "mnist", "status": "finished", "error": None, "steps": 40, "epochs": 1, "samples": 400,
         "total_steps": None, "workers_drained": 0,
         "wall_seconds": 15.0, "samples_per_second": 26.667, "sessions": 2, "restarts": 1, "commits": 3,
-        "workers_lost": 1, "commit_interval_s": None,
+        "workers_lost": 1, "commit_interval_s": None, "skipped_steps": 0,
         "weights_sha256": "aa", "samples_sha256": "bb", "loss": {"first": 2.5, "last": 1.0, "step": 30},
         "metrics": {"accuracy": 0.9, "final": 3.0}, "evaluated_at": {},
         "storage": "s3://b/runs", "versions": {"torch": "2.13.0"},

@@ -14,8 +14,8 @@ import torch
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import WorkersFailedError
 from elastic_ddp.rendezvous.messages import PlannedAssignment
+from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.run import Run
-from elastic_ddp.worker.seeding import seed_all
 from elastic_ddp.worker.step import Step
 from tests.unit.single_worker import (
     PEER_FAILURE,

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def derive_seed(seed: int, *place: int | str) -> int:
@@ -18,31 +22,43 @@ def derive_seed(seed: int, *place: int | str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-@functools.cache
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
-
-
 def seed_all(seed: int, *place: int | str) -> None:
     """Seeds torch (CPU and all devices), NumPy's global generator, and Python's, for one place in the run.
 
     Places are `("init",)` before the training function, `(step, "begin")` before a step, `(step, m)` before its
-    micro-batch m, `(step, "end")` after the last one, `(step, "optimize")` before the optimizer, and
-    `("evaluate", step, m)` before micro-batch m of an evaluation.
+    micro-batch m, `(step, "end")` after the last one, `(step, "optimize")` before the optimizer,
+    `("evaluate", step, m)` before micro-batch m of an evaluation, and `("transform", epoch, lane, chunk)` before a call
+    of a transform. Does not import torch: processes that read data start without it.
     """
     value = derive_seed(seed, *place)
+    if "torch" in sys.modules:
+        _seed_torch(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    random.seed(value)
+
+
+def _seed_torch(value: int) -> None:
+    import torch
+
     if _has_accelerator():
         torch.manual_seed(value)
     else:
         # Equal to manual_seed on the CPU, which takes 3 ms: it formats a traceback for each uninitialized device.
         torch.default_generator.manual_seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
-    random.seed(value)
+
+
+@functools.cache
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
 
 
 @contextmanager
 def preserve_rng_state(device: torch.device) -> Iterator[None]:
     """Restores the state of all of these generators at the end of the context."""
+    import torch
+
     devices = [device] if device.type != "cpu" else []
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):

@@ -1,0 +1,80 @@
+"""Steps on several ranks, without Ray: a real strategy and real collectives, fake rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.data.feed_cache import FeedCache
+from elastic_ddp.data.order import EpochShape
+from elastic_ddp.distributed.buffer_sync import StepBuffers
+from elastic_ddp.distributed.prepared_model import PreparedModel
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.rendezvous.hang import Activity
+from elastic_ddp.worker.generation import Generation, strategy_of
+from elastic_ddp.worker.step import Step
+from elastic_ddp.worker.train_state import TrainState
+from tests.unit.single_worker import CPU, fake_feed
+
+Body = Callable[[Step, Any], Any]
+"""What a training function does in the block of a step, with the prepared model."""
+
+
+def config_of(**changes: Any) -> RunConfig:
+    """Six micro-batches of two rows. Buckets are so small that each model has several."""
+    settings: dict[str, Any] = {
+        "name": "test",
+        "storage": "memory://test",
+        "steps": 5,
+        "global_batch_size": 12,
+        "micro_batch_size": 2,
+        "max_workers": 6,
+        "ddp": {"bucket_cap_mb": 0.0001},
+    }
+    return RunConfig(**{**settings, **changes})
+
+
+def run_steps(
+    group: ProcessGroup, config: RunConfig, module: torch.nn.Module, body: Body, *, num_rows: int = 1000
+) -> dict[str, Any]:
+    """Trains with AdamW. Returns the hashes of the run, and what `body` returned in each step."""
+    model = PreparedModel(module, device=CPU, bf16=config.precision == "bf16" and config.strategy == "ddp")
+    state = TrainState(model=model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    state.add_optimizer(optimizer)
+    state.add_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+    strategy = strategy_of(config)(model, config, group)
+    strategy.shard(state.optimizers)
+    state.layout = strategy.layout(state.optimizers)
+    shape = EpochShape(num_rows, config.num_micro_batches, config.micro_batch_size)
+    feed = fake_feed(shape, strategy.micro_batches)
+    generation = Generation(
+        group=group,
+        state=state,
+        strategy=strategy,
+        buffers=StepBuffers(state.module),
+        feed=feed,
+        feeds=FeedCache(lambda micro_batches, step, before_reading: feed),
+        seed=config.seed,
+        clip_grad_norm=config.clip_grad_norm,
+        activity=Activity(),
+        on_nonfinite=config.on_nonfinite,
+    )
+    returned, losses = [], []
+    assert config.steps
+    for index in range(config.steps):
+        step = Step(generation, shape.rows(index), shape.epoch_of(index), dict)
+        with step:
+            returned.append(body(step, model))
+        losses.append(step.loss)
+    result = {
+        "returned": returned,
+        "losses": losses,
+        "weights": state.weights_sha256(),
+        "samples": state.position.samples_sha256,
+    }
+    strategy.close()
+    return result

@@ -1,0 +1,170 @@
+"""A NaN or infinite loss or gradient: every rank notices it in the step, and no commit holds what it would cause."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ddp.checkpoint.manifest import committed_steps
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.errors import NonFiniteError
+from elastic_ddp.telemetry.event import parse
+from elastic_ddp.telemetry.summary import summarize
+from elastic_ddp.worker.run import Run
+from elastic_ddp.worker.step import Step
+from tests.ranks import run_ranks
+from tests.unit.commit_helpers import checkpointer_of, commits_in
+from tests.unit.rank_steps import config_of, run_steps
+from tests.unit.single_worker import Model, NewRun, client_of
+
+Fault = Callable[[torch.Tensor, Any], torch.Tensor]
+"""Changes the loss of a micro-batch, given the model."""
+
+
+def nan_loss(loss: torch.Tensor, model: Any) -> torch.Tensor:
+    return loss * math.nan
+
+
+def infinite_loss(loss: torch.Tensor, model: Any) -> torch.Tensor:
+    return loss + math.inf
+
+
+def nan_gradient(loss: torch.Tensor, model: Any) -> torch.Tensor:
+    """Keeps the value of the loss: the derivative of the square root is infinite at zero."""
+    return loss + (0 * model.get_parameter("3.bias")).sum().sqrt()
+
+
+def micro_batch_of(step: Step) -> int:
+    assert step._current is not None
+    return step._current
+
+
+def compute(step: Step, model: Any, fault: Fault, at: tuple[int, int] = (2, 1)) -> None:
+    """Computes the gradients of a step, with a fault in one micro-batch of one step."""
+    for batch in step.micro_batches():
+        loss = model(batch["x"]).square().mean()
+        step.backward(fault(loss, model) if (step.index, micro_batch_of(step)) == at else loss)
+
+
+def train(run: Run, fault: Fault) -> dict[str, Any]:
+    """Returns the state after each step, which `fault` breaks in step 2."""
+    model: Any = run.prepare(Model())
+    optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+    run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9))
+    states = []
+    for step in run.steps():
+        with step:
+            compute(step, model, fault)
+            step.optimize()
+        tensors = {name: value.clone() for name, value in model.state_dict().items()}
+        states.append((tensors, optimizer.param_groups[0]["lr"], step.skipped))
+    return {**run._loop.finish(), "states": states}
+
+
+@pytest.mark.parametrize("clip_grad_norm", [None, 0.5])
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        (nan_loss, "the loss of micro-batch 1 is nan"),
+        (infinite_loss, "the loss of micro-batch 1 is inf"),
+        (nan_gradient, "the gradient of 3.bias is NaN or infinite"),
+    ],
+)
+def test_a_value_that_is_not_finite_stops_the_run_before_it_changes_anything(
+    new_run: NewRun, fault: Fault, what: str, clip_grad_norm: float | None
+) -> None:
+    run = new_run(clip_grad_norm=clip_grad_norm)
+    with pytest.raises(NonFiniteError, match=f"^step 2: {what}") as caught:
+        train(run, fault)
+    assert 'on_nonfinite = "skip"' in str(caught.value)
+    assert run.position.step == 2
+    assert run._loop.state.nonfinite_parameters() == []
+
+
+@pytest.mark.parametrize("clip_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("fault", [nan_loss, infinite_loss, nan_gradient])
+def test_a_skipped_step_changes_nothing_but_the_position_and_is_counted(
+    new_run: NewRun, fault: Fault, clip_grad_norm: float | None
+) -> None:
+    run = new_run(on_nonfinite="skip", clip_grad_norm=clip_grad_norm)
+    outcome = train(run, fault)
+    (before, lr_before, _), (after, lr_after, skipped) = outcome["states"][1:3]
+    assert [state[2] for state in outcome["states"]] == [False, False, True, False, False, False]
+    assert skipped and lr_before == lr_after
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (outcome["steps"], outcome["samples"]) == (6, 48)
+    assert all(value.isfinite().all() for value in outcome["states"][-1][0].values())
+    [event] = client_of(run).events_of("step_skipped")
+    assert event["step"] == 3 and event["reason"].startswith("the ")
+    assert summarize(map(parse, client_of(run).events))["skipped_steps"] == 1
+
+
+def test_nothing_is_checked_on_request(new_run: NewRun) -> None:
+    run = new_run(on_nonfinite="ignore")
+    outcome = train(run, nan_loss)
+    assert outcome["steps"] == 6 and outcome["states"][-1][0]["3.bias"].isnan().all()
+
+
+def test_weights_that_the_optimizer_made_infinite_are_not_committed(new_run: NewRun, tmp_path: Path) -> None:
+    """The gradient is finite, so only the next step would notice, after a commit that displaces the good ones."""
+    run = new_run(checkpoint={"every_steps": 1, "keep": 1})
+    model = run.prepare(torch.nn.Linear(3, 1))
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(NonFiniteError, match="after 4 steps the weights of weight, bias are NaN or infinite"):
+        for step in run.steps():
+            with step:
+                checkpointer_of(run).close(60)
+                for batch in step.micro_batches():
+                    step.backward(1e3 * model(batch["x"]).mean())
+                optimizer.param_groups[0]["lr"] = 3e38 if step.index == 3 else 0.1
+                step.optimize()
+    checkpointer_of(run).close(60)
+    assert committed_steps(commits_in(tmp_path).sizes()) == [3]
+
+
+def on_a_rank(group: ProcessGroup, config: RunConfig, at: tuple[int, int] = (2, 0)) -> dict[str, Any]:
+    torch.manual_seed(7)
+
+    def body(step: Step, model: Any) -> bool:
+        compute(step, model, nan_gradient, at)
+        step.optimize()
+        return step.skipped
+
+    return run_steps(group, config, Model(), body)
+
+
+def with_two_faults(group: ProcessGroup, config: RunConfig) -> list[dict[str, Any]]:
+    return [on_a_rank(group, config, at) for at in ((2, 0), (3, 5))]
+
+
+def test_ranks_skip_the_same_steps_and_have_the_same_bits_at_every_world_size() -> None:
+    config = config_of(on_nonfinite="skip")
+    [expected] = run_ranks(1, with_two_faults, config)
+    assert [result["returned"].index(True) for result in expected] == [2, 3]
+    for world_size in (2, 3):
+        assert run_ranks(world_size, with_two_faults, config) == [expected] * world_size
+
+
+@pytest.mark.parametrize("clip_grad_norm", [None, 0.5])
+def test_ranks_of_fsdp_skip_a_step_when_the_shard_of_one_is_not_finite(clip_grad_norm: float | None) -> None:
+    config = config_of(on_nonfinite="skip", strategy="fsdp", clip_grad_norm=clip_grad_norm)
+    for result in run_ranks(2, on_a_rank, config):
+        assert result["returned"] == [False, False, True, False, False]
+
+
+def message_of(group: ProcessGroup, config: RunConfig) -> str:
+    with pytest.raises(NonFiniteError) as caught:
+        on_a_rank(group, config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_every_rank_names_the_parameter_whose_gradient_is_not_finite(strategy: str) -> None:
+    for message in run_ranks(2, message_of, config_of(strategy=strategy)):
+        assert "step 2: the gradient of 3.bias is NaN" in message
