@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import PurePosixPath
@@ -16,10 +17,12 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fsspec.core import has_magic
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import merge_offset_ranges
 
 from elastic_ddp.config.storage_uri import mistyped_uri
+from elastic_ddp.data.local_files import is_hidden, list_local_files, matches
 from elastic_ddp.errors import DataError, format_exception
 from elastic_ddp.storage.errors import suggest_fix
 
@@ -75,8 +78,12 @@ def entries_of(source: Source) -> list[str]:
 def list_files(source: Source) -> list[DataFile]:
     """Returns the Parquet files of a data set in stored order.
 
-    A folder, also one that a glob matches, stands for all `*.parquet` files below it, except those below a name that
-    begins with `.` or `_`. The files of a folder or glob are sorted by path; the entries of a list keep their order.
+    A folder, also one that a glob matches, stands for all `*.parquet` files below it. Folders and wildcards leave out
+    names that begin with `.` or `_`. Local symbolic links are followed, except a link to a folder that it is in. The
+    files of a folder or glob are sorted by path; the entries of a list keep their order.
+
+    Raises:
+        DataError: nothing was found, a file was found twice, or a folder, file or link cannot be read.
     """
     entry_of: dict[str, str] = {}
     files = []
@@ -94,36 +101,52 @@ def list_files(source: Source) -> list[DataFile]:
 
 def _list(source: str) -> list[DataFile]:
     fs, path = filesystem_of(source)
-    fs.invalidate_cache()  # an earlier listing in this process may be out of date
     try:
-        if fsspec.core.has_magic(path) and not fs.exists(path):
-            matches = fs.glob(path, detail=True)
-        else:
-            matches = {path: {"type": "directory"} if fs.isdir(path) else fs.info(path)}
-        wanted = {name: info for name, info in matches.items() if info["type"] != "directory"}
-        for folder in matches.keys() - wanted.keys():
-            below = fs.find(folder, detail=True)
-            wanted |= {name: info for name, info in below.items() if _is_data(name, folder)}
+        files = _list_local(path) if isinstance(fs, LocalFileSystem) else _list_remote(fs, path)
+    except DataError:
+        raise
     except FileNotFoundError:
         resolved = "" if source == path else f" ({path})"
         raise DataError(f"data={source!r}{resolved} does not exist. Check the path.") from None
     except Exception as error:  # file systems raise whatever their client library does
         raise DataError(f"data={source!r} cannot be listed: {format_exception(error)}; {suggest_fix(error)}") from error
-    if not wanted:
+    if not files:
         raise DataError(
-            f"data={source!r} contains no Parquet file. In a folder, files must end in .parquet, and names must not "
-            "begin with '.' or '_'. Use a glob or a list for other names."
+            f"data={source!r} contains no Parquet file. In a folder, files must end in .parquet. A folder and a "
+            "wildcard leave out names that begin with '.' or '_'. Use a glob or a list for other names."
         )
-    full_name = str if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol
+    return files
+
+
+def _list_local(path: str) -> list[DataFile]:
+    files = sorted(list_local_files(path).items())
+    return [DataFile(name, status.st_size, f"mtime_ns={status.st_mtime_ns}") for name, status in files]
+
+
+def _list_remote(fs: fsspec.AbstractFileSystem, path: str) -> list[DataFile]:
+    fs.invalidate_cache()  # an earlier listing in this process may be out of date
+    if has_magic(path) and not fs.exists(path):
+        found = {name: info for name, info in fs.glob(path, detail=True).items() if _is_meant(name, path)}
+    else:
+        found = {path: {"type": "directory"} if fs.isdir(path) else fs.info(path)}
+    wanted = {name: info for name, info in found.items() if info["type"] != "directory"}
+    for folder in found.keys() - wanted.keys():
+        below = fs.find(folder, detail=True)
+        wanted |= {name: info for name, info in below.items() if _is_data(name, folder)}
     return [
-        DataFile(path=full_name(name), size=int(info["size"]), version=_version(fs, name, info))
+        DataFile(fs.unstrip_protocol(name), int(info["size"]), _version(fs, name, info))
         for name, info in sorted(wanted.items())
     ]
 
 
+def _is_meant(name: str, pattern: str) -> bool:
+    """Returns whether the hidden parts of a path that matched a glob are also matched by hidden parts of the glob."""
+    parts = PurePosixPath(pattern).parts
+    return all(any(matches(part, each) for each in parts) for part in PurePosixPath(name).parts if is_hidden(part))
+
+
 def _is_data(name: str, folder: str) -> bool:
-    parts = PurePosixPath(name[len(folder) :]).parts
-    return name.endswith(".parquet") and not any(part.startswith((".", "_")) for part in parts)
+    return name.endswith(".parquet") and not any(map(is_hidden, PurePosixPath(name[len(folder) :]).parts))
 
 
 def _version(fs: fsspec.AbstractFileSystem, name: str, info: dict[str, Any]) -> str:
@@ -139,11 +162,9 @@ def check_version(path: str, size: int, version: str) -> None:
     """Raises a DataError if a file changed since it was listed, or does not exist."""
     fs, name = filesystem_of(path)
     fs.invalidate_cache()
-    try:
+    with _named_errors(path):
         info = fs.info(name)
         current = DataFile(path, int(info["size"]), _version(fs, name, info))
-    except FileNotFoundError as error:
-        raise _missing(path) from error
     # Some file systems report another kind of version for a single file than for a listed one.
     is_comparable = current.version.partition("=")[0] == version.partition("=")[0]
     if current.size != size or (is_comparable and current.version != version):
@@ -153,33 +174,25 @@ def check_version(path: str, size: int, version: str) -> None:
         )
 
 
-def _missing(path: str) -> DataError:
-    return DataError(
-        f"{path} does not exist any more. A run uses the same data set in every step. Restore the file, or use another "
-        "run name."
-    )
-
-
 def read_footer(path: str, size: int) -> pq.FileMetaData:
-    """Returns the metadata of a file of `size` bytes. Raises a DataError if it is not Parquet, or does not exist."""
+    """Returns the metadata of a file of `size` bytes. Raises errors as `read_row_group`."""
     fs, name = filesystem_of(path)
-    try:
+    with _named_errors(path, f" ({size} bytes)"):
         if isinstance(fs, LocalFileSystem):
             return pq.read_metadata(name)
         with fs.open(name, "rb", cache_type="none", size=size) as file:
             return pq.read_metadata(file)
-    except FileNotFoundError as error:
-        raise _missing(path) from error
-    except pa.ArrowInvalid as error:
-        raise DataError(
-            f"{path} ({size} bytes) cannot be read as Parquet: {error} Leave it out of the data set, or write it again."
-        ) from error
 
 
 def read_row_group(path: str, size: int, metadata: pq.FileMetaData, number: int, columns: Sequence[str]) -> pa.Table:
-    """Returns the given columns of one row group. Raises a DataError if the file does not exist."""
+    """Returns the given columns of one row group.
+
+    Raises:
+        DataError: the file does not exist, is not Parquet, or may not be read.
+        OSError: another error of the file system, which names the file and may be temporary.
+    """
     fs, name = filesystem_of(path)
-    try:
+    with _named_errors(path, f", row group {number},"):
         if isinstance(fs, LocalFileSystem):
             source = name
         else:
@@ -189,8 +202,29 @@ def read_row_group(path: str, size: int, metadata: pq.FileMetaData, number: int,
             source = fs.open(name, "rb", cache_type="parts", cache_options={"data": known, "strict": True}, size=size)
         with pq.ParquetFile(source, metadata=metadata) as file:
             return file.read_row_group(number, columns=list(columns))
-    except FileNotFoundError as error:
-        raise _missing(path) from error
+
+
+@contextmanager
+def _named_errors(path: str, detail: str = "") -> Iterator[None]:
+    """Makes errors name the file."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(
+            f"{path} does not exist any more. A run uses the same data set in every step. Restore the file, or use "
+            "another run name."
+        ) from error
+    except (PermissionError, IsADirectoryError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror or error}. Allow this user to read it, or leave it out of the "
+            "data set."
+        ) from error
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise DataError(
+            f"{path}{detail} cannot be read as Parquet: {error} Leave it out of the data set, or write it again."
+        ) from error
+    except OSError as error:
+        raise OSError(f"{path}{detail} cannot be read: {format_exception(error)}") from error
 
 
 def _ranges(name: str, group: pq.RowGroupMetaData, columns: Sequence[str]) -> tuple[list[int], list[int]]:

@@ -22,6 +22,7 @@ import pyarrow as pa
 from elastic_ddp.data.files import DataFile, Source, entries_of, filesystem_of, list_files, read_footer
 from elastic_ddp.data.order import Int64Array
 from elastic_ddp.errors import DataError, shorten
+from elastic_ddp.storage.errors import suggest_fix
 
 if TYPE_CHECKING:
     from elastic_ddp.storage.storage import Storage
@@ -178,7 +179,10 @@ def _index_files(source: Source, files: list[DataFile], columns: Sequence[str] |
 
 def _read_footer(file: DataFile) -> tuple[pa.Schema, list[int]]:
     """Returns a file's schema and the number of rows of each row group."""
-    metadata = read_footer(file.path, file.size)
+    try:
+        metadata = read_footer(file.path, file.size)
+    except OSError as error:
+        raise DataError(f"{error}; {suggest_fix(error)}") from error
     rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     return metadata.schema.to_arrow_schema(), rows
 
