@@ -36,6 +36,37 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+class CallRoute:
+    """Takes over the calls of a module: `module(x)` calls the route, whose function may call `inner`.
+
+    It is where `Module.compile` puts the compiled call, `Module._compiled_call_impl`. Torch does not copy that with the
+    module, nor pickle it. `inner` runs the module with its hooks, compiled if `Module.compile` was called.
+    """
+
+    inner: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def install(self, module: torch.nn.Module) -> None:
+        """Routes the calls of the module. Replaces a route that it has, and keeps a compiled call as `inner`."""
+        current = module.__dict__.get("_compiled_call_impl")
+        if current is self:
+            return
+        if isinstance(current, CallRoute):
+            current = current.inner
+        self.inner = module._call_impl if current is None else current
+        # Past `__setattr__`, which a compiled module forwards to the module it compiles.
+        module.__dict__["_compiled_call_impl"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A module with a `__getstate__` of its own may copy it: copies of the module have None, no route."""
+        return type(None), ()
+
+
 def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
     """Returns the tree of containers with the function applied to each leaf, or to the leaves of several equal trees.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.nn.parameter import is_lazy
 
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees
@@ -33,7 +32,7 @@ def unshare_buffers(module: torch.nn.Module) -> None:
     for submodule in module.modules():
         buffers = buffers_of(submodule)
         for name, buffer in buffers.items():
-            if buffer is None or is_lazy(buffer) or buffer.layout is not torch.strided:
+            if buffer is None or buffer.layout is not torch.strided:
                 continue
             if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
                 buffers[name] = copies.setdefault(id(buffer), buffer.contiguous())

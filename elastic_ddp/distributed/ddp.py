@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,18 @@ from elastic_ddp.errors import ConfigError
 def _snapshot(gradient: torch.Tensor | None) -> tuple[int, int] | None:
     """Returns a value that differs after the gradient was accumulated into."""
     return None if gradient is None else (id(gradient), torch_internals.version(gradient))
+
+
+class _DirectCall(torch.nn.Module):
+    """What DDP wraps: the model's parameters, and a forward that calls the model past DDP."""
+
+    def __init__(self, model: PreparedModel) -> None:
+        super().__init__()
+        self.module = model.module
+        self._call = model.call_directly
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
 
 
 class DDPStrategy(Strategy):
@@ -40,7 +53,7 @@ class DDPStrategy(Strategy):
             # Torch 2.13 renamed broadcast_buffers; 2.11 has only the old name.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             replica = DistributedDataParallel(
-                self._model.module,
+                _DirectCall(self._model),
                 device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
                 broadcast_buffers=False,
                 init_sync=False,
@@ -72,9 +85,8 @@ class DDPStrategy(Strategy):
         last = micro_batch == self.to_compute[-1]
         if last and not self._model.called_replica:
             raise ConfigError(
-                "step.backward got a loss that does not come from calling the model which run.prepare returned, so its "
-                "gradients cannot be reduced. Call that model as model(x): not model.method(x), and not the model "
-                "passed to run.prepare."
+                "step.backward got a loss that does not come from calling the prepared model, so its gradients cannot "
+                "be reduced. Call it as model(x): not as model.forward(x), and not a part or a copy of it."
             )
         weight = self.weight(micro_batch)
         before = {name: _snapshot(parameter.grad) for name, parameter in self._trained.items()} if last else {}

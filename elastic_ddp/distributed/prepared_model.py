@@ -1,4 +1,4 @@
-"""The user's model as `run.prepare` returns it, for every strategy."""
+"""The model that `run.prepare` returns, for every strategy: the user's own module, whose calls are routed."""
 
 from __future__ import annotations
 
@@ -7,25 +7,20 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
+from elastic_ddp import torch_internals
 from elastic_ddp.errors import ConfigError
 
 ShardBy = type[torch.nn.Module] | tuple[type[torch.nn.Module], ...] | Callable[[torch.nn.Module], bool]
 """Selects submodules: by a class, by several classes, or by a predicate."""
 
 
-def _of_module(name: str) -> Any:
-    """Returns a method that calls the method of the user's model."""
-    return lambda self, *args, **kwargs: getattr(self.module, name)(*args, **kwargs)
+class PreparedModel:
+    """A run's model, and where calls of it go: `module(x)` calls the generation's DDP replica or the model itself.
 
-
-class PreparedModel(torch.nn.Module):
-    """A wrapper around the user's model that stays the same object in every generation.
-
-    Its forward calls the generation's DDP replica or the user's model, with `bf16` under autocast to bfloat16.
-    Attributes, `state_dict` and `load_state_dict` are those of the user's model. `is_unit` returns whether FSDP shards
-    a submodule as one unit.
+    The module stays the user's own, of its own class. With `bf16`, calls of it run under autocast to bfloat16 and
+    return float32. Copies of the module do not have the route: they compute outside of DDP, without autocast.
+    `is_unit` returns whether FSDP shards a submodule as one unit.
     """
 
     def __init__(
@@ -36,44 +31,41 @@ class PreparedModel(torch.nn.Module):
         bf16: bool,
         is_unit: Callable[[torch.nn.Module], bool] = lambda submodule: False,
     ) -> None:
-        super().__init__()
+        self.module = module
+        self.is_unit = is_unit
         self._device_type = device.type
         self._bf16 = bf16
-        self.is_unit = is_unit
-        self.module = module
+        self._is_in_call = False
+        self._route = torch_internals.CallRoute(self._call)
         self.use_replica(None)
-        self._is_built = True
 
-    def use_replica(self, replica: DistributedDataParallel | None) -> None:
-        """Sets the replica that forward calls. None: forward calls the user's model, without synchronization."""
-        # Bypasses nn.Module.__setattr__, which would register the replica as a submodule.
-        object.__setattr__(self, "_replica", replica)
-        object.__setattr__(self, "called_replica", False)
+    def use_replica(self, replica: Callable[..., Any] | None) -> None:
+        """Sets what calls of the module call, if they record gradients. None: the model, without synchronization."""
+        self._route.install(self.module)  # again, because module.compile() replaces it
+        self._replica = replica
+        self.called_replica = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        target = self._replica if self._replica is not None and torch.is_grad_enabled() else self.module
-        object.__setattr__(self, "called_replica", self.called_replica or target is self._replica)
+    def call_directly(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module past the replica, with its hooks."""
+        return self._route.inner(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_in_call:  # the model calls itself
+            return self.call_directly(*args, **kwargs)
+        self._is_in_call = True
+        try:
+            return self._call_from_outside(*args, **kwargs)
+        finally:
+            self._is_in_call = False
+
+    def _call_from_outside(self, *args: Any, **kwargs: Any) -> Any:
+        target = self.call_directly
+        if self._replica is not None and torch.is_grad_enabled():
+            target, self.called_replica = self._replica, True
         if not self._bf16:
             return target(*args, **kwargs)
         with torch.autocast(self._device_type, dtype=torch.bfloat16):
             return _to_fp32(target(*args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_is_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.module, name, value)
-
-    named_parameters = _of_module("named_parameters")
-    named_buffers = _of_module("named_buffers")
-    state_dict = _of_module("state_dict")
-    load_state_dict = _of_module("load_state_dict")
 
 
 def unit_predicate(

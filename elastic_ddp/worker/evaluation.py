@@ -38,8 +38,7 @@ def evaluate(
 
     Rows are cut into micro-batches like an epoch, in stored order; the reduction tree adds their losses.
     """
-    config, strategy, model = job.config, generation.strategy, generation.state.model
-    assert model is not None
+    config, strategy, model = job.config, generation.strategy, generation.state.module
     index = _share_index(generation, job, data)
     shape = EpochShape(index.num_rows, config.num_micro_batches, config.micro_batch_size)
     plan = FeedPlan(

@@ -35,6 +35,8 @@ _NO_GROUP_YET = (
     "run.world_size for logging, and run collectives only inside `with step`."
 )
 
+_NO_WRAPPER = "run.prepare returned your own model, without a wrapper: write `model` instead of `model.module`."
+
 
 def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None:
     """Runs the training function in this worker, and returns when the run is over for it.
@@ -109,6 +111,8 @@ def _end_of(error: BaseException, loop: Loop) -> tuple[Outcome | None, str | Non
         return None, f"Ray failed on this node: {format_exception(error)}"
     if isinstance(error, ElasticDDPError):
         return {"status": "failed", "kind": type(error).__name__, "error": str(error)}, None
+    if isinstance(error, AttributeError) and error.name == "module" and loop.state.is_model(error.obj):
+        advice = _NO_WRAPPER
     text = "".join(traceback.format_exception(error)) + (advice or environment().advise(error))
     return {"status": "failed", "kind": TrainFunctionError.__name__, "error": text}, None
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from elastic_ddp.data.transform import Transform
 
 Prepared = TypeVar("Prepared")
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 class Run:
@@ -69,7 +70,8 @@ class Run:
                 a module to a bool. Adds to `fsdp.shard_classes`.
 
         Returns:
-            The model, moved to `device` and wrapped for DDP or FSDP; an optimizer or scheduler unchanged.
+            `thing` itself. A model is moved to `device`, and calls of it, `model(x)`, go through DDP or FSDP. Calls of
+            its copies do not.
 
         Raises:
             ConfigError: the run cannot train `thing`, or no submodule matches `shard`.
@@ -77,7 +79,7 @@ class Run:
         if self._loop.has_begun:
             raise ConfigError("run.prepare was called inside run.steps(). Prepare everything before the loop.")
         if isinstance(thing, torch.nn.Module):
-            return self._prepare_model(thing, shard)  # type: ignore[return-value]
+            return self._prepare_model(thing, shard)
         if isinstance(thing, torch.optim.Optimizer):
             self._state.add_optimizer(thing)
         elif isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
@@ -89,7 +91,7 @@ class Run:
             )
         return thing
 
-    def _prepare_model(self, module: torch.nn.Module, shard: ShardBy | None) -> PreparedModel:
+    def _prepare_model(self, module: Module, shard: ShardBy | None) -> Module:
         if self._state.model is not None:
             raise ConfigError(
                 "run.prepare got a second model. Prepare one torch.nn.Module that holds both and calls them in forward."
@@ -103,7 +105,7 @@ class Run:
         else:  # FSDP gathers parameters in bf16 itself
             is_unit = unit_predicate(module, config.fsdp.shard_classes, shard)
             self._state.model = PreparedModel(module, device=device, bf16=False, is_unit=is_unit)
-        return self._state.model
+        return module
 
     def load_weights(self, uri: str | PathLike[str], *, step: int | None = None, strict: bool = True) -> None:
         """Starts the run from the model weights of another run, for fine-tuning.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
+from torch.nn.parameter import is_lazy
 
 from elastic_ddp import torch_internals
 from elastic_ddp.errors import CheckpointError, ConfigError, shorten
@@ -21,8 +22,15 @@ from elastic_ddp.tensors.state_tree import Layout, dtype_name
 def check_model(module: torch.nn.Module) -> None:
     """Raises a ConfigError for a model that a run cannot train."""
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        raise ConfigError("run.prepare got a DistributedDataParallel. Give it the plain model; it adds the wrapper.")
+        raise ConfigError("run.prepare got a DistributedDataParallel. Give it the plain model, without a wrapper.")
     parameters = dict(module.named_parameters())
+    tensors = [*parameters.items(), *module.named_buffers()]
+    if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
+        raise ConfigError(
+            f"run.prepare got a model with lazy layers that have no shape yet: {shorten(lazy, 5)}. Call the model once "
+            "before run.prepare, on a batch of the right shape, for example model(torch.zeros(2, 16)); or give the "
+            "layers their input sizes."
+        )
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError("run.prepare got a model without a parameter that requires a gradient: nothing can train.")
     if sharded := [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]:

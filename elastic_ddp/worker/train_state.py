@@ -88,9 +88,13 @@ class TrainState:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The user's model, without the wrapper."""
+        """The user's model."""
         assert self.model is not None
         return self.model.module
+
+    def is_model(self, thing: object) -> bool:
+        """Returns whether `thing` is the prepared model."""
+        return self.model is not None and thing is self.model.module
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self.model is None:

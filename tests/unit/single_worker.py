@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import StepLR
 from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.data.order import EpochShape, FeedPlan
-from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
@@ -203,14 +202,14 @@ class PeerFailures:
             raise dist.DistNetworkError(PEER_FAILURE)
 
 
-def prepared(run: Run, module: torch.nn.Module | None = None) -> PreparedModel:
-    model: Any = run.prepare(module or Model())
+def prepared(run: Run, module: torch.nn.Module | None = None) -> torch.nn.Module:
+    model = run.prepare(module or Model())
     optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
     run.prepare(StepLR(optimizer, 2, 0.5))
     return model
 
 
-def compute_gradients(step: Step, model: PreparedModel) -> None:
+def compute_gradients(step: Step, model: torch.nn.Module) -> None:
     """The forward and backward of every micro-batch."""
     for batch in step.micro_batches():
         step.backward(model(batch["x"]).square().mean())

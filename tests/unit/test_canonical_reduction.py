@@ -56,9 +56,9 @@ def loss_of(model: torch.nn.Module, micro_batch: int, rows: int) -> torch.Tensor
     return model(torch.randn(max(rows, 1), 7, generator=generator)).square().mean() * 10 ** (micro_batch % 4)
 
 
-def new_model() -> PreparedModel:
+def new_model() -> Model:
     torch.manual_seed(3)
-    return PreparedModel(Model(), device=CPU, bf16=False)
+    return Model()
 
 
 def gradients_of(model: torch.nn.Module) -> list[bytes]:
@@ -70,7 +70,8 @@ class Trained:
 
     def __init__(self, group: ProcessGroup, bucket_cap_mb: float) -> None:
         self.model = new_model()
-        self.strategy = DDPStrategy(self.model, config(bucket_cap_mb), group)
+        prepared = PreparedModel(self.model, device=CPU, bf16=False)
+        self.strategy = DDPStrategy(prepared, config(bucket_cap_mb), group)
         assert self.strategy._reduction is not None
         self.reduction = self.strategy._reduction
         self.bucket_sizes: list[int] = []
@@ -175,7 +176,7 @@ def explicit(rows: Sequence[int]) -> list[bytes]:
     """Returns the mean gradient of a step, from plain autograd in one process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in `run_ranks`
-    model = new_model().module
+    model = new_model()
     gradients = []
     for micro_batch in range(np.count_nonzero(rows)):
         weight = rows[micro_batch] / MICRO_BATCH_SIZE
@@ -237,11 +238,9 @@ def peak_copies(group: ProcessGroup, canonical_reduction: str, bucket_cap_mb: fl
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)  # returns freed memory to the system at once
     changes = {"reduction": canonical_reduction, "global_batch_size": SHARE * group.world_size, "micro_batch_size": 1}
     strategy_config = config(bucket_cap_mb).model_copy(update=changes)
-    model = PreparedModel(
-        torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(10))), device=CPU, bf16=False
-    )
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(10)))
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    strategy = DDPStrategy(model, strategy_config, group)
+    strategy = DDPStrategy(PreparedModel(model, device=CPU, bf16=False), strategy_config, group)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = peak_bytes()
     for _ in range(2):

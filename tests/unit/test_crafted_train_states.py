@@ -55,8 +55,7 @@ def prepared() -> TrainState:
 
 
 def train(state: TrainState) -> None:
-    assert state.model is not None
-    state.model(torch.randn(4, 2)).sum().backward()
+    state.module(torch.randn(4, 2)).sum().backward()
     for optimizer, scheduler in zip(state.optimizers, state.schedulers, strict=True):
         optimizer.step()
         scheduler.step()
@@ -203,8 +202,7 @@ def test_a_setting_that_an_optimizer_adds_in_its_first_step_is_restored() -> Non
 
     before, after = counting(), counting()
     for _ in range(2):
-        assert before.model is not None
-        before.model(torch.randn(4, 2)).sum().backward()
+        before.module(torch.randn(4, 2)).sum().backward()
         before.optimizers[0].step()
     after.load_state_dict(before.state_dict())
     assert after.optimizers[0].param_groups[0]["step"] == 2

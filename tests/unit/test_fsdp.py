@@ -100,7 +100,7 @@ def prepared(
     bf16 = config.precision == "bf16" and strategy == "ddp"
     state = TrainState(PreparedModel(model, device=CPU, bf16=bf16, is_unit=_is_block))
     make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    state.add_optimizer(make(state.model))
+    state.add_optimizer(make(state.module))
     state.add_scheduler(torch.optim.lr_scheduler.StepLR(state.optimizers[0], 1, gamma=0.9))
     return config, state
 
@@ -134,11 +134,11 @@ def train_on(
         num_dummies = max(0, strategy.min_forwards(rows) - len(strategy.to_compute))
         for m in strategy.to_compute[:1] * num_dummies:
             strategy.prepare_forward(m)
-            strategy.dummy_backward(state.model(data(step, m)).square().mean())
+            strategy.dummy_backward(state.module(data(step, m)).square().mean())
             buffers.end_micro_batch(m, None)
         for m in strategy.to_compute:
             strategy.prepare_forward(m)
-            strategy.backward(state.model(data(step, m)[: rows[m] or SIZE]).square().mean(), m)
+            strategy.backward(state.module(data(step, m)[: rows[m] or SIZE]).square().mean(), m)
             buffers.end_micro_batch(m, strategy.weight(m) if rows[m] else None)
         norm = strategy.gradient_norm()
         strategy.clip_gradients(clip, norm)
@@ -205,7 +205,7 @@ def _leaves_early(group: ProcessGroup) -> str:
     try:
         with step:
             for batch in step.micro_batches():
-                step.backward(state.model(batch["x"].new_ones(len(batch["x"]), 5)).square().mean())
+                step.backward(state.module(batch["x"].new_ones(len(batch["x"]), 5)).square().mean())
                 break
             step.optimize()
     except ConfigError as error:
@@ -241,7 +241,7 @@ def _communicated(group: ProcessGroup, reshard_after_forward: bool) -> dict[str,
     with Collectives() as communication:
         for m in strategy.to_compute:
             strategy.prepare_forward(m)
-            strategy.backward(state.model(data(0, m)).square().mean(), m)
+            strategy.backward(state.module(data(0, m)).square().mean(), m)
     return dict(communication.counts)
 
 
@@ -262,7 +262,7 @@ def _in_bf16(group: ProcessGroup) -> tuple[set[str], set[str], str]:
     trained(group, config, state, np.array([3, 3, 3, 3]), range(1))
     assert state.model is not None
     stored = {str(tensor.dtype) for tensor in [*state.module.parameters(), *full_state(state).values()]}
-    return seen, stored, str(state.model(data(0, 0)).dtype)
+    return seen, stored, str(state.module(data(0, 0)).dtype)
 
 
 def test_bf16_computes_in_bfloat16_and_stores_in_float32() -> None:
@@ -359,15 +359,15 @@ def _hashes_after_forwards(group: ProcessGroup) -> list[str]:
     assert state.model is not None
     strategy = strategy_of(config)(state.model, config, group)
     strategy.shard(state.optimizers)
-    state.model.eval()  # statistics do not change
+    state.module.eval()  # statistics do not change
     hashes = [state.weights_sha256()]
     for _ in range(2):
         with torch.no_grad():
-            state.model(data(0, 0))
+            state.module(data(0, 0))
         strategy.reshard()
         hashes.append(state.weights_sha256())
     with torch.no_grad():
-        state.model(data(0, 0))  # as a user may do
+        state.module(data(0, 0))  # as a user may do
     strategy.begin_step(np.array([3, 3, 3, 3]))
     state.state_dict()
     return [*hashes, state.weights_sha256()]

@@ -62,7 +62,7 @@ def _after_a_step(group: ProcessGroup) -> list[tuple[list[float], float]]:
         votes = dict.fromkeys(("commit", "saving", "stop", "reconfigure"), False)
         with Step(generation, np.full(M, SIZE), 0, lambda: votes) as step:  # noqa: B023
             for batch in step.micro_batches():
-                step.backward(loss_fn(state.model, batch))
+                step.backward(loss_fn(state.module, batch))
             step.optimize()
         weights = [
             value for parameter in state.module.parameters() for value in gather_full(parameter).flatten().tolist()
@@ -109,10 +109,10 @@ def _gradients(group: ProcessGroup, strategy_name: str, precision: str, rows: li
     num_dummies = max(0, strategy.min_forwards(np.array(rows)) - len(strategy.to_compute))
     for m in strategy.to_compute[:1] * num_dummies:
         strategy.prepare_forward(m)
-        strategy.dummy_backward(_loss_on_padding(state.model(data(0, m))))
+        strategy.dummy_backward(_loss_on_padding(state.module(data(0, m))))
     for m in strategy.to_compute:
         strategy.prepare_forward(m)
-        y = state.model(data(0, m))
+        y = state.module(data(0, m))
         strategy.backward(y.square().mean() if rows[m] else _loss_on_padding(y), m)
     return {
         name: gather_full(parameter.grad).numpy()

@@ -64,7 +64,7 @@ def _error_of(group: ProcessGroup, model: torch.nn.Module, wanted: list[str]) ->
     try:
         for m in strategy.to_compute:
             strategy.prepare_forward(m)
-            strategy.backward(state.model(data(0, m), wanted[m]).square().mean(), m)
+            strategy.backward(state.module(data(0, m), wanted[m]).square().mean(), m)
     except ConfigError as error:
         return str(error)
     return ""

@@ -1,19 +1,21 @@
-"""The model that `run.prepare` returns."""
+"""The model that `run.prepare` returns: the user's own module, whose calls go through DDP."""
 
 from __future__ import annotations
 
 import collections
+import copy
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from elastic_ddp.distributed.prepared_model import PreparedModel
-from tests.unit.single_worker import (
-    CPU,
-)
+from elastic_ddp.errors import ConfigError
+from tests.unit.single_worker import CPU, Model, NewRun, compute_gradients, prepared
 
 
 class ScriptedModel(torch.nn.Module):
@@ -22,62 +24,155 @@ class ScriptedModel(torch.nn.Module):
     def __init__(self, output: Callable[[torch.Tensor], Any] = lambda x: x) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(2, 2)
-        self.register_buffer("count", torch.zeros(1))
         self.output = output
-        self.vocabulary = ["a", "b"]
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.output(self.layer(x))
 
-    def generate(self) -> str:
-        return "text"
+
+class CopiesItself(torch.nn.Sequential):
+    """A model that decides what its copies contain."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
 
 
-class FakeReplica:
+class Replica:
     """Counts the calls of a DDP replica."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, model: PreparedModel) -> None:
+        self.model, self.calls = model, 0
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> Any:
         self.calls += 1
-        return x
+        return self.model.call_directly(x)
 
 
-def test_attributes_and_methods_of_the_plain_model_are_reachable() -> None:
-    model = PreparedModel(ScriptedModel(), device=CPU, bf16=False)
-    assert model.vocabulary == ["a", "b"]
-    assert model.generate() == "text"
-    assert model.layer is model.module.layer
-    with pytest.raises(AttributeError, match="'ScriptedModel' object has no attribute 'nothing'"):
-        _ = model.nothing
+def in_replica(module: torch.nn.Module, *, bf16: bool = False) -> Replica:
+    """Routes the calls of a module through a replica, which it returns."""
+    model = PreparedModel(module, device=CPU, bf16=bf16)
+    replica = Replica(model)
+    model.use_replica(replica)
+    return replica
 
 
-def test_names_in_the_state_dict_are_those_of_the_plain_model() -> None:
-    model = PreparedModel(ScriptedModel(), device=CPU, bf16=False)
-    assert list(model.state_dict()) == ["count", "layer.weight", "layer.bias"]
-    plain = ScriptedModel()
-    plain.load_state_dict(model.state_dict())
-    model.load_state_dict(plain.state_dict())
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict({})
+X = torch.ones(1, 2)
+
+
+def test_run_prepare_returns_the_module_itself(new_run: NewRun) -> None:
+    for module in (Model(), torch.nn.Linear(3, 1)):
+        kind, names = type(module), [name for name, _ in module.named_modules()]
+        prepared = new_run().prepare(module)
+        assert prepared is module and type(prepared) is kind
+        assert [name for name, _ in prepared.named_modules()] == names
+        assert not hasattr(prepared, "module")  # by which code outside recognizes a wrapper
 
 
 def test_forward_without_gradients_bypasses_ddp() -> None:
-    model, replica = PreparedModel(ScriptedModel(), device=CPU, bf16=False), FakeReplica()
-    fake: Any = replica
-    model.use_replica(fake)
-    model(torch.ones(1, 2))
+    module = ScriptedModel()
+    replica = in_replica(module)
+    module(X)
     assert replica.calls == 1
     with torch.no_grad():
-        model(torch.ones(1, 2))
+        module(X)
     with torch.inference_mode():
-        model(torch.ones(1, 2))
+        module(X)
     assert replica.calls == 1
-    model.use_replica(None)
-    model(torch.ones(1, 2))
+    replica.model.use_replica(None)
+    module(X)
     assert replica.calls == 1
-    assert list(model.state_dict()) == list(ScriptedModel().state_dict())
+
+
+def test_hooks_run_once_in_each_call() -> None:
+    module = ScriptedModel()
+    replica, calls = in_replica(module), []
+    module.register_forward_pre_hook(lambda *_: calls.append("before"))
+    module.register_forward_hook(lambda *_: calls.append("after"))
+    module(X)
+    assert (calls, replica.calls) == (["before", "after"], 1)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),  # noqa: S301
+    "average": lambda module: AveragedModel(module).module,
+    "averaged twice": lambda module: AveragedModel(AveragedModel(module)).module.module,
+}
+
+
+@pytest.mark.parametrize(
+    ("duplicate", "kind"),
+    [*((duplicate, torch.nn.Sequential) for duplicate in COPIES.values()), (copy.deepcopy, CopiesItself)],
+    ids=[*COPIES, "own __getstate__"],
+)
+def test_a_copy_is_a_plain_model_outside_of_ddp(duplicate: Callable[[Any], Any], kind: type[Any]) -> None:
+    module = kind(torch.nn.Linear(2, 2))
+    replica = in_replica(module, bf16=True)
+    copied = duplicate(module)
+    assert type(copied) is kind and copied.state_dict().keys() == module.state_dict().keys()
+    assert copied(X).dtype == torch.float32 and replica.calls == 0
+    module(X)
+    assert replica.calls == 1
+
+
+def test_an_average_of_the_model_resumes_from_its_state() -> None:
+    module = Model()
+    in_replica(module)
+    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average.update_parameters(module)
+    other = AveragedModel(Model())
+    other.load_state_dict(average.state_dict())
+    assert torch.equal(other.module[0].weight, module[0].weight)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "around"])
+def test_a_compiled_model_calls_ddp_and_its_compiled_code(when: str) -> None:
+    torch.compiler.reset()
+    compiled: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    module = ScriptedModel(torch.relu)
+    if when == "before":
+        module.compile(backend=backend)
+    replica = in_replica(module)
+    model: Any = torch.compile(module, backend=backend) if when == "around" else module
+    if when == "after":
+        module.compile(backend=backend)
+        replica.model.use_replica(replica)  # as before every micro-batch
+    model(X)
+    assert replica.calls == 1 and compiled
+
+
+def test_a_module_that_is_prepared_again_has_one_route() -> None:
+    module = ScriptedModel()
+    first = in_replica(module, bf16=True)
+    second = in_replica(module)
+    assert module(X).dtype == torch.float32
+    assert (first.calls, second.calls) == (0, 1)
+
+
+def test_a_model_that_calls_itself_goes_through_ddp_once() -> None:
+    class Recursive(ScriptedModel):
+        def forward(self, x: torch.Tensor, depth: int = 2) -> Any:
+            y = self.layer(x)
+            return self(y, depth - 1) if depth else y
+
+    module = Recursive()
+    replica = in_replica(module, bf16=True)
+    assert module(X).dtype == torch.float32 and replica.calls == 1
+
+
+@pytest.mark.parametrize("past", [lambda model: model.forward, copy.deepcopy], ids=["forward", "copy"])
+def test_a_forward_that_is_called_past_ddp_is_refused(new_run: NewRun, past: Callable[[Any], Any]) -> None:
+    run = new_run()
+    model = prepared(run)
+    step = next(run.steps())
+    with pytest.raises(ConfigError, match=r"does not come from calling the prepared model.*as model\(x\)"), step:
+        compute_gradients(step, past(model))
 
 
 def test_nested_bf16_outputs_are_converted_to_fp32() -> None:
@@ -89,8 +184,9 @@ def test_nested_bf16_outputs_are_converted_to_fp32() -> None:
             logits=y, parts=[y, (y, {"deep": y})], numbers=numbers, double=y.double(), text="x", none=None
         )
 
-    model = PreparedModel(ScriptedModel(nested), device=CPU, bf16=True)
-    output = model(torch.ones(1, 2))
+    model = ScriptedModel(nested)
+    in_replica(model, bf16=True)
+    output = model(X)
     assert type(output) is OrderedDict
     assert type(output["parts"]) is list
     assert type(output["parts"][1]) is tuple
@@ -99,31 +195,23 @@ def test_nested_bf16_outputs_are_converted_to_fp32() -> None:
     assert output["numbers"] is numbers
     assert output["double"].dtype == torch.float64
     assert (output["text"], output["none"]) == ("x", None)
-    assert model.module.layer.weight.dtype == torch.float32
+    assert model.layer.weight.dtype == torch.float32
 
 
 def test_without_bf16_outputs_are_not_converted() -> None:
-    model = PreparedModel(ScriptedModel(lambda y: y.bfloat16()), device=CPU, bf16=False)
-    assert model(torch.ones(1, 2)).dtype == torch.bfloat16
-
-
-def test_setting_an_attribute_sets_it_on_the_plain_model() -> None:
-    model: Any = PreparedModel(ScriptedModel(), device=CPU, bf16=False)
-    model.vocabulary = ["c"]
-    assert model.module.vocabulary == ["c"]
-
-
-def test_names_of_parameters_are_those_of_the_plain_model() -> None:
-    model = PreparedModel(ScriptedModel(), device=CPU, bf16=False)
-    assert [name for name, _ in model.named_parameters()] == ["layer.weight", "layer.bias"]
+    model = ScriptedModel(lambda y: y.bfloat16())
+    in_replica(model)
+    assert model(X).dtype == torch.bfloat16
 
 
 def test_bf16_outputs_in_a_named_tuple_are_converted_to_fp32() -> None:
     Output = collections.namedtuple("Output", "logits")
-    model = PreparedModel(ScriptedModel(lambda y: Output(y)), device=CPU, bf16=True)
-    assert model(torch.ones(1, 2)).logits.dtype == torch.float32
+    model = ScriptedModel(lambda y: Output(y))
+    in_replica(model, bf16=True)
+    assert model(X).logits.dtype == torch.float32
 
 
 def test_bf16_outputs_in_a_defaultdict_are_converted_to_fp32() -> None:
-    model = PreparedModel(ScriptedModel(lambda y: collections.defaultdict(list, y=y)), device=CPU, bf16=True)
-    assert model(torch.ones(1, 2))["y"].dtype == torch.float32
+    model = ScriptedModel(lambda y: collections.defaultdict(list, y=y))
+    in_replica(model, bf16=True)
+    assert model(X)["y"].dtype == torch.float32

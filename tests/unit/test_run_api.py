@@ -58,6 +58,15 @@ def test_a_model_without_trainable_parameters_is_refused(new_run: NewRun, model:
     expect_config_error(new_run(), lambda run: run.prepare(model), "run.prepare", "requires a gradient")
 
 
+@pytest.mark.parametrize("layer", [torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d(affine=False)])
+def test_a_model_with_lazy_layers_is_refused(new_run: NewRun, layer: torch.nn.Module) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), layer)
+    name = next(iter(dict([*layer.named_parameters(), *layer.named_buffers()])))
+    expect_config_error(new_run(), lambda run: run.prepare(model), f"1.{name}", "model once")
+    model(torch.zeros(2, 3))
+    assert new_run().prepare(model) is model
+
+
 def test_a_scheduler_that_needs_a_metric_is_registered_instead(new_run: NewRun) -> None:
     run = new_run()
     optimizer = run.prepare(torch.optim.SGD(run.prepare(Model()).parameters()))

@@ -178,14 +178,15 @@ def train(
     group: ProcessGroup, config: RunConfig, num_rows: int, model_type: type[torch.nn.Module], noise: float = 0.0
 ) -> dict[str, Any]:
     torch.manual_seed(7)
-    model = PreparedModel(model_type(), device=torch.device("cpu"), bf16=config.precision == "bf16")
-    state = TrainState(model=model)
-    trained = getattr(model.module, "trained", model.module.parameters)
+    model = model_type()
+    prepared = PreparedModel(model, device=torch.device("cpu"), bf16=config.precision == "bf16")
+    state = TrainState(model=prepared)
+    trained = getattr(model, "trained", model.parameters)
     optimizer = torch.optim.AdamW(trained(), lr=0.05)
     state.add_optimizer(optimizer)
     state.add_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
     check_same_model(state.module, group)
-    strategy = DDPStrategy(model, config, group)
+    strategy = DDPStrategy(prepared, config, group)
     shape = EpochShape(num_rows, config.num_micro_batches, config.micro_batch_size)
     feed: Any = FakeFeed(shape, strategy.micro_batches)
     generation = Generation(
@@ -219,7 +220,7 @@ def train(
         "samples": state.position.samples_sha256,
         "count": state.position.samples,
         "losses": losses,
-        "constant": model.module.constant.tolist() if model_type is Model else None,
+        "constant": model.constant.tolist() if isinstance(model, Model) else None,
     }
     strategy.close()
     return result

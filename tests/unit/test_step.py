@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import StepLR
 
 from elastic_ddp.data.order import EpochShape
-from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
@@ -90,7 +89,7 @@ def test_an_error_names_parameters_that_change_inside_the_loop(new_run: NewRun) 
         with pytest.raises(ConfigError, match=rf"parameters {name} were added.*give them a param_group.*lr=0"):
             for step in run.steps():
                 if step.index == 1:
-                    change(model.module)
+                    change(model)
                 with step:
                     compute_gradients(step, model)
                     step.optimize()
@@ -124,34 +123,34 @@ def test_loss_and_logged_values_are_means_over_the_global_batch(new_run: NewRun)
 # Wrong uses of a step. Each function is the body of `with step`.
 
 
-def backward_twice(step: Step, model: PreparedModel) -> None:
+def backward_twice(step: Step, model: torch.nn.Module) -> None:
     for batch in step.micro_batches():
         loss = model(batch["x"]).mean()
         step.backward(loss)
         step.backward(loss)
 
 
-def backward_before_the_first_batch(step: Step, model: PreparedModel) -> None:
+def backward_before_the_first_batch(step: Step, model: torch.nn.Module) -> None:
     step.backward(model(torch.ones(2, 3)).mean())
 
 
-def backward_after_the_last_batch(step: Step, model: PreparedModel) -> None:
+def backward_after_the_last_batch(step: Step, model: torch.nn.Module) -> None:
     compute_gradients(step, model)
     step.backward(model(torch.ones(2, 3)).mean())
 
 
-def loss_of_each_row(step: Step, model: PreparedModel) -> None:
+def loss_of_each_row(step: Step, model: torch.nn.Module) -> None:
     for batch in step.micro_batches():
         step.backward(model(batch["x"]))
 
 
-def batch_without_backward(step: Step, model: PreparedModel) -> None:
+def batch_without_backward(step: Step, model: torch.nn.Module) -> None:
     for place, batch in enumerate(step.micro_batches()):
         if place != 1:
             step.backward(model(batch["x"]).mean())
 
 
-def optimized_early(step: Step, model: PreparedModel) -> None:
+def optimized_early(step: Step, model: torch.nn.Module) -> None:
     for place, batch in enumerate(step.micro_batches()):
         step.backward(model(batch["x"]).mean())
         if place == 1:
@@ -159,17 +158,17 @@ def optimized_early(step: Step, model: PreparedModel) -> None:
     step.optimize()
 
 
-def optimized_at_once(step: Step, model: PreparedModel) -> None:
+def optimized_at_once(step: Step, model: torch.nn.Module) -> None:
     step.optimize()
 
 
-def optimized_twice(step: Step, model: PreparedModel) -> None:
+def optimized_twice(step: Step, model: torch.nn.Module) -> None:
     compute_gradients(step, model)
     step.optimize()
     step.optimize()
 
 
-def never_optimized(step: Step, model: PreparedModel) -> None:
+def never_optimized(step: Step, model: torch.nn.Module) -> None:
     compute_gradients(step, model)
 
 
@@ -188,7 +187,7 @@ def never_optimized(step: Step, model: PreparedModel) -> None:
     ],
 )
 def test_an_error_about_a_wrongly_used_step_names_the_fix(
-    new_run: NewRun, body: Callable[[Step, PreparedModel], None], names: list[str]
+    new_run: NewRun, body: Callable[[Step, torch.nn.Module], None], names: list[str]
 ) -> None:
     def training(run: Run) -> None:
         model = prepared(run)
@@ -216,27 +215,27 @@ def test_errors_of_the_training_function_pass_through_a_step(new_run: NewRun) ->
         train(new_run(), broken)
 
 
-def test_a_loss_that_bypasses_the_prepared_models_forward_is_refused(new_run: NewRun) -> None:
-    """Its gradients would not be reduced."""
-    for how in ("method", "raw"):
+def test_a_method_of_the_model_that_calls_the_model_computes_the_same_loss(new_run: NewRun) -> None:
+    class Net(torch.nn.Linear):
+        def loss(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x).square().mean()
 
-        class Net(torch.nn.Linear):
-            def loss(self, x: torch.Tensor) -> torch.Tensor:
-                return self(x).square().mean()
-
+    weights = []
+    for how in ("method", "call"):
         run = new_run(folder=how)
-        net = Net(3, 1)
-        model: Any = run.prepare(net)
+        torch.manual_seed(0)
+        model = run.prepare(Net(3, 1))
         run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ConfigError):
-            for step in run.steps():
-                with step:
-                    for batch in step.micro_batches():
-                        step.backward(model.loss(batch["x"]) if how == "method" else net(batch["x"]).square().mean())
-                    step.optimize()
+        for step in run.steps():
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(model.loss(batch["x"]) if how == "method" else model(batch["x"]).square().mean())
+                step.optimize()
+        weights.append(model.weight)
+    assert torch.equal(*weights)
 
 
-def catch_errors_of_backward(step: Step, model: PreparedModel, error: Exception) -> None:
+def catch_errors_of_backward(step: Step, model: torch.nn.Module, error: Exception) -> None:
     """The backward of one micro-batch raises `error`, and the training function continues."""
     for place, batch in enumerate(step.micro_batches()):
         loss = model(batch["x"]).mean()

@@ -25,14 +25,14 @@ def newcomer(new_run: NewRun) -> Run:
 def test_a_newcomer_computes_one_micro_batch_alone_before_it_joins(newcomer: Run) -> None:
     run, forwards, done = newcomer, list[tuple[int, int, int, int]](), list[int]()
     model = prepared(run)
-    model.module.register_forward_pre_hook(
+    model.register_forward_pre_hook(
         lambda *_: forwards.append((len(client_of(run).joins), run.position.step, run.rank, run.world_size))
     )
     for step in run.steps():
         if not forwards:
             assert math.isnan(evaluate(run)), "the other ranks do not evaluate now"
             with pytest.raises(ConfigError, match=r"run\.register"):
-                run.register("late", model.module)
+                run.register("late", model)
             assert (step.index, step.epoch) == (4, 0) and math.isnan(step.loss)
         with step:
             for batch in step.micro_batches():

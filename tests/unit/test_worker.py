@@ -84,6 +84,11 @@ def test_a_training_function_whose_decorator_makes_it_a_generator_is_an_error(
     assert outcome["kind"] == "ConfigError" and "returned a generator" in outcome["error"]
 
 
+def test_an_error_says_that_a_prepared_model_has_no_wrapper(outcome_of: Callable[[Train], dict[str, Any]]) -> None:
+    outcome = outcome_of(lambda run: run.prepare(Model()).module.parameters())
+    assert outcome["error"].endswith("write `model` instead of `model.module`.")
+
+
 def test_a_restart_of_the_training_function_frees_what_it_had_built(
     outcome_of: Callable[[Train], dict[str, Any]],
 ) -> None:
@@ -99,7 +104,7 @@ def test_a_restart_of_the_training_function_frees_what_it_had_built(
     def train(run: Run) -> None:
         assert not any(reference() for reference in built[1:]), "the fixture keeps the first one"
         model = prepared(run, CyclicModel())
-        built.append(weakref.ref(model.module))
+        built.append(weakref.ref(model))
         for step in run.steps():
             with step:
                 compute_gradients(step, model)

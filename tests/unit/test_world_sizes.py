@@ -89,10 +89,9 @@ def replicated(seed: int) -> TrainState:
 
 def train(state: TrainState) -> None:
     """Trains for a few steps, the same on every rank."""
-    assert state.model is not None
     torch.manual_seed(1)
     for _ in range(STEPS):
-        state.model(torch.randint(11, (8,))).square().mean().backward()
+        state.module(torch.randint(11, (8,))).square().mean().backward()
         for optimizer in state.optimizers:
             optimizer.step()
             optimizer.zero_grad()
