@@ -87,6 +87,16 @@ def describe_event(event: Event) -> str | None:
             return f"[step {event.step}] update skipped: {event.reason}"
         case events.EvaluationFinished():
             return f"[step {event.step}] {event.name} {event.loss:.4f}"
+        case events.HyperparametersDiffer():
+            used = (
+                "the values in the code are used from here on"
+                if event.uses_code
+                else "the saved values are used, because a commit of version 0.1.0 does not tell what the code said"
+            )
+            lines = [f"  {each['name']}: {each['saved']} -> {each['now']}" for each in event.changes]
+            return "\n".join(
+                [f"[step {event.step}] hyperparameters differ between the commit and the code; {used}:", *lines]
+            )
         case events.WeightsLoaded():
             differences = {"missing": event.missing, "unexpected": event.unexpected, "converted": event.converted}
             counts = [f"{len(names)} {kind}" for kind, names in differences.items() if names]

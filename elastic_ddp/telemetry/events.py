@@ -222,6 +222,19 @@ class Resumed(Event, event="resumed"):
     """Steps done in the restored state."""
 
 
+class HyperparametersDiffer(Event, event="hyperparameters_differ"):
+    """A run has resumed, and hyperparameters in its code differ from those in its commit. Rank 0 reports it."""
+
+    step: int
+    """Steps done in the restored state."""
+    changes: list[dict[str, Any]]
+    """For each of them its `name`, such as `AdamW.weight_decay`, the value `saved` in the commit, and the value `now`
+    in the code."""
+    uses_code: bool
+    """Whether the values in the code are used from here on. False for a commit of version 0.1.0, whose saved values are
+    used."""
+
+
 class WeightsLoaded(Event, event="weights_loaded"):
     """`run.load_weights` has loaded weights into the model. Rank 0 reports it."""
 

@@ -18,6 +18,7 @@ from elastic_ddp.distributed.state_transfer import check_same_model, transfer_st
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.rendezvous.hang import Activity
+from elastic_ddp.telemetry.events import HyperparametersDiffer
 from elastic_ddp.tensors.state_tree import Layout
 from elastic_ddp.worker.train_state import TrainState
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from elastic_ddp.config.run_config import RunConfig
+    from elastic_ddp.telemetry.event import Event
     from elastic_ddp.worker.job import Job
 
 
@@ -75,6 +77,8 @@ class GenerationInputs:
     activity: Activity
     restore: Callable[[ProcessGroup, Callable[[], Layout | None]], dict[str, Any] | None]
     """See `Checkpointer.restore`. Called if no rank holds a state."""
+    record: Callable[[Event], None]
+    """Appends an event to the ledger."""
     on_forming: Callable[[ProcessGroup], None]
     on_formed: Callable[[], None]
 
@@ -179,7 +183,10 @@ def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strateg
     source, receivers = group.assignment.source, group.assignment.receivers
     if source is None:
         if (restored := inputs.restore(group, shard)) is not None:
-            state.load_state_dict(restored)
+            changes, uses_code = state.resume(restored)
+            if changes and group.rank == 0:
+                listed = [change.to_json() for change in changes]
+                inputs.record(HyperparametersDiffer(step=state.position.step, changes=listed, uses_code=uses_code))
             return
         if state.load_initial_weights is not None:
             state.load_initial_weights(group)

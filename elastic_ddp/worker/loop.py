@@ -35,7 +35,7 @@ class Loop:
 
     def __init__(self, job: Job, client: RendezvousClient, device: torch.device) -> None:
         self.job, self.client, self.device = job, client, device
-        self.state = TrainState()
+        self.state = TrainState(steps_per_epoch=job.shape.steps_per_epoch)
         self.checkpointer = Checkpointer(job, client)
         self.membership = WorkerMembership(job, client, state=self.state, checkpointer=self.checkpointer, device=device)
         self._step: Step | None = None
@@ -64,7 +64,7 @@ class Loop:
         self.client.activity.enter("start")
         self.membership.shut_down(save_within_s=math.inf)
         self.checkpointer.restart()
-        self.state, self._step, self._warmup = TrainState(), None, None
+        self.state, self._step, self._warmup = TrainState(steps_per_epoch=self.job.shape.steps_per_epoch), None, None
         self.membership.restart(self.state)
 
     # Steps.
@@ -72,6 +72,8 @@ class Loop:
     def steps(self) -> Iterator[Step]:
         """Yields the remaining steps; see `Run.steps`."""
         membership, shape = self.membership, self.job.shape
+        if not self.has_begun:
+            self.state.record_prepared()
         while True:
             if membership.generation is None:
                 if not membership.holds_state and (warmup := membership.warm_up()) is not None:

@@ -109,6 +109,7 @@ class WorkerMembership:
             feeds=self._feeds,
             activity=client.activity,
             restore=checkpointer.restore,
+            record=client.record,
             on_forming=lambda group: client.on_failure(group.abort),
             on_formed=lambda: self.account.formed(),
         )

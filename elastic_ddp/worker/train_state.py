@@ -16,6 +16,8 @@ from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST, extend_samples_digest
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.tensors.state_tree import Layout, gather_full, weights_sha256
+from elastic_ddp.worker import hyperparameters
+from elastic_ddp.worker.hyperparameters import Change, Every, Prepared, Schedule
 from elastic_ddp.worker.state_checks import (
     check_layout,
     check_optimizer,
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from elastic_ddp.distributed.process_group import ProcessGroup
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
+PREPARED = "prepared"
+"""The component of a state that holds the hyperparameters."""
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What loading a state raises that is not one of these objects."""
 
 
 @runtime_checkable
@@ -70,10 +76,15 @@ class TrainState:
     model: PreparedModel | None = None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     schedulers: list[torch.optim.lr_scheduler.LRScheduler] = field(default_factory=list)
+    every: list[Every] = field(default_factory=list)
+    """When each of the schedulers is stepped."""
+    steps_per_epoch: int = 1
     registered: dict[str, Stateful] = field(default_factory=dict)
     load_initial_weights: Callable[[ProcessGroup], None] | None = None
     """Loads pretrained weights at step 0; see `Run.load_weights`. Collective."""
     position: Position = field(default_factory=Position)
+    prepared: Prepared | None = None
+    """The hyperparameters as the code of the session sets them; see `record_prepared`."""
     layout: Layout | None = None
     """How a restore lays out tensors on this rank; None if every rank holds the full state."""
     is_changing: bool = False
@@ -105,9 +116,27 @@ class TrainState:
         check_optimizer(optimizer, self.module, self.optimizers)
         self.optimizers.append(optimizer)
 
-    def add_scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+    def add_scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler, every: Every = "step") -> None:
         check_scheduler(scheduler, self.optimizers, self.schedulers)
         self.schedulers.append(scheduler)
+        self.every.append(every)
+
+    def record_prepared(self) -> None:
+        """Records the hyperparameters, before the first step and before a state is loaded."""
+        self.prepared = hyperparameters.record(self.optimizers, self._schedules())
+
+    def _schedules(self) -> dict[str, Schedule]:
+        """Returns the schedulers of prepared optimizers: those that are prepared, and those that are registered."""
+        steps = self.position.step
+        prepared = {
+            str(index): Schedule(scheduler, every, steps if every == "step" else steps // self.steps_per_epoch)
+            for index, (scheduler, every) in enumerate(zip(self.schedulers, self.every, strict=True))
+        }
+        return prepared | {
+            f"user.{name}": Schedule(thing, None, steps)
+            for name, thing in self.registered.items()
+            if isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as one tree. Every rank calls it: registered objects may gather shards.
@@ -126,7 +155,33 @@ class TrainState:
             "scheduler": {str(index): scheduler.state_dict() for index, scheduler in enumerate(self.schedulers)},
             "user": user,
             "position": asdict(self.position),
+            **({} if self.prepared is None else {PREPARED: vars(self.prepared)}),
         }
+
+    def resume(self, state: dict[str, Any]) -> tuple[list[Change], bool]:
+        """Loads the state of a commit. Hyperparameters that the code has changed since keep the value in the code.
+
+        Returns:
+            The hyperparameters that differ between the commit and the code, and whether those of the code are used. A
+            commit of version 0.1.0 does not tell what the code said; its values are used.
+
+        Raises:
+            CheckpointError: as `load_state_dict`.
+            ConfigError: a scheduler cannot be stepped to the run's position.
+        """
+        now = self.prepared
+        self.load_state_dict(state)
+        then, self.prepared = self.prepared, now
+        if now is None:
+            return [], True
+        if then is None:
+            return hyperparameters.kept(self.optimizers, self._schedules(), now), False
+        try:
+            return hyperparameters.adopt(self.optimizers, self._schedules(), then=then, now=now), True
+        except ConfigError:
+            raise
+        except _MALFORMED as error:
+            raise _invalid_hyperparameters(error) from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads a tree that `state_dict` returned. Raises a CheckpointError if it is not a state of these objects."""
@@ -137,6 +192,7 @@ class TrainState:
         }
         if missing := {"model", "buffers", "position", *expected} - state.keys():
             raise CheckpointError(f"the commit holds no {', '.join(sorted(missing))}: it is not a commit of a run.")
+        prepared = _prepared(state.get(PREPARED))
         try:
             position = Position(**{**dict.fromkeys(asdict(self.position)), **state["position"]})  # none is missing
         except (TypeError, ValueError) as error:
@@ -167,12 +223,13 @@ class TrainState:
             for kind in ("scheduler", "user"):
                 for key, target in expected[kind].items():
                     target.load_state_dict(state[kind][key])
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except _MALFORMED as error:
             raise CheckpointError(
                 f"the commit does not fit the model or optimizer that the training function built: {error}. A changed "
                 "model is another run: use another name."
             ) from error
         self.position = position
+        self.prepared = prepared
 
     def _other_buffers(self, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Returns the non-persistent buffers. Steps start from them, too."""
@@ -191,6 +248,23 @@ class TrainState:
         """Returns the hash of all parameters and buffers. Every rank calls it: shards are gathered one at a time."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         return weights_sha256((name, gather_full(tensor)) for name, tensor in tensors)
+
+
+def _prepared(saved: Any) -> Prepared | None:
+    """Returns the hyperparameters in a state, or None if it has none."""
+    if saved is None:
+        return None
+    try:
+        return Prepared(**saved)
+    except (TypeError, ValueError) as error:
+        raise _invalid_hyperparameters(error) from error
+
+
+def _invalid_hyperparameters(error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the commit's hyperparameters are invalid: {error}. Remove the commit; the run then resumes from the one "
+        "before."
+    )
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

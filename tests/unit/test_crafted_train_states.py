@@ -51,6 +51,7 @@ def prepared() -> TrainState:
     state.add_scheduler(SequentialLR(adamw, [ConstantLR(adamw), StepLR(adamw, 2)], [3]))
     state.add_scheduler(MultiStepLR(sgd, [1]))
     state.registered["counter"] = Registered()
+    state.record_prepared()
     return state
 
 
@@ -107,6 +108,11 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
         (put("position", "samples", 10**400), "position is invalid"),
         (put("position", "samples_sha256", "a" * 63 + "\n"), "position is invalid"),
         (lambda state: state["position"].pop("samples"), "position is invalid"),
+        (put("prepared", 3), "hyperparameters are invalid"),
+        (put("prepared", "optimizer", 3), "hyperparameters are invalid"),
+        (put("prepared", "optimizer", []), "hyperparameters are invalid"),
+        (put("prepared", "scheduler", {}), "hyperparameters are invalid"),
+        (put("prepared", "every", "0", "year"), "hyperparameters are invalid"),
     ],
 )
 def test_a_state_that_does_not_fit_the_run_is_refused(change: Callable[[dict[str, Any]], None], message: str) -> None:
@@ -114,8 +120,9 @@ def test_a_state_that_does_not_fit_the_run_is_refused(change: Callable[[dict[str
     change(saved)
     state = prepared()
     with pytest.raises(CheckpointError, match=message):
-        state.load_state_dict(saved)
-    assert state.position == Position()
+        state.resume(saved)
+    if "hyperparameters" not in message:
+        assert state.position == Position()
     assert all(isinstance(scheduler.step, types.MethodType) for scheduler in state.schedulers)
 
 
@@ -386,7 +393,7 @@ def test_any_state_is_loaded_or_is_a_checkpoint_error(path: tuple[Any, ...], oth
         inner[other if isinstance(other, str | int) else "step"] = copy.deepcopy(other)
     state = prepared()
     try:
-        state.load_state_dict(saved)
+        state.resume(saved)
     except CheckpointError:
         return
     assert type(state.position.step) is int and type(state.position.samples) is int

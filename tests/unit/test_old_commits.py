@@ -18,13 +18,15 @@ from typer.testing import CliRunner
 from elastic_ddp.checkpoint import CheckpointStore, Commit, CommitCatalog
 from elastic_ddp.cli.checkpoints import app
 from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.driver.display import describe_event
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger, summarize
+from elastic_ddp.telemetry.event import parse
 from elastic_ddp.worker.generation import strategy_of
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import restore
 from tests.ranks import run_ranks
-from tests.unit.single_worker import NewRun, StepCounter, prepared
+from tests.unit.single_worker import Model, NewRun, StepCounter, client_of, compute_gradients, prepared
 from tests.unit.test_fsdp import prepared as prepared_shards
 from tests.unit.test_fsdp import train_on
 
@@ -95,8 +97,7 @@ def _train(new_run: NewRun, steps: int) -> dict[str, Any]:
     run.register("counted", counted)
     for step in run.steps():
         with step:
-            for batch in step.micro_batches():
-                step.backward(model(batch["x"]).square().mean())
+            compute_gradients(step, model)
             step.optimize()
             counted.steps.append(step.index)
     assert counted.steps == [*range(steps)]
@@ -118,6 +119,23 @@ def test_a_run_resumes_from_an_old_commit_and_finishes(new_run: NewRun, old: Pat
     assert isinstance(before, Commit) and isinstance(after, Commit)
     assert (before.step, after.step) == (6, 8)
     assert after.record["watched_s"] > before.record["watched_s"], "the automatic interval uses what 0.1.0 measured"
+
+
+def test_an_old_commit_keeps_its_hyperparameters_and_lists_those_of_the_code(new_run: NewRun, old: Path) -> None:
+    run = new_run(folder="old/ddp", steps=8)
+    model: Any = run.prepare(Model())
+    optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.3, weight_decay=0.5))
+    scheduler = run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5))
+    run.register("counted", StepCounter())
+    next(iter(run.steps()))
+    assert (optimizer.param_groups[0]["weight_decay"], scheduler.step_size) == (0.01, 2)
+    [event] = client_of(run).events_of("hyperparameters_differ")
+    assert not event["uses_code"] and "version 0.1.0" in str(describe_event(parse(event)))
+    assert {change["name"]: (change["saved"], change["now"]) for change in event["changes"]} == {
+        "AdamW.weight_decay": (0.01, 0.5),
+        "AdamW.initial_lr": (0.1, 0.3),
+        "StepLR.step_size": (2, 3),
+    }
 
 
 def _resume_shards(group: ProcessGroup, folder: Path) -> tuple[str, str]:

@@ -68,6 +68,16 @@ def test_loaded_state_equals_the_saved_state() -> None:
     assert torch.equal(*moments)
 
 
+def test_a_worker_that_joins_takes_the_hyperparameters_of_its_peer_as_they_are() -> None:
+    peer, joins = state_of(Model()), state_of(Model())
+    peer.optimizers[0].param_groups[0]["weight_decay"] = 0.5
+    for state in (peer, joins):
+        state.record_prepared()
+    joins.load_state_dict(peer.state_dict())
+    assert joins.optimizers[0].param_groups[0]["weight_decay"] == 0.5
+    assert joins.state_dict()["prepared"] == peer.state_dict()["prepared"], "the next commit is the same from any rank"
+
+
 def weights_hash(**tensors: torch.Tensor) -> str:
     module = torch.nn.Module()
     for name, tensor in tensors.items():

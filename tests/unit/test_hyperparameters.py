@@ -1,0 +1,292 @@
+"""What counts when a run resumes with other hyperparameters in its code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.lr_scheduler import LRScheduler
+
+from elastic_ddp.driver.display import describe_event
+from elastic_ddp.errors import CheckpointError, ConfigError
+from elastic_ddp.telemetry.event import parse
+from elastic_ddp.worker.run import Run
+from tests.unit.single_worker import Model, NewRun, client_of, compute_gradients
+
+Schedule = Callable[[Optimizer, int], LRScheduler]
+NewOptimizer = Callable[..., Optimizer]
+
+
+def trained(run: Run, optimizer: NewOptimizer | None = None, schedule: Schedule | None = None) -> list[dict[str, Any]]:
+    """Trains, and returns the settings of the optimizer in each step."""
+    model: Any = run.prepare(Model())
+    prepared = run.prepare((optimizer or partial(SGD, lr=0.1))(model.parameters()))
+    if schedule is not None:
+        run.prepare(schedule(prepared, run.total_steps))
+    settings = []
+    for step in run.steps():
+        with step:
+            compute_gradients(step, model)
+            settings.append({key: value for key, value in prepared.param_groups[0].items() if key != "params"})
+            step.optimize()
+    run._loop.finish()
+    run._loop.membership.leave(intact=True)
+    return settings
+
+
+def changes_of(run: Run) -> dict[str, tuple[Any, Any]]:
+    """The changes in the ledger, by name."""
+    events = client_of(run).events_of("hyperparameters_differ")
+    return {change["name"]: (change["saved"], change["now"]) for event in events for change in event["changes"]}
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "cosine": lambda optimizer, steps: schedulers.CosineAnnealingLR(optimizer, T_max=steps),
+    "one cycle": lambda optimizer, steps: schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps),
+    "lambda": lambda optimizer, steps: schedulers.LambdaLR(optimizer, lambda step: 1 - step / steps),
+    "partial": lambda optimizer, steps: schedulers.LambdaLR(optimizer, partial(lambda n, step: 1 - step / n, steps)),
+    "polynomial": lambda optimizer, steps: schedulers.PolynomialLR(optimizer, steps, 2.0),
+    "steps": lambda optimizer, steps: schedulers.StepLR(optimizer, steps // 2, 0.5),
+    "milestones": lambda optimizer, steps: schedulers.MultiStepLR(optimizer, [steps // 4, steps // 2], 0.5),
+    "linear": lambda optimizer, steps: schedulers.LinearLR(optimizer, total_iters=steps),
+    "exponential": lambda optimizer, steps: schedulers.ExponentialLR(optimizer, 0.01 ** (1 / steps)),
+    "restarts": lambda optimizer, steps: schedulers.CosineAnnealingWarmRestarts(optimizer, steps // 2),
+    "cyclic": lambda optimizer, steps: schedulers.CyclicLR(optimizer, 0.01, 0.1, steps // 2, cycle_momentum=False),
+    "sequential": lambda optimizer, steps: schedulers.SequentialLR(
+        optimizer,
+        [
+            schedulers.LinearLR(optimizer, 0.1, total_iters=2),
+            schedulers.CosineAnnealingLR(optimizer, T_max=steps - 2),
+        ],
+        milestones=[2],
+    ),
+    "sequential lambda": lambda optimizer, steps: schedulers.SequentialLR(
+        optimizer,
+        [
+            schedulers.LinearLR(optimizer, 0.1, total_iters=2),
+            schedulers.LambdaLR(optimizer, lambda step: 1 - step / steps),
+        ],
+        milestones=[2],
+    ),
+    "chained": lambda optimizer, steps: schedulers.ChainedScheduler(
+        [schedulers.LinearLR(optimizer, 0.1, total_iters=2), schedulers.CosineAnnealingLR(optimizer, T_max=steps)]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_over_more_steps_continues_at_its_own_point(new_run: NewRun, kind: str) -> None:
+    """A run that is given more steps has the learning rates of one that had them from the start, bit for bit."""
+    trained(new_run(steps=6), schedule=SCHEDULES[kind])
+    longer = new_run(steps=12)
+    assert (
+        trained(longer, schedule=SCHEDULES[kind])
+        == trained(new_run(folder="new", steps=12), schedule=SCHEDULES[kind])[6:]
+    )
+    assert changes_of(longer)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [
+        (partial(SGD, lr=0.1), partial(SGD, lr=0.05), {"SGD.lr": (0.1, 0.05)}),
+        (
+            partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+            partial(SGD, lr=0.1, momentum=0.8, weight_decay=0.0),
+            {"SGD.momentum": (0.9, 0.8), "SGD.weight_decay": (0.1, 0.0)},
+        ),
+        (
+            partial(AdamW, lr=0.1, eps=1e-8),
+            partial(AdamW, lr=0.1, betas=(0.8, 0.99), eps=1e-6, amsgrad=False, foreach=True),
+            {"AdamW.betas": ([0.9, 0.999], [0.8, 0.99]), "AdamW.eps": (1e-8, 1e-6), "AdamW.foreach": (None, True)},
+        ),
+        (
+            partial(AdamW, lr=torch.tensor(0.5), foreach=False),
+            partial(AdamW, lr=torch.tensor(0.25), foreach=False),
+            {"AdamW.lr": (0.5, 0.25)},
+        ),
+    ],
+    ids=["lr", "momentum and weight_decay", "AdamW", "a tensor"],
+)
+def test_an_edited_setting_of_the_optimizer_counts_and_is_listed(
+    new_run: NewRun, before: NewOptimizer, after: NewOptimizer, names: dict[str, Any]
+) -> None:
+    [*_, saved] = trained(new_run(), before)
+    run = new_run(steps=8)
+    settings = trained(run, after)
+    new = after([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+    for key in saved:
+        assert [each[key] for each in settings] == [new[key]] * 2, key
+    assert changes_of(run) == names
+
+
+def test_the_moments_are_kept_when_a_setting_is_edited(new_run: NewRun) -> None:
+    moments = []
+    for rate in (0.1, 0.05):
+        run = new_run()
+        model: Any = run.prepare(Model())
+        optimizer = run.prepare(AdamW(model.parameters(), lr=rate))
+        if rate == 0.1:
+            for step in run.steps():
+                with step:
+                    compute_gradients(step, model)
+                    step.optimize()
+            run._loop.finish()
+        else:
+            assert list(run.steps()) == []
+        moments.append([state["exp_avg"].clone() for state in optimizer.state.values()])
+    assert len(moments[0]) == 6 and all(map(torch.equal, *moments))
+
+
+def test_an_edited_learning_rate_keeps_the_place_in_the_schedule(new_run: NewRun) -> None:
+    trained(new_run(), schedule=SCHEDULES["cosine"])
+    run = new_run()
+    model: Any = run.prepare(Model())
+    optimizer = run.prepare(SGD(model.parameters(), lr=0.2))
+    run.prepare(schedulers.CosineAnnealingLR(optimizer, T_max=12))
+    assert list(run.steps()) == []
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    assert changes_of(run) == {"SGD.initial_lr": (0.1, 0.2), "CosineAnnealingLR.T_max": (6, 12)}
+
+
+def test_an_edited_weight_decay_does_not_touch_the_schedule(new_run: NewRun) -> None:
+    calm = trained(new_run(folder="calm", steps=8), schedule=lambda sgd, _: schedulers.ExponentialLR(sgd, 0.9))
+
+    def decayed(optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        return schedulers.ExponentialLR(optimizer, 0.9)
+
+    trained(new_run(), schedule=decayed)
+    run = new_run(steps=8)
+    settings = trained(run, partial(SGD, lr=0.1, weight_decay=0.1), decayed)
+    assert [each["lr"] for each in settings] == [each["lr"] for each in calm[6:]]
+    assert changes_of(run) == {"SGD.weight_decay": (0, 0.1)}
+
+
+def test_betas_edited_under_a_schedule_of_betas_keep_their_place(new_run: NewRun) -> None:
+    def adamw(beta: float) -> NewOptimizer:
+        return partial(AdamW, lr=0.1, betas=(0.9, beta))
+
+    def schedule(optimizer: Optimizer, _: int) -> LRScheduler:
+        return SCHEDULES["one cycle"](optimizer, 8)
+
+    trained(new_run(), adamw(0.999), schedule)
+    expected = trained(new_run(folder="new", steps=8), adamw(0.99), schedule)
+    assert trained(new_run(steps=8), adamw(0.99), schedule) == expected[6:]
+
+
+def test_an_edit_of_one_param_group_is_listed_with_its_number(new_run: NewRun) -> None:
+    def groups(decay: float) -> NewOptimizer:
+        def build(parameters: Any) -> Optimizer:
+            first, *others = parameters
+            return SGD([{"params": [first], "weight_decay": decay}, {"params": others}], lr=0.1)
+
+        return build
+
+    trained(new_run(), groups(0.1))
+    run = new_run(steps=8)
+    trained(run, groups(0.2))
+    assert changes_of(run) == {"SGD.param_groups[0].weight_decay": (0.1, 0.2)}
+
+
+def test_another_number_of_param_groups_is_an_error(new_run: NewRun) -> None:
+    trained(new_run())
+    with pytest.raises(CheckpointError, match="different number of parameter groups"):
+        trained(new_run(), lambda parameters: SGD([{"params": [each]} for each in parameters], lr=0.1))
+
+
+def test_the_same_code_continues_with_the_same_bits_and_lists_nothing(new_run: NewRun) -> None:
+    """Also if the training function changes the learning rate beside the schedule."""
+
+    def train(run: Run, until: int) -> tuple[str, float]:
+        model: Any = run.prepare(Model())
+        optimizer = run.prepare(AdamW(model.parameters(), lr=0.1))
+        run.prepare(schedulers.LinearLR(optimizer, 0.1, total_iters=3))
+        for step in run.steps():
+            with step:
+                compute_gradients(step, model)
+                step.optimize()
+                if step.index == 4:
+                    optimizer.param_groups[0]["lr"] *= 0.5
+        weights = run._loop.finish()["weights_sha256"]
+        return weights, optimizer.param_groups[0]["lr"]
+
+    train(new_run(), until=6)
+    resumed = new_run(steps=8)
+    assert train(resumed, until=8) == train(new_run(folder="calm", steps=8), until=8)
+    assert changes_of(resumed) == {}
+
+
+def test_the_next_resume_compares_with_the_code_of_the_last(new_run: NewRun) -> None:
+    rates = [0.1, 0.05, 0.05, 0.1]
+    runs = [new_run(steps=2 * number) for number in (1,)]
+    for number, rate in enumerate(rates, start=1):
+        runs.append(new_run(steps=2 * number))
+        assert [each["lr"] for each in trained(runs[-1], partial(SGD, lr=rate))] == [rate] * 2
+    assert [changes_of(run) for run in runs[2:]] == [{"SGD.lr": (0.1, 0.05)}, {}, {"SGD.lr": (0.05, 0.1)}]
+
+
+def test_a_schedule_that_ends_before_the_run_stands_is_an_error(new_run: NewRun) -> None:
+    trained(new_run(), schedule=SCHEDULES["one cycle"])
+    with pytest.raises(ConfigError, match=r"OneCycleLR has changed since .* be stepped 6 times, .* run\.total_steps"):
+        trained(new_run(steps=8), schedule=lambda optimizer, _: SCHEDULES["one cycle"](optimizer, 4))
+
+
+class Warmup:
+    """A user's function with state."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, step: int) -> float:
+        return min(1.0, (step + 1) / self.steps)
+
+
+def test_the_attributes_of_a_lambda_with_state_are_compared_by_name(new_run: NewRun) -> None:
+    def warmup(steps: int) -> Schedule:
+        return lambda optimizer, _: schedulers.LambdaLR(optimizer, Warmup(steps))
+
+    trained(new_run(), schedule=warmup(10))
+    run = new_run(steps=8)
+    expected = trained(new_run(folder="new", steps=8), schedule=warmup(20))[6:]
+    assert trained(run, schedule=warmup(20)) == expected
+    assert changes_of(run)["LambdaLR.lr_lambdas[0].steps"] == (10, 20)
+
+
+def with_plateau(run: Run, patience: int, rate: float = 0.1) -> list[float]:
+    """Trains with a metric that never improves. Returns the learning rate after each step."""
+    model: Any = run.prepare(Model())
+    optimizer = run.prepare(SGD(model.parameters(), lr=rate))
+    plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=patience)
+    run.register("plateau", plateau)
+    rates = []
+    for step in run.steps():
+        with step:
+            compute_gradients(step, model)
+            step.optimize()
+            plateau.step(1.0)
+        rates.append(optimizer.param_groups[0]["lr"])
+    run._loop.finish()
+    return rates
+
+
+def test_the_patience_of_a_registered_plateau_scheduler_can_be_edited(new_run: NewRun) -> None:
+    assert with_plateau(new_run(steps=4), patience=1) == [0.1, 0.1, 0.05, 0.05]
+    run = new_run(steps=8)
+    assert with_plateau(run, patience=2) == [0.05, 0.025, 0.025, 0.025]  # the count of bad steps goes on
+    assert changes_of(run) == {"ReduceLROnPlateau.patience": (1, 2)}
+
+
+def test_the_console_lists_each_difference_with_both_values(new_run: NewRun) -> None:
+    trained(new_run(), schedule=SCHEDULES["cosine"])
+    run = new_run(steps=8)
+    trained(run, partial(SGD, lr=0.1, weight_decay=0.1), SCHEDULES["cosine"])
+    [event] = client_of(run).events_of("hyperparameters_differ")
+    assert describe_event(parse(event)) == (
+        "[step 6] hyperparameters differ between the commit and the code; the values in the code are used from here on:"
+        "\n  SGD.weight_decay: 0 -> 0.1\n  CosineAnnealingLR.T_max: 6 -> 8"
+    )
