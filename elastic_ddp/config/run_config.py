@@ -148,6 +148,9 @@ class DataConfig(_Settings):
     window_row_groups: PositiveInt = 4
     """Number of row groups whose rows are shuffled together. More row groups shuffle better and take more memory: a
     worker holds one window of untransformed rows for each of its micro-batches."""
+    drop_last: bool = False
+    """Leave out the last step of an epoch if its global batch is not full. Which rows are left out differs in every
+    epoch, unless `shuffle` is false."""
     chunk_rows: PositiveInt = 1024
     """Number of rows in one call of the transform. A worker holds about one chunk of transformed rows for each of its
     micro-batches; lower this if transformed rows are large."""
@@ -350,6 +353,8 @@ class RunConfig(_Settings):
         for key in DATA_IDENTITY:
             value = getattr(self.data, key)
             settings[f"data.{key}"] = list(value) if isinstance(value, tuple) else value
+        if self.data.drop_last:  # commits of version 0.1.0 do not have it
+            settings["data.drop_last"] = True
         return settings
 
     @classmethod

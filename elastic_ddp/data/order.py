@@ -38,16 +38,20 @@ _ROW_GROUPS, _ROWS, _TRANSFORM = range(3)  # the purpose of a random stream, whi
 class EpochShape:
     """The number of rows of every micro-batch of every step.
 
-    Steps are counted from 0 over the run. Micro-batches of an epoch's last step may be short or empty.
+    Steps are counted from 0 over the run. Micro-batches of an epoch's last step may be short or empty, unless
+    `drop_last` leaves out a step that is not full.
     """
 
     num_rows: int
     num_micro_batches: int
     """M: the number of micro-batches of a step, and of lanes of an epoch."""
     micro_batch_size: int
+    drop_last: bool = False
 
     @property
     def steps_per_epoch(self) -> int:
+        if self.drop_last:
+            return self.num_rows // self.num_micro_batches // self.micro_batch_size
         return math.ceil(math.ceil(self.num_rows / self.num_micro_batches) / self.micro_batch_size)
 
     def epoch_of(self, step: int) -> int:

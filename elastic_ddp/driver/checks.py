@@ -110,6 +110,16 @@ def check_identity(storage: Storage, config: RunConfig, index: DatasetIndex, *, 
         )
 
 
+def check_steps(index: DatasetIndex, config: RunConfig) -> None:
+    """Raises ConfigError if an epoch has no step."""
+    if config.data.drop_last and index.num_rows < config.global_batch_size:
+        raise ConfigError(
+            f"data.drop_last leaves out short batches, and the data set has {index.num_rows:,} rows, fewer than "
+            f"global_batch_size={config.global_batch_size:,}: an epoch would have no step. Set data.drop_last = false, "
+            "or use a smaller global_batch_size."
+        )
+
+
 def check_capacity(
     nodes: Sequence[Mapping[str, float]],
     config: RunConfig,

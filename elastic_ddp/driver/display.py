@@ -101,6 +101,8 @@ def describe_event(event: Event) -> str | None:
             differences = {"missing": event.missing, "unexpected": event.unexpected, "converted": event.converted}
             counts = [f"{len(names)} {kind}" for kind, names in differences.items() if names]
             return f"loaded weights from {', '.join([f'step {event.step} of {event.uri}', *counts])}"
+        case events.Warned():
+            return event.text
         case events.WorkerFailed():
             # A worker that reports this has only seen a connection break, perhaps to a worker whose function raised.
             what = "a connection between workers broke" if event.reported_by else WORKER_FAILED

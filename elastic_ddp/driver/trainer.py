@@ -20,7 +20,7 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import open_index
 from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.transform import check_columns
-from elastic_ddp.driver.checks import check_capacity, check_functions, check_identity, warn_about_data
+from elastic_ddp.driver.checks import check_capacity, check_functions, check_identity, check_steps, warn_about_data
 from elastic_ddp.driver.cluster import connect_or_start
 from elastic_ddp.driver.display import print_note
 from elastic_ddp.driver.session import Session
@@ -162,6 +162,7 @@ class ElasticTrainer:
         index = open_index(data, self._storage, columns=self.config.data.columns, may_replace=self._may_replace)
         if self._transform is None:
             check_columns(index.schema)
+        check_steps(index, self.config)
         check_identity(self._storage, self.config, index, may_replace=self._may_replace())
         return Job(
             config=self.config,

@@ -250,6 +250,13 @@ class WeightsLoaded(Event, event="weights_loaded"):
     """Tensors that were converted to another dtype, and both dtypes."""
 
 
+class Warned(Event, event="warning"):
+    """A worker expects a problem later in the run. Rank 0 reports it before the first step."""
+
+    text: str
+    """The problem, and the setting that avoids it."""
+
+
 class WorkerFailed(GenerationEvent, event="worker_lost"):
     """A worker of the current generation has failed, or a connection between two of its workers broke."""
 

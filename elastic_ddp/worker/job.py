@@ -73,7 +73,8 @@ class Job:
     @property
     def shape(self) -> EpochShape:
         """How an epoch is cut into steps and micro-batches."""
-        return EpochShape(self.index.num_rows, self.config.num_micro_batches, self.config.micro_batch_size)
+        config = self.config
+        return EpochShape(self.index.num_rows, config.num_micro_batches, config.micro_batch_size, config.data.drop_last)
 
     @property
     def total_steps(self) -> int:

@@ -13,12 +13,20 @@ from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STEP_REPEATS
-from elastic_ddp.telemetry.events import EvaluationFinished, EvaluationStarted, FirstStep, StepsCompleted, StepSkipped
+from elastic_ddp.telemetry.events import (
+    EvaluationFinished,
+    EvaluationStarted,
+    FirstStep,
+    StepsCompleted,
+    StepSkipped,
+    Warned,
+)
 from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.collective_tasks import TasksDifferError
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.membership import RestartTraining, WorkerMembership
+from elastic_ddp.worker.state_checks import warn_about_batch_norm
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from elastic_ddp.worker.warmup_step import WarmupStep
@@ -81,6 +89,7 @@ class Loop:
                     yield warmup
                     self._warmup = None
                 membership.join()
+                self._warn()
             generation, index = membership.generation, self.state.position.step
             assert generation is not None
             if index >= self.job.total_steps:
@@ -99,6 +108,15 @@ class Loop:
             membership.failures.record(step.index, f"step {step.index}", failure)
             if membership.generation is generation or self.state.is_torn:  # not if an evaluation has joined another one
                 membership.peer_failed(failure, in_step=True)
+
+    def _warn(self) -> None:
+        """Rank 0 reports problems that it expects later in the run, in the first generation of the session."""
+        generation, shape = self.membership.generation, self.job.shape
+        assert generation is not None
+        if self.rank != 0 or generation.number != 1 or self.job.total_steps < shape.steps_per_epoch:
+            return
+        if (text := warn_about_batch_norm(self.state.module, shape)) is not None:
+            self.client.record(Warned(text=text))
 
     def _votes(self) -> dict[str, bool]:
         """Returns this rank's votes. Rank 0 decides on a commit or a stop; membership changes when all ranks agree."""

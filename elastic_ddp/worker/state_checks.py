@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parameter import is_lazy
 
 from elastic_ddp import torch_internals
+from elastic_ddp.data.order import EpochShape
 from elastic_ddp.errors import CheckpointError, ConfigError, shorten
 from elastic_ddp.tensors.state_tree import Layout, dtype_name
 
@@ -54,6 +55,19 @@ def check_model(module: torch.nn.Module) -> None:
                 "run.prepare got a SyncBatchNorm, whose statistics depend on the number of workers. Use BatchNorm: the "
                 "run combines its running statistics over all micro-batches of a step."
             )
+
+
+def warn_about_batch_norm(module: torch.nn.Module, shape: EpochShape) -> str | None:
+    """Returns a warning if micro-batches of an epoch's last step have one row, which BatchNorm may refuse, or None."""
+    kinds = torch.nn.BatchNorm1d | torch.nn.BatchNorm2d | torch.nn.BatchNorm3d
+    names = [name for name, part in module.named_modules() if isinstance(part, kinds) and part.training]
+    last_step = shape.steps_per_epoch - 1
+    if not names or shape.micro_batch_size == 1 or 1 not in shape.rows(last_step):
+        return None
+    return (
+        f"step {last_step}, the last of an epoch, has micro-batches of one row. BatchNorm ({shorten(names, 3)}) raises "
+        "an error for one value per channel while the model trains. Set data.drop_last = true to leave this step out."
+    )
 
 
 def check_optimizer(

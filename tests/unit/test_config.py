@@ -355,6 +355,12 @@ def test_the_identity_ignores_settings_that_a_resumed_run_may_change() -> None:
     assert other.identity() == config().identity()
 
 
+def test_leaving_out_last_batches_changes_the_identity_only_if_it_is_set() -> None:
+    """Commits of version 0.1.0 do not have the setting."""
+    dropping = config(data={"drop_last": True}).identity()
+    assert dropping == {**config().identity(), "data.drop_last": True} != config().identity()
+
+
 def test_the_identity_survives_json() -> None:
     identity = config(data={"columns": ["x", "y"]}, clip_grad_norm=0.1).identity()
     assert json.loads(json.dumps(identity)) == identity

@@ -116,6 +116,21 @@ def test_micro_batches_have_the_number_of_rows_of_the_epoch_shape(plan: FeedPlan
 
 
 @given(plans())
+def test_drop_last_leaves_out_only_short_last_steps(plan: FeedPlan) -> None:
+    shape = replace(plan.shape, drop_last=True)
+    full = shape.steps_per_epoch
+    assert full == plan.shape.num_rows // (shape.num_micro_batches * shape.micro_batch_size)
+    if full:
+        expected = {
+            (epoch * full + step % plan.shape.steps_per_epoch, number): batch
+            for (step, number), batch in micro_batches(plan).items()
+            if step % plan.shape.steps_per_epoch < full
+            for epoch in [plan.shape.epoch_of(step)]
+        }
+        assert micro_batches(replace(plan, shape=shape, last_step=2 * full)) == expected
+
+
+@given(plans())
 def test_an_empty_micro_batch_is_padded_with_one_row_of_the_data_set(plan: FeedPlan) -> None:
     for row_ids, values, _ in micro_batches(plan).values():
         assert len(values) == max(len(row_ids), 1)

@@ -182,6 +182,37 @@ def test_a_run_does_all_steps_and_commits_the_last(new_run: NewRun, tmp_path: Pa
     assert newest_record(tmp_path)["samples"] == 84
 
 
+def test_epochs_end_at_their_last_full_step_with_drop_last(new_run: NewRun) -> None:
+    run = new_run(num_rows=47, steps=None, epochs=2, data={"drop_last": True})
+    epochs: list[int] = []
+    result = train(run, lambda step: epochs.append(step.epoch))
+    assert epochs == [0] * 5 + [1] * 5
+    assert (result["steps"], result["samples"], result["epochs"]) == (10, 80, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "drop_last", "warns"),
+    [(44, False, True), (44, True, False), (46, False, True), (48, False, False), (800, False, False)],
+)
+def test_a_note_before_the_first_step_says_that_batch_norm_will_refuse_one_row(
+    new_run: NewRun, num_rows: int, drop_last: bool, warns: bool
+) -> None:
+    """The run of six steps ends before an epoch of 800 rows does."""
+    run = new_run(num_rows=num_rows, data={"drop_last": drop_last})
+    texts: list[str] = []
+
+    def stop(step: Step) -> None:
+        texts.extend(event["text"] for event in client_of(run).events_of("warning"))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run, stop)
+    assert len(texts) == warns
+    if warns:
+        assert texts[0].startswith("step 5, the last of an epoch, has micro-batches of one row. BatchNorm (1) raises")
+        assert "data.drop_last = true" in texts[0]
+
+
 def test_an_interrupted_and_resumed_run_has_the_same_result(new_run: NewRun) -> None:
     undisturbed = train(new_run(folder="undisturbed"))
     interrupted = new_run(checkpoint={"every_steps": 2})

@@ -125,6 +125,14 @@ def test_a_run_with_other_data_is_refused_and_the_error_names_both(tmp_path: Pat
         fit("a", "*b")
 
 
+def test_drop_last_is_refused_for_a_data_set_without_a_full_batch(tmp_path: Path) -> None:
+    settings = {"name": "run", "storage": str(tmp_path / "runs"), "global_batch_size": 8, "micro_batch_size": 4}
+    pq.write_table(pa.table({"x": range(7)}), tmp_path / "a.parquet")
+    config = {**settings, "epochs": 1, "data": {"drop_last": True}}
+    with pytest.raises(ConfigError, match=r"data\.drop_last .* 7 rows, fewer than global_batch_size=8"):
+        ElasticTrainer(takes_a_run, str(tmp_path / "a.parquet"), config).fit()
+
+
 def test_a_run_waits_for_nodes_only_on_a_cluster_that_can_grow() -> None:
     settings = {"name": "run", "storage": "runs", "steps": 1, "global_batch_size": 8, "micro_batch_size": 1}
     config = RunConfig(**settings, min_workers=3, max_workers=3)
