@@ -140,6 +140,12 @@ def ship(value: Any, name: str) -> Shipped:
     return Shipped(ray.put(value), name, environment())
 
 
+def import_failure(error: BaseException | None) -> ConfigError | None:
+    """Returns the error to raise if a process of Ray did not start because its node lacks a module; otherwise None."""
+    found = re.search(r"No module named '[^']+'", str(error))
+    return ConfigError(f"a process of this run cannot start on some node: {found[0]}. {_FIX}") if found else None
+
+
 @contextmanager
 def _silenced(logger: str) -> Iterator[None]:
     log = logging.getLogger(logger)

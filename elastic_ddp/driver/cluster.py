@@ -11,6 +11,7 @@ import ray
 
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.ray_internals import check_ray_version, has_started_ray, use_token_on_this_machine
+from elastic_ddp.ray_internals.private_token import init_ray
 from elastic_ddp.rendezvous.actor import ANSWERS_WITHIN_S, NAMESPACE
 
 _started: list[str] = []
@@ -34,7 +35,7 @@ def connect_or_start(note: Callable[[str], None]) -> bool:
         )
     try:
         _prepare_connection(address)
-        ray.init(log_to_driver=True, logging_level=logging.WARNING)
+        init_ray(log_to_driver=True, logging_level=logging.WARNING)
     except ConnectionError as error:
         cluster = f"RAY_ADDRESS={address!r}: no Ray cluster responds" if address else "Ray on this machine fails"
         raise ConfigError(

@@ -12,7 +12,7 @@ from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST
 from elastic_ddp.driver.display import RunDisplay
 from elastic_ddp.driver.ray_train import run_workers
-from elastic_ddp.errors import WorkersFailedError
+from elastic_ddp.errors import ConfigError, WorkersFailedError
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.signals import StopRequests
@@ -20,6 +20,7 @@ from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.telemetry import Ledger
 from elastic_ddp.telemetry.events import RunFailed, RunFinished, SessionEnded, SessionStarted
 from elastic_ddp.telemetry.versions import versions
+from elastic_ddp.user_code import import_failure
 from elastic_ddp.worker.job import COMMITS, Job
 
 EXIT_TIMEOUT_S = 5.0
@@ -117,6 +118,10 @@ class Session:
         while True:
             try:
                 return ray.get(method.remote(*arguments))
+            except ray.exceptions.RayActorError as error:
+                if (missing := import_failure(error)) is None:
+                    raise
+                raise missing from None  # Ray's text is long
             except ray.exceptions.RayTaskError as error:
                 if not is_reported:
                     self._display.note(f"the rendezvous fails, retrying every {RETRY_S:g} s: {error.cause}")
@@ -169,6 +174,8 @@ class Session:
 
     def _failure(self) -> dict[str, Any]:
         """The outcome if the workers have exited and none reported one."""
+        if (missing := import_failure(self._error)) is not None:
+            return {"status": "failed", "kind": ConfigError.__name__, "error": str(missing)}
         reason = str(self._error or "all workers exited without reporting a result")
         return {
             "status": "failed",

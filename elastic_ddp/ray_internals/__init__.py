@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -37,7 +37,7 @@ def has_started_ray() -> bool:
 
 
 def use_token_on_this_machine(address: str) -> None:
-    """Enables token authentication if the cluster at `address`, a host and port, needs it. Call it before `ray.init`.
+    """Enables token authentication if the cluster at `address`, host:port or auto, needs it. Call it before `ray.init`.
 
     A cluster that `ray.init()` has started requires a token. Ray loads it if it finds the cluster by itself, but not if
     it is given the address. A cluster without authentication rejects processes that enable it. This machine's token is
@@ -45,10 +45,16 @@ def use_token_on_this_machine(address: str) -> None:
     """
     from ray._private.authentication import authentication_token_setup as tokens
 
+    from elastic_ddp.ray_internals.private_token import use_private_token
+
     tokens.logger.setLevel(logging.ERROR)  # it warns that a token exists
+    if address == "auto":
+        with suppress(ConnectionError):  # no cluster, or several; `ray.init` reports that better
+            address = ray._private.services.canonicalize_bootstrap_address_or_die("auto")
     host = address.rpartition(":")[0].strip("[]")
     if "RAY_AUTH_MODE" in os.environ or not host or not _is_local(host) or not _requires_token(address):
         return
+    use_private_token()
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 

@@ -261,11 +261,14 @@ def start_failure(error: TrainingFailedError) -> str | None:
 class CountingFailurePolicy(DefaultFailurePolicy):
     """Counts a failed start against the limit of failures. Ray Train would retry it forever.
 
-    A training function whose modules crash every worker on import would never end otherwise.
+    A training function whose modules crash every worker on import would never end otherwise. A node that lacks a module
+    ends the run at once.
     """
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
         if (reason := start_failure(training_failed_error)) is not None:
+            if "No module named" in reason:
+                return FailureDecision.RAISE
             training_failed_error = WorkerGroupError(error_message=reason, worker_failures={})
         return super().make_decision(training_failed_error)
 

@@ -36,6 +36,7 @@ from elastic_ddp.ray_internals.scaling import LimitedScalingPolicy
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup
 from elastic_ddp.rendezvous.messages import WorkerDirectives
 from elastic_ddp.telemetry.events import StartFailed
+from elastic_ddp.user_code import import_failure
 
 NONE = WorkerDirectives(failed={}, newcomers=[], dismissed=[], leaving=[], avoid=[], limit=3, is_over=False)
 START = RunningState()
@@ -316,6 +317,14 @@ def test_a_worker_that_dies_during_the_start_of_its_group_does_not_end_the_run(
     assert state.shutdown.called is has_state
     assert removed == ([placement_group] if has_state else [])  # Ray Train removes the others itself
     assert not group.has_started()
+
+
+def test_a_node_that_lacks_a_module_ends_the_run_at_once() -> None:
+    cause = WorkerGroupStartupFailedError("failed to import: ModuleNotFoundError: No module named 'elastic_ddp'")
+    policy = CountingFailurePolicy(FailureConfig(max_failures=2))
+    assert policy.make_decision(ControllerError(cause)) == FailureDecision.RAISE
+    assert "some node: No module named 'elastic_ddp'. " in str(import_failure(ControllerError(cause)))
+    assert import_failure(ValueError("other")) is None
 
 
 def test_a_failed_start_is_recorded_once_and_delays_the_next_one(controller: Any, clock: Clock) -> None:

@@ -1,0 +1,90 @@
+"""A token for clusters of this machine where the home folder, in which Ray keeps it, cannot be written.
+
+Containers often have such a home folder. Every process of the same user on this machine finds the token again, such as
+`elastic-ddp status`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from elastic_ddp.errors import ConfigError
+
+_PATH = "RAY_AUTH_TOKEN_PATH"
+_FIX = "Set RAY_AUTH_TOKEN_PATH to a file that can be written, or HOME to a folder that can."
+
+
+def init_ray(**options: Any) -> None:
+    """Calls `ray.init`, once more with a token in the folder for temporary files if Ray cannot write one to ~/.ray."""
+    try:
+        ray.init(**options)
+    except (OSError, RuntimeError) as error:
+        if _PATH in os.environ or not _is_about_home(error):
+            raise
+        os.environ[_PATH] = str(_create_token())
+        _forget_token()
+        ray.init(**options)
+
+
+def use_private_token() -> None:
+    """Uses the token that `init_ray` created in an earlier process, if Ray's own place has none."""
+    if _PATH in os.environ or "RAY_AUTH_TOKEN" in os.environ or _has_token():
+        return
+    if (token := _token_file()).exists():
+        _check_is_private(token.parent)
+        os.environ[_PATH] = str(token)
+        _forget_token()
+
+
+def _is_about_home(error: BaseException) -> bool:
+    """Whether Ray could not write ~/.ray, or the user has no home folder."""
+    path = getattr(error, "filename", None)
+    return ".ray" in Path(path).parts if isinstance(path, str) else "home directory" in str(error)
+
+
+def _token_file() -> Path:
+    return Path(tempfile.gettempdir(), f"elastic_ddp-{os.getuid()}", "auth_token")
+
+
+def _create_token() -> Path:
+    from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
+
+    file = _token_file()
+    try:
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        _check_is_private(file.parent)
+        if not file.exists():
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w") as out:
+                out.write(generate_new_authentication_token())
+    except OSError as error:
+        raise ConfigError(f"Ray's token can be written neither to ~/.ray nor to {file}: {error}. {_FIX}") from error
+    return file
+
+
+def _check_is_private(folder: Path) -> None:
+    """Raises ConfigError if other users could write to the folder."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder} is not a folder of this user alone, so Ray's token would not be safe there. {_FIX}"
+        )
+
+
+def _has_token() -> bool:
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    return bool(AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+
+
+def _forget_token() -> None:
+    """Makes Ray look for the token again."""
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    AuthenticationTokenLoader.instance().reset_cache()
