@@ -1,4 +1,4 @@
-"""Signals as requests: SIGTERM in a worker, Ctrl-C and SIGTERM in the driver."""
+"""Signals as requests: SIGTERM in a worker, Ctrl-C and SIGTERM in the driver. Forked children do not inherit them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _log = logging.getLogger(__name__)
 
 _TERMINATED = 128 + signal.SIGTERM
 """Exit code of a process that SIGTERM ended, as in shells."""
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _received = threading.Event()
 _exits_on_sigterm = threading.Event()
@@ -29,6 +30,7 @@ def listen_for_sigterm() -> None:
     A Ray worker's main thread stays in Ray's C++ core, where Python runs no signal handlers. So a thread reads the
     wakeup file descriptor.
     """
+    _call_in_children(_restore_defaults)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -66,6 +68,31 @@ def _read(reader: int) -> None:
                 _log.info("a listener for SIGTERM failed: %s", format_exception(error))
 
 
+def _restore_defaults() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _call_in_children(restore: Callable[[], None]) -> None:
+    """Calls `restore` in each forked child, before it can receive a signal.
+
+    Otherwise `Process.terminate`, as in `multiprocessing.Pool`, would be a request to the parent, and end no child.
+    """
+    blocked_before = threading.local()
+
+    def block() -> None:
+        blocked_before.signals = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before.signals)
+
+    def begin_child() -> None:
+        restore()
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=begin_child)
+
+
 class StopRequests:
     """Counts Ctrl-C and SIGTERM inside its `with` block, in the main thread; the third one raises KeyboardInterrupt.
 
@@ -78,14 +105,19 @@ class StopRequests:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            _call_in_children(self._restore)
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # a script's background job ignores Ctrl-C
                     self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1

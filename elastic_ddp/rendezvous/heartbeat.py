@@ -40,6 +40,8 @@ class Heartbeat:
         self._interval_s = timeout_s / BEATS_PER_TIMEOUT
         self._stopped, self._stopping = os.pipe()
         self._connection = self._connect_with_retries()
+        # A child of a killed worker would keep the connection open.
+        os.register_at_fork(after_in_child=lambda: self._connection.close())
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 

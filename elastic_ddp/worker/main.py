@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import traceback
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any
 
 import ray
@@ -80,7 +81,7 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
         while True:
             seed_all(config.seed, "init")
             try:
-                if isinstance(result := job.train(Run(loop)), Generator | Coroutine | AsyncGenerator):
+                if isinstance(result := _call(job.train, Run(loop)), Generator | Coroutine | AsyncGenerator):
                     raise ConfigError(
                         f"train returned a {type(result).__name__}, whose code has not run. Define the function and "
                         "its decorators with `def`, and without `yield`."
@@ -98,6 +99,26 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
         return {"status": "stopped", **loop.progress()} if loop.world_size else None, None
     except BaseException as error:
         return _end_of(error, loop)
+
+
+def _call(train: Callable[[Run], Any], run: Run) -> Any:
+    """Calls the training function. A process that it forked and that leaves it exits here: it is not the worker."""
+    pid, code, result = os.getpid(), 0, None
+    try:
+        result = train(run)
+    except BaseException as error:
+        if os.getpid() == pid:
+            raise
+        code = 1
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        else:
+            traceback.print_exc()
+    if os.getpid() != pid:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return result
 
 
 def _end_of(error: BaseException, loop: Loop) -> tuple[Outcome | None, str | None]:

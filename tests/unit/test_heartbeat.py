@@ -35,6 +35,9 @@ sys.stdin.read()
 """
 
 
+WITH_A_CHILD = BEATS_UNTIL_ITS_INPUT_ENDS.replace("print(", "import os; os.fork() and print(")
+
+
 class Receiver:
     """A heartbeat server and the failures that it reports."""
 
@@ -75,9 +78,11 @@ async def connected(address: tuple[str, int], member: str) -> asyncio.StreamWrit
     return writer
 
 
-async def started_process(address: tuple[str, int], timeout_s: float) -> subprocess.Popen[str]:
+async def started_process(
+    address: tuple[str, int], timeout_s: float, program: str = BEATS_UNTIL_ITS_INPUT_ENDS
+) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", BEATS_UNTIL_ITS_INPUT_ENDS, address[0], str(address[1]), str(timeout_s)],
+        [sys.executable, "-c", program, address[0], str(address[1]), str(timeout_s)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -103,6 +108,16 @@ def test_a_killed_process_is_detected_at_once() -> None:
         (failure,) = await receiver.until_failed()  # long before the timeout
         assert failure[0] == "worker"
         assert failure[1] == "its process exited" or failure[1].startswith("its connection broke: ")
+
+    run_server(LONG_S, scenario)
+
+
+def test_a_killed_process_is_detected_at_once_while_a_child_of_it_lives_on() -> None:
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
+        process = await started_process(address, LONG_S, WITH_A_CHILD)
+        process.kill()
+        assert await receiver.until_failed() == [("worker", "its process exited")]
+        kill(process)  # closes the input of the child
 
     run_server(LONG_S, scenario)
 

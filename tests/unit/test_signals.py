@@ -49,3 +49,49 @@ def test_sigterm_notifies_a_working_worker_and_ends_one_that_has_left() -> None:
     process = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     out, _ = process.communicate("continue\n", timeout=60)
     assert (out.strip(), process.returncode) == ("alive", 128 + signal.SIGTERM)
+
+
+CHILDREN = """
+import multiprocessing, os, signal, subprocess, threading, time
+from elastic_ddp import signals
+
+{set_up}
+fork = multiprocessing.get_context("fork")
+
+def train():  # in another thread than the main one, as in a worker
+    for _ in range(20):
+        with fork.Pool(4) as pool:  # its end terminates the children
+            assert pool.map(abs, range(-4, 0)) == [4, 3, 2, 1]
+    for _ in range(50):
+        child = fork.Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()  # at once, perhaps before the child has run any Python code
+        child.join()
+        assert child.exitcode == -signal.SIGTERM, child.exitcode
+    for options in {{}}, {{"preexec_fn": lambda: None}}:
+        child = subprocess.Popen(["sleep", "60"], **options)
+        child.terminate()
+        assert child.wait() == -signal.SIGTERM
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+{check}
+print("done")
+"""
+IN_A_WORKER = {
+    "set_up": "signals.listen_for_sigterm()",
+    "check": "assert not signals._received.is_set(), 'the worker takes a signal to a child for its own'",
+}
+IN_A_DRIVER = {
+    "set_up": "requests = signals.StopRequests().__enter__()",
+    "check": "assert not requests.count",
+}
+
+
+@pytest.mark.parametrize("process", [IN_A_WORKER, IN_A_DRIVER], ids=["worker", "driver"])
+def test_children_of_a_process_are_terminated_without_a_notice_to_the_process(process: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILDREN.format(**process)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
