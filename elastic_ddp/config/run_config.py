@@ -226,9 +226,10 @@ class RunConfig(_Settings):
     reduction: Literal["canonical", "native"] = "canonical"
     """`canonical` sums gradients to the same bits at every world size. `native` is PyTorch's reduction, which is a
     little faster. With `fsdp`, `native` is the default and the only choice."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the forward pass. `bf16` uses autocast, or with `fsdp` parameters that are gathered in bf16.
-    Weights, gradients and optimizer state stay in fp32."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of the forward pass. `bf16` and `fp16` use autocast, or with `fsdp` parameters that are gathered in
+    this precision. Weights, gradients and optimizer state stay in fp32. `fp16` scales the loss as
+    `torch.amp.GradScaler` does; it is for GPUs without bf16."""
     clip_grad_norm: PositiveFloat | None = None
     """Largest 2-norm of all gradients together; larger gradients are scaled down to it. Default: no clipping."""
     on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"

@@ -29,8 +29,12 @@ from elastic_ddp.tensors.state_tree import Layout
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 FP32 = MixedPrecisionPolicy()
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-BF16_MODEL = replace(BF16, output_dtype=torch.float32)  # the loss is computed in float32
+POLICIES = {
+    "fp32": FP32,
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "fp16": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
+}
+"""By the run's precision."""
 _USE_IN_ALL = "add 0 * parameter.sum() of each to the model's output: with FSDP every micro-batch must use all of them"
 
 
@@ -44,7 +48,7 @@ class FSDPStrategy(Strategy):
         self._gathered: dict[str, torch.nn.Parameter] = {}  # the trained ones as the autograd graph contains them
         self._mesh: DeviceMesh | None = None
         self._options = config.fsdp
-        self._is_bf16 = config.precision == "bf16"
+        self._policy = POLICIES[config.precision]
 
     def shard(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         module = self._model.module
@@ -55,16 +59,17 @@ class FSDPStrategy(Strategy):
         dimension_names = (f"generation_{self._group.assignment.generation}",)
         mesh = DeviceMesh.from_group(dist.group.WORLD, self._group.device.type, mesh_dim_names=dimension_names)
         self._mesh = mesh
-        inner_policy, outer_policy = (BF16, BF16_MODEL) if self._is_bf16 else (FP32, FP32)
+        is_mixed = self._policy is not FP32
         submodules = [submodule for submodule in module.modules() if submodule is not module]
         # Batch normalization keeps float32 statistics and needs parameters of the same dtype. FSDP1 did the same.
-        norms = [submodule for submodule in submodules if isinstance(submodule, BATCH_NORMS)] if self._is_bf16 else []
+        norms = [submodule for submodule in submodules if isinstance(submodule, BATCH_NORMS)] if is_mixed else []
         units = [submodule for submodule in submodules if self._model.is_unit(submodule) and submodule not in norms]
         # Innermost units first: each unit takes the parameters that no unit inside it has.
         policies = [
             *((norm, FP32) for norm in norms),
-            *((unit, inner_policy) for unit in reversed(units)),
-            (module, outer_policy),
+            *((unit, self._policy) for unit in reversed(units)),
+            # The loss is computed in float32.
+            (module, replace(self._policy, output_dtype=torch.float32) if is_mixed else FP32),
         ]
         locations = locate_parameters(module, {unit for unit, _ in policies})
         check_shardable(locations)

@@ -19,8 +19,8 @@ class PreparedModel:
     """A run's model, and where calls of it go: `module(x)` calls the generation's DDP replica or the model itself.
 
     The module stays the user's own, of its own class. With `bf16`, calls of it run under autocast to bfloat16 and
-    return float32. Copies of the module do not have the route: they compute outside of DDP, without autocast.
-    `is_unit` returns whether FSDP shards a submodule as one unit.
+    return float32, with `fp16` under autocast to float16. Copies of the module do not have the route: they compute
+    outside of DDP, without autocast. `is_unit` returns whether FSDP shards a submodule as one unit.
     """
 
     def __init__(
@@ -29,12 +29,13 @@ class PreparedModel:
         *,
         device: torch.device,
         bf16: bool,
+        fp16: bool = False,
         is_unit: Callable[[torch.nn.Module], bool] = lambda submodule: False,
     ) -> None:
         self.module = module
         self.is_unit = is_unit
         self._device_type = device.type
-        self._bf16 = bf16
+        self._autocast = torch.bfloat16 if bf16 else torch.float16 if fp16 else None
         self._is_in_call = False
         self._route = torch_internals.CallRoute(self._call)
         self.use_replica(None)
@@ -62,9 +63,9 @@ class PreparedModel:
         target = self.call_directly
         if self._replica is not None and torch.is_grad_enabled():
             target, self.called_replica = self._replica, True
-        if not self._bf16:
+        if self._autocast is None:
             return target(*args, **kwargs)
-        with torch.autocast(self._device_type, dtype=torch.bfloat16):
+        with torch.autocast(self._device_type, dtype=self._autocast):
             return _to_fp32(target(*args, **kwargs))
 
 
@@ -97,9 +98,9 @@ def unit_predicate(
 
 
 def _to_fp32(output: Any) -> Any:
-    """Returns a model's output with bfloat16 tensors as float32, so that the loss has full precision."""
+    """Returns a model's output with bfloat16 and float16 tensors as float32, so that the loss has full precision."""
     if isinstance(output, torch.Tensor):
-        return output.float() if output.dtype == torch.bfloat16 else output
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if isinstance(output, dict):
         converted = copy.copy(output)  # the constructor of a subclass may take other arguments
         for key, value in output.items():

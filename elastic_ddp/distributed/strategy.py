@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
 from elastic_ddp.errors import ConfigError, shorten
-from elastic_ddp.tensors.state_tree import Layout, gather_full
+from elastic_ddp.tensors.state_tree import Layout, gather_full, local_part
 
 if TYPE_CHECKING:
     from elastic_ddp.distributed.prepared_model import PreparedModel
@@ -108,6 +109,10 @@ class Strategy(ABC):
 
     def reshard(self) -> None:  # noqa: B027
         """Frees parameters that a forward without a backward gathered. Call it before using parameters elsewhere."""
+
+    def divide_gradients(self, divisor: float) -> None:
+        """Divides the reduced gradients of all parameters, in place."""
+        torch_internals.divide([local_part(gradient) for _, gradient in self._gradients()], divisor)
 
     def gradient_norm(self) -> torch.Tensor:
         """Returns the total 2-norm of the gradients, equal on all ranks. Collective with FSDP."""

@@ -84,7 +84,8 @@ def describe_event(event: Event) -> str | None:
         case events.CommitRejected():
             return f"commit {event.key} skipped: {event.reason}"
         case events.StepSkipped():
-            return f"[step {event.step}] update skipped: {event.reason}"
+            scale = "" if event.loss_scale is None else f"; the loss scale is now {event.loss_scale:g}"
+            return f"[step {event.step}] update skipped: {event.reason}{scale}"
         case events.EvaluationFinished():
             return f"[step {event.step}] {event.name} {event.loss:.4f}"
         case events.HyperparametersDiffer():

@@ -140,6 +140,8 @@ class StepSkipped(TrainingEvent, event="step_skipped"):
     """Steps done since the start of the run, this one included."""
     reason: str
     """Which loss or gradient was NaN or infinite."""
+    loss_scale: float | None = None
+    """The loss scale of the next step; null unless the precision is fp16."""
 
 
 class EvaluationStarted(TrainingEvent, event="evaluating"):

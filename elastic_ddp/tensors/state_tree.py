@@ -78,6 +78,11 @@ def gather_full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's shard of a DTensor, and any other tensor itself. It shares memory with the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def ravel(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the elements in one dimension with stride 1, so that they can be viewed as another dtype.
 
@@ -208,7 +213,7 @@ class _Flattener:
                 f"{reason}. Save its values as a dense tensor."
             )
         # Aliases (tied weights) are stored once. Comparing only tensors with the same data pointer is fast.
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = local_part(value)
         candidates = self._by_pointer.setdefault(local.data_ptr(), []) if local.numel() else []
         name = next((name for other, name in candidates if _are_aliases(other, value)), None)
         if name is None:

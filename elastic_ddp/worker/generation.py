@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.telemetry.events import HyperparametersDiffer
 from elastic_ddp.tensors.state_tree import Layout
+from elastic_ddp.worker.nonfinite import Policy
 from elastic_ddp.worker.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Generation:
     seed: int
     clip_grad_norm: float | None
     activity: Activity
-    on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
+    on_nonfinite: Policy = "stop"
     evaluation_feed: MicroBatchFeed | None = None
     is_closed: bool = False
 

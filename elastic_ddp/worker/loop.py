@@ -25,6 +25,7 @@ from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.collective_tasks import TasksDifferError
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.job import Job
+from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.membership import RestartTraining, WorkerMembership
 from elastic_ddp.worker.state_checks import warn_about_batch_norm
 from elastic_ddp.worker.step import Step
@@ -43,7 +44,7 @@ class Loop:
 
     def __init__(self, job: Job, client: RendezvousClient, device: torch.device) -> None:
         self.job, self.client, self.device = job, client, device
-        self.state = TrainState(steps_per_epoch=job.shape.steps_per_epoch)
+        self.state = self._new_state()
         self.checkpointer = Checkpointer(job, client)
         self.membership = WorkerMembership(job, client, state=self.state, checkpointer=self.checkpointer, device=device)
         self._step: Step | None = None
@@ -72,8 +73,12 @@ class Loop:
         self.client.activity.enter("start")
         self.membership.shut_down(save_within_s=math.inf)
         self.checkpointer.restart()
-        self.state, self._step, self._warmup = TrainState(steps_per_epoch=self.job.shape.steps_per_epoch), None, None
+        self.state, self._step, self._warmup = self._new_state(), None, None
         self.membership.restart(self.state)
+
+    def _new_state(self) -> TrainState:
+        loss_scale = LossScale() if self.job.config.precision == "fp16" else None
+        return TrainState(steps_per_epoch=self.job.shape.steps_per_epoch, loss_scale=loss_scale)
 
     # Steps.
 
@@ -181,8 +186,10 @@ class Loop:
             if first_step_s is not None:
                 self.client.record(FirstStep(generation=generation.number, seconds=first_step_s))
             if step.skip_reason is not None:
-                number = generation.number
-                self.client.record(StepSkipped(generation=number, step=position.step, reason=step.skip_reason))
+                number, reason, scale = generation.number, step.skip_reason, self.state.loss_scale
+                loss_scale = None if scale is None else scale.scale
+                skipped = StepSkipped(generation=number, step=position.step, reason=reason, loss_scale=loss_scale)
+                self.client.record(skipped)
         if step.index % self.job.config.log_every_steps and position.step < self.job.total_steps:
             return {}
         with generation.activity.within("collective"):

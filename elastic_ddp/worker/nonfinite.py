@@ -1,4 +1,4 @@
-"""NaN and infinity in a step: what they are called, and the error about them.
+"""What a step does about NaN and infinity.
 
 All ranks decide alike without a collective of their own: the losses of all micro-batches travel in the control
 exchange, and the norm of the reduced gradients is equal on all ranks.
@@ -8,38 +8,57 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from elastic_ddp.errors import NonFiniteError, shorten
+from elastic_ddp.worker.loss_scale import LossScale
 
-_CAUSES = (
-    "Common causes are a learning rate that is too high, gradients that need clip_grad_norm, and rows that hold NaN"
-)
+Policy = Literal["stop", "skip", "ignore"]
+"""The values of `on_nonfinite`."""
 
 
-def describe(losses: Sequence[float], norm: float, find_gradients: Callable[[], list[str]]) -> str | None:
-    """Returns which loss or gradient of a step is not finite, or None.
+def reason_to_skip(
+    step: int,
+    losses: Sequence[float],
+    norm: float,
+    find_gradients: Callable[[], list[str]],
+    policy: Policy,
+    loss_scale: LossScale | None,
+) -> str | None:
+    """Returns why a step must not change the weights, or None.
 
     Args:
+        step: the step's index.
         losses: of each micro-batch.
         norm: the total 2-norm of the gradients.
         find_gradients: returns the names of parameters whose gradient is not finite. Collective.
+        policy: what to do about values that are not finite.
+        loss_scale: of the step. With one, gradients may overflow now and then.
+
+    Raises:
+        NonFiniteError: the policy is to stop.
     """
-    if bad := [m for m, loss in enumerate(losses) if not math.isfinite(loss)]:
-        others = f", and {len(bad) - 1} more micro-batches" if bad[1:] else ""
-        return f"the loss of micro-batch {bad[0]} is {losses[bad[0]]}{others}"
-    if math.isfinite(norm):
+    bad = [m for m, loss in enumerate(losses) if not math.isfinite(loss)]
+    may_overflow = loss_scale is not None and not (bad or loss_scale.is_smallest)
+    if loss_scale is not None and not math.isfinite(norm) and (may_overflow or policy == "ignore"):
+        return f"gradients overflow at a loss scale of {loss_scale.scale:g}"
+    if policy == "ignore" or not (bad or not math.isfinite(norm)):
         return None
-    if names := find_gradients():
-        return f"the gradient of {shorten(names, 5)} is NaN or infinite, though the loss is finite"
-    return f"the norm of all gradients is {norm}, though each of them is finite"
-
-
-def step_error(step: int, problem: str) -> NonFiniteError:
-    """Returns the error for a step that was not applied."""
-    return NonFiniteError(
-        f"step {step}: {problem}. The weights were not changed. {_CAUSES}. Fix the cause, or set "
-        'on_nonfinite = "skip" to leave out such steps; the run then resumes from its newest commit.'
-    )
+    if bad:
+        others = f", and that of {len(bad) - 1} more" if bad[1:] else ""
+        problem = f"the loss of micro-batch {bad[0]} is {losses[bad[0]]}{others}"
+    elif names := find_gradients():
+        problem = f"the gradient of {shorten(names, 5)} is NaN or infinite, though the loss is finite"
+    else:
+        problem = f"the norm of all gradients is {norm}, though each of them is finite"
+    if policy == "stop":
+        activations = ", activations above 65504 (use bf16)" if loss_scale is not None else ""
+        raise NonFiniteError(
+            f"step {step}: {problem}. The weights were not changed. Common causes are a learning rate that is too "
+            f"high, gradients that need clip_grad_norm{activations}, and rows that hold NaN. Fix the cause, or set "
+            'on_nonfinite = "skip" to leave out such steps; the run then resumes from its newest commit.'
+        )
+    return problem
 
 
 def weights_error(step: int, names: Sequence[str]) -> NonFiniteError:

@@ -101,8 +101,9 @@ class Run:
         unshare_buffers(module)
         config, device = self.config, self.device
         if config.strategy == "ddp":
-            self._state.model = PreparedModel(module, device=device, bf16=config.precision == "bf16")
-        else:  # FSDP gathers parameters in bf16 itself
+            bf16, fp16 = config.precision == "bf16", config.precision == "fp16"
+            self._state.model = PreparedModel(module, device=device, bf16=bf16, fp16=fp16)
+        else:  # FSDP gathers parameters in this precision itself
             is_unit = unit_predicate(module, config.fsdp.shard_classes, shard)
             self._state.model = PreparedModel(module, device=device, bf16=False, is_unit=is_unit)
         return module

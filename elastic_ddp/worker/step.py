@@ -15,7 +15,7 @@ from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord, digest_rows, to_host
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
 from elastic_ddp.seeding import seed_all
-from elastic_ddp.worker import nonfinite
+from elastic_ddp.worker.nonfinite import reason_to_skip
 
 if TYPE_CHECKING:
     from elastic_ddp.data.micro_batches import MicroBatch
@@ -179,16 +179,19 @@ class Step:
         is_last = micro_batch == generation.strategy.to_compute[-1] and not self._is_dummy
         self._activity.enter("reduction" if is_last else "backward")
         value, counts = to_host(loss.detach()), record.num_rows and not self._is_dummy
+        scale = self._state.loss_scale.scale if self._state.loss_scale is not None else 1.0
         if self._is_dummy:
             generation.strategy.dummy_backward(loss)
         else:
-            generation.strategy.backward(loss, micro_batch)
+            generation.strategy.backward(loss if scale == 1.0 else loss * scale, micro_batch)
         generation.buffers.end_micro_batch(micro_batch, generation.strategy.weight(micro_batch) if counts else None)
         record.loss = value
         if is_last:
             self._control.votes = {**self._votes(), "buffers_changed": generation.buffers.changed}
             with_rows = {index: record for index, record in self._records.items() if record.num_rows}
             self._control.start(with_rows, generation.group.world_size)
+            if scale != 1.0:
+                generation.strategy.divide_gradients(scale)
 
     @property
     def in_progress(self) -> bool:
@@ -268,7 +271,32 @@ class Step:
             generation.buffers.combine(ranges=ranges, num_leaves=num_leaves, divisor=divisor, group=generation.group)
         generation.group.synchronize()
         self._activity.enter("optimizer")
-        self.skip_reason = self._find_nonfinite(agreed, norm)
+        self._update(agreed, norm)
+        self.loss = agreed.loss
+        state.position = state.position.after(int(self._control.rows.sum()), agreed.row_digests)
+        self.agreed = agreed
+        self._activity.enter("between steps")
+
+    def _clip_gradients(self) -> torch.Tensor | None:
+        """Clips the gradients. Returns their norm before, or None if nothing needs it."""
+        strategy, max_norm = self.generation.strategy, self.generation.clip_grad_norm
+        ignores = self.generation.on_nonfinite == "ignore"
+        if max_norm is None and ignores and self._state.loss_scale is None:
+            return None
+        norm = strategy.gradient_norm()
+        if max_norm is not None:
+            self.log(grad_norm=norm)
+            # Multiplied by a norm that is NaN, all gradients would be, and the error could not name those that were.
+            strategy.clip_gradients(max_norm, norm if ignores else norm.nan_to_num(0.0, posinf=0.0))
+        return norm
+
+    def _update(self, agreed: Agreement, norm: torch.Tensor | None) -> None:
+        """Changes the state, unless a value is not finite."""
+        generation, state, loss_scale = self.generation, self._state, self._state.loss_scale
+        total_norm = 0.0 if norm is None else float(norm)
+        if norm is not None:
+            find, policy = generation.strategy.nonfinite_gradients, generation.on_nonfinite
+            self.skip_reason = reason_to_skip(self.index, agreed.losses, total_norm, find, policy, loss_scale)
         state.is_changing = True
         if self.skip_reason is not None:
             generation.buffers.revert()
@@ -280,33 +308,9 @@ class Step:
                 scheduler.step()
         # Of the whole model: a gradient of a parameter in no optimizer would count in the next clipping.
         state.module.zero_grad(set_to_none=True)
-        self.loss = agreed.loss
-        state.position = state.position.after(int(self._control.rows.sum()), agreed.row_digests)
-        self.agreed = agreed
-        self._activity.enter("between steps")
-
-    def _clip_gradients(self) -> torch.Tensor | None:
-        """Clips the gradients. Returns their norm before, if it is needed."""
-        strategy, max_norm = self.generation.strategy, self.generation.clip_grad_norm
-        ignores = self.generation.on_nonfinite == "ignore"
-        if max_norm is None and ignores:
-            return None
-        norm = strategy.gradient_norm()
-        if max_norm is not None:
-            self.log(grad_norm=norm)
-            # Multiplied by a norm that is NaN, all gradients would be, and the error could not name those that were.
-            strategy.clip_gradients(max_norm, norm if ignores else norm.nan_to_num(0.0, posinf=0.0))
-        return norm
-
-    def _find_nonfinite(self, agreed: Agreement, norm: torch.Tensor | None) -> str | None:
-        """Returns why to skip the update, or None. Raises a NonFiniteError if the run is to stop."""
-        policy = self.generation.on_nonfinite
-        if policy == "ignore" or norm is None:
-            return None
-        problem = nonfinite.describe(agreed.losses, float(norm), self.generation.strategy.nonfinite_gradients)
-        if problem is not None and policy == "stop":
-            raise nonfinite.step_error(self.index, problem)
-        return problem
+        if loss_scale is not None:
+            self.log(loss_scale=loss_scale.scale)
+            state.loss_scale = loss_scale.after(overflow=not math.isfinite(total_norm))
 
     @property
     def skipped(self) -> bool:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 import torch
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated
-from torch.distributed.tensor import DTensor
 
 from elastic_ddp import torch_internals
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST, extend_samples_digest
 from elastic_ddp.errors import CheckpointError, ConfigError
-from elastic_ddp.tensors.state_tree import Layout, gather_full, weights_sha256
+from elastic_ddp.tensors.state_tree import Layout, gather_full, local_part, weights_sha256
 from elastic_ddp.worker import hyperparameters
 from elastic_ddp.worker.hyperparameters import Change, Every, Prepared, Schedule
+from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.state_checks import (
     check_layout,
     check_optimizer,
@@ -82,6 +82,8 @@ class TrainState:
     registered: dict[str, Stateful] = field(default_factory=dict)
     load_initial_weights: Callable[[ProcessGroup], None] | None = None
     """Loads pretrained weights at step 0; see `Run.load_weights`. Collective."""
+    loss_scale: LossScale | None = None
+    """Set with `precision = "fp16"`."""
     position: Position = field(default_factory=Position)
     prepared: Prepared | None = None
     """The hyperparameters as the code of the session sets them; see `record_prepared`."""
@@ -156,6 +158,7 @@ class TrainState:
             "user": user,
             "position": asdict(self.position),
             **({} if self.prepared is None else {PREPARED: vars(self.prepared)}),
+            **({} if self.loss_scale is None else {"loss_scale": asdict(self.loss_scale)}),
         }
 
     def resume(self, state: dict[str, Any]) -> tuple[list[Change], bool]:
@@ -215,6 +218,7 @@ class TrainState:
             model = self.module.state_dict()
             buffers = self._other_buffers(model)
             check_saved_model(model, state["model"], buffers, state["buffers"])
+            loss_scale = None if self.loss_scale is None else LossScale(**state["loss_scale"])
             self.module.load_state_dict(state["model"])
             for name, value in state["buffers"].items():
                 buffers[name].copy_(value)
@@ -228,8 +232,7 @@ class TrainState:
                 f"the commit does not fit the model or optimizer that the training function built: {error}. A changed "
                 "model is another run: use another name."
             ) from error
-        self.position = position
-        self.prepared = prepared
+        self.position, self.prepared, self.loss_scale = position, prepared, loss_scale
 
     def _other_buffers(self, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Returns the non-persistent buffers. Steps start from them, too."""
@@ -238,7 +241,7 @@ class TrainState:
     def nonfinite_parameters(self) -> list[str]:
         """Returns the names of trained parameters that have a NaN or an infinity, with FSDP in this rank's shards."""
         trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        local = {name: part.to_local() if isinstance(part, DTensor) else part.detach() for name, part in trained}
+        local = {name: local_part(parameter.detach()) for name, parameter in trained}
         # The norm is ten times faster than a look at each element. It may overflow though they are all finite.
         if torch.nn.utils.get_total_norm(local.values()).isfinite():
             return []

@@ -81,8 +81,14 @@ def test_weights_samples_and_losses_do_not_depend_on_the_number_of_workers(
 
 
 @pytest.mark.chaos  # tests/unit/test_same_bits.py has a small version
-def test_bf16_runs_have_the_same_bits_at_any_number_of_workers(folder: Path, calm: ed.RunResult) -> None:
-    one, three = (fit(folder, f"bf16-{workers}", workers, precision="bf16") for workers in (1, 3))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_runs_in_16_bits_have_the_same_bits_at_any_number_of_workers(
+    folder: Path, calm: ed.RunResult, precision: str
+) -> None:
+    one = fit(folder, f"{precision}-1", 1, precision=precision)
+    kill = jobs.kill_once(str(folder / f"killed-{precision}"), rank=1, step=21)
+    train = jobs.make_train(kill, str(folder / "held-out"))
+    three = fit(folder, f"{precision}-3", 3, train=train, min_workers=1, precision=precision)
     assert_same(three, one)
     assert one.weights_sha256 != calm.weights_sha256
     assert one.samples_sha256 == calm.samples_sha256

@@ -15,6 +15,7 @@ from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.worker.generation import Generation, strategy_of
+from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from tests.unit.single_worker import CPU, fake_feed
@@ -41,12 +42,14 @@ def run_steps(
     group: ProcessGroup, config: RunConfig, module: torch.nn.Module, body: Body, *, num_rows: int = 1000
 ) -> dict[str, Any]:
     """Trains with AdamW. Returns the hashes of the run, and what `body` returned in each step."""
-    model = PreparedModel(module, device=CPU, bf16=config.precision == "bf16" and config.strategy == "ddp")
-    state = TrainState(model=model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    is_ddp = config.strategy == "ddp"
+    bf16, fp16 = (is_ddp and config.precision == precision for precision in ("bf16", "fp16"))
+    prepared = PreparedModel(module, device=CPU, bf16=bf16, fp16=fp16)
+    state = TrainState(model=prepared, loss_scale=LossScale() if config.precision == "fp16" else None)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     state.add_optimizer(optimizer)
     state.add_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
-    strategy = strategy_of(config)(model, config, group)
+    strategy = strategy_of(config)(prepared, config, group)
     strategy.shard(state.optimizers)
     state.layout = strategy.layout(state.optimizers)
     shape = EpochShape(num_rows, config.num_micro_batches, config.micro_batch_size)
@@ -68,13 +71,14 @@ def run_steps(
     for index in range(config.steps):
         step = Step(generation, shape.rows(index), shape.epoch_of(index), dict)
         with step:
-            returned.append(body(step, model))
+            returned.append(body(step, module))
         losses.append(step.loss)
     result = {
         "returned": returned,
         "losses": losses,
         "weights": state.weights_sha256(),
         "samples": state.position.samples_sha256,
+        "loss_scale": state.loss_scale,
     }
     strategy.close()
     return result

@@ -1,0 +1,37 @@
+"""The programs in `examples/` that end in seconds do what they say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_example(name: str, folder: Path, *options: str) -> str:
+    """Runs an example in a folder of its own, with a Ray of its own. Returns what it prints to standard output."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_fp16_example_skips_overflowing_steps_and_learns(tmp_path: Path) -> None:
+    output = run_example("fp16.py", tmp_path)
+    found = re.search(r"error rate ([\d.]+); (\d+) steps skipped; loss scale (\d+)", output)
+    assert found, output
+    error, skipped, scale = (float(text) for text in found.groups())
+    assert error < 0.1 and skipped >= 1 and scale == 65536 / 2**skipped
