@@ -122,6 +122,12 @@ class Shipped:
     def __call__(self, *arguments: Any) -> Any:
         return self.load()(*arguments)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shipped) and other._reference == self._reference
+
+    def __hash__(self) -> int:
+        return hash(self._reference)
+
     def __reduce__(self) -> tuple[type[Shipped], tuple[Any, ...]]:
         return Shipped, (self._reference, self._name, self._driver)
 

@@ -47,22 +47,21 @@ def check_cpus(
     resources_per_worker: Mapping[str, float],
     max_workers: int,
     options: DataConfig,
-    has_transform: bool,
+    num_tasks: int,
 ) -> None:
     """Raises ConfigError if the data pipelines on some node could never start, because workers reserve its CPUs.
 
-    A pipeline runs on its worker's node. It needs CPUs for a read task and for a transform task; with `concurrency=1`
-    one task does both. The check assumes that workers fill one node after the other, as Ray Train packs them.
+    A pipeline runs `num_tasks` tasks at a time on its worker's node. The check assumes that workers fill one node after
+    the other, as Ray Train packs them.
     """
     cpus = options.num_cpus_per_task
-    tasks = 2 if has_transform and options.concurrency > 1 else 1
     per_worker = resources_per_worker.get("CPU", 0.0)
     remaining = max_workers
     for node in nodes:
         workers = min(remaining, workers_that_fit(node, resources_per_worker))
         remaining -= workers
         free = node.get("CPU", 0.0) - workers * per_worker
-        needed = workers * tasks * cpus
+        needed = workers * num_tasks * cpus
         if needed > free + 1e-6:  # rounding of the sums
             raise ConfigError(
                 f"data.num_cpus_per_task={cpus:g}: {workers} workers reserve {workers * per_worker:g} of the "

@@ -56,3 +56,13 @@ def _lists(name: str, values: pa.Array) -> Array:
             return ragged
     inner = to_numpy(name, values.flatten())
     return inner.reshape(len(values), length, *inner.shape[1:])
+
+
+def widen(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Decodes dictionaries, and gives strings 64-bit offsets: a window of strings may exceed 2 GiB."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_string_view(kind):
+        return column.cast(pa.large_string())
+    return column.cast(pa.large_binary()) if pa.types.is_binary(kind) or pa.types.is_binary_view(kind) else column

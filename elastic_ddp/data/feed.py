@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import ray
 import torch
 
+from elastic_ddp.data.collate import CollateFn
 from elastic_ddp.data.index import DatasetIndex
-from elastic_ddp.data.micro_batches import EndedEarlyError, HostBatch, MicroBatch, Placer, split_into_micro_batches
+from elastic_ddp.data.map_style import MapStyleIndex
+from elastic_ddp.data.micro_batches import MicroBatch, Placer, map_tensors
 from elastic_ddp.data.order import FeedPlan
-from elastic_ddp.data.pipeline import ChunkPipeline
+from elastic_ddp.data.pipeline import Pipeline, open_batches, open_chunks
+from elastic_ddp.data.split import EndedEarlyError, HostBatch, split_into_micro_batches, take_collated
 from elastic_ddp.data.transform import Transform
 from elastic_ddp.errors import PeerFailedError
 
@@ -33,15 +37,17 @@ class MicroBatchFeed:
 
     def __init__(
         self,
-        index: DatasetIndex,
+        index: DatasetIndex | MapStyleIndex,
         plan: FeedPlan,
         *,
         transform: Transform | None = None,
+        collate_fn: CollateFn | None = None,
         device: torch.device,
         before_reading: Callable[[], object] = lambda: None,
     ) -> None:
         self._index = index
-        self._transform = transform
+        self._transform, self._collate_fn = transform, collate_fn
+        self._collates = collate_fn is not None or isinstance(index, MapStyleIndex)
         self._plan = plan
         self.micro_batches = plan.micro_batches
         self._device = device
@@ -53,7 +59,7 @@ class MicroBatchFeed:
         self._closed = self._interrupted = False
         self._before_reading = before_reading
         self._release_requested = self._released = False
-        self._pipeline: ChunkPipeline | None = None
+        self._pipeline: Pipeline[Any] | None = None
         self._thread = threading.Thread(target=self._produce, name="micro-batch-feed", daemon=True)
         self._thread.start()
 
@@ -93,7 +99,7 @@ class MicroBatchFeed:
             if not self._ready:
                 return None
             batch = self._await_copy(self._ready[0][1])
-        return replace(batch, rows={name: column.clone() for name, column in batch.rows.items()})
+        return replace(batch, rows=copy.deepcopy(batch.rows))
 
     def skip_to(self, step: int) -> None:
         """Skips the steps before this one, without waiting for them."""
@@ -157,8 +163,12 @@ class MicroBatchFeed:
         if batch.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(batch.ready)
-            for tensor in batch.rows.values():
+
+            def record(tensor: torch.Tensor) -> torch.Tensor:
                 tensor.record_stream(stream)  # its memory belongs to the pool of the copying stream
+                return tensor
+
+            return replace(batch, rows=map_tensors(record, batch.rows, lambda value: value.to(self._device)))
         return batch
 
     def _produce(self) -> None:
@@ -210,16 +220,26 @@ class MicroBatchFeed:
         """Yields the micro-batches of one pipeline, from the `done`-th on."""
         owned = len(self._plan.micro_batches)
         first_step = done // owned
-        rows_per_step = owned * self._plan.shape.micro_batch_size
-        steps = max(1, _CHUNKS_PER_PIPELINE * self._plan.options.chunk_rows // rows_per_step)
+        size = self._plan.shape.micro_batch_size
+        steps = max(
+            1, _CHUNKS_PER_PIPELINE * (size if self._collates else self._plan.options.chunk_rows) // (owned * size)
+        )
         plan = replace(self._plan, first_step=first_step, last_step=min(first_step + steps, self._plan.last_step))
-        pipeline = ChunkPipeline(self._index, plan, self._transform, any_node=self._any_node)
+        pipeline: Pipeline[Any]
+        split: Any
+        if self._collates:
+            pipeline = open_batches(self._index, plan, self._transform, self._collate_fn, any_node=self._any_node)
+            split = take_collated
+        else:
+            assert isinstance(self._index, DatasetIndex)
+            pipeline = open_chunks(self._index, plan, self._transform, any_node=self._any_node)
+            split = split_into_micro_batches
         try:
             with self._changed:
                 if self._closed:
                     raise _Closed
                 self._pipeline = pipeline
-            for batch in split_into_micro_batches(plan, iter(pipeline), lambda: self._skipped_to):
+            for batch in split(plan, iter(pipeline), lambda: self._skipped_to):
                 if batch.number >= done:
                     yield batch
         finally:

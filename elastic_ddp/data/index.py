@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +42,8 @@ class DatasetIndex:
     group_rows: Int64Array
     schema: pa.Schema
     """The columns to read, in the order of `data.columns`."""
+
+    compared_by: ClassVar[str] = "files are compared by path, size, and time of change or ETag"
 
     @cached_property
     def num_rows(self) -> int:

@@ -13,6 +13,9 @@ A global batch mixes the rows of about M * `window_row_groups` random row groups
 its label counts have about 1 + `micro_batch_size` / `window_row_groups` times the variance of a full shuffle. A row
 group is read once per epoch, or twice at one of the M - 1 cuts. Entering a lane at any row costs O(window).
 
+A data set in memory needs no windows: the stream is a permutation of all its rows by (seed, epoch), of which any
+element is computed in O(1) time and memory (`scatter`).
+
 Permutations use the raw output of Philox, seeded through `SeedSequence`. NumPy keeps both stable between versions
 (NEP 19), unlike `Generator.permutation`, so a run can resume with another NumPy.
 """
@@ -31,7 +34,7 @@ from elastic_ddp.config.run_config import DataConfig
 
 Int64Array = npt.NDArray[np.int64]
 
-_ROW_GROUPS, _ROWS, _TRANSFORM = range(3)  # the purpose of a random stream, which is part of its seed
+_ROW_GROUPS, _ROWS, _TRANSFORM, _ALL_ROWS = range(4)  # the purpose of a random stream, which is part of its seed
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,14 @@ class FeedPlan:
         rows = self.shape.rows_in_lane(lane)
         return lane, rows - 1, rows
 
+    def rows_in_memory(self, step: int, micro_batch: int) -> Int64Array:
+        """Returns the rows of a micro-batch of a data set in memory, or one row as padding; see `source`."""
+        lane, start, stop = self.source(step, micro_batch)
+        positions = self.shape.lane_start(lane) + np.arange(start, stop)
+        if not self.options.shuffle:
+            return positions
+        return scatter(positions, self.shape.num_rows, (self.seed, _ALL_ROWS, self.shape.epoch_of(step), 0, 0))
+
     def chunks(self) -> Iterator[Chunk]:
         """Yields the chunks of these steps, each once, in the order in which they are first needed."""
         epoch, order = -1, None
@@ -255,3 +266,42 @@ def _permutation(length: int, key: tuple[int, int, int, int, int]) -> Int64Array
     keys = (keys >> bits << bits) | np.arange(length, dtype=np.uint64)
     keys.sort()
     return (keys & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
+
+
+_ROUNDS = 8
+
+
+def scatter(positions: Int64Array, length: int, key: tuple[int, int, int, int, int]) -> Int64Array:
+    """Returns the elements at these positions of a pseudorandom permutation of range(length).
+
+    A generalized Feistel cipher: a position is two digits, to each of which rounds add a hash of the other. Numbers
+    beyond the length are encrypted again. From Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002).
+    """
+    high = math.isqrt(length - 1) + 1
+    low = -(-length // high)  # high * low exceeds the length by less than `high`
+    digits = np.array([high, low], dtype=np.uint64)
+    values = positions.astype(np.uint64)
+    outside = np.arange(len(values))
+    while len(outside):
+        left, right = np.divmod(values[outside], digits[1])
+        for number, round_key in enumerate(_round_keys(key)):
+            if number % 2:
+                right = (right + _hash(left, round_key)) % digits[1]
+            else:
+                left = (left + _hash(right, round_key)) % digits[0]
+        values[outside] = left * digits[1] + right
+        outside = outside[values[outside] >= length]
+    return values.astype(np.int64)
+
+
+@lru_cache(maxsize=16)
+def _round_keys(key: tuple[int, int, int, int, int]) -> npt.NDArray[np.uint64]:
+    return _philox(key).random_raw(_ROUNDS)
+
+
+def _hash(values: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
+    """The output function of SplitMix64, shifted to leave 32 bits, so that adding a digit cannot overflow."""
+    values = values + key
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values >> np.uint64(32)

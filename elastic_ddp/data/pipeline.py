@@ -1,54 +1,65 @@
-"""A worker's Ray Data pipeline: reads and transforms the chunks of a plan, in order, on the worker's node."""
+"""A worker's Ray Data pipelines: read, transform and collate the rows of a plan, in order, on the worker's node."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, cycle
+from typing import Any, Generic, TypeVar
 
+import pyarrow as pa
 import ray
 from ray.data import ExecutionResources, TaskPoolStrategy
 
+from elastic_ddp.data.collate import CollateFn, Collator, batches_in_memory, collate_rows, read_rows
 from elastic_ddp.data.index import DatasetIndex
+from elastic_ddp.data.map_style import MapStyleIndex
 from elastic_ddp.data.order import FeedPlan
+from elastic_ddp.data.packing import PackedBatch, pack_blocks, unpack_block
 from elastic_ddp.data.source import BLOCK_BYTES, ChunkSource, read_chunks
-from elastic_ddp.data.transform import PrepareChunks, PreparedChunk, Transform, unpack
+from elastic_ddp.data.split import ChunkContent
+from elastic_ddp.data.transform import PrepareChunks, Transform, unpack
 from elastic_ddp.errors import ConfigError, DataError
 from elastic_ddp.user_code import Shipped, ship
 
 _STORE_BYTES = 32 << 20
 """Limit on finished blocks that wait in the object store. A higher limit makes no feed faster."""
+_ROW_BYTES = 1
+"""A limit on the size of blocks that makes each row one block: `pack_blocks` puts several batches into a row."""
+_TASK_BYTES = 64 << 10
+"""Rows that a task collates, at least, if other tasks collate than read."""
 _NAME = "elastic_ddp"  # the prefix of names and ids of these executions
 
+Content = TypeVar("Content")
+Tables = Iterator[pa.Table]
 
-class ChunkPipeline:
-    """Yields the transformed chunks of a plan, in order. One thread iterates, once; any thread may close it.
 
-    With `any_node`, tasks may run on other nodes, for when Ray no longer starts tasks on this one.
-    """
+class Pipeline(Generic[Content]):
+    """Yields what its executions produce, one from each in turn. One thread iterates, once; any thread may close it."""
 
-    def __init__(
-        self, index: DatasetIndex, plan: FeedPlan, transform: Transform | None, *, any_node: bool = False
-    ) -> None:
-        dataset = _dataset(index, plan, transform, any_node=any_node)
+    def __init__(self, datasets: Sequence[ray.data.Dataset], unpack: Callable[[pa.Table], Iterator[Content]]) -> None:
         _filter_logs()
         # Imported here: with another Ray version the import fails, and the driver explains that better.
         from elastic_ddp.ray_internals.dataset import DatasetExecution
 
-        self._execution = DatasetExecution(dataset)
+        self._executions = [DatasetExecution(dataset) for dataset in datasets]
+        self._unpack = unpack
 
-    def __iter__(self) -> Iterator[PreparedChunk]:
-        """Yields chunks, and stops early when the pipeline is closed.
+    def __iter__(self) -> Iterator[Content]:
+        """Yields in order, and stops early when the pipeline is closed.
 
         Raises:
-            DataError: raised by a read or the transform.
-            ConfigError: the transform cannot be loaded on this node.
+            DataError: raised by a read, the transform, the data set, or the collate function.
+            ConfigError: one of them cannot be loaded on this node.
             ray.exceptions.RayError: a task's process failed.
         """
         try:
-            for block in self._execution:
-                yield from unpack(block)
+            contents = [chain.from_iterable(map(self._unpack, execution)) for execution in self._executions]
+            for source in cycle(contents):
+                if (content := next(source, None)) is None:
+                    return
+                yield content
         except Exception as error:
             cause = _own_error(error)
             if cause is None:
@@ -59,57 +70,128 @@ class ChunkPipeline:
 
     def stop_tasks(self) -> None:
         """Stops the tasks; the iteration ends after the blocks that are ready. Call it in the thread that iterates."""
-        self._execution.gather()
+        for execution in self._executions:
+            execution.gather()
 
     def close(self) -> None:
         """Stops the tasks and frees the waiting blocks in the object store."""
-        self._execution.close()
+        for execution in self._executions:
+            execution.close()
 
 
-def _dataset(index: DatasetIndex, plan: FeedPlan, transform: Transform | None, *, any_node: bool) -> ray.data.Dataset:
-    """Returns the pipeline as a lazy Ray Data data set.
+def open_chunks(
+    index: DatasetIndex, plan: FeedPlan, transform: Transform | None, *, any_node: bool = False
+) -> Pipeline[ChunkContent]:
+    """Returns the pipeline of the transformed chunks of Parquet files.
 
-    Its tasks run on the worker's node, so failures of other nodes do not affect it. Tasks are not retried: Ray would
-    read from the start, but the feed opens a new pipeline at the current step.
+    With `any_node`, tasks may run on other nodes, for when Ray no longer starts tasks on this one.
     """
     job = ray.put((index, plan))
-    options = plan.options
-    remote: dict[str, Any] = {"num_cpus": options.num_cpus_per_task}
-    if not any_node:
-        remote["label_selector"] = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    stages = _Stages(plan, any_node, BLOCK_BYTES)
     # With one task each, Ray Data fuses reading and transforming into one process.
-    transforms = TaskPoolStrategy(size=options.concurrency if transform else 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # max_retries has no successor in Ray 2.60
-        dataset = ray.data.read_datasource(
-            ChunkSource(lambda: read_chunks(*ray.get(job))),
-            override_num_blocks=1,
-            compute=TaskPoolStrategy(size=1),
-            ray_remote_args={"max_retries": 0},
-            **remote,
-        ).map_batches(
-            PrepareChunks(plan.seed, _shipped(transform)),
-            batch_size=None,
-            batch_format="pyarrow",
-            compute=transforms,
-            max_retries=0,
-            **remote,
-        )
-    dataset.set_name(_NAME)
-    context = dataset.context
-    context.execution_options.preserve_order = True
-    context.execution_options.resource_limits = ExecutionResources(object_store_memory=_STORE_BYTES)
-    context.target_max_block_size = BLOCK_BYTES
-    context.execution_no_progress_timeout_s = -1  # training may pause for any time
-    context.issue_detectors_config.detectors = []  # a read task may run for hours
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    return dataset
+    tasks = plan.options.concurrency if transform else 1
+    dataset = stages.read(lambda: read_chunks(*ray.get(job)))
+    return Pipeline([stages.map(dataset, PrepareChunks(plan.seed, _shipped(transform, "transform")), tasks)], unpack)
 
 
-def _shipped(transform: Transform | None) -> Transform | None:
-    """Returns the transform as the tasks receive it: `run.evaluate` gets one that the driver has not sent."""
-    return transform if transform is None or isinstance(transform, Shipped) else ship(transform, "transform")
+def open_batches(
+    index: DatasetIndex | MapStyleIndex,
+    plan: FeedPlan,
+    transform: Transform | None,
+    collate_fn: CollateFn | None,
+    *,
+    any_node: bool = False,
+) -> Pipeline[PackedBatch]:
+    """Returns the pipeline of collated micro-batches; `any_node` as in `open_chunks`.
+
+    For a data set in memory, each of `concurrency` processes makes every n-th micro-batch, like those of a DataLoader.
+    Parquet files are read by one process, which also collates if `concurrency` is 1.
+    """
+    job: Any = ray.put((index, Collator(plan, _shipped(transform, "transform"), _shipped(collate_fn, "collate_fn"))))
+    tasks = plan.options.concurrency
+    if isinstance(index, MapStyleIndex):
+        stages = _Stages(plan, any_node, _ROW_BYTES)
+        return Pipeline([stages.read(_share_in_memory(job, share, tasks)) for share in range(tasks)], unpack_block)
+
+    def read() -> Tables:
+        index, collator = ray.get(job)
+        return read_rows(index, collator.plan)
+
+    def collate(tables: Tables) -> Tables:
+        _, collator = ray.get(job)
+        return pack_blocks(chain.from_iterable(collate_rows(collator, table) for table in tables))
+
+    if tasks == 1:
+        return Pipeline([_Stages(plan, any_node, _ROW_BYTES).read(lambda: collate(read()))], unpack_block)
+    stages = _Stages(plan, any_node, _TASK_BYTES)
+    return Pipeline([stages.map(stages.read(read), lambda table: collate(iter([table])), tasks)], unpack_block)
+
+
+def _share_in_memory(job: ray.ObjectRef, share: int, num_shares: int) -> Callable[[], Tables]:
+    def read() -> Tables:
+        index, collator = ray.get(job)
+        return pack_blocks(batches_in_memory(index, collator, share, num_shares))
+
+    return read
+
+
+class _Stages:
+    """Builds lazy Ray Data data sets whose tasks run on the worker's node, so that no other node can fail them.
+
+    Tasks are not retried: Ray would read from the start, but the feed opens a new pipeline at the current step.
+    """
+
+    def __init__(self, plan: FeedPlan, any_node: bool, block_bytes: int) -> None:
+        self._remote: dict[str, Any] = {"num_cpus": plan.options.num_cpus_per_task}
+        if not any_node:
+            self._remote["label_selector"] = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        self._block_bytes = block_bytes
+
+    def read(self, tables: Callable[[], Tables]) -> ray.data.Dataset:
+        """Returns a data set that one task reads."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # max_retries has no successor in Ray 2.60
+            dataset = ray.data.read_datasource(
+                ChunkSource(tables),
+                override_num_blocks=1,
+                compute=TaskPoolStrategy(size=1),
+                ray_remote_args={"max_retries": 0},
+                **self._remote,
+            )
+        return self._configured(dataset)
+
+    def map(
+        self, dataset: ray.data.Dataset, function: Callable[[pa.Table], Tables], num_tasks: int
+    ) -> ray.data.Dataset:
+        """Returns the data set with the function applied to each of its blocks by up to `num_tasks` tasks at a time."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            dataset = dataset.map_batches(
+                function,
+                batch_size=None,
+                batch_format="pyarrow",
+                compute=TaskPoolStrategy(size=num_tasks),
+                max_retries=0,
+                **self._remote,
+            )
+        return self._configured(dataset)
+
+    def _configured(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
+        dataset.set_name(_NAME)
+        context = dataset.context
+        context.execution_options.preserve_order = True
+        context.execution_options.resource_limits = ExecutionResources(object_store_memory=_STORE_BYTES)
+        context.target_max_block_size = self._block_bytes
+        context.execution_no_progress_timeout_s = -1  # training may pause for any time
+        context.issue_detectors_config.detectors = []  # a read task may run for hours
+        context.enable_progress_bars = False
+        context.print_on_execution_start = False
+        return dataset
+
+
+def _shipped(function: Any, name: str) -> Any:
+    """Returns a function, or None, as the tasks receive it: `run.evaluate` gets one that the driver has not sent."""
+    return function if function is None or isinstance(function, Shipped) else ship(function, name)
 
 
 def _own_error(error: BaseException | None) -> DataError | ConfigError | None:

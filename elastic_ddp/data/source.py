@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
-from elastic_ddp.data.columns import Array
+from elastic_ddp.data.columns import Array, widen
 from elastic_ddp.data.files import check_version, read_footer, read_row_group
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.order import Chunk, FeedPlan
@@ -56,19 +56,24 @@ class ChunkSource(Datasource):
 
 def read_chunks(index: DatasetIndex, plan: FeedPlan) -> Iterator[pa.Table]:
     """Yields a table of one row for each chunk of the plan, in order."""
-    pool = ThreadPoolExecutor(_WINDOWS_AHEAD, thread_name_prefix="windows")
     in_first_step = sum(1 for _ in replace(plan, last_step=plan.first_step + 1).chunks())
     last_in_block = in_first_step
+    filler = BlockFiller()
+    for position, (chunk, rows) in enumerate(rows_of_chunks(index, plan), start=1):
+        ends_block = position == last_in_block
+        wrapped = wrap([chunk.lane.epoch, chunk.lane.number, chunk.number, int(ends_block)], rows)
+        yield filler.pad(wrapped, ends_block=ends_block)
+        if ends_block:  # double; the block may still be full earlier, here or after the transform
+            last_in_block = 2 * position + in_first_step
+
+
+def rows_of_chunks(index: DatasetIndex, plan: FeedPlan) -> Iterator[tuple[Chunk, pa.Table]]:
+    """Yields each chunk of the plan with its rows, which have their row ids in a column `row_ids`, in order."""
+    pool = ThreadPoolExecutor(_WINDOWS_AHEAD, thread_name_prefix="windows")
     try:
-        filler = BlockFiller()
-        chunks = _with_windows(plan.chunks(), lambda chunk: pool.submit(_load_window, index, chunk))
-        for position, (chunk, window) in enumerate(chunks, start=1):
+        for chunk, window in _with_windows(plan.chunks(), lambda chunk: pool.submit(_load_window, index, chunk)):
             start = window.num_rows - (chunk.window_stop - chunk.start)  # it begins at the first chunk that is needed
-            ends_block = position == last_in_block
-            wrapped = _wrap(chunk, window.slice(start, chunk.stop - chunk.start), ends_block=ends_block)
-            yield filler.pad(wrapped, ends_block=ends_block)
-            if ends_block:  # double; the block may still be full earlier, here or after the transform
-                last_in_block = 2 * position + in_first_step
+            yield chunk, window.slice(start, chunk.stop - chunk.start)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -145,7 +150,7 @@ def _read_group(index: DatasetIndex, group: int) -> pa.Table:
     file = index.files[int(index.group_file[group])]
     number, metadata = int(index.group_number[group]), _footer(file.path, file.size, file.version)
     table = read_row_group(file.path, file.size, metadata, number, index.columns)
-    return pa.table({COLUMN_PREFIX + name: _widen(table.column(name)) for name in index.columns})
+    return pa.table({COLUMN_PREFIX + name: widen(table.column(name)) for name in index.columns})
 
 
 @lru_cache(maxsize=_CACHED_FOOTERS)
@@ -154,21 +159,9 @@ def _footer(path: str, size: int, version: str) -> pq.FileMetaData:
     return read_footer(path, size)
 
 
-def _widen(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Decodes dictionaries, and gives strings 64-bit offsets: a window of strings may exceed 2 GiB."""
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    kind = column.type
-    if pa.types.is_string(kind) or pa.types.is_string_view(kind):
-        return column.cast(pa.large_string())
-    return column.cast(pa.large_binary()) if pa.types.is_binary(kind) or pa.types.is_binary_view(kind) else column
-
-
-def _wrap(chunk: Chunk, rows: pa.Table, *, ends_block: bool) -> pa.Table:
-    """Returns a table of one row: the chunk's key, and each column as a list."""
-    wrapped = {
-        "chunk": pa.array([[chunk.lane.epoch, chunk.lane.number, chunk.number, int(ends_block)]], pa.list_(pa.int64()))
-    }
+def wrap(key: list[int], rows: pa.Table) -> pa.Table:
+    """Returns a table of one row: the key in a column `chunk`, and each column as a list."""
+    wrapped = {"chunk": pa.array([key], pa.list_(pa.int64()))}
     for name, column in zip(rows.column_names, rows.columns, strict=True):
         values = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # no copy of a slice
         wrapped[name] = pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)

@@ -6,14 +6,14 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from elastic_ddp.data.columns import Array, to_numpy
-from elastic_ddp.data.order import Int64Array, transform_generator
+from elastic_ddp.data.order import transform_generator
 from elastic_ddp.data.source import COLUMN_PREFIX, BlockFiller, as_binary
+from elastic_ddp.data.split import ChunkContent
 from elastic_ddp.errors import ConfigError, DataError
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.user_code import environment
@@ -24,18 +24,6 @@ Transform = Callable[[Arrays, np.random.Generator], Arrays]
 
 The generator and the global generators of torch, NumPy and Python are seeded for the chunk, so that their numbers are
 the same at every world size and after every resume."""
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedChunk:
-    """A transformed chunk."""
-
-    epoch: int
-    lane: int
-    number: int
-    row_ids: Int64Array
-    columns: Arrays
-    """Read-only views of the object store's memory, shape (rows, ...)."""
 
 
 class PrepareChunks:
@@ -53,31 +41,35 @@ class PrepareChunks:
             names = [name.removeprefix(COLUMN_PREFIX) for name in block.column_names if name.startswith(COLUMN_PREFIX)]
             columns = {name: to_numpy(name, block[COLUMN_PREFIX + name][row].values) for name in names}
             if self._transform is not None:
-                columns = self._apply(self._transform, columns, (epoch, lane, number), len(row_ids))
-            _check_tensors(columns, transformed=self._transform is not None)
+                columns = apply_transform(self._transform, columns, self._seed, (epoch, lane, number), len(row_ids))
+            check_tensors(columns, transformed=self._transform is not None)
             header = [epoch, lane, number, {name: [array.dtype.str, array.shape] for name, array in columns.items()}]
             packed = {"header": pa.array([json.dumps(header)]), "row_ids": as_binary(row_ids)}
             packed |= {COLUMN_PREFIX + name: as_binary(array) for name, array in columns.items()}
             yield self._filler.pad(pa.table(packed), ends_block=bool(ends_block))
 
-    def _apply(self, transform: Transform, rows: Arrays, chunk: tuple[int, int, int], num_rows: int) -> Arrays:
-        had_torch = "torch" in sys.modules
-        writable = {name: np.array(values) for name, values in rows.items()}
-        generator = transform_generator(self._seed, *chunk)
-        seed_all(self._seed, "transform", *chunk)
-        title = "epoch {}, lane {}, chunk {}".format(*chunk)
-        try:
-            result = transform(writable, generator)
-        except ConfigError:  # it cannot be loaded
-            raise
-        except Exception as error:
-            advice = environment().advise(error)
-            text = f"the transform raised {error!r} in {title}:\n{traceback.format_exc().rstrip()}\n{advice}"
-            raise DataError(text.rstrip()) from error
-        if not had_torch and "torch" in sys.modules:  # the call imported torch, whose generator was not seeded then
-            return self._apply(transform, rows, chunk, num_rows)
-        _check_result(result, num_rows, title)
-        return result
+
+def apply_transform(
+    transform: Transform, rows: Arrays, seed: int, chunk: tuple[int, int, int], num_rows: int
+) -> Arrays:
+    """Returns the transformed rows of a chunk, which is (epoch, lane, number)."""
+    had_torch = "torch" in sys.modules
+    writable = {name: np.array(values) for name, values in rows.items()}
+    generator = transform_generator(seed, *chunk)
+    seed_all(seed, "transform", *chunk)
+    title = "epoch {}, lane {}, chunk {}".format(*chunk)
+    try:
+        result = transform(writable, generator)
+    except ConfigError:  # it cannot be loaded
+        raise
+    except Exception as error:
+        advice = environment().advise(error)
+        text = f"the transform raised {error!r} in {title}:\n{traceback.format_exc().rstrip()}\n{advice}"
+        raise DataError(text.rstrip()) from error
+    if not had_torch and "torch" in sys.modules:  # the call imported torch, whose generator was not seeded then
+        return apply_transform(transform, rows, seed, chunk, num_rows)
+    _check_result(result, num_rows, title)
+    return result
 
 
 def _check_result(result: object, num_rows: int, title: str) -> None:
@@ -103,10 +95,10 @@ def _check_result(result: object, num_rows: int, title: str) -> None:
 def check_columns(schema: pa.Schema) -> None:
     """Raises a DataError for a column type that no tensor can hold, before any row is read."""
     kinds = {field.name: field.type for field in schema if not isinstance(field.type, pa.BaseExtensionType)}
-    _check_tensors({name: to_numpy(name, pa.array([], kind)) for name, kind in kinds.items()}, transformed=False)
+    check_tensors({name: to_numpy(name, pa.array([], kind)) for name, kind in kinds.items()}, transformed=False)
 
 
-def _check_tensors(rows: Arrays, *, transformed: bool) -> None:
+def check_tensors(rows: Arrays, *, transformed: bool) -> None:
     """Raises a DataError for a column that no tensor can hold."""
     for name, values in rows.items():
         kind = values.dtype.kind
@@ -126,7 +118,7 @@ def _check_tensors(rows: Arrays, *, transformed: bool) -> None:
             )
 
 
-def unpack(block: pa.Table) -> Iterator[PreparedChunk]:
+def unpack(block: pa.Table) -> Iterator[ChunkContent]:
     """Yields the chunks in a block that `PrepareChunks` returned."""
     for row in range(block.num_rows):
         epoch, lane, number, layout = json.loads(block["header"][row].as_py())
@@ -135,4 +127,4 @@ def unpack(block: pa.Table) -> Iterator[PreparedChunk]:
             for name, (dtype, shape) in layout.items()
         }
         row_ids = np.frombuffer(block["row_ids"][row].as_buffer(), np.int64)
-        yield PreparedChunk(epoch=epoch, lane=lane, number=number, row_ids=row_ids, columns=columns)
+        yield ChunkContent(epoch=epoch, lane=lane, number=number, row_ids=row_ids, columns=columns)

@@ -13,6 +13,7 @@ from ray.util import inspect_serializability
 from elastic_ddp.config.capacity import check_cpus, explain_shortage
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import DatasetIndex
+from elastic_ddp.data.map_style import MapStyleIndex
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 
@@ -21,8 +22,8 @@ _DESCRIPTION = "data_set"
 """The key in `run.json` that describes the data set for people."""
 
 
-def check_functions(train: Any, transform: Any) -> None:
-    """Raises ConfigError if workers cannot call the training function or the transform."""
+def check_functions(train: Any, transform: Any, collate_fn: Any) -> None:
+    """Raises ConfigError if workers cannot call the training function, the transform, or the collate function."""
     if transform is not None and not callable(transform):
         raise ConfigError(
             f"transform is a {type(transform).__name__}. Pass a function that maps (rows, rng) to rows, where rows is "
@@ -38,7 +39,12 @@ def check_functions(train: Any, transform: Any) -> None:
             f"transform={transform!r} cannot be called with two arguments. Define it as `def transform(rows, rng)`, "
             "and bind further arguments with functools.partial."
         )
-    for name, function in (("train", train), ("transform", transform)):
+    if collate_fn is not None and not (callable(collate_fn) and _takes(collate_fn, 1)):
+        raise ConfigError(
+            f"collate_fn={collate_fn!r} cannot be called with one argument, a list of rows. Define it as "
+            "`def collate(rows)`, and bind further arguments with functools.partial."
+        )
+    for name, function in (("train", train), ("transform", transform), ("collate_fn", collate_fn)):
         if function is None:
             continue
         _check_is_plain(function, name)
@@ -73,7 +79,9 @@ def _check_is_plain(function: Any, name: str) -> None:
         )
 
 
-def check_identity(storage: Storage, config: RunConfig, index: DatasetIndex, *, may_replace: bool) -> None:
+def check_identity(
+    storage: Storage, config: RunConfig, index: DatasetIndex | MapStyleIndex, *, may_replace: bool
+) -> None:
     """Records what defines the run, or raises ConfigError if it differs from the record of an earlier session.
 
     A run without a commit (`may_replace`) gets a new record.
@@ -95,9 +103,7 @@ def check_identity(storage: Storage, config: RunConfig, index: DatasetIndex, *, 
     ]
     if recorded.get("data") != index.fingerprint:
         new = "has the same paths but other contents" if recorded_data == str(index) else f"is {index}"
-        changes.append(
-            f"data was {recorded_data} and {new} (files are compared by path, size, and time of change or ETag)"
-        )
+        changes.append(f"data was {recorded_data} and {new} ({index.compared_by})")
     if config.strategy == "fsdp" and recorded.get("reduction") == "canonical":
         changes.append(
             'strategy is "fsdp", which cannot resume a run with reduction="canonical" (a new run can begin with its '
@@ -110,7 +116,7 @@ def check_identity(storage: Storage, config: RunConfig, index: DatasetIndex, *, 
         )
 
 
-def check_steps(index: DatasetIndex, config: RunConfig) -> None:
+def check_steps(index: DatasetIndex | MapStyleIndex, config: RunConfig) -> None:
     """Raises ConfigError if an epoch has no step."""
     if config.data.drop_last and index.num_rows < config.global_batch_size:
         raise ConfigError(
@@ -124,7 +130,7 @@ def check_capacity(
     nodes: Sequence[Mapping[str, float]],
     config: RunConfig,
     *,
-    has_transform: bool,
+    num_tasks: int,
     may_grow: bool,
     note: Callable[[str], None],
 ) -> None:
@@ -137,7 +143,7 @@ def check_capacity(
         resources_per_worker=config.resources_per_worker,
         max_workers=config.max_workers,
         options=config.data,
-        has_transform=has_transform,
+        num_tasks=num_tasks,
     )
     shortage = explain_shortage(nodes, config.resources_per_worker, config.min_workers)
     if shortage is None:
@@ -147,11 +153,11 @@ def check_capacity(
     note(f"waiting for nodes: {shortage}")
 
 
-def warn_about_data(index: DatasetIndex, config: RunConfig, note: Callable[[str], None]) -> None:
+def warn_about_data(index: DatasetIndex | MapStyleIndex, config: RunConfig, note: Callable[[str], None]) -> None:
     """Prints a warning if the data set is read more than 1.5 times an epoch, or is smaller than a global batch."""
     groups, lanes = len(index.group_rows), config.num_micro_batches
     read_factor = (groups + lanes - 1) / groups
-    if read_factor > 1.5:
+    if read_factor > 1.5 and isinstance(index, DatasetIndex):
         note(
             f"row groups that cross a lane boundary are read more than once: {read_factor:.1f} times the data set in "
             f"an epoch, with {groups:,} row groups and {lanes} micro-batches in a step. Write row groups of at most "

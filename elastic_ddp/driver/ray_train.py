@@ -52,7 +52,8 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
     """
     config = job.config
     transform = None if job.transform is None else ship(job.transform, "transform")
-    job = replace(job, train=ship(job.train, "train"), transform=transform)
+    collate_fn = None if job.collate_fn is None else ship(job.collate_fn, "collate_fn")
+    job = replace(job, train=ship(job.train, "train"), transform=transform, collate_fn=collate_fn)
     # The name is unique, so that Ray Train finds no state of an earlier session to resume from.
     session = f"session-{uuid.uuid4().hex[:8]}"
     filesystem, path = job.storage.at("ray_train").filesystem_and_path()

@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ import ray
 from elastic_ddp import errors
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.data.index import open_index
+from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import materialize
+from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory, is_parquet
 from elastic_ddp.data.transform import check_columns
 from elastic_ddp.driver.checks import check_capacity, check_functions, check_identity, check_steps, warn_about_data
 from elastic_ddp.driver.cluster import connect_or_start
@@ -34,7 +35,9 @@ from elastic_ddp.telemetry import new_session, read_ledger, summarize
 from elastic_ddp.worker.job import COMMITS, Job, has_commits
 
 if TYPE_CHECKING:
+    from elastic_ddp.data.collate import CollateFn
     from elastic_ddp.data.files import Source
+    from elastic_ddp.data.map_style import InMemory
     from elastic_ddp.data.transform import Transform
     from elastic_ddp.worker.run import Run
 
@@ -72,11 +75,14 @@ class ElasticTrainer:
     Args:
         train: training function. Every worker calls it with a `Run`. It is sent to the workers, so it cannot hold
             locks, open files or connections.
-        data: training set: Parquet at any fsspec URI (a file, a folder, a glob, or a list of them), or a
+        data: training set: Parquet at any fsspec URI (a file, a folder, a glob, or a list of them); a map-style data
+            set (with `__len__` and `__getitem__`); a dict of arrays or tensors; a pandas or pyarrow table; or a
             `ray.data.Dataset`, which `fit` writes to the run's storage once.
         config: a `RunConfig`, a dict of its settings, or the path of a TOML file.
         transform: maps `(rows, rng)` to rows, for one chunk of rows at a time. `rows` is a dict of NumPy arrays of
             shape `(num_rows, ...)`. `rng` is a NumPy generator seeded from `seed`, the epoch and the chunk.
+        collate_fn: maps the rows of a micro-batch, a list, to what `Step.micro_batches` yields. Rows of columns are
+            dicts. Default: a tensor of each column, or `torch.utils.data.default_collate` for a map-style data set.
 
     Raises:
         ConfigError: a setting or an argument is invalid, the storage is not writable, or the installed Ray version is
@@ -86,17 +92,20 @@ class ElasticTrainer:
     def __init__(
         self,
         train: Callable[[Run], Any],
-        data: Source | ray.data.Dataset,
+        data: Source | InMemory | ray.data.Dataset,
         config: RunConfig | Mapping[str, Any] | str | PathLike[str],
         *,
         transform: Transform | None = None,
+        collate_fn: CollateFn | None = None,
     ) -> None:
         check_ray_version()
-        check_functions(train, transform)
+        check_functions(train, transform, collate_fn)
         self.config = RunConfig.load(config)
+        check_data(data, transform, self.config.data.columns)
         self._train = train
         self._data = data
         self._transform = transform
+        self._collate_fn = collate_fn
         if self.config.storage.startswith("memory:"):
             raise ConfigError(
                 f"storage={self.config.storage!r} is memory of one process, which workers cannot share. Use a folder "
@@ -143,8 +152,10 @@ class ElasticTrainer:
                 return result
             lease.acquire()
             resume_from = self._find_commit(job)
-            self._connect(lease)
+            self._connect(lease, job.num_data_tasks)
             warn_about_data(job.index, self.config, print_note)
+            if isinstance(job.index, MapStyleIndex):
+                job = replace(job, index=job.index.share())
             rendezvous = self._start_rendezvous(job, resume_from, snapshot_folder)
             session = Session(job, rendezvous, resume_from, lease, started_at)
             try:
@@ -159,9 +170,14 @@ class ElasticTrainer:
         data = self._data
         if isinstance(data, ray.data.Dataset):
             data = materialize(data, self._storage, may_replace=self._may_replace(), note=print_note)
-        index = open_index(data, self._storage, columns=self.config.data.columns, may_replace=self._may_replace)
-        if self._transform is None:
-            check_columns(index.schema)
+        columns = self.config.data.columns
+        index: DatasetIndex | MapStyleIndex
+        if is_parquet(data):
+            index = open_index(data, self._storage, columns=columns, may_replace=self._may_replace)
+            if self._transform is None and self._collate_fn is None:
+                check_columns(index.schema)
+        else:
+            index = index_in_memory(data, columns)
         check_steps(index, self.config)
         check_identity(self._storage, self.config, index, may_replace=self._may_replace())
         return Job(
@@ -169,6 +185,7 @@ class ElasticTrainer:
             train=self._train,
             index=index,
             transform=self._transform,
+            collate_fn=self._collate_fn,
             storage=self._storage,
             session=session,
         )
@@ -188,14 +205,14 @@ class ElasticTrainer:
             )
         return commit
 
-    def _connect(self, lease: DriverLease) -> None:
+    def _connect(self, lease: DriverLease, num_data_tasks: int) -> None:
         """Connects to the Ray cluster, records its address for other processes, and checks its capacity."""
         is_own_cluster = connect_or_start(print_note)
         lease.renew(ray_address=ray.get_runtime_context().gcs_address)
         check_capacity(
             [node["Resources"] for node in ray.nodes() if node["Alive"]],
             self.config,
-            has_transform=self._transform is not None,
+            num_tasks=num_data_tasks,
             may_grow=not is_own_cluster,
             note=print_note,
         )

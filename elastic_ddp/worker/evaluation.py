@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,17 @@ import torch.distributed as dist
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.files import Source, entries_of
 from elastic_ddp.data.index import DatasetIndex, open_index
+from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory, is_parquet
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
+from elastic_ddp.errors import ConfigError
 from elastic_ddp.seeding import preserve_rng_state, seed_all
 from elastic_ddp.user_code import environment
 from elastic_ddp.worker.job import has_commits
-from elastic_ddp.worker.step import dummy_batch
 
 if TYPE_CHECKING:
+    from elastic_ddp.data.collate import CollateFn
+    from elastic_ddp.data.map_style import InMemory
     from elastic_ddp.data.transform import Transform
     from elastic_ddp.worker.generation import Generation
     from elastic_ddp.worker.job import Job
@@ -29,9 +33,10 @@ if TYPE_CHECKING:
 def evaluate(
     generation: Generation,
     job: Job,
-    loss_fn: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor],
-    data: Source,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    data: Source | InMemory,
     transform: Transform | None,
+    collate_fn: CollateFn | None,
     device: torch.device,
 ) -> float:
     """Returns the mean loss over a data set; see `Run.evaluate`. Collective.
@@ -39,6 +44,7 @@ def evaluate(
     Rows are cut into micro-batches like an epoch, in stored order; the reduction tree adds their losses.
     """
     config, strategy, model = job.config, generation.strategy, generation.state.module
+    check_data(data, transform)
     index = _share_index(generation, job, data)
     shape = EpochShape(index.num_rows, config.num_micro_batches, config.micro_batch_size)
     plan = FeedPlan(
@@ -52,7 +58,8 @@ def evaluate(
     )
     # The sum of losses of each micro-batch; zero for those of other ranks.
     sums = torch.zeros(shape.steps_per_epoch, config.num_micro_batches, dtype=torch.float64)
-    feed = generation.evaluation_feed = MicroBatchFeed(index, plan, transform=transform, device=device)
+    functions: dict[str, Any] = {"transform": transform, "collate_fn": collate_fn}
+    feed = generation.evaluation_feed = MicroBatchFeed(index, plan, **functions, device=device)
     try:
         with torch.no_grad(), _eval_mode(model), preserve_rng_state(device):
             for step in range(shape.steps_per_epoch):
@@ -62,7 +69,7 @@ def evaluate(
                 for batch in feed.step(step):
                     generation.activity.enter("evaluation")
                     for _ in range(num_dummies):
-                        loss_fn(model, dummy_batch(batch, config.micro_batch_size))
+                        loss_fn(model, copy.deepcopy(batch.rows))
                     num_dummies = 0
                     if batch.num_rows:
                         seed_all(config.seed, "evaluate", step, batch.index)
@@ -78,8 +85,18 @@ def evaluate(
     return fold_to_root(leaves, len(leaves), lambda left, right: left + right) / index.num_rows
 
 
-def _share_index(generation: Generation, job: Job, data: Source) -> DatasetIndex:
-    """Rank 0 opens the index of the data set and sends it to all ranks."""
+def _share_index(generation: Generation, job: Job, data: Source | InMemory) -> DatasetIndex | MapStyleIndex:
+    """Rank 0 opens the index of Parquet files and sends it to all ranks. Each rank uses its own data set in memory."""
+    if not is_parquet(data):
+        own = index_in_memory(data, identify=False).share()
+        generation.activity.enter("collective")
+        num_rows = int(generation.group.broadcast_bytes(str(own.num_rows).encode()))
+        if num_rows != own.num_rows:
+            raise ConfigError(
+                f"run.evaluate got {num_rows:,} rows on rank 0 and {own.num_rows:,} on rank {generation.group.rank}. "
+                "Pass the same data set on every rank."
+            )
+        return own
     generation.activity.enter("collective")
     encoded = None
     if generation.group.rank == 0:

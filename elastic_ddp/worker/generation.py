@@ -45,7 +45,8 @@ def feeds_of(job: Job, device: torch.device) -> FeedCache:
             first_step=first_step,
             last_step=job.total_steps,
         )
-        return MicroBatchFeed(job.index, plan, transform=job.transform, device=device, before_reading=before_reading)
+        functions: dict[str, Any] = {"transform": job.transform, "collate_fn": job.collate_fn}
+        return MicroBatchFeed(job.index, plan, **functions, device=device, before_reading=before_reading)
 
     return FeedCache(make)
 

@@ -11,6 +11,7 @@ import torch
 from elastic_ddp.checkpoint.record import different_runs, identity_of
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import DatasetIndex
+from elastic_ddp.data.map_style import MapStyleIndex
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.rendezvous.members import Member
@@ -18,6 +19,7 @@ from elastic_ddp.storage.storage import Storage
 
 if TYPE_CHECKING:
     from elastic_ddp.checkpoint import Commit
+    from elastic_ddp.data.collate import CollateFn
     from elastic_ddp.data.transform import Transform
 
 
@@ -46,8 +48,9 @@ class Job:
     config: RunConfig
     train: Callable[[Any], Any]
     """The training function, which takes a `Run`."""
-    index: DatasetIndex
+    index: DatasetIndex | MapStyleIndex
     transform: Transform | None
+    collate_fn: CollateFn | None = None
     storage: Storage
     """The run's own folder, `<storage>/<name>`."""
     session: str = ""
@@ -75,6 +78,14 @@ class Job:
         """How an epoch is cut into steps and micro-batches."""
         config = self.config
         return EpochShape(self.index.num_rows, config.num_micro_batches, config.micro_batch_size, config.data.drop_last)
+
+    @property
+    def num_data_tasks(self) -> int:
+        """How many tasks of a worker's data pipeline must run at a time."""
+        concurrency = self.config.data.concurrency
+        if isinstance(self.index, MapStyleIndex):
+            return concurrency
+        return 2 if concurrency > 1 and (self.transform or self.collate_fn) else 1  # one reads
 
     @property
     def total_steps(self) -> int:

@@ -76,7 +76,7 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
             resources_per_worker=config.resources_per_worker,
             max_workers=config.max_workers,
             options=config.data,
-            has_transform=job.transform is not None,
+            num_tasks=job.num_data_tasks,
         )
         while True:
             seed_all(config.seed, "init")

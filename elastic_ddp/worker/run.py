@@ -24,7 +24,9 @@ from elastic_ddp.worker.train_state import Position, Stateful
 
 if TYPE_CHECKING:
     from elastic_ddp.config.run_config import RunConfig
+    from elastic_ddp.data.collate import CollateFn
     from elastic_ddp.data.files import Source
+    from elastic_ddp.data.map_style import InMemory
     from elastic_ddp.data.transform import Transform
 
 Prepared = TypeVar("Prepared")
@@ -173,10 +175,11 @@ class Run:
 
     def evaluate(
         self,
-        loss_fn: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor],
-        data: Source,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        data: Source | InMemory,
         *,
         transform: Transform | None = None,
+        collate_fn: CollateFn | None = None,
         name: str = "validation_loss",
     ) -> float:
         """Returns the mean of `loss_fn` over a held-out data set; each row counts once.
@@ -187,8 +190,10 @@ class Run:
 
         Args:
             loss_fn: maps (model, batch) to the batch's mean loss, a scalar tensor.
-            data: Parquet files, as in `ElasticTrainer`. Relative paths start at the driver's working directory.
+            data: Parquet files or a data set in memory, as in `ElasticTrainer`. Relative paths start at the driver's
+                working directory. A data set in memory must be the same on all ranks.
             transform: applied to the rows, as in `ElasticTrainer`; the training transform is not.
+            collate_fn: maps rows to a batch, as in `ElasticTrainer`.
             name: the metric's name in the ledger, in `RunResult.metrics`, and for `checkpoint.best_metric`.
 
         Returns:
@@ -200,7 +205,7 @@ class Run:
         """
 
         def measure(generation: Generation) -> float:
-            return evaluate(generation, self._loop.job, loss_fn, data, transform, self.device)
+            return evaluate(generation, self._loop.job, loss_fn, data, transform, collate_fn, self.device)
 
         return self._loop.measure(name, measure)
 

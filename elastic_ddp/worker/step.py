@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,8 +100,11 @@ class Step:
             )
         return False
 
-    def micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+    def micro_batches(self) -> Iterator[Any]:
         """Yields this rank's micro-batches: dicts of tensors on the run's device, of shape `(rows, ...)`.
+
+        With a `collate_fn` or a map-style data set, they are what the collate function returned. Tensors in its dicts,
+        lists, tuples and named tuples are on the run's device, and objects with a method `to` as well.
 
         Call it once in each step. A micro-batch has `micro_batch_size` rows, or fewer in the last step of an epoch. The
         generators of torch, NumPy and Python are seeded before each, so dropout is the same at every world size.
@@ -122,7 +126,7 @@ class Step:
             if self.agreed is None:  # an iterator that is kept may be closed during a later step
                 seed_all(self.generation.seed, self.index, "end")
 
-    def _micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+    def _micro_batches(self) -> Iterator[Any]:
         if self.generation.is_closed:
             raise PeerFailedError("a worker failed before the step began")
         strategy = self.generation.strategy
@@ -140,7 +144,7 @@ class Step:
             self._activity.enter("data")
         self._current = None
 
-    def _micro_batch(self, batch: MicroBatch, *, is_dummy: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def _micro_batch(self, batch: MicroBatch, *, is_dummy: bool = False) -> Iterator[Any]:
         """Yields one micro-batch and checks that `backward` was called for it."""
         strategy = self.generation.strategy
         self._current, self._is_dummy = batch.index, is_dummy
@@ -148,7 +152,7 @@ class Step:
         self._activity.enter("forward")
         strategy.prepare_forward(batch.index)
         seed_all(self.generation.seed, self.index, batch.index)
-        yield dummy_batch(batch, strategy.micro_batch_size) if is_dummy or not batch.num_rows else batch.rows
+        yield copy.deepcopy(batch.rows) if is_dummy else batch.rows  # the training function may change a batch
         self._raise_first_error()
         if self._records[batch.index].loss is _NO_LOSS:
             raise ConfigError(
@@ -319,14 +323,6 @@ class Step:
     def metrics(self) -> dict[str, Any]:
         """Returns what was logged, as numbers by name and micro-batch. Synchronizes with the device."""
         return {name: {str(m): float(value) for m, value in values.items()} for name, values in self._logged.items()}
-
-
-def dummy_batch(batch: MicroBatch, size: int) -> dict[str, torch.Tensor]:
-    """Returns rows for a forward that does not count: copies, because the training function may change them."""
-    if batch.num_rows:
-        return {name: column.clone() for name, column in batch.rows.items()}
-    # The padding row, `size` times: BatchNorm, for example, refuses one row.
-    return {name: column[:1].expand(size, *column.shape[1:]).clone() for name, column in batch.rows.items()}
 
 
 _NO_LOSS = torch.tensor(float("nan"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,7 +47,7 @@ class WarmupStep(Step):
         # A collective of the training function needs the other ranks. The real step runs it.
         return isinstance(error, _WarmupEnded) or (error is not None and is_missing_group(error))
 
-    def micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+    def micro_batches(self) -> Iterator[Any]:
         assert self._state.model is not None
         self._state.model.use_replica(None)
         seed_all(self._seed, self.index, self._batch.index)

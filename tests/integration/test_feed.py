@@ -119,12 +119,12 @@ def test_skipped_steps_do_not_change_later_ones(index: DatasetIndex) -> None:
             feed.skip_to(30)
 
 
-def test_an_empty_micro_batch_has_one_row_of_padding(tmp_path: Path) -> None:
+def test_an_empty_micro_batch_has_rows_of_padding(tmp_path: Path) -> None:
     pq.write_table(content(0, 33), tmp_path / "a.parquet")
     with make_feed(build_index(str(tmp_path)), first_step=1, last_step=2) as feed:
         batches = list(feed.step(1))  # lanes have 9, 8, 8 and 8 rows
     assert [batch.num_rows for batch in batches] == [1, 0, 0, 0]
-    assert [len(batch.rows["id"]) for batch in batches] == [1, 1, 1, 1]
+    assert [len(batch.rows["id"]) for batch in batches] == [1, *[MICRO_BATCH_SIZE] * 3]
     assert [len(batch.row_ids) for batch in batches] == [1, 0, 0, 0]
 
 

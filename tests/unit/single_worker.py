@@ -141,7 +141,11 @@ class FakeFeed:
             for m in self.micro_batches:
                 start, stop = self._shape.span(step, m)
                 ids = np.arange(start, stop) * self._shape.num_micro_batches + m
-                x = np.random.default_rng([step, m]).normal(size=(len(ids) or 1, 3)).astype(np.float32)
+                x = (
+                    np.random.default_rng([step, m])
+                    .normal(size=(len(ids) or self._shape.micro_batch_size, 3))
+                    .astype(np.float32)
+                )
                 yield MicroBatch(m, {"x": torch.from_numpy(x)}, ids)
 
     def step(self, step: int) -> Iterator[MicroBatch]:

@@ -36,14 +36,14 @@ def check(nodes: list[dict[str, float]], *, per_task: float, concurrency: int = 
         resources_per_worker={"CPU": 2.0, "GPU": options.get("gpu", 0.0)},
         max_workers=int(options.get("max_workers", 4)),
         options=DataConfig(num_cpus_per_task=per_task, concurrency=concurrency),
-        has_transform=True,
+        num_tasks=min(concurrency, 2),
     )
 
 
 def test_rounding_errors_are_no_shortage_of_cpus() -> None:
     options = DataConfig(num_cpus_per_task=0)
     share = {"CPU": 0.28}  # in floating point, 25 of these exceed 7
-    check_cpus([{"CPU": 7.0}], resources_per_worker=share, max_workers=25, options=options, has_transform=False)
+    check_cpus([{"CPU": 7.0}], resources_per_worker=share, max_workers=25, options=options, num_tasks=1)
 
 
 def test_data_pipelines_that_could_never_get_a_cpu_are_refused() -> None:

@@ -16,17 +16,17 @@ import torch
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
 from elastic_ddp.config.run_config import DataConfig
-from elastic_ddp.data.columns import to_numpy
+from elastic_ddp.data.columns import to_numpy, widen
 from elastic_ddp.data.index import DatasetIndex, build_index
 from elastic_ddp.data.order import EpochShape, FeedPlan, transform_generator
-from elastic_ddp.data.source import BLOCK_BYTES, _widen, read_chunks
+from elastic_ddp.data.source import BLOCK_BYTES, read_chunks
+from elastic_ddp.data.split import ChunkContent
 from elastic_ddp.data.transform import (
     Arrays,
     PrepareChunks,
-    PreparedChunk,
     Transform,
-    _check_tensors,
     check_columns,
+    check_tensors,
     unpack,
 )
 from elastic_ddp.errors import DataError
@@ -56,7 +56,7 @@ def plan_of(index: DatasetIndex, lanes: tuple[int, ...] = (0, 1), first_step: in
 
 def prepare(
     index: DatasetIndex, transform: Transform | None, *, lanes: tuple[int, ...] = (0, 1), first_step: int = 0
-) -> list[PreparedChunk]:
+) -> list[ChunkContent]:
     """Runs the two stages of the pipeline, without Ray."""
     plan = plan_of(index, lanes, first_step)
     stage = PrepareChunks(plan.seed, transform)
@@ -116,7 +116,7 @@ def three_mebibytes(rows: Arrays, random: np.random.Generator) -> Arrays:
     return {"large": np.zeros((len(rows["id"]), (3 << 20) // len(rows["id"])), np.uint8)}
 
 
-def by_key(chunks: list[PreparedChunk]) -> dict[tuple[int, int, int], tuple[list[int], list[Any]]]:
+def by_key(chunks: list[ChunkContent]) -> dict[tuple[int, int, int], tuple[list[int], list[Any]]]:
     """The row ids and the random numbers of each chunk."""
     return {
         (chunk.epoch, chunk.lane, chunk.number): (chunk.row_ids.tolist(), chunk.columns["noise"].tolist())
@@ -277,12 +277,12 @@ def test_nulls_that_an_array_cannot_hold_raise(column: pa.Array) -> None:
 @pytest.mark.parametrize("values", [np.zeros(3, ">i4"), np.zeros(3, np.longdouble), np.zeros(3, np.clongdouble)])
 def test_numbers_that_no_tensor_can_hold_raise(values: np.ndarray) -> None:
     with pytest.raises(DataError, match="astype"):
-        _check_tensors({"x": values}, transformed=True)
+        check_tensors({"x": values}, transformed=True)
 
 
 @pytest.mark.parametrize("values", [pa.array(["a", "bc"], pa.string_view()), pa.array([b"a", b"bc"], pa.binary_view())])
 def test_string_views_are_read_like_strings(values: pa.Array) -> None:
-    assert _widen(pa.chunked_array([values])).take(pa.array([1, 0])).to_pylist() == values.to_pylist()[::-1]
+    assert widen(pa.chunked_array([values])).take(pa.array([1, 0])).to_pylist() == values.to_pylist()[::-1]
 
 
 @pytest.mark.parametrize(

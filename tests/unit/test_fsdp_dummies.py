@@ -80,7 +80,7 @@ def _evaluated(generation: Generation, loss_fn: Any) -> float:
         mock.patch("elastic_ddp.worker.evaluation.DatasetIndex", index),
         mock.patch("elastic_ddp.worker.evaluation.open_index", lambda *of, **options: index),
     ):
-        return evaluate(generation, job, loss_fn, "data", None, CPU)
+        return evaluate(generation, job, loss_fn, "data", None, None, CPU)
 
 
 def test_a_loop_may_change_its_batches() -> None:

@@ -139,9 +139,9 @@ def test_a_run_waits_for_nodes_only_on_a_cluster_that_can_grow() -> None:
     notes: list[str] = []
     nodes = [{"CPU": 2.0}]
     with pytest.raises(ConfigError, match=r"2 workers of .* min_workers=3"):
-        check_capacity(nodes, config, has_transform=False, may_grow=False, note=notes.append)
+        check_capacity(nodes, config, num_tasks=1, may_grow=False, note=notes.append)
     assert not notes
-    check_capacity(nodes, config, has_transform=False, may_grow=True, note=notes.append)
+    check_capacity(nodes, config, num_tasks=1, may_grow=True, note=notes.append)
     [note] = notes
     assert note.startswith("waiting for nodes: 2 workers of") and "min_workers=3" in note
 

@@ -1,0 +1,123 @@
+"""SHA-256 digests of data sets in memory, by which a run notices that it resumes with other data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from elastic_ddp.errors import DataError
+from elastic_ddp.seeding import preserve_rng_state, seed_all
+from elastic_ddp.user_code import environment
+
+_PROBED_ROWS = 8
+
+
+def fetch(data: Any, rows: list[int]) -> Iterator[Any]:
+    """Yields the rows of a map-style data set. Like a DataLoader, it reads them at once if there is `__getitems__`."""
+    if getattr(data, "__getitems__", None):
+        yield from data.__getitems__(rows)
+    else:
+        for row in rows:
+            yield data[row]
+
+
+def row_error(rows: list[int], error: Exception, place: str = "") -> DataError:
+    """Returns the error for rows that cannot be read. Call it where `error` was caught."""
+    what = f"data[{rows[0]}]" if len(rows) == 1 else f"data.__getitems__({rows})"
+    text = f"{what} raised {error!r}{place}:\n{traceback.format_exc().rstrip()}\n{environment().advise(error)}"
+    return DataError(text.rstrip())
+
+
+def of_columns(columns: Mapping[str, Any]) -> str:
+    """Returns the digest of all values. An array mapped from a file counts by the file's path, size and time."""
+    digest = hashlib.sha256()
+    for name, values in columns.items():
+        _update(digest, name)
+        _update(digest, values)
+    return digest.hexdigest()
+
+
+def of_rows(data: Any) -> str:
+    """Returns the digest of the type, the length and a few rows of a map-style data set.
+
+    Rows that differ between two reads with equal seeds do not count, nor do objects in them other than arrays, images,
+    containers and plain values.
+    """
+    digest = hashlib.sha256()
+    _update(digest, [type(data).__module__, type(data).__qualname__, len(data)])
+    for row in np.unique(np.linspace(0, len(data) - 1, _PROBED_ROWS).astype(np.int64)).tolist():
+        first, second = (_row_digest(data, row) for _ in range(2))
+        _update(digest, first if first == second else None)
+    return digest.hexdigest()
+
+
+def _row_digest(data: Any, row: int) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    with preserve_rng_state(torch.device("cpu")):
+        seed_all(0, "probe", row)
+        try:
+            _update(digest, next(fetch(data, [row])))
+        except Exception as error:
+            raise row_error([row], error) from error
+    return digest.hexdigest()
+
+
+def _update(digest: Any, value: Any) -> None:
+    """Adds a value to a digest, with its type, so that different values are unlikely to give the same digest."""
+    if type(value).__module__ == "torch" and hasattr(value, "detach"):
+        value = _tensor_as_array(value)
+    if isinstance(value, pa.Array):
+        with pa.ipc.new_stream(pa.PythonFile(_Sink(digest), "w"), pa.schema([("values", value.type)])) as writer:
+            writer.write_batch(pa.record_batch([value], ["values"]))
+    elif isinstance(value, np.memmap) and value.filename is not None:
+        stat = os.stat(value.filename)
+        _update(digest, [str(value.filename), stat.st_size, stat.st_mtime_ns, value.dtype.str, list(value.shape)])
+    elif isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array_interface__"):  # also PIL images
+        array = np.asarray(value)
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        if array.dtype.hasobject:
+            _update(digest, array.reshape(-1).tolist())
+        else:
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    elif isinstance(value, Mapping):
+        _update(digest, list(value.items()))
+    elif isinstance(value, list | tuple):
+        digest.update(f"{type(value).__name__}{len(value)}".encode())
+        for element in value:
+            _update(digest, element)
+    elif value is None or isinstance(value, str | bytes | int | float | complex):
+        digest.update(f"{type(value).__name__}{value!r};".encode())
+    else:
+        digest.update(type(value).__qualname__.encode())
+
+
+def _tensor_as_array(tensor: Any) -> Any:
+    import torch
+
+    dense = tensor.detach().cpu().to_dense().resolve_conj().resolve_neg().contiguous()
+    return [str(dense.dtype), list(dense.shape), dense.reshape(-1).view(torch.uint8).numpy()]
+
+
+class _Sink:
+    """A file whose content enters a digest."""
+
+    closed = False
+
+    def __init__(self, digest: Any) -> None:
+        self._digest = digest
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        return len(data)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
