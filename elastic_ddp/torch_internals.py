@@ -138,6 +138,13 @@ def default_backend(device: torch.device) -> Any:
     return dist.group.WORLD._get_backend(device)
 
 
+def collective_counter(device: torch.device) -> Callable[[], int]:
+    """Returns a function that returns how many collectives the default process group has begun, on the CPU and on
+    `device`: `Backend._get_sequence_number_for_group`."""
+    backends = {default_backend(torch.device("cpu")), default_backend(device)}
+    return lambda: sum(backend._get_sequence_number_for_group() for backend in backends)
+
+
 def release_groups(mesh: DeviceMesh) -> None:
     """Makes a mesh release its process groups, whose threads and connections it keeps alive.
 

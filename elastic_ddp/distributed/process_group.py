@@ -98,6 +98,8 @@ class ProcessGroup:
     """Whether this rank aborted the group, because a peer failed."""
     _nccl: Any = field(default=None, repr=False)
     """The backend of CUDA tensors, from the end of `form` until the group is aborted."""
+    _count: Callable[[], int] | None = field(default=None, repr=False)
+    """Counts the collectives that this rank has begun, from the end of `form` until the group is closed."""
 
     @property
     def rank(self) -> int:
@@ -184,6 +186,7 @@ class ProcessGroup:
         self._sockets = self._find_sockets(prefixed, before)
         if has_nccl:
             self._nccl = torch_internals.default_backend(self.device)
+        self._count = torch_internals.collective_counter(self.device)
         if self.aborted:
             raise PeerFailedError("a peer failed while the process group formed")
         dist.barrier()
@@ -212,6 +215,7 @@ class ProcessGroup:
 
         `intact`: all ranks passed a barrier and close the group too. Otherwise `abort` ends the peers' collectives.
         """
+        self._count = None
         if not dist.is_initialized():
             return
         if not intact:
@@ -219,6 +223,11 @@ class ProcessGroup:
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()
+
+    def num_collectives(self) -> int | None:
+        """Returns how many collectives this rank has begun; None if the group is closed. Callable from any thread."""
+        count = self._count
+        return None if count is None else count()
 
     def barrier(self) -> None:
         """Waits for every rank. Required before `close`: gloo may abort a peer right after its last collective."""

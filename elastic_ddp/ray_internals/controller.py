@@ -59,6 +59,8 @@ MIN_DRAIN_S = 0.1
 DISMISSED_EXIT_S = 5.0
 """How long a dismissed worker may take to exit, in addition to `save_within_s`."""
 
+_EXIT_DETAIL, _CONNECTION_CLOSED = "Worker exit detail: ", "connection error code 2"
+"""Parts of Ray's message about a process that has exited."""
 _UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback")
 _VERBOSE_LOGGERS = ("scaling_policy", "worker_group", "failure_handling.default")
 """They log each poll of the cluster, each try to start workers, and each failed worker as a failed run."""
@@ -104,10 +106,11 @@ class ElasticController(TrainController):
         self._health_check_interval_s = min(self._poll_interval_s, STARTING_POLL_S if num_starting else math.inf)
         # Poll before asking for directives: a worker that has returned by now was dismissed, or the run is over.
         status = await self._poll_workers() if isinstance(state, states.RunningState) else None
+        errors = status.errors if status is not None else {}
         try:
             draining = _draining_nodes()
             directives: WorkerDirectives | None = await self.rendezvous.supervise.remote(
-                running, num_starting, draining
+                running, num_starting, draining, {running[rank]: death_cause(error) for rank, error in errors.items()}
             )
         except RayActorError:
             directives = None  # the driver killed the rendezvous: the run is over
@@ -249,6 +252,14 @@ class ElasticController(TrainController):
 def counts_as_failure(worker: Worker, directives: WorkerDirectives) -> bool:
     """Returns whether a failed worker counts: not if it never trained while others do, nor if its node is drained."""
     return actor_id(worker) not in directives.newcomers and worker.metadata.node_id not in directives.avoid
+
+
+def death_cause(error: Exception) -> str:
+    """Returns what Ray knows about the end of a process; empty if it only saw the connection close."""
+    text = str(error)
+    if _CONNECTION_CLOSED in text:
+        return ""
+    return text.partition(_EXIT_DETAIL)[2] or text.strip().rpartition("\n")[2]
 
 
 def start_failure(error: TrainingFailedError) -> str | None:

@@ -161,12 +161,17 @@ class Rendezvous:
             coordinator.mark_failed(member, how)
 
     async def join(
-        self, request: JoinRequest, after: int, failure: str | None, account: dict[str, float] | None = None
+        self,
+        request: JoinRequest,
+        after: int,
+        failure: str | None,
+        account: dict[str, float] | None = None,
+        activity: ActivityReport | None = None,
     ) -> Assignment | Ended | PlannedAssignment | None:
         """Returns a member's place in the next generation. While none is formed, it returns the planned one or None,
         and the member calls again.
 
-        `after` is the member's last generation, 0 for none; `failure` and `account` are of that generation.
+        `after` is the member's last generation, 0 for none; `failure`, `account` and `activity` are of that generation.
         """
         member = request.member
         async with self._locked() as coordinator:
@@ -178,6 +183,8 @@ class Rendezvous:
                 coordinator.retire(member.id)
                 return Ended("stopped")
             request = replace(request, at_s=time.monotonic())
+            if activity is not None:
+                coordinator.hangs.update(member.id, activity, request.at_s)
             coordinator.join(request, after=after, failure=failure, account=account)
             if (answer := coordinator.place_of(member.id, after)) is None:
                 # A member with a planned assignment reads data ahead for it, so it gets quick updates.
@@ -242,16 +249,21 @@ class Rendezvous:
 
     # The controller and the driver.
 
-    async def supervise(self, started: list[str], starting: int, draining: dict[str, float]) -> WorkerDirectives | None:
+    async def supervise(
+        self, started: list[str], starting: int, draining: dict[str, float], died: dict[str, str] | None = None
+    ) -> WorkerDirectives | None:
         """Returns what the controller does about its workers; None if the run is over and all members have left.
 
         Args:
             started: ids of the running workers.
             starting: number of workers that are starting.
             draining: seconds until Ray removes a node, by Ray's node id.
+            died: what Ray reports about the end of processes, by worker.
         """
         async with self._locked() as coordinator:
             self._start_tasks()
+            for worker, cause in (died or {}).items():
+                coordinator.state.attempts.explain(worker, cause)
             membership = coordinator.membership
             coordinator.check_started(started)
             membership.num_starting = starting + sum(not membership.has_joined(worker) for worker in started)

@@ -62,6 +62,10 @@ class RendezvousClient:
         self._receiver = threading.Thread(target=self._receive_signals, name="rendezvous-receiver", daemon=True)
         self._receiver.start()
 
+    def report_crashes(self) -> None:
+        """Makes a signal that ends this process, such as SIGSEGV, send the Python stacks to the rendezvous."""
+        self._heartbeat.report_crashes()
+
     @property
     def stop_requested(self) -> bool:
         return self._signals.stop
@@ -131,7 +135,8 @@ class RendezvousClient:
         )
         while True:
             answer: Assignment | Ended | PlannedAssignment | None
-            answer = self._call(self._rendezvous.join, request, self._generation, failure, account)
+            activity = self.activity.report()
+            answer = self._call(self._rendezvous.join, request, self._generation, failure, account, activity)
             if isinstance(answer, Ended):
                 raise RunStopped(answer.reason)
             if isinstance(answer, PlannedAssignment):
@@ -194,7 +199,7 @@ class RendezvousClient:
             generation = self._generation
             try:
                 signals: Signals = self._call(
-                    self._rendezvous.poll_signals, self.member, generation, self._progress, self.activity.now
+                    self._rendezvous.poll_signals, self.member, generation, self._progress, self.activity.report()
                 )
             except ray.exceptions.RayError:
                 self.disconnected = True

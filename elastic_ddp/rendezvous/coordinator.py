@@ -14,6 +14,7 @@ from elastic_ddp.rendezvous.hang import HangDetector
 from elastic_ddp.rendezvous.members import DrainNotice, JoinRequest, Member
 from elastic_ddp.rendezvous.membership import LEFT, Membership
 from elastic_ddp.rendezvous.messages import Ended, PlannedAssignment, RendezvousOptions, Signals, WorkerDirectives
+from elastic_ddp.rendezvous.sections import find_mismatch
 from elastic_ddp.rendezvous.snapshot import Snapshot, State
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import Event, TrainingEvent
@@ -22,6 +23,8 @@ PREPARE_S = 5.0
 """How long training continues while members read the first rows of their parts in the next generation."""
 START_TIMEOUT_S = 120.0
 """Minimum time in which a worker must get ready to train; `hang_timeout_s` if that is longer."""
+REPORTS_WITHIN_S = 2.0
+"""How old the newest report of rank 0 may be."""
 STACKS_WITHIN_S = 2.0
 """How long hanging workers have to record their stacks."""
 
@@ -75,6 +78,8 @@ class Coordinator:
             return
         if was_healthy and self.membership.failure is not None:
             self._record_failure(self.membership.failure, reported_by=request.member.id)
+        if self.membership.is_broken_and_complete():
+            self._check_sections()
         self.form()
 
     def _is_in_good_standing(self, member: str) -> bool:
@@ -106,6 +111,7 @@ class Coordinator:
             membership.mark_failed(member, how)
             if membership.is_current(member):
                 self._record_failure(how, member=member)
+                self.state.attempts.record(membership, member, how, time.monotonic())
             elif self.event_log.ended is None:
                 self.record(events.NewcomerFailed(generation=membership.generation, member=member, error=how))
         self._planned = {}
@@ -173,8 +179,12 @@ class Coordinator:
         self._record_dismissals()
         if formed is None:
             return
+        reported, rate = self.event_log.progress.get("step", 0), self.event_log.steps_per_s or 0.0
         if formed.source is None:
             self.state.restored = formed.number
+            self.state.attempts.generation_formed(formed.number, reported, slack=REPORTS_WITHIN_S * rate)
+        else:
+            self.state.attempts.generation_formed(formed.number, formed.first_step or 0, slack=0.0)
         self._snapshot.save(self.state)
         self.hangs.begin([member.id for member in formed.members], time.monotonic())
         self._stacks_requested_at, self._planned = None, {}
@@ -205,6 +215,10 @@ class Coordinator:
             self.record(events.DrainOverdue(generation=self.membership.generation))
             self.notify_members = True
         self._check_for_hang(now_s)
+        if error := self.state.attempts.verdict(self.event_log.progress.get("step", 0), self.membership, now_s):
+            self._fail(error)
+        if self.membership.failure is None:
+            self._check_sections()
         self._snapshot.save(self.state)
 
     def _plan(self, now_s: float) -> None:
@@ -230,6 +244,13 @@ class Coordinator:
             self._stacks_requested_at = None
             self._end_hang(now_s)
 
+    def _check_sections(self) -> None:
+        """Ends the run if ranks of the current generation wait for each other at different places of the program."""
+        if (generation := self.membership.current) is not None:
+            reports = self.hangs.reports([member.id for member in generation.members])
+            if error := find_mismatch(reports, len(generation.members), self._options.num_micro_batches):
+                self._fail(error)
+
     def _end_hang(self, now_s: float) -> None:
         generation, places, seconds = self.membership.generation, self.hangs.places(), self.hangs.timeout_s
         verdict = self.hangs.decide(is_broken=self.membership.failure is not None)
@@ -238,6 +259,7 @@ class Coordinator:
         for member, how in verdict.culprits.items():
             self.membership.mark_failed(member, how)
             self._record_failure(how, member=member)
+            self.state.attempts.record(self.membership, member, how, now_s, is_hang=True)
         if verdict.failure is not None:
             self.membership.failure = verdict.failure
             self._record_failure(verdict.failure)

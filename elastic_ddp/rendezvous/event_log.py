@@ -48,6 +48,10 @@ class EventLog:
         """The status that the run ended with; None while it runs."""
         return None if self.outcome is None else str(self.outcome["status"])
 
+    @property
+    def steps_per_s(self) -> float | None:
+        return self._rate.steps_per_s
+
     def update_progress(self, progress: dict[str, Any] | None) -> None:
         """Takes a progress report of rank 0, if there is one."""
         if progress is not None:
@@ -109,7 +113,7 @@ class EventLog:
             "generation": None if generation is None else generation.generation,
             "world_size": None if generation is None else generation.world_size,
             "step": self.progress.get("step"),
-            "steps_per_s": self._rate.steps_per_s,
+            "steps_per_s": self.steps_per_s,
             "loss": self.progress.get("loss"),
             "last_worker_failure": None if failure is None else {"time": failure.at, "error": failure.error},
         }

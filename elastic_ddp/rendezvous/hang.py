@@ -6,12 +6,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from elastic_ddp.errors import ElasticDDPError, StorageError, TrainFunctionError
+from elastic_ddp.rendezvous.sections import RankReport, Section
+from elastic_ddp.rendezvous.user_code import Frame, collective_of, frames_of, user_place
 
 Waiting = Literal["reduction", "rendezvous", "hand-over", "collective", "leaving", "shares"]
 """Places where the training thread of a worker waits for its peers."""
@@ -33,13 +35,27 @@ class ActivityReport(NamedTuple):
     place: Place
     worked_s: float = 0.0
     """Seconds for which a background operation that it waits for has been active."""
+    section: Section = Section()
+    where: str = ""
+    """Place in the user's code, for a worker that has made no progress for a while."""
+
+    @property
+    def progress(self) -> tuple[int, Place, float]:
+        """What changes whenever the worker makes progress."""
+        return self[:3]
 
 
 AT_THE_START = ActivityReport(0, "start")
+IDLE_S = 1.0
+"""How long a worker makes no progress before its reports name its place in the user's code."""
 
 
 def _zero() -> float:
     return 0.0
+
+
+def _none() -> None:
+    return None
 
 
 class Activity:
@@ -48,10 +64,59 @@ class Activity:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._report, self._worked_s = AT_THE_START, _zero
         self._clock, self._progressed_at = clock, clock()
+        self._thread = threading.get_ident()
+        self._section, self._num_before = Section(), 0
+        self._count: Callable[[], int | None] = _none
+        self._where = ""
 
     @property
     def now(self) -> ActivityReport:
         return self._report._replace(worked_s=self._worked_s())
+
+    def report(self) -> ActivityReport:
+        """Returns `now` with the section, and after `IDLE_S` with the place in the user's code. For another thread."""
+        report, section, where = self.now, self._section, self._where
+        number = self._count()
+        if number is not None and section is self._section:  # otherwise the thread has begun another section meanwhile
+            section = section._replace(last=number - self._num_before)
+        if not where and self.idle_s >= IDLE_S:
+            frames = frames_of(sys._current_frames().get(self._thread))
+            where = user_place(frames)
+            if section.is_users and collective_of(frames) is None:
+                section = section._replace(last=section.first)  # it computes, or waits for a message
+        return report._replace(section=section, where=where)
+
+    # Sections of the program. See `sections`.
+
+    def begin_generation(self, number: int, count: Callable[[], int | None]) -> None:
+        """Numbers collectives from here on. `count` returns how many the process group has begun."""
+        self._count, self._num_before, self._where = count, count() or 0, ""
+        self._section = Section(number, "the start of the generation")
+
+    def begin(self, name: str, *, is_users: bool = False) -> None:
+        """Begins a section of the program. `is_users` as in `Section`."""
+        number = self._count()
+        if number is not None:
+            first = number - self._num_before
+            self._section = Section(self._section.generation, name, first, first, is_users)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Begins a section for a block, and then the previous one again; not if the block fails."""
+        before = self._section
+        self.begin(name)
+        yield
+        self.begin(before.name, is_users=before.is_users)
+
+    def end_generation(self) -> None:
+        """Keeps the last section for reports, while the process group ends."""
+        number, self._count = self._count(), _none
+        if number is not None:
+            self._section = self._section._replace(last=number - self._num_before)
+
+    def failed_at(self, frames: list[Frame]) -> None:
+        """Keeps the place in the user's code where a collective failed, until the next generation."""
+        self._where = self._where or user_place(frames)
 
     @property
     def idle_s(self) -> float:
@@ -109,8 +174,9 @@ class HangDetector:
 
     def update(self, member: str, activity: ActivityReport, now_s: float) -> None:
         """Takes a member's report."""
-        if member in self._last and self._last[member][0] != activity:
-            self._last[member] = (activity, now_s)
+        if member in self._last:
+            before, since_s = self._last[member]
+            self._last[member] = (activity, since_s if before.progress == activity.progress else now_s)
 
     def remove(self, member: str) -> None:
         """Stops watching a member that failed or left."""
@@ -124,6 +190,11 @@ class HangDetector:
         """Returns the last reported place of each member."""
         return {member: activity.place for member, (activity, _) in self._last.items()}
 
+    def reports(self, members: Sequence[str]) -> dict[int, RankReport]:
+        """Returns where members are that have made no progress for a while, by their rank."""
+        reports = {rank: self._last[member][0] for rank, member in enumerate(members) if member in self._last}
+        return {rank: RankReport(report.section, report.where) for rank, report in reports.items() if report.where}
+
     def culprits(self, *, is_broken: bool) -> list[str]:
         """Returns the members that others wait for; none if all members wait, or no member does. The members of a
         broken generation should have come to the rendezvous."""
@@ -136,9 +207,11 @@ class HangDetector:
         places, duration = self.places(), f"for {self.timeout_s:g} s (hang_timeout_s)"
         where = ", ".join(sorted(set(places.values())))
         if culprits := self.culprits(is_broken=is_broken):
-            return Verdict(
-                {member: f"hung in '{places[member]}' {duration} while others waited for it" for member in culprits}
-            )
+            at = {member: self._last[member][0].where for member in culprits}
+            hung = {
+                member: f"hung in '{places[member]}'{f', at {where},' if where else ''}" for member, where in at.items()
+            }
+            return Verdict({member: f"{how} {duration} while others waited for it" for member, how in hung.items()})
         all_wait = all(place in WAITING for place in places.values())
         # After an abort, members that wait come to the rendezvous, and members that hang do not.
         some_may_wait = len(places) > 1 and any(place in MAY_BE_WAITING for place in places.values())

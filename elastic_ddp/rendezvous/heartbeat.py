@@ -8,6 +8,7 @@ frozen machine, or native code that holds Python's global interpreter lock.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import select
 import socket
@@ -17,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from elastic_ddp.distributed.sockets import exempt
+from elastic_ddp.rendezvous.user_code import describe_crash
 
 BEATS_PER_TIMEOUT = 5
 IDLE_TIMEOUT_S = 60.0
@@ -27,6 +29,10 @@ BACKLOG = 4096
 """Number of workers that may connect at the same time; asyncio's default is 100."""
 REREAD_S = 0.1
 """How long to read heartbeats that arrived while the rendezvous was busy."""
+MAX_DUMP_BYTES = 1 << 16
+"""How much of a crash's stacks is kept."""
+EXITED = "its process exited"
+_STDERR = 2
 
 
 class Heartbeat:
@@ -39,11 +45,18 @@ class Heartbeat:
         self._address, self._member = address, member
         self._interval_s = timeout_s / BEATS_PER_TIMEOUT
         self._stopped, self._stopping = os.pipe()
+        self._reports_crashes = False
         self._connection = self._connect_with_retries()
         # A child of a killed worker would keep the connection open.
         os.register_at_fork(after_in_child=lambda: self._connection.close())
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
+
+    def report_crashes(self) -> None:
+        """Makes a signal that ends this process, such as SIGSEGV, send the Python stacks over the connection."""
+        self._reports_crashes = True
+        faulthandler.enable(self._connection.fileno())
+        os.register_at_fork(after_in_child=lambda: faulthandler.enable(_STDERR))
 
     def _connect(self) -> socket.socket:
         connection = socket.create_connection(self._address(), timeout=30)
@@ -64,6 +77,8 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._beat_until_stopped():
+            if self._reports_crashes:
+                faulthandler.enable(_STDERR)  # the descriptor may be reused
             self._connection.close()
             while self._connection.fileno() < 0:
                 try:
@@ -73,6 +88,8 @@ class Heartbeat:
                         return
                 except Exception:  # the run has no rendezvous any more; the client reports that
                     return
+            if self._reports_crashes:
+                faulthandler.enable(self._connection.fileno())
 
     def _beat_until_stopped(self) -> bool:
         """Sends heartbeats. Returns True once `stop` is called, False if the connection breaks."""
@@ -92,6 +109,8 @@ class Heartbeat:
         """Ends the heartbeat and tells the server that the worker leaves."""
         os.write(self._stopping, b"!")
         self._thread.join()
+        if self._reports_crashes:
+            faulthandler.enable(_STDERR)
         with suppress(OSError):
             self._connection.sendall(b"!")
         self._connection.close()
@@ -145,7 +164,7 @@ class HeartbeatServer:
     async def _receive(self, member: str, reader: asyncio.StreamReader) -> str | None:
         """Reads heartbeats until they end. Returns how the member failed, or None if it left."""
         loop = asyncio.get_running_loop()
-        received_at = loop.time()
+        received_at, dump = loop.time(), b""
         while True:
             begun_at = loop.time()
             try:
@@ -164,9 +183,15 @@ class HeartbeatServer:
                     continue
                 return f"no heartbeat for {timeout_s:g} s"
             except OSError as error:
-                return f"its connection broke: {error}"
+                return _exited(dump) if dump else f"its connection broke: {error}"
             received_at = loop.time()
-            if beats.endswith(b"!"):
+            dump = (dump + beats if dump else beats.lstrip(b"."))[:MAX_DUMP_BYTES]
+            if dump == b"!":
                 return None
             if not beats:
-                return "its process exited"
+                return _exited(dump)
+
+
+def _exited(dump: bytes) -> str:
+    """Returns how a process ended that closed its connection, after the stacks that it sent."""
+    return f"{EXITED}: {describe_crash(dump.decode(errors='replace'))}" if dump else EXITED

@@ -183,6 +183,11 @@ class Membership:
         """Whether all members wait because they are too few for a generation."""
         return bool(self._waiting) and all(member.id in self._waiting for member in self._alive())
 
+    def is_broken_and_complete(self) -> bool:
+        """Whether the current generation has failed although none of its members has, and all of them wait."""
+        is_complete = self.current is not None and len(self._alive()) == len(self.current.members)
+        return self.failure is not None and is_complete and self.all_wait()
+
     def has_committed(self) -> bool:
         """Whether the newest state among waiting members is committed."""
         return is_committed([*self._waiting.values()])
@@ -194,6 +199,9 @@ class Membership:
     def failed(self) -> dict[str, str]:
         """Returns the failed members, and how they failed."""
         return {member: how for member, how in self._gone.items() if how not in (LEFT, PROCESS_GONE)}
+
+    def must_leave(self, member: str) -> bool:
+        return member in self._leaving
 
     @property
     def leaving(self) -> list[str]:

@@ -90,6 +90,10 @@ class RendezvousOptions:
     max_workers: int
     heartbeat_timeout_s: float
     hang_timeout_s: float = 600.0
+    num_micro_batches: int = 1
+    """Number of micro-batches in a step."""
+    even_micro_batches: bool = False
+    """Whether each worker must have the same number of them."""
     max_failed_saves: int = 3
     """Number of consecutive saves that may fail, on any rank."""
     snapshot_folder: str | None = None

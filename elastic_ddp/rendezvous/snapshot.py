@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from elastic_ddp.rendezvous.attempts import Attempts
 from elastic_ddp.rendezvous.membership import Membership
 
 
@@ -36,6 +37,8 @@ class State:
     """Number of dismissed members that have a `worker_left` event."""
     stacks_requests: int = 0
     """Number of requests to record stacks so far."""
+    attempts: Attempts = field(default_factory=Attempts)
+    """Failures since the run last made progress."""
 
     @property
     def open_request(self) -> int:

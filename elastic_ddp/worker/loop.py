@@ -100,6 +100,7 @@ class Loop:
             if index >= self.job.total_steps:
                 return
             membership.tasks.begin_step(index)
+            self.client.activity.begin(f"the code before step {index}", is_users=True)
             seed_all(self.job.config.seed, index, "begin")
             self._step = Step(generation, shape.rows(index), shape.epoch_of(index), self._votes)
             yield self._step
@@ -142,6 +143,7 @@ class Loop:
         # After a failure in an evaluation, this worker is in another generation, whose ranks vote again.
         if membership.generation is not step.generation:
             return None
+        self.client.activity.begin(f"the end of step {step.index}")
         try:
             self._apply_agreement(step)
             more_steps = more_steps and self.state.position.step < self.job.total_steps
@@ -201,7 +203,7 @@ class Loop:
 
     def measure(self, name: str, figure: Callable[[Generation], float]) -> float:
         """Returns a figure that all ranks compute together, in a step or after one; see `Run.evaluate`."""
-        membership, step = self.membership, self._step
+        membership, step, what = self.membership, self._step, f"run.evaluate(name={name!r})"
         if self._warmup is not None or self.state.is_torn:
             return math.nan
         if membership.generation is None:
@@ -209,13 +211,13 @@ class Loop:
         if self.rank == 0:
             self.client.record(EvaluationStarted(generation=membership.generation.number, name=name))
         if step is not None and step.in_progress:  # after a failure, it is repeated with the step
-            with step.capture_first_error():
+            with step.capture_first_error(), self.client.activity.section(f"{what} in step {step.index}"):
                 value = figure(membership.generation)
         else:
             if step is not None and step.failure is not None and step.generation is membership.generation:
                 membership.peer_failed(step.failure, in_step=True)
             try:
-                value = membership.run_collective(name, figure)
+                value = membership.run_collective(name, figure, what)
             except TasksDifferError:
                 return math.nan
         steps_done, generation = self.state.position.step, membership.generation
@@ -239,7 +241,8 @@ class Loop:
             raise ConfigError("the training function returned without a loop over run.steps(): nothing was trained.")
         repeated = self._end_last_step()
         membership.tasks.end_steps()
-        digests = membership.run_collective("weights", self._gather_weights_sha256)
+        what = "the end of the training function, which returned"
+        digests = membership.run_collective("weights", self._gather_weights_sha256, what)
         if len(set(digests)) > 1:
             raise ReplicasDifferError(
                 f"ranks ended with different weights: {dict(enumerate(digests))}. Something in the training function "

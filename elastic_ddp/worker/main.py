@@ -53,6 +53,7 @@ def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None
     try:
         _set_up_process(job.config, context)
         client = RendezvousClient(rendezvous, context.member, job.config.heartbeat_timeout_s)
+        client.report_crashes()
         signals.on_sigterm(lambda: client.leave("SIGTERM", job.config.drain_deadline_s))
         loop = Loop(job, client, context.device)
         failure = _close(loop, *_train(loop, context))

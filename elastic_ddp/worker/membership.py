@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +16,7 @@ from elastic_ddp.errors import WorkersFailedError, format_exception
 from elastic_ddp.rendezvous.coordinator import PREPARE_S
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.rendezvous.messages import PlannedAssignment
+from elastic_ddp.rendezvous.user_code import frames_of
 from elastic_ddp.telemetry.account import Account
 from elastic_ddp.telemetry.event import PEER_FAILED, RESUMED, RUN_ENDED, STARTED, STATE_TRANSFERRED
 from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted
@@ -190,6 +192,7 @@ class WorkerMembership:
         self._client.on_failure(generation.abort)
         self.account.ready()
         self.activity.enter("between steps")
+        self.activity.begin_generation(assignment.generation, generation.group.num_collectives)
         was_rank_0, self._was_rank_0 = self._was_rank_0, assignment.rank == 0
         self.holds_state = True
         if assignment.rank == 0:
@@ -249,8 +252,10 @@ class WorkerMembership:
 
     # Inside a generation.
 
-    def run_collective(self, name: str, task: Callable[[Generation], Result]) -> Result:
+    def run_collective(self, name: str, task: Callable[[Generation], Result], what: str | None = None) -> Result:
         """Runs a task that all ranks do together outside of steps. If a peer fails, runs it again with the survivors.
+
+        Errors call the task `what`, by default its name.
 
         The task returns a JSON value, identical on all ranks. Raises a TasksDifferError if not all survivors do it.
         """
@@ -263,7 +268,8 @@ class WorkerMembership:
             known = self.tasks.result_of_others(current)
             self.account.mark()
             try:
-                result: Result = task(self.generation) if known is None else known[0]
+                with self.activity.section(f"{what or repr(name)} after {step} steps"):
+                    result: Result = task(self.generation) if known is None else known[0]
             except BaseException as error:
                 if not is_peer_failure(error):
                     raise
@@ -293,6 +299,7 @@ class WorkerMembership:
     def peer_failed(self, failure: str, *, in_step: bool) -> None:
         """Leaves the generation, in which a peer has failed. The next `join` reports how."""
         self._failure = failure
+        self.activity.failed_at(frames_of(sys._getframe()))
         self.account.record_failure(in_step=in_step)
         self.leave(intact=False)
 
@@ -309,6 +316,7 @@ class WorkerMembership:
                 self._failure, intact, reason = format_exception(error), False, PEER_FAILED
                 self.account.record_detection()
         self.account.end()
+        self.activity.end_generation()
         generation, self.generation = self.generation, None
         if generation is not None:
             self._checkpointer.generation_ended(intact=intact)

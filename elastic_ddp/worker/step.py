@@ -15,6 +15,7 @@ import torch
 from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord, digest_rows, to_host
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
+from elastic_ddp.rendezvous.user_code import frames_of_error
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.nonfinite import reason_to_skip
 
@@ -70,6 +71,7 @@ class Step:
 
     def __enter__(self) -> Step:
         self._is_in_block = True
+        self._activity.begin(f"step {self.index}", is_users=True)
         self._state.module.zero_grad(set_to_none=True)
         self.generation.strategy.begin_step(self._control.rows)
         self.generation.buffers.begin()
@@ -86,6 +88,7 @@ class Step:
         was_changing, self._state.is_changing = self._state.is_changing, False
         if error is not None and is_peer_failure(error):
             self.failure = format_exception(error)
+            self._activity.failed_at(frames_of_error(error.__traceback__))
             if was_changing:
                 self._state.is_torn, self._state.position = True, self._start
                 self.agreed, self.loss = None, math.nan
@@ -182,6 +185,8 @@ class Step:
         generation, record = self.generation, self._records[micro_batch]
         is_last = micro_batch == generation.strategy.to_compute[-1] and not self._is_dummy
         self._activity.enter("reduction" if is_last else "backward")
+        if is_last:
+            self._activity.begin(f"the reduction of step {self.index}")
         value, counts = to_host(loss.detach()), record.num_rows and not self._is_dummy
         scale = self._state.loss_scale.scale if self._state.loss_scale is not None else 1.0
         if self._is_dummy:
@@ -280,6 +285,7 @@ class Step:
         state.position = state.position.after(int(self._control.rows.sum()), agreed.row_digests)
         self.agreed = agreed
         self._activity.enter("between steps")
+        self._activity.begin(f"the code after step {self.index}", is_users=True)
 
     def _clip_gradients(self) -> torch.Tensor | None:
         """Clips the gradients. Returns their norm before, or None if nothing needs it."""

@@ -42,9 +42,10 @@ async def join(
     committed: int | None = None,
     resumable: bool = True,
     account: dict[str, float] | None = None,
+    activity: ActivityReport | None = None,
 ) -> Assignment | Ended | PlannedAssignment | None:
     request = JoinRequest(member=who, step=step, between_steps=between_steps, committed=committed, resumable=resumable)
-    return await rendezvous.join(request, after, failure, account)
+    return await rendezvous.join(request, after, failure, account, activity)
 
 
 async def report(

@@ -80,6 +80,8 @@ class FakeClient:
             reason=reason,
         )
 
+    def report_crashes(self) -> None: ...
+
     def store_address(self) -> tuple[str, int]:
         return "127.0.0.1", self._store_port
 

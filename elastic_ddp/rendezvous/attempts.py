@@ -1,0 +1,105 @@
+"""Finds a run that makes no progress because its processes fail at the same step again and again. No Ray, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersFailedError
+from elastic_ddp.rendezvous.membership import Membership
+
+MAX_ATTEMPTS = 3
+"""Number of failed generations in a row without progress after which the run ends."""
+SETTLE_S = 2.0
+"""How long after a failure it counts. Until then, other workers of a dying node may seem to live."""
+
+
+@dataclass(kw_only=True)
+class FailedAttempt:
+    """The failure of a worker of the current generation."""
+
+    generation: int
+    member: str
+    who: str
+    """Its rank, node and process id."""
+    node_id: str
+    how: str
+    at_s: float
+    """Monotonic time of the failure."""
+    is_hang: bool
+    node_lives: bool
+    """Whether its node has survived it. Only then the program may be the cause."""
+    cause: str = ""
+    """What Ray reports about the end of the process."""
+
+
+@dataclass
+class Attempts:
+    """Failures since the run last made progress.
+
+    Failures of nodes do not count: three preemptions in one long step are no fault of the program.
+    """
+
+    furthest: float = -1.0
+    """Steps done when the newest attempt failed; more if that is not known exactly."""
+    failed: list[FailedAttempt] = field(default_factory=list)
+
+    def record(self, membership: Membership, member: str, how: str, now_s: float, *, is_hang: bool = False) -> None:
+        """Records the failure of a member of the current generation, unless it or its node was to leave."""
+        assert membership.current is not None
+        rank, failed = next(ranked for ranked in enumerate(membership.current.members) if ranked[1].id == member)
+        if failed.node_id in membership.draining or membership.must_leave(member):
+            return
+        self.failed.append(
+            FailedAttempt(
+                generation=membership.generation,
+                member=member,
+                who=f"rank {rank} on {failed.node} (pid {failed.pid})",
+                node_id=failed.node_id,
+                how=how,
+                at_s=now_s,
+                is_hang=is_hang,
+                node_lives=is_hang or "\n" in how,  # it has sent its stacks
+            )
+        )
+
+    def explain(self, member: str, cause: str) -> None:
+        """Takes what Ray reports about the end of a worker."""
+        for attempt in self.failed:
+            if attempt.member == member:
+                attempt.cause = cause
+
+    def generation_formed(self, number: int, step: int, slack: float) -> None:
+        """Generation `number` starts after `step` steps. If no worker survived, up to `slack` more had been done."""
+        if step > self.furthest:
+            self.failed = [attempt for attempt in self.failed if attempt.generation == number - 1]
+            self.furthest = step + slack
+
+    def verdict(self, step: int, membership: Membership, now_s: float) -> ElasticDDPError | None:
+        """Returns the error that ends the run, if it makes no progress; the newest report of rank 0 is `step`."""
+        live_nodes = {member.node_id for member in membership.known()}
+        settled = [attempt for attempt in self.failed if now_s - attempt.at_s >= SETTLE_S]
+        for attempt in settled:
+            attempt.node_lives |= attempt.node_id in live_nodes
+        counted = [attempt for attempt in settled if attempt.node_lives]
+        if step > self.furthest or len({attempt.generation for attempt in counted}) < MAX_ATTEMPTS:
+            return None
+        newest = counted[-1]
+        error = TrainFunctionError if newest.is_hang else WorkersFailedError
+        advice = (
+            "Raise hang_timeout_s if this may take longer, or do it on all ranks."
+            if newest.is_hang
+            else "Correct what ends the process, and run the same command again."
+        )
+        return error(
+            f"the run failed {MAX_ATTEMPTS} times in a row after {step} steps, without progress. The last failure: "
+            f"{newest.who}: {newest.how}{_unexplained(newest)}\n{advice}"
+        )
+
+
+def _unexplained(attempt: FailedAttempt) -> str:
+    """Returns what is known about an end without a stack."""
+    if attempt.is_hang or "\n" in attempt.how:
+        return ""
+    if attempt.cause:
+        return f". Ray reports: {attempt.cause}"
+    return ". It left no stack: SIGKILL ended it, for example because memory ran out, or it called os._exit."

@@ -1,0 +1,150 @@
+"""A run that fails three times in a row at the same step, on nodes that live, ends; node failures do not count."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from elastic_ddp.errors import TrainFunctionError, WorkersFailedError
+from elastic_ddp.rendezvous.actor import Rendezvous
+from elastic_ddp.rendezvous.attempts import MAX_ATTEMPTS, SETTLE_S, Attempts
+from elastic_ddp.rendezvous.members import DrainNotice
+from elastic_ddp.rendezvous.messages import RendezvousOptions
+from tests.unit.membership_harness import FAILED, harness_of
+from tests.unit.rendezvous_harness import Play, join, member, started
+from tests.unit.test_heartbeat import LIMIT_S, LONG_S, Receiver, run_server
+
+CRASH = f"{FAILED}: SIGABRT at /home/me/train.py:9 in train\n  File ..."
+
+
+class Failing:
+    """A run of one worker that fails again and again, each time replaced by another."""
+
+    def __init__(self, node: str = "n") -> None:
+        self.harness = harness_of("0", nodes={"0": node})
+        self.attempts = Attempts()
+        self.node, self.step = node, 7
+        self.count = 0
+
+    def fail(self, *, how: str = FAILED, node: str | None = None, drained: bool = False, is_hang: bool = False) -> None:
+        """The worker fails, and its replacement starts on `node`."""
+        membership, name = self.harness.membership, str(self.count)
+        if drained:
+            membership.drain(f"id of {self.node}", DrainNotice())
+        self.attempts.record(membership, name, how, self.harness.now, is_hang=is_hang)
+        membership.mark_failed(name, how)
+        self.count += 1
+        self.node = node or self.node
+        assert self.harness.join(str(self.count), node=self.node) is None
+        self.attempts.generation_formed(self.harness.formed().number, self.step, 0.0)
+        self.harness.now += SETTLE_S
+        self.verdict = self.attempts.verdict(self.step, membership, self.harness.now)
+
+
+def test_three_failures_at_the_same_step_end_the_run() -> None:
+    run = Failing()
+    for _ in range(MAX_ATTEMPTS - 1):
+        run.fail()
+        assert run.verdict is None
+    run.fail()
+    assert isinstance(run.verdict, WorkersFailedError)
+    assert "failed 3 times in a row after 7 steps" in str(run.verdict) and "SIGKILL ended it" in str(run.verdict)
+    assert "rank 0 on n (pid" in str(run.verdict)
+
+
+def test_a_run_that_makes_progress_between_failures_continues() -> None:
+    run = Failing()
+    for _ in range(3 * MAX_ATTEMPTS):
+        run.step += 1
+        run.fail()
+        assert run.verdict is None
+    for _ in range(MAX_ATTEMPTS - 1):
+        assert run.verdict is None
+        run.step -= 1  # it goes back to a commit
+        run.fail()
+    assert run.verdict is not None
+
+
+def test_failures_of_nodes_do_not_count() -> None:
+    lost, drained = Failing(), Failing()
+    for number in range(3 * MAX_ATTEMPTS):
+        lost.fail(node=f"node {number}")
+        drained.fail(node=f"node {number}", drained=True)
+        assert lost.verdict is drained.verdict is None
+
+
+def test_workers_that_fail_together_are_one_attempt() -> None:
+    harness, attempts = harness_of("abcd"), Attempts()
+    for name in "abc":
+        attempts.record(harness.membership, name, FAILED, 0.0)
+        harness.membership.mark_failed(name, FAILED)
+    assert attempts.verdict(0, harness.membership, 100.0) is None
+
+
+def test_a_stack_or_the_report_of_ray_explains_the_end() -> None:
+    crashing, killed, hanging = Failing(), Failing(), Failing()
+    for number in range(MAX_ATTEMPTS):
+        crashing.fail(how=CRASH, node=f"node {number}")
+        hanging.fail(how="hung in 'between steps'", is_hang=True)
+        killed.attempts.explain(str(number - 1), "out of memory")
+        killed.fail()
+    killed.attempts.explain(str(MAX_ATTEMPTS - 1), "out of memory")
+    verdict = killed.attempts.verdict(7, killed.harness.membership, killed.harness.now)
+    assert str(verdict).count("Ray reports: out of memory") == 1
+    assert "SIGABRT at /home/me/train.py:9 in train\n  File" in str(crashing.verdict), "its node lived until then"
+    assert isinstance(hanging.verdict, TrainFunctionError) and "Raise hang_timeout_s" in str(hanging.verdict)
+
+
+def test_a_rendezvous_ends_a_run_without_progress(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ddp.rendezvous.attempts.SETTLE_S", 0.1)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await rendezvous.heartbeat_address()
+        await started(rendezvous, size=1)
+        for name in "bcd":
+            await rendezvous._on_failure("a0" if name == "b" else f"{chr(ord(name) - 1)}0", FAILED)
+            await join(rendezvous, member(name, 0, 1))
+        while (news := await rendezvous.wait_for_update(0)).outcome is None:
+            await asyncio.sleep(0.01)
+        assert news.outcome["kind"] == "WorkersFailedError" and "3 times in a row" in news.outcome["error"]
+
+    play(scenario, RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0))
+
+
+CRASHES = """
+import os, sys
+from elastic_ddp.rendezvous.heartbeat import Heartbeat
+
+def train():
+    sys.stdin.read()
+    os.kill(os.getpid(), int(sys.argv[4]))
+
+heartbeat = Heartbeat(lambda: (sys.argv[1], int(sys.argv[2])), "worker", float(sys.argv[3]))
+heartbeat.report_crashes()
+train()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
+def test_a_crash_is_reported_with_its_signal_and_its_place(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "crashes.py"
+    script.write_text(textwrap.dedent(CRASHES))
+
+    async def scenario(receiver: Receiver, address: tuple[str, int]) -> None:
+        arguments = [str(script), address[0], str(address[1]), str(LONG_S), str(int(number))]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        await asyncio.wait_for(process.communicate(b""), LIMIT_S)
+        ((_, how),) = await receiver.until_failed()
+        first, *stack = how.split("\n")
+        assert first == f"{FAILED}: {number.name} at {script}:7 in train"
+        assert any('crashes.py", line 11, in <module>' in line for line in stack)
+
+    run_server(LONG_S, scenario)
