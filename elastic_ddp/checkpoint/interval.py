@@ -72,6 +72,11 @@ class MeasuredInterval:
         self._failures += 1
 
     @property
+    def save_s(self) -> float:
+        """How long a save takes; 0 until one was measured."""
+        return statistics.median(self._saves) if self._saves else 0.0
+
+    @property
     def seconds(self) -> float:
         """The interval, from all measurements so far."""
         if not self._stalls:
@@ -79,7 +84,7 @@ class MeasuredInterval:
         watched_s = self._clock() - self._began_at
         return interval_s(
             stall_s=statistics.median(self._stalls),
-            save_s=statistics.median(self._saves) if self._saves else 0.0,
+            save_s=self.save_s,
             mtbf_s=mean_time_between_failures(self._failures, watched_s) if self._is_auto else None,
             max_overhead=self._max_overhead,
         )

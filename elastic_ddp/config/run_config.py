@@ -215,6 +215,9 @@ class RunConfig(_Settings):
     """Smallest number of workers to train with. Training waits while there are fewer."""
     max_workers: PositiveInt = 1
     """Largest number of workers to train with. At most `global_batch_size / micro_batch_size`."""
+    even_micro_batches: bool = False
+    """Train only with numbers of workers that divide the micro-batches of a step, so that every worker has as many.
+    Other ready workers stand by. Set it if the training function runs collectives for each micro-batch."""
     resources_per_worker: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
         default_factory=lambda: {"CPU": 1.0}
     )
@@ -310,6 +313,13 @@ class RunConfig(_Settings):
                 f"max_workers={self.max_workers} is above the {self.num_micro_batches} micro-batches of a step "
                 f"(global_batch_size={self.global_batch_size} / micro_batch_size={self.micro_batch_size}), and every "
                 f"worker needs one; use max_workers={self.num_micro_batches} or a smaller micro_batch_size"
+            )
+        if self.even_micro_batches and self.num_micro_batches % self.max_workers:
+            even = [size for size in range(1, self.num_micro_batches + 1) if self.num_micro_batches % size == 0]
+            below, above = max(filter(self.max_workers.__gt__, even)), min(filter(self.max_workers.__lt__, even))
+            raise ValueError(
+                f"max_workers={self.max_workers} does not divide the {self.num_micro_batches} micro-batches of a step, "
+                f"as even_micro_batches requires; use max_workers={below} or {above}"
             )
         if self.hang_timeout_s < self.heartbeat_timeout_s:
             raise ValueError(

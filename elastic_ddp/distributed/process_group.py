@@ -66,6 +66,8 @@ class Assignment:
     """The generation has the members of the one before it."""
     in_collective_task: bool = False
     """Some members are in a collective task outside of a step, which others may have finished."""
+    num_nodes: int = 1
+    """The number of nodes of the generation's workers."""
     reason: str
     """Why the generation was formed, for the ledger."""
 

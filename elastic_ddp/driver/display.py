@@ -75,6 +75,9 @@ def describe_event(event: Event) -> str | None:
         case events.GenerationStarted():
             workers = "1 worker" if event.world_size == 1 else f"{event.world_size} workers"
             return f"[step {event.first_step}] generation {event.generation} ({event.reason}): {workers}"
+        case events.GenerationFormed(standing_by=number) if number:
+            workers = "1 ready worker stands" if number == 1 else f"{number} ready workers stand"
+            return f"{workers} by: even_micro_batches allows {event.world_size}"
         case events.CommitSucceeded():
             return f"[step {event.step}] checkpoint committed in {event.seconds:.2f} s"
         case events.CommitFailed():

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersFailedError
+from elastic_ddp.rendezvous.members import FormedGeneration
 from elastic_ddp.rendezvous.membership import Membership
 
 MAX_ATTEMPTS = 3
 """Number of failed generations in a row without progress after which the run ends."""
 SETTLE_S = 2.0
 """How long after a failure it counts. Until then, other workers of a dying node may seem to live."""
+REPORTS_WITHIN_S = 2.0
+"""How old the newest report of rank 0 may be."""
 
 
 @dataclass(kw_only=True)
@@ -44,10 +47,10 @@ class Attempts:
     failed: list[FailedAttempt] = field(default_factory=list)
 
     def record(self, membership: Membership, member: str, how: str, now_s: float, *, is_hang: bool = False) -> None:
-        """Records the failure of a member of the current generation, unless it or its node was to leave."""
+        """Records that a member of the current generation is failing, unless it or its node was to leave."""
         assert membership.current is not None
         rank, failed = next(ranked for ranked in enumerate(membership.current.members) if ranked[1].id == member)
-        if failed.node_id in membership.draining or membership.must_leave(member):
+        if failed.node_id in membership.draining or member in membership.leaving:
             return
         self.failed.append(
             FailedAttempt(
@@ -68,10 +71,13 @@ class Attempts:
             if attempt.member == member:
                 attempt.cause = cause
 
-    def generation_formed(self, number: int, step: int, slack: float) -> None:
-        """Generation `number` starts after `step` steps. If no worker survived, up to `slack` more had been done."""
+    def generation_formed(self, formed: FormedGeneration, reported: int, steps_per_s: float) -> None:
+        """The next generation begins. Rank 0 of the last one has reported that many steps and that speed."""
+        step, slack = formed.first_step, 0.0
+        if step is None:  # no worker survived that knows what was done after the report
+            step, slack = reported, REPORTS_WITHIN_S * steps_per_s
         if step > self.furthest:
-            self.failed = [attempt for attempt in self.failed if attempt.generation == number - 1]
+            self.failed = [attempt for attempt in self.failed if attempt.generation == formed.number - 1]
             self.furthest = step + slack
 
     def verdict(self, step: int, membership: Membership, now_s: float) -> ElasticDDPError | None:
@@ -91,7 +97,7 @@ class Attempts:
             else "Correct what ends the process, and run the same command again."
         )
         return error(
-            f"the run failed {MAX_ATTEMPTS} times in a row after {step} steps, without progress. The last failure: "
+            f"the run failed {MAX_ATTEMPTS} times in a row without progress, after {step} steps. The last failure: "
             f"{newest.who}: {newest.how}{_unexplained(newest)}\n{advice}"
         )
 

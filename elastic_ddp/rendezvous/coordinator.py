@@ -23,8 +23,6 @@ PREPARE_S = 5.0
 """How long training continues while members read the first rows of their parts in the next generation."""
 START_TIMEOUT_S = 120.0
 """Minimum time in which a worker must get ready to train; `hang_timeout_s` if that is longer."""
-REPORTS_WITHIN_S = 2.0
-"""How old the newest report of rank 0 may be."""
 STACKS_WITHIN_S = 2.0
 """How long hanging workers have to record their stacks."""
 
@@ -37,7 +35,8 @@ class Coordinator:
         self._snapshot = Snapshot(options.snapshot_folder)
         state = self._snapshot.load()
         self.is_restarted = state is not None
-        self.state = state or State(Membership(min_workers=options.min_workers, max_workers=options.max_workers))
+        least, most, evenly = options.min_workers, options.max_workers, options.evenly_divided
+        self.state = state or State(Membership(min_workers=least, max_workers=most, evenly_divided=evenly))
         self.membership = self.state.membership
         self.event_log = EventLog(self._snapshot)
         self.hangs = HangDetector(options.hang_timeout_s)
@@ -78,8 +77,7 @@ class Coordinator:
             return
         if was_healthy and self.membership.failure is not None:
             self._record_failure(self.membership.failure, reported_by=request.member.id)
-        if self.membership.is_broken_and_complete():
-            self._check_sections()
+        self._check_sections()
         self.form()
 
     def _is_in_good_standing(self, member: str) -> bool:
@@ -108,10 +106,11 @@ class Coordinator:
         """Records that a member has failed, and ends its generation."""
         membership = self.membership
         if membership.why_gone(member) is None:
+            if membership.is_current(member):
+                self.state.attempts.record(membership, member, how, time.monotonic())
             membership.mark_failed(member, how)
             if membership.is_current(member):
                 self._record_failure(how, member=member)
-                self.state.attempts.record(membership, member, how, time.monotonic())
             elif self.event_log.ended is None:
                 self.record(events.NewcomerFailed(generation=membership.generation, member=member, error=how))
         self._planned = {}
@@ -179,12 +178,10 @@ class Coordinator:
         self._record_dismissals()
         if formed is None:
             return
-        reported, rate = self.event_log.progress.get("step", 0), self.event_log.steps_per_s or 0.0
         if formed.source is None:
             self.state.restored = formed.number
-            self.state.attempts.generation_formed(formed.number, reported, slack=REPORTS_WITHIN_S * rate)
-        else:
-            self.state.attempts.generation_formed(formed.number, formed.first_step or 0, slack=0.0)
+        log = self.event_log
+        self.state.attempts.generation_formed(formed, log.progress.get("step", 0), log.steps_per_s or 0.0)
         self._snapshot.save(self.state)
         self.hangs.begin([member.id for member in formed.members], time.monotonic())
         self._stacks_requested_at, self._planned = None, {}
@@ -192,7 +189,8 @@ class Coordinator:
         if self._account:
             self.record(events.GenerationAccount(generation=formed.number - 1, account=self._account))
             self._account = {}
-        self.record(formed.event())
+        standing_by = len(self.membership.known()) - len(formed.members) if self.membership.evenly_divided else 0
+        self.record(replace(formed.event(), standing_by=standing_by))
         self.notify_members = True
 
     def _record_dismissals(self) -> None:
@@ -217,8 +215,7 @@ class Coordinator:
         self._check_for_hang(now_s)
         if error := self.state.attempts.verdict(self.event_log.progress.get("step", 0), self.membership, now_s):
             self._fail(error)
-        if self.membership.failure is None:
-            self._check_sections()
+        self._check_sections()
         self._snapshot.save(self.state)
 
     def _plan(self, now_s: float) -> None:
@@ -246,10 +243,14 @@ class Coordinator:
 
     def _check_sections(self) -> None:
         """Ends the run if ranks of the current generation wait for each other at different places of the program."""
-        if (generation := self.membership.current) is not None:
-            reports = self.hangs.reports([member.id for member in generation.members])
-            if error := find_mismatch(reports, len(generation.members), self._options.num_micro_batches):
-                self._fail(error)
+        generation, is_broken = self.membership.current, self.membership.failure is not None
+        if generation is None or (is_broken and not self.membership.all_wait()):
+            return
+        ids = [member.id for member in generation.members]
+        if is_broken and any(map(self.membership.why_gone, ids)):  # the failed member has broken it
+            return
+        if error := find_mismatch(self.hangs.reports(ids), len(ids), self._options.num_micro_batches):
+            self._fail(error)
 
     def _end_hang(self, now_s: float) -> None:
         generation, places, seconds = self.membership.generation, self.hangs.places(), self.hangs.timeout_s
@@ -257,9 +258,9 @@ class Coordinator:
         culprits = [*verdict.culprits]
         self.record(events.HangDetected(generation=generation, places=places, culprits=culprits, seconds=seconds))
         for member, how in verdict.culprits.items():
+            self.state.attempts.record(self.membership, member, how, now_s, is_hang=True)
             self.membership.mark_failed(member, how)
             self._record_failure(how, member=member)
-            self.state.attempts.record(self.membership, member, how, now_s, is_hang=True)
         if verdict.failure is not None:
             self.membership.failure = verdict.failure
             self._record_failure(verdict.failure)

@@ -113,6 +113,7 @@ class FormedGeneration:
             handover_only=self.handover_only,
             same_members=self.same_members,
             in_collective_task=self.in_collective_task,
+            num_nodes=len({member.node_id for member in self.members}),
         )
         return {member.id: replace(of_rank_0, rank=rank) for rank, member in enumerate(self.members)}
 
@@ -151,6 +152,14 @@ def select_with_newest(requests: list[JoinRequest], most: int) -> list[JoinReque
     if newest is None or newest_step(chosen) == newest:
         return chosen
     return [*chosen[:-1], next(request for request in requests if request.step == newest)]
+
+
+def evenly(num_workers: int, num_micro_batches: int | None) -> int:
+    """Returns the largest number of workers, up to `num_workers`, that divides the micro-batches of a step; without
+    micro-batches, `num_workers`."""
+    if num_micro_batches is None:
+        return num_workers
+    return max((size for size in range(1, num_workers + 1) if num_micro_batches % size == 0), default=0)
 
 
 def by_node(requests: list[JoinRequest]) -> list[JoinRequest]:

@@ -14,6 +14,7 @@ from elastic_ddp.rendezvous.members import (
     Member,
     by_node,
     by_seniority,
+    evenly,
     has_group_joined,
     is_committed,
     keeps_state,
@@ -45,6 +46,8 @@ class Membership:
     min_workers: int = 1
     max_workers: int = 1
     """Bounds of a generation's size."""
+    evenly_divided: int | None = None
+    """Number of micro-batches that a generation's size must divide; None for any size."""
     wanted: int | None = None
     """Number of workers that a resize asked for; None for as many as fit."""
     generation: int = 0
@@ -183,11 +186,6 @@ class Membership:
         """Whether all members wait because they are too few for a generation."""
         return bool(self._waiting) and all(member.id in self._waiting for member in self._alive())
 
-    def is_broken_and_complete(self) -> bool:
-        """Whether the current generation has failed although none of its members has, and all of them wait."""
-        is_complete = self.current is not None and len(self._alive()) == len(self.current.members)
-        return self.failure is not None and is_complete and self.all_wait()
-
     def has_committed(self) -> bool:
         """Whether the newest state among waiting members is committed."""
         return is_committed([*self._waiting.values()])
@@ -199,9 +197,6 @@ class Membership:
     def failed(self) -> dict[str, str]:
         """Returns the failed members, and how they failed."""
         return {member: how for member, how in self._gone.items() if how not in (LEFT, PROCESS_GONE)}
-
-    def must_leave(self, member: str) -> bool:
-        return member in self._leaving
 
     @property
     def leaving(self) -> list[str]:
@@ -276,9 +271,10 @@ class Membership:
         formed = self._begin(chosen, now_s, handover_only=handover_only)
         room = self.limit - len(self._staying(chosen))
         for member in left_out:
-            room -= member not in survivors
-            is_surplus = (member in survivors and not handover_only) or (self.wanted is not None and room < 0)
-            if member in self._leaving or is_surplus:
+            stands_by = self.evenly_divided is not None and room > 0
+            room -= stands_by or member not in survivors
+            is_surplus = member in survivors and not handover_only and not stands_by
+            if member in self._leaving or is_surplus or (self.wanted is not None and room < 0):
                 self._dismiss(member)  # all others wait for the place of a member that leaves
         return formed
 
@@ -320,15 +316,16 @@ class Membership:
     def _choose(self, requests: list[JoinRequest], now_s: float) -> tuple[list[JoinRequest], bool]:
         """Returns the members of the next generation, senior ones first, and whether it only transfers the state.
         Returns no members if there are too few."""
-        least, most = max(1, self.min_workers), self.limit
+        least = max(1, self.min_workers)
         staying = self._staying(requests)
         notices = [self._leaving[request.member.id] for request in requests if request.member.id in self._leaving]
         if len(staying) < least and notices and not any(notice.is_urgent(now_s) for notice in notices):
             staying = requests  # leaving members are needed, and have the time
+        most = evenly(min(self.limit, len(staying)), self.evenly_divided)
         if not keeps_state(staying, requests):
             # Only leaving members hold the newest state. One of them transfers it, or commits it if no member can
             # receive it. That matters more than min_workers.
-            return [*select_with_newest(requests, 1), *staying[: most - 1]], True
+            return [*select_with_newest(requests, 1), *staying[: self.limit - 1]], True
         chosen = select_with_newest(staying, most)
         if len(chosen) >= least:
             return chosen, False

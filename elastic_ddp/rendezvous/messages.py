@@ -102,3 +102,8 @@ class RendezvousOptions:
     """Steps done in the commit that the run resumes from; None if there is none."""
     driver: dict[str, Any] = field(default_factory=dict)
     """Host and process id of the driver and the run's URI, for `status`."""
+
+    @property
+    def evenly_divided(self) -> int | None:
+        """The number of micro-batches that a generation's size must divide; None for any size."""
+        return self.num_micro_batches if self.even_micro_batches else None

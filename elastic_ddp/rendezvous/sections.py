@@ -48,7 +48,7 @@ def find_mismatch(
     reports: Mapping[int, RankReport], world_size: int, num_micro_batches: int
 ) -> TrainFunctionError | None:
     """Returns the error of ranks that wait for each other at different places; None if there are none."""
-    sections = [report.section for report in reports.values()]
+    sections = {report.section for report in reports.values()}
     if not any(differ(one, other) for one in sections for other in sections):
         return None
     ranks: dict[str, list[int]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sysconfig
 import traceback
@@ -16,7 +17,7 @@ _TORCH, _RAY = (str(Path(find_spec(name).origin or "").parent) for name in ("tor
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _OURS = (_PACKAGE, _TORCH, _RAY, "<frozen")
-_CALLS_TRAINING_FUNCTION = str(Path(_PACKAGE, "worker", "main.py"))
+_CALL_TRAINING_FUNCTION = [f"{_PACKAGE}/worker/main.py", f"{_PACKAGE}/driver/ray_train.py"]
 _MESSAGES = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 """Functions of torch.distributed that involve two ranks only."""
 _DUMPED_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -82,9 +83,9 @@ def describe_crash(dump: str) -> str:
     stacks = [_dumped_frames(block) for block in blocks]
     current = [stack for block, stack in zip(blocks, stacks, strict=True) if block.startswith("Current") and stack]
     # A thread of native code has no Python stack. The training thread then shows what the process was doing.
-    training = [stack for stack in stacks if any(frame.file == _CALLS_TRAINING_FUNCTION for frame in stack)]
+    training = [stack for stack in stacks if any(frame.file in _CALL_TRAINING_FUNCTION for frame in stack)]
     stack = next(iter(current or training), [])
-    own = [frame for frame in stack if frame.file != _CALLS_TRAINING_FUNCTION]
+    own = list(itertools.takewhile(lambda frame: frame.file not in _CALL_TRAINING_FUNCTION, stack))
     place = user_place(own)
     lines = [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in own]
     return "\n".join([f"{signal} at {place}" if place else signal, *lines])

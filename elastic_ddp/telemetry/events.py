@@ -76,6 +76,8 @@ class GenerationFormed(GenerationEvent, event="rendezvous"):
     """Seconds for which there had been too few workers."""
     members: list[dict[str, Any]] = field(default_factory=list)
     """Rank, node address and process id of each member."""
+    standing_by: int = 0
+    """Number of ready workers that do not train, because of `even_micro_batches`."""
 
 
 class GenerationStarted(TrainingEvent, event="generation"):

@@ -40,6 +40,8 @@ class CommitSchedule:
         self._in_flight = 0  # the newest request that the running save will fulfill
         self._num_failures = 0  # failed saves in a row
         self._backoff_ends_at = -math.inf
+        self._num_nodes = 1  # of the current generation
+        self._is_exposed = False  # whether failures or drains have left the state on one node since the last commit
         self._has_seen_failure = False  # whether a worker failed while this process was in the run
 
     def should_commit(self, steps_done: int) -> bool:
@@ -51,7 +53,13 @@ class CommitSchedule:
         interval_s = self.interval.seconds if settings.is_measured else settings.every_seconds
         steps_passed = settings.every_steps is not None and steps_done - (self.step or 0) >= settings.every_steps
         time_passed = interval_s is not None and self._clock() - self._interval_began_at >= interval_s
-        return steps_passed or time_passed or self.is_requested
+        return steps_passed or time_passed or self.is_requested or self._should_secure
+
+    @property
+    def _should_secure(self) -> bool:
+        """Whether to commit because one node is left: its failure would cost more time than a save takes."""
+        elapsed_s = self._clock() - self._interval_began_at
+        return self._is_exposed and not self.in_backoff and self.interval.save_s < elapsed_s
 
     @property
     def is_requested(self) -> bool:
@@ -68,8 +76,14 @@ class CommitSchedule:
         """The measured interval; None if the configuration sets a fixed one."""
         return round(self.interval.seconds, 3) if self._settings.is_measured else None
 
+    def generation_formed(self, num_nodes: int) -> None:
+        """A generation with workers on `num_nodes` nodes begins."""
+        self._is_exposed = num_nodes == 1 and (self._is_exposed or self._num_nodes > 1)
+        self._num_nodes = num_nodes
+
     def reset_timer(self, step: int) -> None:
         """Starts a new interval after `step` steps."""
+        self._is_exposed = False
         self.step, self._interval_began_at = step, self._clock()
 
     def skip(self, step: int) -> bool:

@@ -99,6 +99,10 @@ class Loop:
             assert generation is not None
             if index >= self.job.total_steps:
                 return
+            config = self.job.config
+            if config.even_micro_batches and config.num_micro_batches % self.world_size:
+                membership.leave(intact=True, reason=MEMBERSHIP_CHANGED)  # it was formed to finish an evaluation
+                continue
             membership.tasks.begin_step(index)
             self.client.activity.begin(f"the code before step {index}", is_users=True)
             seed_all(self.job.config.seed, index, "begin")

@@ -192,6 +192,7 @@ class WorkerMembership:
         self._client.on_failure(generation.abort)
         self.account.ready()
         self.activity.enter("between steps")
+        self._checkpointer.schedule.generation_formed(assignment.num_nodes)
         self.activity.begin_generation(assignment.generation, generation.group.num_collectives)
         was_rank_0, self._was_rank_0 = self._was_rank_0, assignment.rank == 0
         self.holds_state = True

@@ -42,7 +42,7 @@ class Failing:
         self.count += 1
         self.node = node or self.node
         assert self.harness.join(str(self.count), node=self.node) is None
-        self.attempts.generation_formed(self.harness.formed().number, self.step, 0.0)
+        self.attempts.generation_formed(self.harness.formed(), self.step, 0.0)
         self.harness.now += SETTLE_S
         self.verdict = self.attempts.verdict(self.step, membership, self.harness.now)
 
@@ -54,7 +54,9 @@ def test_three_failures_at_the_same_step_end_the_run() -> None:
         assert run.verdict is None
     run.fail()
     assert isinstance(run.verdict, WorkersFailedError)
-    assert "failed 3 times in a row after 7 steps" in str(run.verdict) and "SIGKILL ended it" in str(run.verdict)
+    assert "failed 3 times in a row without progress, after 7 steps" in str(run.verdict) and "SIGKILL ended it" in str(
+        run.verdict
+    )
     assert "rank 0 on n (pid" in str(run.verdict)
 
 

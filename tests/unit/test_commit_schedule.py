@@ -284,3 +284,54 @@ def test_a_request_that_the_running_save_fulfills_is_not_due_again(commits_with_
 def test_a_requested_commit_is_not_skipped(commits_with_requests: Callable[..., Any]) -> None:
     commits, skipped, _ = commits_with_requests({"every_steps": 2}, {3})
     assert commits[:2] == [(2, None), (5, 1)] and skipped == []
+
+
+# When one node is left.
+
+
+def test_a_state_that_is_left_on_one_node_is_committed_at_once() -> None:
+    case = Scheduled({"every_seconds": 1000})
+    case.schedule.generation_formed(2)
+    case.schedule.reset_timer(10)
+    case.schedule.save_succeeded(10, 0, 3.0)
+    case.now += 2.0
+    case.schedule.generation_formed(1)
+    assert not case.schedule.should_commit(11), "a save takes longer than the work since the last commit"
+    case.now += 2.0
+    assert case.schedule.should_commit(12)
+    case.schedule.generation_formed(1)
+    assert case.schedule.should_commit(12), "the save has not begun"
+    case.schedule.reset_timer(12)
+    case.now += 100.0
+    assert not case.schedule.should_commit(13), "it is committed"
+
+
+def test_a_run_that_has_one_node_commits_as_configured() -> None:
+    case = Scheduled({"every_seconds": 1000})
+    for num_nodes in (1, 1, 2, 3, 2):
+        case.schedule.generation_formed(num_nodes)
+        case.now += 10.0
+        assert not case.schedule.should_commit(5)
+
+
+def test_a_node_that_joins_in_time_makes_the_commit_unnecessary() -> None:
+    case = Scheduled({"every_seconds": 1000})
+    for num_nodes in (2, 1, 2):
+        case.schedule.generation_formed(num_nodes)
+    case.now += 10.0
+    assert not case.schedule.should_commit(5)
+
+
+def test_a_run_commits_after_the_step_in_which_one_node_is_left(new_run: NewRun) -> None:
+    run = new_run(checkpoint={"every_seconds": 1000})
+    client, failed = client_of(run), set[int]()
+    join = client.join
+    client.join = lambda **request: replace(join(**request), num_nodes=1 if len(client.joins) > 1 else 2)  # type: ignore[method-assign]
+
+    def fail(step: Step) -> None:
+        if step.index == 2 and not failed:
+            failed.add(2)
+            raise dist.DistNetworkError(PEER_FAILURE)
+
+    train(run, wait_for_saves(run, fail))
+    assert client.steps_of("commit") == [3, 6]
