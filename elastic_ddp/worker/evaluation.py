@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -73,7 +74,7 @@ def evaluate(
                     num_dummies = 0
                     if batch.num_rows:
                         seed_all(config.seed, "evaluate", step, batch.index)
-                        sums[step, batch.index] = float(loss_fn(model, batch.rows)) * batch.num_rows
+                        sums[step, batch.index] = as_number(loss_fn(model, batch.rows)) * batch.num_rows
     finally:
         strategy.reshard()
         generation.evaluation_feed = None
@@ -116,3 +117,15 @@ def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in was_training.items():
             module.training = training
+
+
+def as_number(loss: Any) -> float:
+    """Returns what `loss_fn` returned as a number. Raises ConfigError if it is not one number."""
+    is_number = isinstance(loss, torch.Tensor | float | int | np.number | np.ndarray)
+    if not is_number or math.prod(np.shape(loss)) != 1:
+        shape = f" of shape {tuple(np.shape(loss))}" if is_number else ""
+        raise ConfigError(
+            f"loss_fn of run.evaluate returned a {type(loss).__name__}{shape}. Return one number, the mean over the "
+            "batch's rows."
+        )
+    return float(loss)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from elastic_ddp.errors import CheckpointError
+from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.rendezvous.client import RunStopped
 from elastic_ddp.worker import loop as loop_module
+from elastic_ddp.worker.evaluation import as_number
 from elastic_ddp.worker.step import Step
 from tests.unit.commit_helpers import newest_record, wait_for_saves
 from tests.unit.single_worker import (
@@ -277,3 +279,19 @@ def test_the_last_step_is_committed_although_a_peer_fails_right_after_it(
     assert run._loop.finish()["steps"] == 6
     assert client_of(run).joins == [(None, True), (6, True)]
     assert client_of(run).steps_of("commit") == [6]
+
+
+@pytest.mark.parametrize(
+    ("loss", "called"),
+    [
+        ({"loss": 1.0}, "a dict."),
+        (None, "a NoneType."),
+        (torch.ones(3), "a Tensor of shape (3,)."),
+        ((1.0, 2), "a tuple."),
+    ],
+)
+def test_a_loss_of_an_evaluation_that_is_not_one_number_is_refused(loss: Any, called: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        as_number(loss)
+    assert f"loss_fn of run.evaluate returned {called}" in str(caught.value)
+    assert as_number(torch.ones(1, 1)) == as_number(1) == as_number(np.float32(1.0)) == 1.0
