@@ -84,18 +84,21 @@ class CheckpointConfig(_Settings):
 
     every_steps: PositiveInt | None = None
     """Commit when this many steps have passed since the last commit."""
+    every_epochs: PositiveInt | None = None
+    """Commit at the end of every such number of epochs, or at the next step at which no commit is being written. Can be
+    combined with `every_steps` and `every_seconds`."""
     every_seconds: PositiveFloat | None = None
     """Commit at the first step boundary this many seconds after the last commit. Can be combined with `every_steps`.
-    Default: 60 if neither `every_steps`, `interval` nor `max_overhead` is set. A run also commits when it is stopped
-    and when it ends."""
+    Default: 60 if none of `every_steps`, `every_epochs`, `interval` and `max_overhead` is set. A run also commits when
+    it is stopped and when it ends."""
     interval: Literal["auto"] | None = None
     """`auto` measures the best time between commits: √(2 · C · T) seconds, after Young and Daly. C is how long a
     commit holds up training. T is the run's mean time between worker failures, one hour before the first. The first
-    commit comes after 60 s. Cannot be combined with `every_steps` or `every_seconds`."""
+    commit comes after 60 s. Cannot be combined with `every_steps`, `every_epochs` or `every_seconds`."""
     max_overhead: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Largest share of the training time that commits may take, such as `0.02`. Alone, it sets the time between
-    commits; with `interval`, it limits how often `auto` commits. Cannot be combined with `every_steps` or
-    `every_seconds`."""
+    commits; with `interval`, it limits how often `auto` commits. Cannot be combined with `every_steps`, `every_epochs`
+    or `every_seconds`."""
     keep: PositiveInt = 2
     """Number of newest commits to keep. Older ones are deleted after a newer commit is complete."""
     keep_every_steps: PositiveInt | None = None
@@ -116,11 +119,11 @@ class CheckpointConfig(_Settings):
         def given(*names: str) -> list[str]:
             return [f"{name}={value!r}" for name in names if (value := getattr(self, name)) is not None]
 
-        fixed, measured = given("every_steps", "every_seconds"), given("interval", "max_overhead")
+        fixed, measured = given("every_steps", "every_epochs", "every_seconds"), given("interval", "max_overhead")
         if fixed and measured:
             raise ValueError(
                 f"checkpoint with {' and '.join(fixed + measured)}: the interval is either fixed or measured; give "
-                "every_steps and every_seconds, or interval and max_overhead"
+                "every_steps, every_epochs and every_seconds, or interval and max_overhead"
             )
         if not fixed and not measured:
             object.__setattr__(self, "every_seconds", 60.0)

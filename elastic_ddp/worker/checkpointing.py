@@ -74,7 +74,9 @@ class Checkpointer:
     def __init__(self, job: Job, client: RendezvousClient) -> None:
         self._job, self._client = job, client
         settings = job.config.checkpoint
-        self.schedule = CommitSchedule(settings, job.total_steps, lambda: client.commit_requested)
+        self.schedule = CommitSchedule(
+            settings, job.total_steps, lambda: client.commit_requested, steps_per_epoch=job.shape.steps_per_epoch
+        )
         self.metrics = Metrics()
         self.durable_step: int | None = None
         self._storage = RetryingStorage(job.storage.at(COMMITS))

@@ -21,7 +21,12 @@ SAVE_BACKOFF_S, MAX_SAVE_BACKOFF_S = 5.0, 60.0
 class CommitSchedule:
     """Decides on rank 0 when to commit. Every rank keeps one up to date, because it may become rank 0.
 
-    `requested` returns the number of the newest request for a commit, or 0.
+    Args:
+        settings: when to commit.
+        total_steps: steps of the whole run.
+        requested: returns the number of the newest request for a commit, or 0.
+        clock: returns a time in seconds.
+        steps_per_epoch: steps of an epoch.
     """
 
     def __init__(
@@ -30,7 +35,10 @@ class CommitSchedule:
         total_steps: int,
         requested: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        steps_per_epoch: int = 1,
     ) -> None:
+        self._steps_per_epoch = steps_per_epoch
         self._settings, self._total_steps, self._requested, self._clock = settings, total_steps, requested, clock
         self.interval = MeasuredInterval(settings.interval, settings.max_overhead)  # used if no fixed one is set
         self.step: int | None = None  # steps done when the current interval began; None before the first commit
@@ -53,13 +61,21 @@ class CommitSchedule:
         interval_s = self.interval.seconds if settings.is_measured else settings.every_seconds
         steps_passed = settings.every_steps is not None and steps_done - (self.step or 0) >= settings.every_steps
         time_passed = interval_s is not None and self._clock() - self._interval_began_at >= interval_s
-        return steps_passed or time_passed or self.is_requested or self._should_secure
+        is_due = steps_passed or time_passed or self._epochs_passed(steps_done)
+        return is_due or self.is_requested or self._should_secure
 
     @property
     def _should_secure(self) -> bool:
         """Whether to commit because one node is left: its failure would cost more time than a save takes."""
         elapsed_s = self._clock() - self._interval_began_at
         return self._is_exposed and not self.in_backoff and self.interval.save_s < elapsed_s
+
+    def _epochs_passed(self, steps_done: int) -> bool:
+        """Returns whether `every_epochs` epochs have ended without a commit since."""
+        if self._settings.every_epochs is None:
+            return False
+        steps = self._settings.every_epochs * self._steps_per_epoch
+        return steps_done // steps > (self.step or 0) // steps
 
     @property
     def is_requested(self) -> bool:
@@ -87,8 +103,9 @@ class CommitSchedule:
         self.step, self._interval_began_at = step, self._clock()
 
     def skip(self, step: int) -> bool:
-        """Skips a commit that is due while a save is running, unless it was requested or replaces a failed one."""
-        if self.is_requested or self._interval_began_at == -math.inf:
+        """Skips a commit that is due while a save is running, unless it was requested, replaces a failed one, or ends
+        an epoch."""
+        if self.is_requested or self._interval_began_at == -math.inf or self._epochs_passed(step):
             return False
         self.reset_timer(step)
         return True

@@ -157,9 +157,10 @@ def kept(optimizers: Sequence[torch.optim.Optimizer], schedules: Mapping[str, Sc
 
 
 def steps_taken(scheduler: LRScheduler) -> int:
-    """Returns how often a scheduler was stepped."""
-    inner = torch_internals.inner_schedulers(scheduler)
-    return scheduler.last_epoch if hasattr(scheduler, "last_epoch") else steps_taken(inner[0])
+    """Returns how often a scheduler was stepped, or 0 if that is not known."""
+    if hasattr(scheduler, "last_epoch"):
+        return scheduler.last_epoch
+    return max(map(steps_taken, torch_internals.inner_schedulers(scheduler)), default=0)
 
 
 def _replay(

@@ -16,6 +16,7 @@ from elastic_ddp.storage.storage import Storage
 from elastic_ddp.user_code import environment
 from elastic_ddp.worker.evaluation import evaluate
 from elastic_ddp.worker.generation import Generation
+from elastic_ddp.worker.hyperparameters import Every
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.pretrained import PretrainedWeights
 from elastic_ddp.worker.state_checks import check_model
@@ -58,7 +59,7 @@ class Run:
         self.device = loop.device
         self._loop, self._state = loop, loop.state
 
-    def prepare(self, thing: Prepared, *, shard: ShardBy | None = None) -> Prepared:
+    def prepare(self, thing: Prepared, *, shard: ShardBy | None = None, every: Every = "step") -> Prepared:
         """Adds a model, an optimizer, or a scheduler to the run.
 
         Call it on every rank, in the same order, before `steps()`. `Step.optimize` steps what was prepared. Commits
@@ -70,6 +71,7 @@ class Run:
             thing: a model, an optimizer of its parameters, or a scheduler of a prepared optimizer.
             shard: for FSDP, the submodules to shard as one unit each: a class, a tuple of classes, or a function from
                 a module to a bool. Adds to `fsdp.shard_classes`.
+            every: for a scheduler, whether it is stepped after each `step` or after the last step of each `epoch`.
 
         Returns:
             `thing` itself. A model is moved to `device`, and calls of it, `model(x)`, go through DDP or FSDP. Calls of
@@ -80,12 +82,18 @@ class Run:
         """
         if self._loop.has_begun:
             raise ConfigError("run.prepare was called inside run.steps(). Prepare everything before the loop.")
+        is_scheduler = isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+        if every not in ("step", "epoch") or (every == "epoch" and not is_scheduler):
+            raise ConfigError(
+                f"run.prepare got every={every!r} with a {type(thing).__name__}. A scheduler takes 'step' or 'epoch'; "
+                "leave it out for a model or an optimizer."
+            )
         if isinstance(thing, torch.nn.Module):
             return self._prepare_model(thing, shard)
         if isinstance(thing, torch.optim.Optimizer):
             self._state.add_optimizer(thing)
         elif isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
-            self._state.add_scheduler(thing)
+            self._state.add_scheduler(thing, every)
         else:
             raise ConfigError(
                 f"run.prepare got a {type(thing).__name__}; it takes a model, an optimizer, or a scheduler. "
@@ -228,3 +236,8 @@ class Run:
     def total_steps(self) -> int:
         """The number of steps of the whole run."""
         return self._loop.job.total_steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of steps of an epoch, the same at every world size."""
+        return self._loop.job.shape.steps_per_epoch

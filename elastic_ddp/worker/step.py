@@ -42,6 +42,7 @@ class Step:
     Attributes:
         index: the step's number, from 0.
         epoch: the epoch that the step belongs to, from 0.
+        is_last_of_epoch: whether the epoch ends with this step.
         loss: the mean loss over the global batch, identical on all ranks; NaN before `optimize`.
         skipped: whether `optimize` left model, optimizers and schedulers unchanged; see `on_nonfinite`.
     """
@@ -203,6 +204,10 @@ class Step:
                 generation.strategy.divide_gradients(scale)
 
     @property
+    def is_last_of_epoch(self) -> bool:
+        return self._state.is_last_of_epoch(self.index)
+
+    @property
     def in_progress(self) -> bool:
         """Whether the block has begun and `optimize` is not done."""
         return self._is_in_block and self.agreed is None
@@ -312,10 +317,8 @@ class Step:
             generation.buffers.revert()
         else:
             seed_all(generation.seed, self.index, "optimize")
-            for optimizer in state.optimizers:
-                optimizer.step()
-            for scheduler in state.schedulers:
-                scheduler.step()
+            state.step_optimizers()
+        state.step_schedulers(is_skipped=self.skipped)
         # Of the whole model: a gradient of a parameter in no optimizer would count in the next clipping.
         state.module.zero_grad(set_to_none=True)
         if loss_scale is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
@@ -16,7 +17,7 @@ from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST, extend_
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.tensors.state_tree import Layout, gather_full, local_part, weights_sha256
 from elastic_ddp.worker import hyperparameters
-from elastic_ddp.worker.hyperparameters import Change, Every, Prepared, Schedule
+from elastic_ddp.worker.hyperparameters import Change, Every, Prepared, Schedule, steps_taken
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.state_checks import (
     check_layout,
@@ -93,6 +94,10 @@ class TrainState:
     """Whether a step has begun to change the state and its block has not ended."""
     is_torn: bool = False
     """Whether a worker failed while a step changed the state. A torn state is discarded."""
+    _is_stepping: bool = field(default=False, init=False)
+    """Whether `step_optimizers` runs."""
+    _scheduler_steps: list[int] = field(default_factory=list, init=False)
+    """For each scheduler, how often it was stepped up to the end of the last step."""
 
     @property
     def is_sharded(self) -> bool:
@@ -117,6 +122,8 @@ class TrainState:
             )
         check_optimizer(optimizer, self.module, self.optimizers)
         self.optimizers.append(optimizer)
+        with suppress(AttributeError):  # an optimizer that does not call Optimizer.__init__ has no hooks
+            optimizer.register_step_pre_hook(self._check_optimizer_step)
 
     def add_scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler, every: Every = "step") -> None:
         check_scheduler(scheduler, self.optimizers, self.schedulers)
@@ -126,6 +133,52 @@ class TrainState:
     def record_prepared(self) -> None:
         """Records the hyperparameters, before the first step and before a state is loaded."""
         self.prepared = hyperparameters.record(self.optimizers, self._schedules())
+        self._count_scheduler_steps()
+
+    # Steps of optimizers and schedulers.
+
+    def step_optimizers(self) -> None:
+        self._is_stepping = True
+        try:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            self._is_stepping = False
+
+    def step_schedulers(self, *, is_skipped: bool) -> None:
+        """Steps the schedulers that are due after the current step; after a skipped one, those of its epoch."""
+        self.check_schedulers()
+        for scheduler, every in zip(self.schedulers, self.every, strict=True):
+            if self.is_last_of_epoch(self.position.step) if every == "epoch" else not is_skipped:
+                scheduler.step()
+        self._count_scheduler_steps()
+
+    def is_last_of_epoch(self, step: int) -> bool:
+        """Returns whether an epoch ends with this step."""
+        return (step + 1) % self.steps_per_epoch == 0
+
+    def _check_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.prepared is not None and not self._is_stepping:
+            kind = type(optimizer).__name__
+            raise ConfigError(
+                f"the training function called step() of the prepared {kind}, which step.optimize() also calls. Remove "
+                "optimizer.step() from the training function, or do not prepare an optimizer that you step yourself."
+            )
+
+    def check_schedulers(self) -> None:
+        """Raises a ConfigError if the training function has stepped a prepared scheduler."""
+        for scheduler, count in zip(self.schedulers, self._scheduler_steps, strict=False):
+            if steps_taken(scheduler) != count:
+                kind = type(scheduler).__name__
+                raise ConfigError(
+                    f"the training function called step() of the prepared {kind}, which step.optimize() also calls. "
+                    "Remove scheduler.step() from the training function. To step it once an epoch, use "
+                    'run.prepare(scheduler, every="epoch"); to step it yourself, use run.register("scheduler", '
+                    "scheduler) in place of run.prepare."
+                )
+
+    def _count_scheduler_steps(self) -> None:
+        self._scheduler_steps = [steps_taken(scheduler) for scheduler in self.schedulers]
 
     def _schedules(self) -> dict[str, Schedule]:
         """Returns the schedulers of prepared optimizers: those that are prepared, and those that are registered."""
@@ -180,7 +233,9 @@ class TrainState:
         if then is None:
             return hyperparameters.kept(self.optimizers, self._schedules(), now), False
         try:
-            return hyperparameters.adopt(self.optimizers, self._schedules(), then=then, now=now), True
+            changes = hyperparameters.adopt(self.optimizers, self._schedules(), then=then, now=now)
+            self._count_scheduler_steps()
+            return changes, True
         except ConfigError:
             raise
         except _MALFORMED as error:
@@ -233,6 +288,7 @@ class TrainState:
                 "model is another run: use another name."
             ) from error
         self.position, self.prepared, self.loss_scale = position, prepared, loss_scale
+        self._count_scheduler_steps()
 
     def _other_buffers(self, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Returns the non-persistent buffers. Steps start from them, too."""

@@ -30,7 +30,7 @@ class Scheduled:
 
     def __post_init__(self) -> None:
         self.schedule = CommitSchedule(
-            CheckpointConfig(**self.settings), 100, lambda: self.requested, clock=lambda: self.now
+            CheckpointConfig(**self.settings), 100, lambda: self.requested, clock=lambda: self.now, steps_per_epoch=5
         )
 
 
@@ -41,6 +41,20 @@ def test_a_commit_is_due_after_every_steps_or_every_seconds() -> None:
     assert not case.schedule.should_commit(19)
     case.now += 30.0
     assert case.schedule.should_commit(11)
+
+
+def test_a_commit_is_due_after_every_epochs_also_if_a_save_is_running_then() -> None:
+    case = Scheduled({"every_epochs": 2})
+    due = [
+        steps
+        for steps in range(1, 31)
+        if case.schedule.should_commit(steps) and case.schedule.reset_timer(steps) is None
+    ]
+    assert due == [10, 20, 30]
+    assert not case.schedule.skip(40), "the commit is made when the running save has ended"
+    assert case.schedule.should_commit(41)
+    case.schedule.reset_timer(41)
+    assert not case.schedule.should_commit(42) and case.schedule.should_commit(50)
 
 
 def test_a_measured_interval_follows_from_the_time_that_saves_stall_training() -> None:

@@ -57,9 +57,8 @@ def prepared() -> TrainState:
 
 def train(state: TrainState) -> None:
     state.module(torch.randn(4, 2)).sum().backward()
-    for optimizer, scheduler in zip(state.optimizers, state.schedulers, strict=True):
-        optimizer.step()
-        scheduler.step()
+    state.step_optimizers()
+    state.step_schedulers(is_skipped=False)
     state.position = state.position.after(4, [b"digest"])
 
 

@@ -126,13 +126,14 @@ class InProcessTrainer(ed.ElasticTrainer):
 
 def in_process_run(config: ed.RunConfig) -> Any:
     """Returns a `Run` with two steps of one micro-batch; it has the real one's methods and signatures."""
-    run = mock.create_autospec(ed.Run, instance=True, config=config, device=torch.device("cpu"), rank=0, total_steps=2)
+    values = {"config": config, "device": torch.device("cpu"), "rank": 0, "total_steps": 2, "steps_per_epoch": 2}
+    run = mock.create_autospec(ed.Run, instance=True, **values)
     run.prepare.side_effect = lambda thing, **_: thing
     run.evaluate.side_effect = lambda loss, data, **_: loss(run.prepare.call_args_list[0].args[0], batch()).item()
 
     def steps() -> Iterator[Any]:
         for index in range(2):
-            step = mock.create_autospec(ed.Step, instance=True, index=index)
+            step = mock.create_autospec(ed.Step, instance=True, index=index, is_last_of_epoch=index == 1)
             step.__exit__.return_value = False
             step.micro_batches.side_effect = lambda: iter([batch()])
             step.backward.side_effect = lambda loss: loss.backward()
