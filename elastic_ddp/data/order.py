@@ -31,10 +31,14 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_ddp.config.run_config import DataConfig
+from elastic_ddp.data.weights import SampleWeights
 
 Int64Array = npt.NDArray[np.int64]
 
-_ROW_GROUPS, _ROWS, _TRANSFORM, _ALL_ROWS = range(4)  # the purpose of a random stream, which is part of its seed
+_ROW_GROUPS, _ROWS, _TRANSFORM, _ALL_ROWS, _DRAWS_PER_GROUP, _DRAWS = range(6)
+"""The purpose of a random stream, which is part of its seed."""
+_PHILOX_BLOCK = 4
+"""Numbers for each value of Philox's counter."""
 
 
 @dataclass(frozen=True)
@@ -84,19 +88,30 @@ class EpochOrder:
     """One epoch's stream of row groups and its M lanes. The arguments are as in `FeedPlan`."""
 
     def __init__(
-        self, rows_per_group: Int64Array, epoch: int, *, seed: int, num_lanes: int, options: DataConfig
+        self,
+        rows_per_group: Int64Array,
+        epoch: int,
+        *,
+        seed: int,
+        num_lanes: int,
+        options: DataConfig,
+        weights: SampleWeights | None = None,
     ) -> None:
         self.epoch = epoch
         self.seed = seed
         self.num_lanes = num_lanes
         self.options = options
         self.num_rows = int(rows_per_group.sum())
-        groups = np.arange(len(rows_per_group))
+        groups, skipped = np.arange(len(rows_per_group)), np.zeros(len(rows_per_group), dtype=np.int64)
+        rows = rows_per_group.astype(np.int64)
+        if weights is not None:
+            offset = uniform((seed, _DRAWS_PER_GROUP, epoch, 0, 0), 0, 1)[0]
+            groups, skipped, rows = _parts(weights.draws_per_group(_first_rows(rows), offset), rows)
         if options.shuffle:
-            groups = _permutation(len(groups), (seed, _ROW_GROUPS, epoch, 0, 0))
-        groups = groups[rows_per_group[groups] > 0]
-        self._groups = groups
-        self._rows = rows_per_group[groups].astype(np.int64)
+            order = _permutation(len(groups), (seed, _ROW_GROUPS, epoch, 0, 0))
+            groups, skipped, rows = groups[order], skipped[order], rows[order]
+        has_rows = rows > 0
+        self._groups, self._skipped, self._rows = groups[has_rows], skipped[has_rows], rows[has_rows]
         self._ends = np.cumsum(self._rows)
         self.lane = lru_cache(maxsize=num_lanes)(self._build_lane)
 
@@ -112,7 +127,7 @@ class EpochOrder:
         begins = ends - self._rows[inside]
         skipped = np.maximum(start - begins, 0)
         kept = np.minimum(stop, ends) - begins - skipped
-        return Lane(self.epoch, number, groups, skipped, kept, self.seed, self.options)
+        return Lane(self.epoch, number, groups, self._skipped[inside] + skipped, kept, self.seed, self.options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +139,8 @@ class Lane:
     groups: Int64Array
     """The row group of each segment, numbered as in the data set."""
     skipped: Int64Array
-    """The number of rows of the row group before the segment. Not 0 only if the lane begins inside a row group."""
+    """The number of rows of the row group before the segment. Without weights, it is not 0 only if the lane begins
+    inside a row group. With weights, rows of a row group are its draws in this epoch."""
     rows: Int64Array
     """The number of rows of each segment, at least 1."""
     seed: int
@@ -203,6 +219,7 @@ class FeedPlan:
     """This worker's numbers, in the order in which it computes them in a step."""
     first_step: int
     last_step: int
+    weights: SampleWeights | None = None
 
     def source(self, step: int, micro_batch: int) -> tuple[int, int, int]:
         """Returns the rows to read for a micro-batch, as (lane, start, stop).
@@ -219,10 +236,14 @@ class FeedPlan:
     def rows_in_memory(self, step: int, micro_batch: int) -> Int64Array:
         """Returns the rows of a micro-batch of a data set in memory, or one row as padding; see `source`."""
         lane, start, stop = self.source(step, micro_batch)
-        positions = self.shape.lane_start(lane) + np.arange(start, stop)
+        first, epoch = self.shape.lane_start(lane), self.shape.epoch_of(step)
+        if self.weights is not None:
+            numbers = uniform((self.seed, _DRAWS, epoch, 0, 0), first + start, first + stop)
+            return self.weights.draw(0, self.shape.num_rows, numbers)
+        positions = first + np.arange(start, stop)
         if not self.options.shuffle:
             return positions
-        return scatter(positions, self.shape.num_rows, (self.seed, _ALL_ROWS, self.shape.epoch_of(step), 0, 0))
+        return scatter(positions, self.shape.num_rows, (self.seed, _ALL_ROWS, epoch, 0, 0))
 
     def chunks(self) -> Iterator[Chunk]:
         """Yields the chunks of these steps, each once, in the order in which they are first needed."""
@@ -237,6 +258,7 @@ class FeedPlan:
                     seed=self.seed,
                     num_lanes=self.shape.num_micro_batches,
                     options=self.options,
+                    weights=self.weights,
                 )
             for micro_batch in self.micro_batches:
                 number, start, stop = self.source(step, micro_batch)
@@ -246,6 +268,30 @@ class FeedPlan:
                     yield chunk
                     position = chunk.stop
                 reached[number] = position
+
+    def rows_of_segment(self, epoch: int, group: int, start: int, stop: int) -> Int64Array:
+        """Returns the rows of a segment of a lane, numbered in their row group."""
+        if self.weights is None:
+            return np.arange(start, stop)
+        first, last = _first_rows(self.rows_per_group)[group : group + 2]
+        return self.weights.draw(first, last, uniform((self.seed, _DRAWS, epoch, group, 0), start, stop))
+
+
+def _first_rows(rows_per_group: Int64Array) -> Int64Array:
+    """Returns the first row of each row group, followed by the number of rows."""
+    return np.r_[0, np.cumsum(rows_per_group)]
+
+
+def _parts(draws: Int64Array, rows_per_group: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Cuts the draws of each row group into parts of at most its rows, so that windows do not need more memory.
+
+    Returns the row group of each part, its first draw, and its number of draws.
+    """
+    size = np.maximum(rows_per_group, 1)
+    parts = -(-draws // size)
+    groups = np.repeat(np.arange(len(draws)), parts)
+    first = (np.arange(len(groups)) - np.repeat(_first_rows(parts)[:-1], parts)) * size[groups]
+    return groups, first, np.minimum(draws[groups] - first, size[groups])
 
 
 def transform_generator(seed: int, epoch: int, lane: int, chunk: int) -> np.random.Generator:
@@ -257,6 +303,14 @@ def _philox(key: tuple[int, int, int, int, int]) -> np.random.Philox:
     """Returns the random stream of (seed, purpose, epoch, lane, number), each a 64-bit number."""
     words = np.array(key, dtype="<u8").view("<u4")  # of fixed width, so that different keys give different words
     return np.random.Philox(np.random.SeedSequence(words.tolist()))
+
+
+def uniform(key: tuple[int, int, int, int, int], start: int, stop: int) -> npt.NDArray[np.float64]:
+    """Returns the elements from `start` to `stop` of a sequence of random numbers in [0, 1), in O(stop - start)."""
+    bits, skipped = _philox(key), start % _PHILOX_BLOCK
+    bits.advance(start // _PHILOX_BLOCK)
+    numbers: npt.NDArray[np.uint64] = bits.random_raw(skipped + stop - start)[skipped:] >> np.uint64(11)
+    return numbers.astype(np.float64) * 2.0**-53
 
 
 def _permutation(length: int, key: tuple[int, int, int, int, int]) -> Int64Array:

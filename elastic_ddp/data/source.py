@@ -71,7 +71,8 @@ def rows_of_chunks(index: DatasetIndex, plan: FeedPlan) -> Iterator[tuple[Chunk,
     """Yields each chunk of the plan with its rows, which have their row ids in a column `row_ids`, in order."""
     pool = ThreadPoolExecutor(_WINDOWS_AHEAD, thread_name_prefix="windows")
     try:
-        for chunk, window in _with_windows(plan.chunks(), lambda chunk: pool.submit(_load_window, index, chunk)):
+        chunks = _with_windows(plan.chunks(), lambda chunk: pool.submit(_load_window, index, plan, chunk))
+        for chunk, window in chunks:
             start = window.num_rows - (chunk.window_stop - chunk.start)  # it begins at the first chunk that is needed
             yield chunk, window.slice(start, chunk.stop - chunk.start)
     finally:
@@ -131,13 +132,13 @@ def _with_windows(
         yield chunk, window
 
 
-def _load_window(index: DatasetIndex, chunk: Chunk) -> pa.Table:
+def _load_window(index: DatasetIndex, plan: FeedPlan, chunk: Chunk) -> pa.Table:
     """Returns a window's rows from a chunk on, in the order of the epoch, with their row ids."""
     tables = []
     for group, start, stop in chunk.lane.segments(chunk.window):
-        table = _read_group(index, group).slice(start, stop - start)
-        row_ids = index.first_row_ids[group] + np.arange(start, stop)
-        tables.append(table.append_column("row_ids", pa.array(row_ids)))
+        table, rows = _read_group(index, group), plan.rows_of_segment(chunk.lane.epoch, group, start, stop)
+        table = table.slice(start, stop - start) if plan.weights is None else table.take(pa.array(rows))
+        tables.append(table.append_column("row_ids", pa.array(index.first_row_ids[group] + rows)))
     window = pa.concat_tables(tables).combine_chunks()
     permutation = chunk.lane.permutation(chunk.window)
     skipped = window.num_rows - (chunk.window_stop - chunk.start)

@@ -15,7 +15,7 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import MapStyleIndex
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.job import Job
 
 _IDENTITY = "run.json"
 _DESCRIPTION = "data_set"
@@ -79,14 +79,13 @@ def _check_is_plain(function: Any, name: str) -> None:
         )
 
 
-def check_identity(
-    storage: Storage, config: RunConfig, index: DatasetIndex | MapStyleIndex, *, may_replace: bool
-) -> None:
+def check_identity(job: Job, *, may_replace: bool) -> None:
     """Records what defines the run, or raises ConfigError if it differs from the record of an earlier session.
 
     A run without a commit (`may_replace`) gets a new record.
     """
-    current = {**config.identity(), "data": index.fingerprint}
+    storage, config, index = job.storage, job.config, job.index
+    current = {**job.identity(), "data": index.fingerprint}
     record = json.dumps({**current, _DESCRIPTION: str(index)}, indent=1).encode()
     try:
         recorded = None if may_replace else json.loads(storage.read(_IDENTITY))

@@ -21,6 +21,7 @@ from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory, is_parquet
 from elastic_ddp.data.transform import check_columns
+from elastic_ddp.data.weight_column import weights_of
 from elastic_ddp.driver.checks import check_capacity, check_functions, check_identity, check_steps, warn_about_data
 from elastic_ddp.driver.cluster import connect_or_start
 from elastic_ddp.driver.display import print_note
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from elastic_ddp.data.files import Source
     from elastic_ddp.data.map_style import InMemory
     from elastic_ddp.data.transform import Transform
+    from elastic_ddp.data.weight_column import Weights
     from elastic_ddp.worker.run import Run
 
 SUMMARY = "summary.json"
@@ -84,6 +86,9 @@ class ElasticTrainer:
         collate_fn: maps the rows of a micro-batch, a list, to what `Step.micro_batches` yields. Rows of columns are
             dicts. Default: a tensor of each column, or `torch.utils.data.default_collate` for a map-style data set.
 
+        sample_weights: draws rows with replacement, in proportion to these weights: the name of a column, or one number
+            for each row in stored order. An epoch draws as many rows as the data set has.
+
     Raises:
         ConfigError: a setting or an argument is invalid, the storage is not writable, or the installed Ray version is
             not supported.
@@ -97,6 +102,7 @@ class ElasticTrainer:
         *,
         transform: Transform | None = None,
         collate_fn: CollateFn | None = None,
+        sample_weights: Weights | None = None,
     ) -> None:
         check_ray_version()
         check_functions(train, transform, collate_fn)
@@ -106,6 +112,7 @@ class ElasticTrainer:
         self._data = data
         self._transform = transform
         self._collate_fn = collate_fn
+        self._sample_weights = sample_weights
         if self.config.storage.startswith("memory:"):
             raise ConfigError(
                 f"storage={self.config.storage!r} is memory of one process, which workers cannot share. Use a folder "
@@ -179,16 +186,18 @@ class ElasticTrainer:
         else:
             index = index_in_memory(data, columns)
         check_steps(index, self.config)
-        check_identity(self._storage, self.config, index, may_replace=self._may_replace())
-        return Job(
+        job = Job(
             config=self.config,
             train=self._train,
             index=index,
             transform=self._transform,
             collate_fn=self._collate_fn,
+            weights=weights_of(index, self._sample_weights) if self._sample_weights is not None else None,
             storage=self._storage,
             session=session,
         )
+        check_identity(job, may_replace=self._may_replace())
+        return job
 
     def _may_replace(self) -> bool:
         """Whether the run has no commit, so that its data and settings may still change."""

@@ -193,7 +193,7 @@ class Checkpointer:
             "epoch": self._job.shape.epoch_of(position.step),
             "generation": generation,
             "data": self._job.index.fingerprint,
-            "identity": self._job.config.identity(),
+            "identity": self._job.identity(),
             "versions": versions(),
             **self.metrics.to_record(),
             **self.schedule.to_record(),

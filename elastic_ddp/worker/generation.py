@@ -44,6 +44,7 @@ def feeds_of(job: Job, device: torch.device) -> FeedCache:
             micro_batches=micro_batches,
             first_step=first_step,
             last_step=job.total_steps,
+            weights=job.weights,
         )
         functions: dict[str, Any] = {"transform": job.transform, "collate_fn": job.collate_fn}
         return MicroBatchFeed(job.index, plan, **functions, device=device, before_reading=before_reading)

@@ -13,6 +13,7 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import MapStyleIndex
 from elastic_ddp.data.order import EpochShape
+from elastic_ddp.data.weights import SampleWeights
 from elastic_ddp.errors import CheckpointError
 from elastic_ddp.rendezvous.members import Member
 from elastic_ddp.storage.storage import Storage
@@ -51,14 +52,20 @@ class Job:
     index: DatasetIndex | MapStyleIndex
     transform: Transform | None
     collate_fn: CollateFn | None = None
+    weights: SampleWeights | None = None
     storage: Storage
     """The run's own folder, `<storage>/<name>`."""
     session: str = ""
     """The session of the driver that holds the run's lease."""
 
+    def identity(self) -> dict[str, Any]:
+        """Returns what decides the weights' bits besides the data, as JSON values."""
+        sampling = {"sample_weights": self.weights.fingerprint} if self.weights is not None else {}
+        return self.config.identity() | sampling
+
     def difference_to(self, record: Mapping[str, Any]) -> str | None:
         """Returns how the run of a commit with this record differs from this run; None if it is the same run."""
-        own = {"identity": self.config.identity(), "data": self.index.fingerprint}
+        own = {"identity": self.identity(), "data": self.index.fingerprint}
         names = different_runs(own, record)
 
         def values(identity: Mapping[str, Any]) -> str:
