@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import _pytree
 
 if TYPE_CHECKING:
@@ -83,6 +86,19 @@ def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Returns the module's own buffers by name. `Module._buffers`: `named_buffers` leaves out buffers that are None."""
     return module._buffers
+
+
+def is_normalization(module: torch.nn.Module, buffer: str) -> bool:
+    """Returns whether a buffer holds statistics of one of torch's own normalization layers.
+
+    These are BatchNorm, InstanceNorm and their subclasses; the observers of quantization; and spectral normalization,
+    which keeps the vectors of its power iteration in a parametrization or, in its older form, in the normalized layer,
+    whose `Module._forward_pre_hooks` update them.
+    """
+    if isinstance(module, _NormBase | _SpectralNorm) or type(module).__module__.startswith("torch.ao."):
+        return True
+    hooks = module._forward_pre_hooks.values()
+    return any(isinstance(hook, SpectralNorm) and buffer.startswith(hook.name) for hook in hooks)
 
 
 def has_gradient_hooks(parameter: torch.nn.Parameter) -> bool:

@@ -1,25 +1,28 @@
 """Model buffers, such as BatchNorm statistics, that end a step with the same bits at every world size.
 
-Every micro-batch of a step starts from the same buffers. The change that each makes to a floating-point buffer is
-weighted by rows and averaged along the reduction tree. Integer buffers are taken from micro-batch 0. Changes are
-averaged rather than values: a buffer that no micro-batch changes keeps its bits, even if it holds infinities.
+Every micro-batch of a step starts from the same buffers. The changes that the micro-batches make combine by the
+buffer's rule: averaged over rows or added, along the reduction tree, or those of micro-batch 0. Changes are combined
+rather than values: a buffer that no micro-batch changes keeps its bits, even if it holds infinities.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
+from elastic_ddp.distributed.buffer_rules import FIRST, MEAN, SUM, changed_error, find_rules
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees
-from elastic_ddp.errors import ConfigError
+from elastic_ddp.errors import ConfigError, shorten
 from elastic_ddp.tensors.state_tree import ravel
-from elastic_ddp.torch_internals import buffers_of
+from elastic_ddp.torch_internals import buffers_of, version
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integer dtypes by element size. Longer elements are compared as one int64, or as two."""
 Changes = list[torch.Tensor | None]
-"""The change that a subtree of micro-batches makes to each floating-point buffer; None where it makes none."""
+"""The change that a subtree of micro-batches makes to each combined buffer; None where it makes none."""
 
 
 def _add(left: Changes, right: Changes) -> Changes:
@@ -47,37 +50,78 @@ def _differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class StepBuffers:
-    """The buffers of a model during a step."""
+    """The buffers of a model during a step. `rules` are those of `run.prepare(model, buffers=...)`."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, rules: Mapping[str, str] | None = None) -> None:
         self._module = module
-        self._known: set[tuple[int, str]] | None = None  # the buffers that the model had so far, by owner and name
+        self._given_rules = rules or {}
+        self._rules: dict[tuple[int, str], tuple[str, str | None]] | None = None  # of the buffers that it had so far
 
     def begin(self) -> None:
         """Begins a step: saves the values that every micro-batch starts from."""
         owners = self._module.modules()
         registered = [(owner, name, buffer) for owner in owners for name, buffer in buffers_of(owner).items()]
         self._empty = [(owner, name) for owner, name, buffer in registered if buffer is None or not buffer.numel()]
-        self._check_known()
+        rules = self._check_known()
         self._is_checked = False  # whether `_check_known` ran after a forward of this step
         places = [(owner, name, buffer) for owner, name, buffer in registered if buffer is not None and buffer.numel()]
         # By owner and name: a forward may change a buffer in place, or assign another tensor.
-        self._places = sorted(places, key=lambda place: not place[2].is_floating_point())
+        order = (MEAN, SUM, FIRST, None)
+        self._places = sorted(places, key=lambda place: order.index(rules[id(place[0]), place[1]][1]))
+        self._names = [rules[id(owner), name][0] for owner, name, _ in self._places]
+        self._rule_of = [rules[id(owner), name][1] for owner, name, _ in self._places]
         buffers = [buffer for _, _, buffer in self._places]
-        self._floats = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._others = buffers[len(self._floats) :]
-        self._start = [buffer.clone() for buffer in self._floats]
-        self._others_start = [buffer.clone() for buffer in self._others]
-        self._others_end: list[torch.Tensor] | None = None
+        num_combined = sum(rule in (MEAN, SUM) for rule in self._rule_of)
+        self._combined = buffers[:num_combined]
+        self._first = buffers[num_combined : num_combined + self._rule_of.count(FIRST)]
+        self._start = [buffer.clone() for buffer in buffers]
+        self._first_end: list[torch.Tensor] | None = None
         self._sums: dict[Node, Changes] = {}
         self.changed = False  # whether any micro-batch so far changed any buffer
+        self._versions = self._count_changes()
 
     def end_micro_batch(self, micro_batch: int, weight: float | None) -> None:
         """Collects the changes of a micro-batch and restores the buffers. A weight of None ignores the changes.
 
         Raises:
-            ConfigError: its forward created a buffer, filled an empty one or changed a shape.
+            ConfigError: its forward created a buffer, filled an empty one or changed a shape, or it changed a buffer
+                without a rule.
         """
+        ends, changed = self._compare()
+        if weight is not None and ends:
+            self._check_rules(changed)
+            self.changed = self.changed or any(changed)
+            deltas: Changes = [
+                # inf - inf is NaN, but an unchanged infinity is no change.
+                torch.where(end == start, torch.zeros_like(end), (end - start) * (weight if rule == MEAN else 1))
+                if touched
+                else None
+                for end, start, rule, touched in zip(ends, self._start, self._rule_of, changed, strict=True)
+            ][: len(self._combined)]
+            fold_in(self._sums, Node(0, micro_batch), deltas, _add)
+            if micro_batch == 0:
+                end_of_first = len(self._combined) + len(self._first)
+                self._first_end = [end.clone() for end in ends[len(self._combined) : end_of_first]]
+        self._restore(changed)
+
+    def end_evaluated_batch(self) -> None:
+        """Restores the buffers after a forward that does not train. Raises a ConfigError as `end_micro_batch` does."""
+        _, changed = self._compare()
+        self._check_rules(changed)
+        self._restore(changed)
+
+    def check_untouched(self) -> None:
+        """Raises a ConfigError if a buffer changed since the last micro-batch ended."""
+        versions = self._count_changes()
+        changed = [name for name, now, then in zip(self._names, versions, self._versions, strict=True) if now != then]
+        if changed:
+            raise ConfigError(
+                f"the buffer {shorten(changed, 5)} changed in the step between a forward and step.optimize(). Change "
+                "it after step.optimize() in the block: it runs once per step, and alike on all ranks."
+            )
+
+    def _compare(self) -> tuple[list[torch.Tensor], list[bool]]:
+        """Returns the buffers as a forward left them, and which of them it changed."""
         for owner, name in self._empty:
             if (filled := buffers_of(owner).get(name)) is not None and filled.numel():
                 raise _buffer_error(owner, name, "was None or empty until a forward filled it")
@@ -85,47 +129,50 @@ class StepBuffers:
         if not self._is_checked:
             self._check_known()
             self._is_checked = True
-        starts = self._start + self._others_start
-        if not starts:
-            return
+        if not self._start:
+            return [], []
         current = [buffers_of(owner)[name] for owner, name, _ in self._places]
-        ends = [start if now is None else now.detach() for now, start in zip(current, starts, strict=True)]
-        for (owner, name, _), end, start in zip(self._places, ends, starts, strict=True):
+        ends = [start if now is None else now.detach() for now, start in zip(current, self._start, strict=True)]
+        for (owner, name, _), end, start in zip(self._places, ends, self._start, strict=True):
             if end.shape != start.shape:
                 problem = f"changed its shape from {tuple(start.shape)} to {tuple(end.shape)} in a forward"
                 raise _buffer_error(owner, name, problem)
         # One transfer from the device for all buffers.
-        changed = torch.stack([_differ(end, start) for end, start in zip(ends, starts, strict=True)]).tolist()
-        if weight is not None:
-            self.changed = self.changed or any(changed)
-            deltas: Changes = [
-                # inf - inf is NaN, but an unchanged infinity is no change.
-                torch.where(end == start, torch.zeros_like(end), (end - start) * weight) if touched else None
-                for end, start, touched in zip(ends, self._start, changed, strict=False)
-            ]
-            fold_in(self._sums, Node(0, micro_batch), deltas, _add)
-            if micro_batch == 0:
-                self._others_end = [end.clone() for end in ends[len(self._floats) :]]
-        self._restore(changed)
+        return ends, torch.stack([_differ(end, start) for end, start in zip(ends, self._start, strict=True)]).tolist()
 
-    def _check_known(self) -> None:
-        """Raises a ConfigError for a buffer that a forward created: a worker that resumes or joins does not have it."""
+    def _check_rules(self, changed: list[bool]) -> None:
+        """Raises a ConfigError if a buffer changed that has no rule."""
+        places = zip(self._names, self._rule_of, changed, strict=True) if changed else ()
+        if names := [name for name, rule, touched in places if touched and rule is None]:
+            raise changed_error(names)
+
+    def _count_changes(self) -> list[tuple[int, int]]:
+        """Returns what differs for each buffer after it was changed in place or replaced."""
+        current = [buffers_of(owner).get(name) for owner, name, _ in self._places]
+        return [(id(buffer), 0 if buffer is None else version(buffer)) for buffer in current]
+
+    def _check_known(self) -> dict[tuple[int, str], tuple[str, str | None]]:
+        """Returns the names and rules of all buffers. Raises a ConfigError for a buffer that a forward created.
+
+        A worker that resumes or joins does not have it.
+        """
         registered = {(id(owner), name): owner for owner in self._module.modules() for name in buffers_of(owner)}
-        if self._known is not None:
-            for key in registered.keys() - self._known:
+        if self._rules is None or self._rules.keys() != registered.keys():
+            for key in registered.keys() - (registered.keys() if self._rules is None else self._rules):
                 raise _buffer_error(registered[key], key[1], "was created by a forward")
-        self._known = set(registered)
+            self._rules = find_rules(self._module, self._given_rules)
+        return self._rules
 
     def revert(self) -> None:
         """Restores the buffers to the start of the step, after an interrupted micro-batch."""
         self._restore([True] * len(self._places))
 
     def _restore(self, changed: list[bool]) -> None:
-        starts = self._start + self._others_start
-        for (owner, name, buffer), start, touched in zip(self._places, starts, changed, strict=True):
+        for (owner, name, buffer), start, touched in zip(self._places, self._start, changed, strict=True):
             buffers_of(owner)[name] = buffer
             if touched:
                 buffer.copy_(start)
+        self._versions = self._count_changes()
 
     def combine(self, *, ranges: list[range], num_leaves: int, divisor: float, group: ProcessGroup) -> None:
         """Sets the buffers to their values at the end of the step.
@@ -135,17 +182,18 @@ class StepBuffers:
         sums = self._sums
         if group.world_size > 1:
             sums = self._gather_sums(ranges, num_leaves, group)
-            self._others_end = self._others_end or [torch.empty_like(buffer) for buffer in self._others]
-            for end in self._others_end:
+            self._first_end = self._first_end or [torch.empty_like(buffer) for buffer in self._first]
+            for end in self._first_end:
                 raw = end.contiguous()
                 # Rank 0 has micro-batch 0. As bytes, because gloo does not support every dtype.
                 dist.broadcast(ravel(raw).view(torch.uint8), 0)
                 end.copy_(raw)
         total: Changes = fold_to_root(sums, num_leaves, _add)
-        for buffer, start, delta in zip(self._floats, self._start, total, strict=True):
+        for buffer, start, rule, delta in zip(self._combined, self._start, self._rule_of, total, strict=False):
             if delta is not None:
-                buffer.copy_(torch.where(delta == 0, start, start + delta / divisor))
-        for buffer, end in zip(self._others, self._others_end or [], strict=True):
+                change = delta / divisor if rule == MEAN else delta
+                buffer.copy_(torch.where(delta == 0, start, start + change))
+        for buffer, end in zip(self._first, self._first_end or [], strict=True):
             buffer.copy_(end)
 
     def _gather_sums(self, ranges: list[range], num_leaves: int, group: ProcessGroup) -> dict[Node, Changes]:
@@ -153,14 +201,15 @@ class StepBuffers:
         subtrees = [maximal_subtrees(range(r.start, min(r.stop, num_leaves))) for r in ranges]
         most = max(map(len, subtrees))
         sums: dict[Node, Changes] = {node: [] for nodes in subtrees for node in nodes}
-        for position, buffer in enumerate(self._floats):
+        for position, buffer in enumerate(self._combined):
             own = buffer.new_zeros(most, buffer.numel())
             for row, node in enumerate(subtrees[group.rank]):
                 change = self._sums[node][position]
                 if change is not None:
                     own[row] = change.reshape(-1)
             gathered = buffer.new_empty(group.world_size, most, buffer.numel())
-            all_gather_single(gathered.view(-1), own.view(-1))
+            # As bytes, because gloo does not support every dtype.
+            all_gather_single(ravel(gathered).view(torch.uint8), ravel(own).view(torch.uint8))
             for rank, nodes in enumerate(subtrees):
                 for row, node in enumerate(nodes):
                     sums[node].append(gathered[rank, row].view_as(buffer))

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from elastic_ddp import torch_internals
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees
+from elastic_ddp.distributed.strategy import own_backward_error
 
 _MOVED = torch.empty(0)
 """Stands in a subtree's sum for a gradient that was moved into its bucket."""
@@ -56,6 +57,7 @@ class CanonicalReduction:
         self._sums: dict[Node, list[torch.Tensor]] = {}  # of each subtree, a tensor or `_MOVED` for each parameter
         self._pending_gathers: list[Callable[[], None]] = []
         self._last_micro_batch: int | None = None
+        self._is_expected = False  # whether the last backward of the step runs
         self._used: set[int] = set()  # positions of the parameters that a folded micro-batch used
         self._may_be_unused = may_be_unused
         self._means: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of each bucket, if parameters may be unused
@@ -64,6 +66,7 @@ class CanonicalReduction:
         """Begins a step, in which micro-batches 0 to L-1 have rows and the sum is divided by d."""
         self._num_leaves, self._divisor = num_leaves, divisor
         self._subtrees = [maximal_subtrees(range(r.start, min(r.stop, num_leaves))) for r in self._ranges]
+        self._is_expected = False
         self._sums.clear()
         self._pending_gathers.clear()
         self._used.clear()
@@ -95,6 +98,7 @@ class CanonicalReduction:
     def expect(self, micro_batch: int | None) -> None:
         """Sets the micro-batch whose gradient the hook gets from the next backward. None: the hook ignores it."""
         self._last_micro_batch = micro_batch
+        self._is_expected = True
 
     def drop_unused_gradients(self) -> None:
         """Sets the gradient of parameters that no micro-batch of the step used to None. Collective.
@@ -117,10 +121,13 @@ class CanonicalReduction:
 
     def hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook for `DistributedDataParallel.register_comm_hook`."""
+        if not self._is_expected:
+            raise own_backward_error()
         buffer, is_last = bucket.buffer(), bucket.is_last()
         sums = self._bucket_sums(bucket)
         if is_last:
             self._sums.clear()
+            self._is_expected = False
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )

@@ -9,18 +9,12 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.canonical_reduction import CanonicalReduction
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
-from elastic_ddp.distributed.strategy import Strategy, unused_parameters_error
+from elastic_ddp.distributed.strategy import Strategy, snapshot, unused_parameters_error
 from elastic_ddp.errors import ConfigError
-
-
-def _snapshot(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """Returns a value that differs after the gradient was accumulated into."""
-    return None if gradient is None else (id(gradient), torch_internals.version(gradient))
 
 
 class _DirectCall(torch.nn.Module):
@@ -82,6 +76,14 @@ class DDPStrategy(Strategy):
         self._model.use_replica(self._replica if last else None)
 
     def backward(self, loss: torch.Tensor, micro_batch: int) -> None:
+        # DDP's forward moves gradients that earlier backwards accumulated into its buckets.
+        if self._reduction is not None or micro_batch == self.to_compute[0] or micro_batch != self.to_compute[-1]:
+            self._check_gradients()
+        self._backward(loss, micro_batch)
+        self._model.use_replica(None)
+        self._gradients_left = self._snapshot_gradients()
+
+    def _backward(self, loss: torch.Tensor, micro_batch: int) -> None:
         last = micro_batch == self.to_compute[-1]
         if last and not self._model.called_replica:
             raise ConfigError(
@@ -89,7 +91,7 @@ class DDPStrategy(Strategy):
                 "be reduced. Call it as model(x): not as model.forward(x), and not a part or a copy of it."
             )
         weight = self.weight(micro_batch)
-        before = {name: _snapshot(parameter.grad) for name, parameter in self._trained.items()} if last else {}
+        before = self._snapshot_gradients() if last else {}
         if self._reduction is None:
             if not weight and not self._options.find_unused_parameters:
                 # Zero gradients, whatever the model computes from padding: 0 * inf would be NaN on every rank.
@@ -112,7 +114,7 @@ class DDPStrategy(Strategy):
         """Raises a ConfigError if a parameter got no gradient. DDP itself would raise in the next step."""
         if self._options.find_unused_parameters or self._options.static_graph:
             return
-        if unused := [name for name, state in before.items() if _snapshot(self._trained[name].grad) == state]:
+        if unused := [name for name, state in before.items() if snapshot(self._trained[name].grad) == state]:
             raise unused_parameters_error(unused, "set ddp.find_unused_parameters = true")
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.fsdp_units import ParameterLocation, check_shardable, locate_parameters
+from elastic_ddp.distributed.parameter_guard import changed_parameters_error
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.strategy import Strategy, unused_parameters_error
@@ -46,6 +47,7 @@ class FSDPStrategy(Strategy):
     def __init__(self, model: PreparedModel, config: RunConfig, group: ProcessGroup) -> None:
         super().__init__(model, config, group)
         self._gathered: dict[str, torch.nn.Parameter] = {}  # the trained ones as the autograd graph contains them
+        self._versions: dict[str, tuple[torch.Tensor, int]] = {}  # of all gathered ones, before the forward
         self._mesh: DeviceMesh | None = None
         self._options = config.fsdp
         self._policy = POLICIES[config.precision]
@@ -77,17 +79,21 @@ class FSDPStrategy(Strategy):
             # As torch does by default, parameters outside of all units stay gathered: the backward begins with them.
             reshard = self._options.reshard_after_forward and unit is not module
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-            trained = [location for location in locations if location.unit is unit and location.name in self._trained]
-            unit.register_forward_pre_hook(partial(self._record_gathered, trained))
+            own = [location for location in locations if location.unit is unit]
+            unit.register_forward_pre_hook(partial(self._record_gathered, own))
         self._trained = self._find_trained()
         # The user created the optimizers with the parameters that the shards replaced.
         sharded = dict(module.named_parameters())
         for optimizer in optimizers:
             _replace_parameters(optimizer, lambda parameter: sharded[names[id(parameter)]])
 
-    def _record_gathered(self, trained: Sequence[ParameterLocation], unit: torch.nn.Module, inputs: Any) -> None:
+    def _record_gathered(self, own: Sequence[ParameterLocation], unit: torch.nn.Module, inputs: Any) -> None:
         """A forward hook that records a unit's parameters after torch gathered them."""
-        self._gathered |= {location.name: location.parameter for location in trained}
+        for location in own:
+            parameter = location.parameter
+            self._versions[location.name] = parameter, torch_internals.version(parameter)
+            if location.name in self._trained:
+                self._gathered[location.name] = parameter
 
     def layout(self, optimizers: Sequence[torch.optim.Optimizer]) -> Layout | None:
         tensors = {f"model.{name}": value for name, value in self._model.module.state_dict(keep_vars=True).items()}
@@ -138,6 +144,8 @@ class FSDPStrategy(Strategy):
                 hook.remove()
 
     def _backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        self._check_gradients()
+        self._check_unchanged()
         self._check_used(loss)
         module = self._model.module
         assert isinstance(module, FSDPModule)
@@ -148,6 +156,12 @@ class FSDPStrategy(Strategy):
         # `_check_used` cannot see into reentrant checkpoints.
         if is_last and (unused := [name for name, parameter in self._trained.items() if parameter.grad is None]):
             raise unused_parameters_error(unused, _USE_IN_ALL)
+
+    def _check_unchanged(self) -> None:
+        """Raises a ConfigError if a forward changed gathered parameters. The change would be lost with them."""
+        gathered = self._versions.items()
+        if changed := [name for name, (tensor, count) in gathered if torch_internals.version(tensor) != count]:
+            raise changed_parameters_error(changed)
 
     def _check_used(self, loss: torch.Tensor) -> None:
         """Raises a ConfigError if the loss does not depend on all trained parameters.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ class PreparedModel:
 
     The module stays the user's own, of its own class. With `bf16`, calls of it run under autocast to bfloat16 and
     return float32, with `fp16` under autocast to float16. Copies of the module do not have the route: they compute
-    outside of DDP, without autocast. `is_unit` returns whether FSDP shards a submodule as one unit.
+    outside of DDP, without autocast. `is_unit` returns whether FSDP shards a submodule as one unit. `buffer_rules` are
+    those of `buffer_rules.py`.
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class PreparedModel:
         bf16: bool,
         fp16: bool = False,
         is_unit: Callable[[torch.nn.Module], bool] = lambda submodule: False,
+        buffer_rules: Mapping[str, str] | None = None,
     ) -> None:
         self.module = module
+        self.buffer_rules = buffer_rules or {}
         self.is_unit = is_unit
         self._device_type = device.type
         self._autocast = torch.bfloat16 if bf16 else torch.float16 if fp16 else None

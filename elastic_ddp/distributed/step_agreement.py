@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
 
-VOTES = ("stop", "commit", "saving", "reconfigure", "buffers_changed")
+VOTES = ("stop", "commit", "saving", "reconfigure", "buffers_changed", "gathered")
 _DIGEST_WORDS = 4  # 32 bytes of SHA-256
 _SLOT_WORDS = 1 + _DIGEST_WORDS
 
@@ -56,7 +56,7 @@ class Agreement:
     """What all ranks know at the end of a step."""
 
     votes: Mapping[str, int]
-    """The number of ranks that voted for each name in `VOTES`."""
+    """The number of ranks that voted for each name in `VOTES`; for `gathered`, the sum of their signatures."""
     loss: float
     """The mean loss over the rows of the global batch, with the same bits at every world size."""
     losses: Sequence[float]
@@ -71,8 +71,8 @@ class ControlExchange:
 
     rows: np.ndarray
     """The number of rows of every micro-batch of the step, int64 of shape (M,)."""
-    votes: dict[str, bool] = field(default_factory=dict)
-    """This rank's votes."""
+    votes: dict[str, int] = field(default_factory=dict)
+    """This rank's votes. That for `gathered` is the signature of what it gathers, 0 for nothing."""
     _vector: torch.Tensor | None = None
     _work: dist.Work | None = None
 

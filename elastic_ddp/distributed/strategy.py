@@ -28,6 +28,20 @@ def unused_parameters_error(names: Sequence[str], fix: str) -> ConfigError:
     )
 
 
+def own_backward_error(names: Sequence[str] = ()) -> ConfigError:
+    """Returns the error for gradients, of the parameters with these names, that are not those of `step.backward`."""
+    which = f" of {shorten(names, 5)}" if names else ""
+    return ConfigError(
+        f"gradients{which} changed in the loop over step.micro_batches() without step.backward. What another backward "
+        "adds is neither weighted nor reduced. Add up the losses of a batch and call step.backward(loss) once for it."
+    )
+
+
+def snapshot(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """Returns a value that differs after the gradient was accumulated into."""
+    return None if gradient is None else (id(gradient), torch_internals.version(gradient))
+
+
 class Strategy(ABC):
     """Computes and reduces the gradients of a generation.
 
@@ -74,11 +88,21 @@ class Strategy(ABC):
                 "their own with lr=0, which a scheduler can raise."
             )
         self._rows = rows
+        self._gradients_left = dict.fromkeys(self._trained)
         self.num_leaves = int(np.count_nonzero(rows))
         self.divisor = int(rows.sum()) / self.micro_batch_size  # M except in the short last step of an epoch
         with_rows = [m for m in self.micro_batches if rows[m]]
         self.to_compute = with_rows or self.micro_batches[-1:]
         """This rank's micro-batches with rows, in order, or one of padding with weight 0, for the collectives."""
+
+    def _snapshot_gradients(self) -> dict[str, tuple[int, int] | None]:
+        return {name: snapshot(parameter.grad) for name, parameter in self._trained.items()}
+
+    def _check_gradients(self) -> None:
+        """Raises a ConfigError if gradients changed since the last backward of the step."""
+        now = self._snapshot_gradients()
+        if changed := [name for name, left in self._gradients_left.items() if now[name] != left]:
+            raise own_backward_error(changed)
 
     def weight(self, micro_batch: int) -> float:
         """Returns a micro-batch's weight in the step's sum: its rows in units of full micro-batches."""

@@ -17,6 +17,7 @@ from elastic_ddp.data.files import Source, entries_of
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory, is_parquet
 from elastic_ddp.data.order import EpochShape, FeedPlan
+from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.seeding import preserve_rng_state, seed_all
@@ -60,8 +61,11 @@ def evaluate(
     # The sum of losses of each micro-batch; zero for those of other ranks.
     sums = torch.zeros(shape.steps_per_epoch, config.num_micro_batches, dtype=torch.float64)
     functions: dict[str, Any] = {"transform": transform, "collate_fn": collate_fn}
+    assert generation.state.model is not None
+    buffers = StepBuffers(model, generation.state.model.buffer_rules)
     feed = generation.evaluation_feed = MicroBatchFeed(index, plan, **functions, device=device)
     try:
+        buffers.begin()
         with torch.no_grad(), _eval_mode(model), preserve_rng_state(device):
             for step in range(shape.steps_per_epoch):
                 rows = shape.rows(step)
@@ -71,10 +75,12 @@ def evaluate(
                     generation.activity.enter("evaluation")
                     for _ in range(num_dummies):
                         loss_fn(model, copy.deepcopy(batch.rows))
+                        buffers.end_evaluated_batch()
                     num_dummies = 0
                     if batch.num_rows:
                         seed_all(config.seed, "evaluate", step, batch.index)
                         sums[step, batch.index] = as_number(loss_fn(model, batch.rows)) * batch.num_rows
+                        buffers.end_evaluated_batch()
     finally:
         strategy.reshard()
         generation.evaluation_feed = None

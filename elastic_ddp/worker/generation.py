@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.feed_cache import FeedCache
 from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.distributed.buffer_sync import StepBuffers
+from elastic_ddp.distributed.parameter_guard import ParameterGuard
 from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
 from elastic_ddp.distributed.state_transfer import check_same_model, transfer_state
@@ -102,6 +103,10 @@ class Generation:
     on_nonfinite: Policy = "stop"
     evaluation_feed: MicroBatchFeed | None = None
     is_closed: bool = False
+    parameters: ParameterGuard = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = ParameterGuard(self.state.module)
 
     @classmethod
     def open(cls, inputs: GenerationInputs, assignment: Assignment, attempt: int = 0) -> Generation:
@@ -143,7 +148,7 @@ class Generation:
                 group=group,
                 state=state,
                 strategy=strategy,
-                buffers=StepBuffers(state.module),
+                buffers=StepBuffers(state.module, state.model.buffer_rules),
                 feed=feed or open_feed(state.position.step),
                 feeds=feeds,
                 seed=job.config.seed,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from elastic_ddp.distributed.buffer_rules import check_rules
 from elastic_ddp.distributed.buffer_sync import unshare_buffers
 from elastic_ddp.distributed.prepared_model import PreparedModel, ShardBy, unit_predicate
 from elastic_ddp.errors import ConfigError
@@ -59,7 +60,14 @@ class Run:
         self.device = loop.device
         self._loop, self._state = loop, loop.state
 
-    def prepare(self, thing: Prepared, *, shard: ShardBy | None = None, every: Every = "step") -> Prepared:
+    def prepare(
+        self,
+        thing: Prepared,
+        *,
+        shard: ShardBy | None = None,
+        buffers: Mapping[str, str] | None = None,
+        every: Every = "step",
+    ) -> Prepared:
         """Adds a model, an optimizer, or a scheduler to the run.
 
         Call it on every rank, in the same order, before `steps()`. `Step.optimize` steps what was prepared. Commits
@@ -71,6 +79,10 @@ class Run:
             thing: a model, an optimizer of its parameters, or a scheduler of a prepared optimizer.
             shard: for FSDP, the submodules to shard as one unit each: a class, a tuple of classes, or a function from
                 a module to a bool. Adds to `fsdp.shard_classes`.
+            buffers: what becomes of buffers that a forward changes, by name or glob pattern, such as
+                `{"*.usage": "sum"}`. `"mean"` averages the changes over the rows of the global batch, `"sum"` adds the
+                changes of all micro-batches, `"first"` keeps what micro-batch 0 leaves. Statistics of torch's
+                normalization layers need no entry; a change of any other buffer is an error.
             every: for a scheduler, whether it is stepped after each `step` or after the last step of each `epoch`.
 
         Returns:
@@ -78,7 +90,7 @@ class Run:
             its copies do not.
 
         Raises:
-            ConfigError: the run cannot train `thing`, or no submodule matches `shard`.
+            ConfigError: the run cannot train `thing`, or no submodule matches `shard`, or no buffer matches `buffers`.
         """
         if self._loop.has_begun:
             raise ConfigError("run.prepare was called inside run.steps(). Prepare everything before the loop.")
@@ -89,7 +101,9 @@ class Run:
                 "leave it out for a model or an optimizer."
             )
         if isinstance(thing, torch.nn.Module):
-            return self._prepare_model(thing, shard)
+            return self._prepare_model(thing, shard, buffers or {})
+        if shard is not None or buffers is not None:
+            raise ConfigError(f"run.prepare got a {type(thing).__name__} with shard or buffers, which are for a model.")
         if isinstance(thing, torch.optim.Optimizer):
             self._state.add_optimizer(thing)
         elif isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
@@ -101,21 +115,25 @@ class Run:
             )
         return thing
 
-    def _prepare_model(self, module: Module, shard: ShardBy | None) -> Module:
+    def _prepare_model(self, module: Module, shard: ShardBy | None, buffers: Mapping[str, str]) -> Module:
         if self._state.model is not None:
             raise ConfigError(
                 "run.prepare got a second model. Prepare one torch.nn.Module that holds both and calls them in forward."
             )
         check_model(module)
+        check_rules(module, buffers)
         module.to(self.device)
         unshare_buffers(module)
-        config, device = self.config, self.device
-        if config.strategy == "ddp":
-            bf16, fp16 = config.precision == "bf16", config.precision == "fp16"
-            self._state.model = PreparedModel(module, device=device, bf16=bf16, fp16=fp16)
-        else:  # FSDP gathers parameters in this precision itself
-            is_unit = unit_predicate(module, config.fsdp.shard_classes, shard)
-            self._state.model = PreparedModel(module, device=device, bf16=False, is_unit=is_unit)
+        config = self.config
+        is_fsdp = config.strategy == "fsdp"  # which gathers parameters in this precision itself
+        self._state.model = PreparedModel(
+            module,
+            device=self.device,
+            bf16=config.precision == "bf16" and not is_fsdp,
+            fp16=config.precision == "fp16" and not is_fsdp,
+            is_unit=unit_predicate(module, config.fsdp.shard_classes, shard) if is_fsdp else lambda _: False,
+            buffer_rules=buffers,
+        )
         return module
 
     def load_weights(self, uri: str | PathLike[str], *, step: int | None = None, strict: bool = True) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from elastic_ddp.distributed.process_group import is_peer_failure
+from elastic_ddp.distributed.row_gather import RowGather
 from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord, digest_rows, to_host
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
 from elastic_ddp.rendezvous.user_code import frames_of_error
@@ -57,6 +58,8 @@ class Step:
         self._votes = votes
         self._records: dict[int, MicroBatchRecord] = {}
         self._logged: dict[str, dict[int | None, float]] = {}
+        self._gather = RowGather()
+        self._gathered: dict[str, torch.Tensor] = {}
         self._current: int | None = None
         self._is_dummy = False  # whether the current forward and backward are only for other ranks' collectives
         self._is_in_block = False
@@ -76,6 +79,7 @@ class Step:
         self._state.module.zero_grad(set_to_none=True)
         self.generation.strategy.begin_step(self._control.rows)
         self.generation.buffers.begin()
+        self.generation.parameters.begin()
         return self
 
     def __exit__(
@@ -197,7 +201,8 @@ class Step:
         generation.buffers.end_micro_batch(micro_batch, generation.strategy.weight(micro_batch) if counts else None)
         record.loss = value
         if is_last:
-            self._control.votes = {**self._votes(), "buffers_changed": generation.buffers.changed}
+            gathered = self._gather.signature(generation.strategy.to_compute)
+            self._control.votes = {**self._votes(), "buffers_changed": generation.buffers.changed, "gathered": gathered}
             with_rows = {index: record for index, record in self._records.items() if record.num_rows}
             self._control.start(with_rows, generation.group.world_size)
             if scale != 1.0:
@@ -249,6 +254,31 @@ class Step:
             number = value.detach() if isinstance(value, torch.Tensor) else value
             self._logged.setdefault(name, {})[self._current] = number  # type: ignore[assignment]
 
+    def gather(self, **rows: torch.Tensor) -> None:
+        """Collects rows of the current batch by name, such as keys or codes, for `gathered`.
+
+        Call it for every batch, before its `backward`. Each value has the batch's rows as its first dimension. The
+        ranks exchange the rows in `optimize`, with one collective.
+
+        Raises:
+            ConfigError: called elsewhere, or a value does not have the batch's rows.
+        """
+        if self._current is None or self._records[self._current].loss is not _NO_LOSS:
+            raise ConfigError("step.gather is for the current batch. Call it before step.backward of that batch.")
+        if not self._is_dummy:
+            self._gather.add(self._current, self._records[self._current].num_rows, rows)
+
+    @property
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """What `gather` collected from the global batch, by name: tensors of shape `(rows, ...)` on the run's device.
+
+        The rows are in the order of the micro-batches, and identical on all ranks and at every world size. Available
+        after `optimize`.
+        """
+        if self.agreed is None:
+            raise ConfigError(f"step.gathered of step {self.index} was read before step.optimize(), which fills it.")
+        return self._gathered
+
     def optimize(self) -> None:
         """Clips the gradients, steps the optimizers, clears the gradients, and steps the schedulers.
 
@@ -274,11 +304,15 @@ class Step:
             )
         if self.agreed is not None:
             raise ConfigError(f"step.optimize was called twice in step {self.index}. Call it once.")
+        generation.parameters.check()
+        generation.buffers.check_untouched()
         for _ in self._feed:  # a loop that ended early leaves padding, which must not enter the next step
             pass
         # All collectives of the step come before the first change: a failure in them leaves the state intact.
         self._activity.enter("reduction")
         agreed = self._control.wait()
+        rows, signatures = self._control.rows, agreed.votes["gathered"]
+        self._gathered = self._gather.exchange(signatures, rows, strategy.ranges, generation.group)
         norm = self._clip_gradients()
         if agreed.votes["buffers_changed"]:
             ranges, num_leaves, divisor = strategy.ranges, strategy.num_leaves, strategy.divisor

@@ -59,6 +59,9 @@ class WarmupStep(Step):
     def log(self, **values: float | torch.Tensor) -> None:
         pass
 
+    def gather(self, **rows: torch.Tensor) -> None:
+        pass
+
     def optimize(self) -> None:
         self._buffers.end_micro_batch(self._batch.index, None)
         if torch.accelerator.is_available():

@@ -21,6 +21,7 @@ ALONE = ProcessGroup(
     StoreConnection(),
 )
 """A group of one rank, which needs no connections."""
+RULES = {"partly": "mean", "first": "first", "average": "mean", "cache": "mean", "number": "first"}
 CONSTANT = [0.1, 1 / 3, float("inf"), float("-inf"), -0.0, 5e-324, 3.0]
 
 
@@ -50,7 +51,7 @@ def step(
     weights = weights or [1.0] * num_micro_batches
     num_leaves = sum(weight > 0 for weight in weights)
     ranges = micro_batch_ranges(num_micro_batches, group.world_size)
-    buffers = StepBuffers(model)
+    buffers = StepBuffers(model, RULES)
     buffers.begin()
     owned = processing_order(ranges[group.rank])
     for micro_batch in [m for m in owned if weights[m]] or owned[-1:]:
@@ -124,7 +125,7 @@ def test_every_micro_batch_starts_from_the_buffers_of_the_step() -> None:
     model = Model()
     model.norm.running_mean.fill_(0.5)
     before = bits(model)
-    buffers = StepBuffers(model)
+    buffers = StepBuffers(model, RULES)
     buffers.begin()
     for micro_batch in range(3):
         model.compute(micro_batch)
@@ -144,7 +145,7 @@ def test_integer_buffers_are_those_of_micro_batch_0() -> None:
 
 def test_a_micro_batch_without_rows_changes_no_buffer() -> None:
     model = Model()
-    buffers = StepBuffers(model)
+    buffers = StepBuffers(model, RULES)
     buffers.begin()
     model.compute(4)
     buffers.end_micro_batch(4, None)
@@ -155,7 +156,7 @@ def test_a_micro_batch_without_rows_changes_no_buffer() -> None:
 def test_a_step_that_is_repeated_after_an_interruption_has_the_same_result() -> None:
     uninterrupted, model = Model(), Model()
     step(uninterrupted, 3, ALONE)
-    buffers = StepBuffers(model)
+    buffers = StepBuffers(model, RULES)
     buffers.begin()
     model.compute(0)
     buffers.end_micro_batch(0, 1.0)
@@ -168,7 +169,7 @@ def test_a_step_that_is_repeated_after_an_interruption_has_the_same_result() -> 
 
 def test_a_model_in_eval_mode_reports_no_changes() -> None:
     model = Model().eval()
-    buffers = StepBuffers(model)
+    buffers = StepBuffers(model, RULES)
     buffers.begin()
     for micro_batch in range(2):
         model.norm(torch.ones(2, 3))
@@ -215,7 +216,7 @@ class Registering(Model):
 def test_a_buffer_that_is_registered_in_training_raises_an_error(where: str) -> None:
     """A worker that resumes would not have it."""
     model = Registering(where)
-    buffers = StepBuffers(model)
+    buffers = StepBuffers(model, RULES)
     problem = r".*\(2,\) to \(3,\)" if where == "longer" else ""
     with pytest.raises(ConfigError, match=f"buffer 'cache' of Registering {problem}.*in __init__"):
         for _ in range(2):
@@ -243,7 +244,7 @@ def test_a_step_can_be_reverted_for_an_expanded_buffer() -> None:
 
     model = Masked()
     unshare_buffers(model)
-    buffers = StepBuffers(model)
+    buffers = StepBuffers(model, RULES)
     buffers.begin()
     model.compute(0)
     buffers.revert()
@@ -284,7 +285,7 @@ def test_every_micro_batch_starts_from_zeros_of_the_same_sign() -> None:
 def combine_int16(group: ProcessGroup) -> list[int]:
     model: Any = torch.nn.Module()
     model.register_buffer("number", torch.ones(3, dtype=torch.int16))
-    buffers = StepBuffers(model)
+    buffers = StepBuffers(model, RULES)
     buffers.begin()
     model.number.add_(1)
     buffers.end_micro_batch(group.rank, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -95,6 +95,8 @@ class SometimesModel(torch.nn.Module):
 
 class ReassigningModel(torch.nn.Module):
     """Replaces its buffers by new tensors, as moving averages often do. One buffer is not persistent."""
+
+    rules: ClassVar = {"average": "mean", "calls": "first"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +195,7 @@ def train(
         group=group,
         state=state,
         strategy=strategy,
-        buffers=StepBuffers(state.module),
+        buffers=StepBuffers(state.module, getattr(model, "rules", {})),
         feed=feed,
         feeds=FeedCache(lambda micro_batches, step, before_reading: feed),
         seed=config.seed,
