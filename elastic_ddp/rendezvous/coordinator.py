@@ -180,8 +180,8 @@ class Coordinator:
             return
         if formed.source is None:
             self.state.restored = formed.number
-        log = self.event_log
-        self.state.attempts.generation_formed(formed, log.progress.get("step", 0), log.steps_per_s or 0.0)
+        reported, speed = self.event_log.progress.get("step", 0), self.event_log.steps_per_s or 0.0
+        self.state.attempts.generation_formed(formed, reported, speed)
         self._snapshot.save(self.state)
         self.hangs.begin([member.id for member in formed.members], time.monotonic())
         self._stacks_requested_at, self._planned = None, {}
@@ -213,9 +213,9 @@ class Coordinator:
             self.record(events.DrainOverdue(generation=self.membership.generation))
             self.notify_members = True
         self._check_for_hang(now_s)
+        self._check_sections()
         if error := self.state.attempts.verdict(self.event_log.progress.get("step", 0), self.membership, now_s):
             self._fail(error)
-        self._check_sections()
         self._snapshot.save(self.state)
 
     def _plan(self, now_s: float) -> None:
@@ -241,15 +241,14 @@ class Coordinator:
             self._stacks_requested_at = None
             self._end_hang(now_s)
 
-    def _check_sections(self) -> None:
+    def _check_sections(self, *, is_hang: bool = False) -> None:
         """Ends the run if ranks of the current generation wait for each other at different places of the program."""
-        generation, is_broken = self.membership.current, self.membership.failure is not None
-        if generation is None or (is_broken and not self.membership.all_wait()):
-            return
-        ids = [member.id for member in generation.members]
-        if is_broken and any(map(self.membership.why_gone, ids)):  # the failed member has broken it
-            return
-        if error := find_mismatch(self.hangs.reports(ids), len(ids), self._options.num_micro_batches):
+        membership = self.membership
+        ids = [member.id for member in membership.current.members] if membership.current is not None else []
+        if membership.failure is not None and (any(map(membership.why_gone, ids)) or not membership.all_wait()):
+            return  # a failed member has broken it, or not all have come
+        reports = self.hangs.reports(ids)
+        if error := find_mismatch(reports, len(ids), self._options.num_micro_batches, is_hang=is_hang):
             self._fail(error)
 
     def _end_hang(self, now_s: float) -> None:
@@ -257,6 +256,7 @@ class Coordinator:
         verdict = self.hangs.decide(is_broken=self.membership.failure is not None)
         culprits = [*verdict.culprits]
         self.record(events.HangDetected(generation=generation, places=places, culprits=culprits, seconds=seconds))
+        self._check_sections(is_hang=True)
         for member, how in verdict.culprits.items():
             self.state.attempts.record(self.membership, member, how, now_s, is_hang=True)
             self.membership.mark_failed(member, how)

@@ -36,8 +36,10 @@ class ActivityReport(NamedTuple):
     worked_s: float = 0.0
     """Seconds for which a background operation that it waits for has been active."""
     section: Section = Section()
+    is_idle: bool = False
+    """Whether it has made no progress for `IDLE_S`."""
     where: str = ""
-    """Place in the user's code, for a worker that has made no progress for a while."""
+    """Place in the user's code, if it is idle or a collective has failed there."""
 
     @property
     def progress(self) -> tuple[int, Place, float]:
@@ -47,7 +49,7 @@ class ActivityReport(NamedTuple):
 
 AT_THE_START = ActivityReport(0, "start")
 IDLE_S = 1.0
-"""How long a worker makes no progress before its reports name its place in the user's code."""
+"""How long a worker makes no progress before it is idle."""
 
 
 def _zero() -> float:
@@ -67,7 +69,7 @@ class Activity:
         self._thread = threading.get_ident()
         self._section, self._num_before = Section(), 0
         self._count: Callable[[], int | None] = _none
-        self._where = ""
+        self._where, self._has_failed = "", False
 
     @property
     def now(self) -> ActivityReport:
@@ -79,18 +81,20 @@ class Activity:
         number = self._count()
         if number is not None and section is self._section:  # otherwise the thread has begun another section meanwhile
             section = section._replace(last=number - self._num_before)
-        if not where and self.idle_s >= IDLE_S:
+        is_idle = self._has_failed or self.idle_s >= IDLE_S
+        if is_idle and not self._has_failed:
             frames = frames_of(sys._current_frames().get(self._thread))
             where = user_place(frames)
             if section.is_users and collective_of(frames) is None:
                 section = section._replace(last=section.first)  # it computes, or waits for a message
-        return report._replace(section=section, where=where)
+        return report._replace(section=section, is_idle=is_idle, where=where)
 
     # Sections of the program. See `sections`.
 
     def begin_generation(self, number: int, count: Callable[[], int | None]) -> None:
         """Numbers collectives from here on. `count` returns how many the process group has begun."""
-        self._count, self._num_before, self._where = count, count() or 0, ""
+        self._count, self._num_before = count, count() or 0
+        self._where, self._has_failed = "", False
         self._section = Section(number, "the start of the generation")
 
     def begin(self, name: str, *, is_users: bool = False) -> None:
@@ -116,7 +120,8 @@ class Activity:
 
     def failed_at(self, frames: list[Frame]) -> None:
         """Keeps the place in the user's code where a collective failed, until the next generation."""
-        self._where = self._where or user_place(frames)
+        if not self._has_failed:
+            self._where, self._has_failed = user_place(frames), True
 
     @property
     def idle_s(self) -> float:
@@ -193,7 +198,7 @@ class HangDetector:
     def reports(self, members: Sequence[str]) -> dict[int, RankReport]:
         """Returns where members are that have made no progress for a while, by their rank."""
         reports = {rank: self._last[member][0] for rank, member in enumerate(members) if member in self._last}
-        return {rank: RankReport(report.section, report.where) for rank, report in reports.items() if report.where}
+        return {rank: RankReport(report.section, report.where) for rank, report in reports.items() if report.is_idle}
 
     def culprits(self, *, is_broken: bool) -> list[str]:
         """Returns the members that others wait for; none if all members wait, or no member does. The members of a

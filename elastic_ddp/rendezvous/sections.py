@@ -12,6 +12,11 @@ from typing import NamedTuple
 
 from elastic_ddp.errors import TrainFunctionError
 
+_SAME_CALLS = (
+    "Make the same calls in the same order on every rank: let step.index decide, never run.rank, and leave the loop at "
+    "the same step."
+)
+
 
 class Section(NamedTuple):
     """A section of the program on one rank, and the collectives that the rank has begun in it."""
@@ -45,11 +50,21 @@ def differ(one: Section, other: Section) -> bool:
 
 
 def find_mismatch(
-    reports: Mapping[int, RankReport], world_size: int, num_micro_batches: int
+    reports: Mapping[int, RankReport], world_size: int, num_micro_batches: int, *, is_hang: bool = False
 ) -> TrainFunctionError | None:
-    """Returns the error of ranks that wait for each other at different places; None if there are none."""
+    """Returns the error of ranks that wait for each other at different places; None if there are none.
+
+    In a hang, ranks at the same place are compared by their numbers of collectives. These may also differ because some
+    ranks exchanged messages, so they mean nothing while ranks make progress.
+    """
     sections = {report.section for report in reports.values()}
     if not any(differ(one, other) for one in sections for other in sections):
+        numbers = {rank: report.section.first for rank, report in sorted(reports.items())}
+        if is_hang and len({*numbers.values()}) > 1 and len({section[:2] for section in sections}) == 1:
+            return TrainFunctionError(
+                f"ranks wait for each other in {next(iter(sections)).name}: they have run different numbers of "
+                f"collectives before it, by rank: {numbers}. {_SAME_CALLS}"
+            )
         return None
     ranks: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
@@ -66,8 +81,5 @@ def find_mismatch(
             "even_micro_batches = true if micro-batches run collectives of their own."
         )
     else:
-        advice = (
-            "Make the same calls in the same order on every rank: let step.index decide, never run.rank, and leave the "
-            "loop at the same step."
-        )
+        advice = _SAME_CALLS
     return TrainFunctionError(f"ranks wait for each other at different places: {'; '.join(places)}. {advice}")

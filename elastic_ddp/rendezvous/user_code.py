@@ -51,14 +51,14 @@ def frames_of_error(trace: TracebackType | None) -> list[Frame]:
 
 
 def user_place(frames: Sequence[Frame]) -> str:
-    """Returns the innermost place in the user's own code as `file:line in function`.
+    """Returns the innermost place in the user's own code as `file:line in function`; empty if there is none.
 
-    That can be in an installed package. A stack without user code gives its innermost place; an empty one, "".
+    A place in an installed package counts if there is no other.
     """
     others = [frame for frame in frames if not frame.file.startswith(_OURS)]
     installed = [frame for frame in others if frame.file.startswith(_INSTALLED)]
     own = [frame for frame in others if not frame.file.startswith((*_INSTALLED, *_STANDARD))]
-    for frame in own or installed or frames:
+    for frame in own or installed:
         return f"{frame.file}:{frame.line} in {frame.function}"
     return ""
 

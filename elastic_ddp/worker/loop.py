@@ -246,7 +246,7 @@ class Loop:
             raise ConfigError("the training function returned without a loop over run.steps(): nothing was trained.")
         repeated = self._end_last_step()
         membership.tasks.end_steps()
-        what = "the end of the training function, which returned"
+        what = "the final comparison of weights (the training function has returned)"
         digests = membership.run_collective("weights", self._gather_weights_sha256, what)
         if len(set(digests)) > 1:
             raise ReplicasDifferError(

@@ -27,7 +27,7 @@ LIMIT_S = 20.0
 
 
 def in_section(name: str, first: int, last: int, generation: int = 1, where: str = "") -> ActivityReport:
-    return ActivityReport(7, "collective", section=Section(generation, name, first, last), where=where)
+    return ActivityReport(7, "collective", section=Section(generation, name, first, last), is_idle=True, where=where)
 
 
 def test_ranks_differ_if_they_begin_the_same_collective_in_different_sections() -> None:
@@ -54,6 +54,15 @@ def test_unequal_numbers_of_micro_batches_are_named_as_the_cause() -> None:
     others = {rank: RankReport(Section(1, "the reduction of step 0", 1, 5), "train.py:9 in train") for rank in (1, 2)}
     assert "3 workers have different numbers of the 4 micro-batches" in str(find_mismatch({0: own, **others}, 3, 4))
     assert "even_micro_batches" not in str(find_mismatch({0: own, 1: others[1]}, 2, 4))
+
+
+def test_ranks_in_one_section_with_different_numbers_of_collectives_are_named_in_a_hang() -> None:
+    reports = {0: RankReport(Section(1, REDUCTION, 12, 14), ""), 1: RankReport(Section(1, REDUCTION, 11, 13), "")}
+    assert find_mismatch(reports, 2, 4) is None
+    assert "different numbers of collectives before it, by rank: {0: 12, 1: 11}" in str(
+        find_mismatch(reports, 2, 4, is_hang=True)
+    )
+    assert find_mismatch({0: reports[0], 1: reports[0]}, 2, 4, is_hang=True) is None
 
 
 def options() -> RendezvousOptions:
@@ -151,7 +160,7 @@ def test_a_rank_that_computes_does_not_wait_in_its_last_collective(monkeypatch: 
         counts[0] = 2
         finished.wait()
 
-    report = report_of_a_thread(compute, lambda report: report.where)
+    report = report_of_a_thread(compute, lambda report: report.is_idle)
     finished.set()
     assert report.section == Section(1, "step 0", 0, 0, is_users=True)
     assert report.where.startswith(f"{__file__}:") and report.where.endswith(" in compute")
@@ -172,8 +181,7 @@ def test_a_place_is_in_the_innermost_code_of_the_user() -> None:
     own = Frame("/home/me/train.py", 3, "loss")
     assert user_place([Frame(torch_file, 1, "f"), Frame(numpy_file, 2, "g"), own]) == "/home/me/train.py:3 in loss"
     assert user_place([Frame(torch_file, 1, "f"), Frame(numpy_file, 2, "g")]) == f"{numpy_file}:2 in g"
-    assert user_place([Frame(torch_file, 1, "f")]) == f"{torch_file}:1 in f"
-    assert user_place([]) == ""
+    assert user_place([Frame(torch_file, 1, "f")]) == ""
 
 
 def test_messages_between_two_ranks_are_no_collectives() -> None:
