@@ -145,6 +145,7 @@ def _describe_run(facts: Mapping[str, Any]) -> RenderableType:
         f"  step {number('step')} of {number('total_steps')}, last commit {number('last_commit')}\n",
         f"  loss {number('loss')}, {number('steps_per_s')} steps/s\n",
         f"  {plural(facts['world_size'] or 0, 'worker')}, generation {number('generation')}",
+        f"\n  {facts['waiting_for']}" if facts["waiting_for"] else "",
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.errors import ConfigError
@@ -39,6 +40,59 @@ def explain_shortage(
         f"{fitting} workers of {needs} fit, below min_workers={min_workers}; lower min_workers or "
         "resources_per_worker, or add nodes"
     )
+
+
+@dataclass(frozen=True)
+class ClusterUse:
+    """What a cluster has, and who uses it."""
+
+    total: Sequence[Mapping[str, float]]
+    """All resources of each node, by Ray's names."""
+    free: Sequence[Mapping[str, float]]
+    """What is free on each node."""
+    held: Mapping[str, Mapping[str, float]]
+    """What is reserved for workers of each other run, by the run's name."""
+    num_own: int
+    """Workers of this run that have their resources, and train or start."""
+    num_draining: int = 0
+    """Nodes that are left out because the run must avoid them."""
+
+
+def explain_wait(
+    use: ClusterUse, resources_per_worker: Mapping[str, float], min_workers: int, *, is_late: bool
+) -> str | None:
+    """Returns what a run with fewer than `min_workers` waits for; None if its workers are starting.
+
+    With `is_late`, resources that are free should have been used by now.
+    """
+    needs = {name: amount for name, amount in resources_per_worker.items() if amount}
+    drained = f" ({use.num_draining} nodes are being drained)" if use.num_draining else ""
+    if (shortage := explain_shortage(use.total, needs, min_workers)) is not None:
+        return f"waiting for nodes: {shortage}{drained}"
+    fitting = sum(workers_that_fit(node, needs) for node in use.free)
+    if use.num_own >= min_workers or (use.num_own + fitting >= min_workers and not is_late):
+        return None
+    wanted = f"min_workers={min_workers} workers of {_amounts(needs, needs)}"
+    if use.num_own + fitting >= min_workers:
+        return f"waiting for Ray: {wanted} fit, but Ray has not started them. It may reserve resources for another job."
+    runs = {f"run {run!r}": resources for run, resources in use.held.items()}
+    used = {
+        name: sum(node.get(name, 0.0) for node in use.total)
+        - sum(node.get(name, 0.0) for node in use.free)
+        - sum(resources.get(name, 0.0) for resources in use.held.values())
+        - use.num_own * amount
+        for name, amount in needs.items()
+    }
+    users = {**runs, "other Ray jobs": used}
+    in_use = [f"{who} ({text})" for who, resources in users.items() if (text := _amounts(resources, needs))]
+    return (
+        f"waiting for resources: {use.num_own + fitting} of {wanted} fit{drained}. In use: "
+        f"{', '.join(in_use) or 'none'}. The run starts when they are free, or when nodes join."
+    )
+
+
+def _amounts(resources: Mapping[str, float], names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={amount:g}" for name in names if round(amount := resources.get(name, 0.0), 4) > 0)
 
 
 def check_cpus(

@@ -125,18 +125,8 @@ def check_steps(index: DatasetIndex | MapStyleIndex, config: RunConfig) -> None:
         )
 
 
-def check_capacity(
-    nodes: Sequence[Mapping[str, float]],
-    config: RunConfig,
-    *,
-    num_tasks: int,
-    may_grow: bool,
-    note: Callable[[str], None],
-) -> None:
-    """Raises ConfigError if the run can never start on a cluster of these nodes.
-
-    If nodes may join (`may_grow`), a shortage is only printed with `note`.
-    """
+def check_capacity(nodes: Sequence[Mapping[str, float]], config: RunConfig, *, num_tasks: int, may_grow: bool) -> None:
+    """Raises ConfigError if the run can never start on a cluster of these nodes. Nodes may join if it `may_grow`."""
     check_cpus(
         nodes,
         resources_per_worker=config.resources_per_worker,
@@ -145,11 +135,8 @@ def check_capacity(
         num_tasks=num_tasks,
     )
     shortage = explain_shortage(nodes, config.resources_per_worker, config.min_workers)
-    if shortage is None:
-        return
-    if not may_grow:
+    if shortage is not None and not may_grow:
         raise ConfigError(f"{shortage}. No node can join: this Ray cluster was started for this run on this machine.")
-    note(f"waiting for nodes: {shortage}")
 
 
 def warn_about_data(index: DatasetIndex | MapStyleIndex, config: RunConfig, note: Callable[[str], None]) -> None:

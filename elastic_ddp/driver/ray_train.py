@@ -70,6 +70,7 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
 
     trainer = ElasticTorchTrainer(
         _run_worker,
+        run_name=config.name,
         rendezvous=rendezvous,
         save_within_s=config.drain_deadline_s,
         on_controller=on_controller,

@@ -43,6 +43,7 @@ class RunHandle:
             - `name`, `total_steps`, `min_workers`, `max_workers`: from the configuration.
             - `state`: `starting`, `training`, `waiting` (fewer than `min_workers`), `stopping`, `finished`,
               `stopped` or `failed`.
+            - `waiting_for`: what a run with fewer than `min_workers` waits for, such as CPUs that another run holds.
             - `step`, `loss`, `steps_per_s`: the newest step, its training loss, and the speed in steps per second.
             - `generation`, `world_size`: the current generation, and its number of workers (0 while waiting).
             - `members`: a dict for each worker: `rank`, `node` (address), `node_id` (Ray's node id), `pid`, `id`.

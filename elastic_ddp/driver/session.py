@@ -12,6 +12,7 @@ from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST
 from elastic_ddp.driver.display import RunDisplay
 from elastic_ddp.driver.ray_train import run_workers
+from elastic_ddp.driver.wait_watch import WaitWatch
 from elastic_ddp.errors import ConfigError, WorkersFailedError
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.messages import DriverUpdate
@@ -44,6 +45,7 @@ class Session:
         self._rendezvous = rendezvous
         self._ledger = Ledger(job.storage, lease.session)
         self._display = RunDisplay(job.total_steps, job.config.min_workers, resume_from)
+        self._wait_watch = WaitWatch(job.config)
         self._stop_requests = StopRequests()
         self._num_events = 0
         """Events received from the rendezvous."""
@@ -93,6 +95,8 @@ class Session:
                 stopping = True
                 self._display.announce_stop(update.num_alive)
             self._display.show_update(update)
+            if running and not stopping and update.outcome is None:
+                self._show_wait(update)
             if not running:
                 return update.outcome or (self._outcome_of_newest_commit() if stopping else self._failure())
             if update.outcome is not None:
@@ -100,6 +104,14 @@ class Session:
                 return update.outcome
             if stopping and not update.num_alive:
                 return self._outcome_of_newest_commit()  # Ray Train may wait forever for capacity
+
+    def _show_wait(self, update: DriverUpdate) -> None:
+        """Prints what the run waits for, and passes it to the rendezvous for `elastic-ddp status`."""
+        before = self._wait_watch.reason
+        if (line := self._wait_watch.update(update.num_alive, update.draining)) is not None:
+            self._display.note(line)
+        if self._wait_watch.reason != before:
+            self._call(self._rendezvous.set_waiting_for, self._wait_watch.reason)
 
     def _receive_update(self) -> DriverUpdate:
         """Receives new events from the rendezvous, and writes them to the ledger."""

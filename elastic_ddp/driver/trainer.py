@@ -223,7 +223,6 @@ class ElasticTrainer:
             self.config,
             num_tasks=num_data_tasks,
             may_grow=not is_own_cluster,
-            note=print_note,
         )
 
     def _start_rendezvous(self, job: Job, resume_from: Commit | None, snapshot_folder: str) -> RendezvousHandle:

@@ -35,6 +35,7 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus
 from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
+from elastic_ddp.ray_internals.cluster_use import placement_group_prefix
 from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, release_placement_groups
 from elastic_ddp.ray_internals.worker_states import classify_workers
@@ -309,9 +310,16 @@ class ElasticTorchTrainer(TorchTrainer):
     """
 
     def __init__(
-        self, *args: Any, rendezvous: Any, save_within_s: float, on_controller: Callable[[Any], None], **kwargs: Any
+        self,
+        *args: Any,
+        run_name: str,
+        rendezvous: Any,
+        save_within_s: float,
+        on_controller: Callable[[Any], None],
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._run_name = run_name
         self._controller_arguments = {"rendezvous": rendezvous, "save_within_s": save_within_s}
         self._on_controller = on_controller
 
@@ -322,7 +330,7 @@ class ElasticTorchTrainer(TorchTrainer):
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         # Otherwise Ray Data creates this actor on a worker's node, which the autoscaler then never finds idle.
         get_or_create_stats_actor()
-        prefix = f"elastic_ddp-{uuid.uuid4().hex}-"
+        prefix = placement_group_prefix(self._run_name, uuid.uuid4().hex)
         arguments["failure_policy"] = CountingFailurePolicy(arguments["failure_policy"].failure_config)
         if isinstance(policy := arguments["scaling_policy"], ElasticScalingPolicy):
             arguments["scaling_policy"] = LimitedScalingPolicy(policy.scaling_config)

@@ -81,6 +81,7 @@ class Rendezvous:
         self._heartbeats = HeartbeatServer(
             options.heartbeat_timeout_s, self._on_failure, self._coordinator.membership.has_joined
         )
+        self._waiting_for: str | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._cleaned = 0
         """The generation up to which the store's keys are deleted."""
@@ -286,7 +287,12 @@ class Rendezvous:
                 num_alive=len(coordinator.membership.known()),
                 stopping=coordinator.state.stop,
                 is_saving=coordinator.is_saving,
+                draining=tuple(coordinator.membership.draining),
             )
+
+    async def set_waiting_for(self, reason: str | None) -> None:
+        """Takes from the driver what the run waits for, for `status`."""
+        self._waiting_for = reason
 
     # `RunHandle` and the CLI.
 
@@ -344,6 +350,7 @@ class Rendezvous:
             "max_workers": self._options.max_workers,
             "driver": self._options.driver,
             "pid": os.getpid(),
+            "waiting_for": self._waiting_for,
             **self._coordinator.status(),
         }
 

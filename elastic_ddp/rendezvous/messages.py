@@ -61,6 +61,8 @@ class DriverUpdate(NamedTuple):
     """Whether the run was asked to stop."""
     is_saving: bool = False
     """Whether a member is writing a checkpoint."""
+    draining: tuple[str, ...] = ()
+    """Ids of nodes that the run avoids."""
 
 
 class WorkerDirectives(NamedTuple):

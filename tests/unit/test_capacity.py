@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from elastic_ddp.config.capacity import check_cpus, explain_shortage, workers_that_fit
+from elastic_ddp.config.capacity import ClusterUse, check_cpus, explain_shortage, explain_wait, workers_that_fit
 from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.errors import ConfigError
 
@@ -28,6 +30,27 @@ def test_a_shortage_names_the_lacking_resource_and_the_setting_to_change() -> No
     assert "resources_per_worker GPU=2 (the largest node has 1)" in none
     assert "CPU=8 (the largest node has 4), GPU=2" in (explain_shortage(nodes, {"CPU": 8.0, "GPU": 2.0}, 1) or "")
     assert "GPU=1 (the largest node has 0)" in (explain_shortage([], {"GPU": 1.0}, 1) or "")
+
+
+def explained(total: list[dict[str, float]], free: list[dict[str, float]], is_late: bool = False, **use: Any) -> str:
+    known: dict[str, Any] = {"held": {}, "num_own": 0, **use}
+    return explain_wait(ClusterUse(total, free, **known), {"CPU": 2.0, "GPU": 1.0}, 2, is_late=is_late) or ""
+
+
+def test_a_run_that_waits_names_what_it_lacks_and_who_holds_it() -> None:
+    node = {"CPU": 8.0, "GPU": 2.0, "memory": 1e9}
+    assert explained([node], [node]) == "", "its workers are starting"
+    assert explained([node], [{}], num_own=2) == ""
+    late = explained([node], [node], is_late=True)
+    assert late.startswith("waiting for Ray: min_workers=2 workers of CPU=2, GPU=1 fit")
+    assert explained([], []).startswith("waiting for nodes: no node has resources_per_worker CPU=2")
+    drained = explained([{"CPU": 8.0, "GPU": 1.0}], [], num_draining=1)
+    assert drained.startswith("waiting for nodes: 1 workers of ") and drained.endswith("(1 nodes are being drained)")
+    held = explained([node], [{"CPU": 3.0}], held={"gpt": {"CPU": 2.0, "GPU": 1.0, "memory": 5.0}})
+    assert held.startswith("waiting for resources: 0 of min_workers=2 workers of CPU=2, GPU=1 fit. In use: ")
+    assert "In use: run 'gpt' (CPU=2, GPU=1), other Ray jobs (CPU=3, GPU=1). " in held
+    own = explained([node], [{"CPU": 4.0}], num_own=1, held={"gpt": {"CPU": 2.0, "GPU": 1.0}})
+    assert "1 of min_workers=2" in own and "other" not in own
 
 
 def check(nodes: list[dict[str, float]], *, per_task: float, concurrency: int = 1, **options: float) -> None:

@@ -219,6 +219,7 @@ LONG_STATUS: dict[str, Any] = {
     "world_size": 1024,
     "last_commit": 12_345_600,
     "draining": ["f" * 56],
+    "waiting_for": None,
     "last_worker_failure": {"time": 1_795_169_703.0, "error": "exit signal SIGKILL"},
     "members": [
         {"rank": 1023, "pid": 4_194_304, "node": "2001:0db8:85a3:0000:0000:8a2e:0370:7334", "node_id": "f" * 56}
@@ -242,13 +243,17 @@ def test_status_fits_80_columns_with_long_values(monkeypatch: pytest.MonkeyPatch
         assert text.replace("\n", "").replace(" ", "").count("f" * 17) >= 3, "the node id is complete, perhaps folded"
 
 
+STARTING = {"state": "starting", "members": [], "waiting_for": "waiting for resources: in use by run 'gpt' (CPU=4)."}
+
+
 def test_status_of_a_run_that_is_starting_has_no_numbers_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = dict.fromkeys(("step", "loss", "steps_per_s", "generation", "world_size", "last_commit"))
-    run = SimpleNamespace(status=lambda: LONG_STATUS | unknown | {"state": "starting", "members": []})
+    run = SimpleNamespace(status=lambda: LONG_STATUS | unknown | STARTING)
     monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", {"lm": run}.__getitem__)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.9:6379"))
     text = invoke("status", "lm").output
     assert "starting" in text and "step - of 100,000,000" in text and "0 workers" in text
+    assert "in use by run 'gpt'" in " ".join(text.split())
 
 
 def test_show_fits_80_columns_with_long_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
