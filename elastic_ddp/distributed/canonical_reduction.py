@@ -58,6 +58,7 @@ class CanonicalReduction:
         self._pending_gathers: list[Callable[[], None]] = []
         self._last_micro_batch: int | None = None
         self._is_expected = False  # whether the last backward of the step runs
+        self._is_zero = False
         self._used: set[int] = set()  # positions of the parameters that a folded micro-batch used
         self._may_be_unused = may_be_unused
         self._means: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # of each bucket, if parameters may be unused
@@ -72,8 +73,10 @@ class CanonicalReduction:
         self._used.clear()
         self._means.clear()
 
-    def fold(self, micro_batch: int, loss: torch.Tensor, *, past_hooks: bool = False) -> None:
+    def fold(self, micro_batch: int, loss: torch.Tensor, *, past_hooks: bool = False, is_zero: bool = False) -> None:
         """Runs the backward of a micro-batch's weighted loss without DDP, and adds its gradients to the sums.
+
+        With `is_zero`, it adds zeros, whatever the gradients are.
 
         With `past_hooks`, DDP's hooks do not run. They would count the parameters that this backward uses as used by
         the synchronizing one. Reentrant activation checkpointing does not support this.
@@ -90,14 +93,18 @@ class CanonicalReduction:
         self._used.update(position for position, gradient in enumerate(gradients) if gradient is not None)
         # The gradient of an unused parameter is zeros. Left out, it would keep a -0.0 at some world sizes only.
         filled = [
-            torch.zeros_like(parameter) if gradient is None else gradient
+            torch.zeros_like(parameter) if gradient is None or is_zero else gradient
             for parameter, gradient in zip(self._parameters, gradients, strict=True)
         ]
         fold_in(self._sums, Node(0, micro_batch), filled, _add_gradients)
 
-    def expect(self, micro_batch: int | None) -> None:
-        """Sets the micro-batch whose gradient the hook gets from the next backward. None: the hook ignores it."""
-        self._last_micro_batch = micro_batch
+    def expect(self, micro_batch: int | None, *, divides: bool = True, is_zero: bool = False) -> None:
+        """Sets the micro-batch whose gradient the hook gets from the next backward. None: the hook ignores it.
+
+        Without `divides`, the hook leaves the sum, and not the mean, in DDP's gradients. `is_zero` is as in `fold`.
+        """
+        self._last_micro_batch, self._is_zero = micro_batch, is_zero
+        self._divisor = self._divisor if divides else 1.0
         self._is_expected = True
 
     def drop_unused_gradients(self) -> None:
@@ -161,6 +168,8 @@ class CanonicalReduction:
             for position in positions:
                 subtree_sum[position] = _MOVED
         if self._last_micro_batch is not None:
+            if self._is_zero:
+                buffer.zero_()
             # The sum needs no memory of its own: one operand is the buffer.
             add = partial(torch.add, out=buffer)
             fold_in(sums, Node(0, self._last_micro_batch), buffer, add)

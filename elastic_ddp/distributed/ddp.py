@@ -75,36 +75,38 @@ class DDPStrategy(Strategy):
             self._replica = self._build_replica()
         self._model.use_replica(self._replica if last else None)
 
-    def backward(self, loss: torch.Tensor, micro_batch: int) -> None:
+    def backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> None:
         # DDP's forward moves gradients that earlier backwards accumulated into its buckets.
         if self._reduction is not None or micro_batch == self.to_compute[0] or micro_batch != self.to_compute[-1]:
             self._check_gradients()
-        self._backward(loss, micro_batch)
+        self._backward(loss, micro_batch, weight)
         self._model.use_replica(None)
         self._gradients_left = self._snapshot_gradients()
 
-    def _backward(self, loss: torch.Tensor, micro_batch: int) -> None:
+    def _backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None) -> None:
         last = micro_batch == self.to_compute[-1]
         if last and not self._model.called_replica:
             raise ConfigError(
                 "step.backward got a loss that does not come from calling the prepared model, so its gradients cannot "
                 "be reduced. Call it as model(x): not as model.forward(x), and not a part or a copy of it."
             )
-        weight = self.weight(micro_batch)
+        factor = self._factor(micro_batch, weight)
         before = self._snapshot_gradients() if last else {}
         if self._reduction is None:
-            if not weight and not self._options.find_unused_parameters:
+            if not factor and not self._options.find_unused_parameters:
                 # Zero gradients, whatever the model computes from padding: 0 * inf would be NaN on every rank.
                 loss = sum((parameter.reshape(-1)[:1].sum() for parameter in self._trained.values()), loss.detach())
             # DDP divides by the world size.
-            (loss * (weight * self._group.world_size / self.divisor)).backward()
+            (loss * (factor * self._group.world_size / (self.divisor if weight is None else 1.0))).backward()
             self._check_used(before)
             return
-        loss = loss if weight == 1.0 else loss * weight
+        loss = loss if factor == 1.0 else loss * factor
         if not last:
-            self._reduction.fold(micro_batch, loss, past_hooks=self._options.find_unused_parameters)
+            past_hooks = self._options.find_unused_parameters
+            self._reduction.fold(micro_batch, loss, past_hooks=past_hooks, is_zero=not factor)
             return
-        self._reduction.expect(micro_batch if weight else None)
+        has_rows = bool(self._rows[micro_batch])
+        self._reduction.expect(micro_batch if has_rows else None, divides=weight is None, is_zero=not factor)
         loss.backward()
         self._check_used(before)
         if self._options.find_unused_parameters:

@@ -123,13 +123,14 @@ class FSDPStrategy(Strategy):
     def prepare_forward(self, micro_batch: int) -> None:
         self._model.use_replica(None)
 
-    def backward(self, loss: torch.Tensor, micro_batch: int) -> None:
+    def backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> None:
         is_last = micro_batch == self.to_compute[-1]
-        if not (weight := self.weight(micro_batch)):
+        if not (factor := self._factor(micro_batch, weight)):
             self._backward_of_zeros(loss, is_last=is_last)
             return
+        divisor = self.divisor if weight is None else 1.0
         # FSDP divides by the world size.
-        self._backward(loss * (weight * self._group.world_size / self.divisor), is_last=is_last)
+        self._backward(loss * (factor * self._group.world_size / divisor), is_last=is_last)
 
     def dummy_backward(self, loss: torch.Tensor) -> None:
         self._backward_of_zeros(loss, is_last=False)

@@ -1,14 +1,15 @@
 """The control all-reduce of a step: the votes that all ranks must agree on, and the records of all micro-batches.
 
-It sums one int64 vector over the ranks. Votes are counted. Each micro-batch has slots for its loss and for the digest
-of its row ids. Only the rank that computed it fills them; all others leave zeros. The sum therefore gives every rank
-the exact bits, at any world size.
+It sums one int64 vector over the ranks. Votes are counted. Each micro-batch has slots for its loss, its weight, and the
+digest of its row ids. Only the rank that computed it fills them; all others leave zeros. The sum therefore gives every
+rank the exact bits, at any world size.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
+from elastic_ddp.errors import ConfigError
 
 VOTES = ("stop", "commit", "saving", "reconfigure", "buffers_changed", "gathered")
 _DIGEST_WORDS = 4  # 32 bytes of SHA-256
-_SLOT_WORDS = 1 + _DIGEST_WORDS
+_SLOT_WORDS = 2 + _DIGEST_WORDS
 
 
 @dataclass
@@ -31,6 +33,8 @@ class MicroBatchRecord:
     row_digest: bytes
     loss: torch.Tensor
     """The mean loss over the rows, one number, as `to_host` returns it."""
+    weight: float | None = None
+    """The weight of the loss; None for the number of rows."""
 
 
 def to_host(loss: torch.Tensor) -> torch.Tensor:
@@ -58,9 +62,11 @@ class Agreement:
     votes: Mapping[str, int]
     """The number of ranks that voted for each name in `VOTES`; for `gathered`, the sum of their signatures."""
     loss: float
-    """The mean loss over the rows of the global batch, with the same bits at every world size."""
+    """The mean loss over the global batch, weighted, with the same bits at every world size."""
+    total_weight: float | None
+    """The sum of the weights; None if micro-batches have no weights but their numbers of rows."""
     losses: Sequence[float]
-    """The loss of every micro-batch with rows, in order."""
+    """The loss of every micro-batch with rows, in order; 0 for those whose weight is 0."""
     row_digests: Sequence[bytes]
     """The row digest of every micro-batch, in order."""
 
@@ -75,6 +81,7 @@ class ControlExchange:
     """This rank's votes. That for `gathered` is the signature of what it gathers, 0 for nothing."""
     _vector: torch.Tensor | None = None
     _work: dist.Work | None = None
+    _agreement: Agreement | None = None
 
     def start(self, records: Mapping[int, MicroBatchRecord], world_size: int) -> None:
         """Starts the all-reduce, with the records of this rank's micro-batches. Every rank calls it once a step."""
@@ -83,27 +90,56 @@ class ControlExchange:
             vector[position] = self.votes.get(name, False)
         slots = vector[len(VOTES) :].reshape(len(self.rows), _SLOT_WORDS)
         for micro_batch, record in records.items():
-            slots[micro_batch, 0] = struct.unpack("<q", struct.pack("<d", _number(record.loss)))[0]
-            slots[micro_batch, 1:] = np.frombuffer(record.row_digest, dtype="<i8")
+            weight = math.nan if record.weight is None else record.weight
+            slots[micro_batch, :2] = np.array([_number(record.loss), weight]).view("<i8")
+            slots[micro_batch, 2:] = np.frombuffer(record.row_digest, dtype="<i8")
         self._vector = torch.from_numpy(vector)
         self._work = dist.all_reduce(self._vector, async_op=True) if world_size > 1 else None
 
     def wait(self) -> Agreement:
-        """Waits for the all-reduce and returns its result."""
+        """Waits for the all-reduce and returns its result, also when called again.
+
+        Raises:
+            ConfigError: some micro-batches have a weight, and others none.
+        """
         assert self._vector is not None
-        if self._work is not None:
-            self._work.wait()
-        vector = self._vector.numpy()
+        if self._agreement is None:
+            if self._work is not None:
+                self._work.wait()
+            self._agreement = self._decode(self._vector.numpy())
+        return self._agreement
+
+    def _decode(self, vector: np.ndarray) -> Agreement:
         slots = vector[len(VOTES) :].reshape(len(self.rows), _SLOT_WORDS)
-        losses = slots[:, 0].copy().view("<f8")
         num_leaves = int(np.count_nonzero(self.rows))
-        weighted = {Node(0, m): float(losses[m]) * int(self.rows[m]) for m in range(num_leaves)}
+        losses, weights = slots[:num_leaves, 0].copy().view("<f8"), slots[:num_leaves, 1].copy().view("<f8")
+        loss, total_weight = _weighted_mean(losses, weights, self.rows[:num_leaves])
         return Agreement(
             votes={name: int(vector[position]) for position, name in enumerate(VOTES)},
-            loss=fold_to_root(weighted, num_leaves, lambda left, right: left + right) / int(self.rows.sum()),
-            losses=losses[:num_leaves].tolist(),
-            row_digests=[slots[m, 1:].tobytes() if m < num_leaves else _NO_ROWS for m in range(len(slots))],
+            loss=loss,
+            total_weight=total_weight,
+            losses=np.where(weights == 0, 0.0, losses).tolist(),
+            row_digests=[slots[m, 2:].tobytes() if m < num_leaves else _NO_ROWS for m in range(len(slots))],
         )
+
+
+def _weighted_mean(losses: np.ndarray, weights: np.ndarray, rows: np.ndarray) -> tuple[float, float | None]:
+    """Returns the mean loss and the sum of the weights, both added along the reduction tree. NaN means no weight."""
+    unweighted = np.isnan(weights)
+    if not unweighted.all() and unweighted.any():
+        raise ConfigError(
+            f"step.backward got a weight for some micro-batches, and none for {np.flatnonzero(unweighted).tolist()}. "
+            "Give a weight for every micro-batch of a step, or for none."
+        )
+    factors = [float(factor) for factor in (rows if unweighted.all() else weights)]
+    # A loss without weight may be NaN.
+    weighted = {
+        Node(0, m): factor * float(loss) if factor else 0.0
+        for m, (factor, loss) in enumerate(zip(factors, losses, strict=True))
+    }
+    total = fold_to_root({Node(0, m): factor for m, factor in enumerate(factors)}, len(factors), operator.add)
+    sum_of_losses = fold_to_root(weighted, len(factors), operator.add)
+    return sum_of_losses / total if total else math.nan, None if unweighted.all() else total
 
 
 def digest_rows(row_ids: np.ndarray) -> bytes:

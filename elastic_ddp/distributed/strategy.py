@@ -108,6 +108,10 @@ class Strategy(ABC):
         """Returns a micro-batch's weight in the step's sum: its rows in units of full micro-batches."""
         return int(self._rows[micro_batch]) / self.micro_batch_size
 
+    def _factor(self, micro_batch: int, weight: float | None) -> float:
+        """Returns what to multiply a micro-batch's mean loss by; 0 for one of padding."""
+        return self.weight(micro_batch) if weight is None or not self._rows[micro_batch] else weight
+
     def min_forwards(self, rows: np.ndarray) -> int:
         """Returns the number of forwards that every rank must run, because collectives in them involve all ranks.
 
@@ -120,8 +124,11 @@ class Strategy(ABC):
         """Prepares the model. Called before the forward of each micro-batch."""
 
     @abstractmethod
-    def backward(self, loss: torch.Tensor, micro_batch: int) -> None:
+    def backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None = None) -> None:
         """Runs the backward of a micro-batch's mean loss. The backward of the last one reduces the gradients.
+
+        With a weight, which all micro-batches of a step must then have, parameters hold the sum of the weighted
+        gradients after the last one. A weight of 0 counts as gradients of 0, whatever the loss is.
 
         Raises:
             ConfigError: some trained parameter would get no gradient.

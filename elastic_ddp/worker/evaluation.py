@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.seeding import preserve_rng_state, seed_all
 from elastic_ddp.user_code import environment
 from elastic_ddp.worker.job import has_commits
+from elastic_ddp.worker.step import check_weight
 
 if TYPE_CHECKING:
     from elastic_ddp.data.collate import CollateFn
@@ -32,10 +34,14 @@ if TYPE_CHECKING:
     from elastic_ddp.worker.job import Job
 
 
+LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
+"""Maps a model and a batch to the batch's mean loss, or to that and its weight."""
+
+
 def evaluate(
     generation: Generation,
     job: Job,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
+    loss_fn: LossFunction,
     data: Source | InMemory,
     transform: Transform | None,
     collate_fn: CollateFn | None,
@@ -58,8 +64,8 @@ def evaluate(
         first_step=0,
         last_step=shape.steps_per_epoch,
     )
-    # The sum of losses of each micro-batch; zero for those of other ranks.
-    sums = torch.zeros(shape.steps_per_epoch, config.num_micro_batches, dtype=torch.float64)
+    # The weighted loss and the weight of each micro-batch; zero for those of other ranks.
+    sums = torch.zeros(2, shape.steps_per_epoch, config.num_micro_batches, dtype=torch.float64)
     functions: dict[str, Any] = {"transform": transform, "collate_fn": collate_fn}
     assert generation.state.model is not None
     buffers = StepBuffers(model, generation.state.model.buffer_rules)
@@ -79,7 +85,7 @@ def evaluate(
                     num_dummies = 0
                     if batch.num_rows:
                         seed_all(config.seed, "evaluate", step, batch.index)
-                        sums[step, batch.index] = as_number(loss_fn(model, batch.rows)) * batch.num_rows
+                        sums[:, step, batch.index] = _weighted(loss_fn(model, batch.rows), batch.num_rows)
                         buffers.end_evaluated_batch()
     finally:
         strategy.reshard()
@@ -88,8 +94,25 @@ def evaluate(
     generation.activity.enter("collective")
     if generation.group.world_size > 1:
         dist.all_reduce(sums)
-    leaves = {Node(0, place): value for place, value in enumerate(sums.reshape(-1).tolist())}
-    return fold_to_root(leaves, len(leaves), lambda left, right: left + right) / index.num_rows
+    total, weight = map(_add_along_tree, sums)
+    if not weight:
+        raise ConfigError("run.evaluate: the weights of all micro-batches are 0, so there is no mean.")
+    return total / weight
+
+
+def _weighted(result: Any, num_rows: int) -> torch.Tensor:
+    """Returns the weighted loss and the weight of what a loss function returned for a micro-batch."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        return torch.tensor([as_number(result) * num_rows, num_rows], dtype=torch.float64)
+    loss, weight = result
+    number = check_weight("run.evaluate", weight)
+    return torch.tensor([as_number(loss) * number if number else 0.0, number], dtype=torch.float64)
+
+
+def _add_along_tree(values: torch.Tensor) -> float:
+    """Returns the sum over the micro-batches of all steps, with the same bits at every world size."""
+    leaves = {Node(0, place): value for place, value in enumerate(values.reshape(-1).tolist())}
+    return fold_to_root(leaves, len(leaves), operator.add)
 
 
 def _share_index(generation: Generation, job: Job, data: Source | InMemory) -> DatasetIndex | MapStyleIndex:
@@ -132,6 +155,6 @@ def as_number(loss: Any) -> float:
         shape = f" of shape {tuple(np.shape(loss))}" if is_number else ""
         raise ConfigError(
             f"loss_fn of run.evaluate returned a {type(loss).__name__}{shape}. Return one number, the mean over the "
-            "batch's rows."
+            "batch's rows, or that and its weight."
         )
     return float(loss)

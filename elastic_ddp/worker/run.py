@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -15,7 +15,7 @@ from elastic_ddp.distributed.prepared_model import PreparedModel, ShardBy, unit_
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.user_code import environment
-from elastic_ddp.worker.evaluation import evaluate
+from elastic_ddp.worker.evaluation import LossFunction, evaluate
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.hyperparameters import Every
 from elastic_ddp.worker.loop import Loop
@@ -201,7 +201,7 @@ class Run:
 
     def evaluate(
         self,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
+        loss_fn: LossFunction,
         data: Source | InMemory,
         *,
         transform: Transform | None = None,
@@ -215,7 +215,8 @@ class Run:
         on all ranks and at every world size.
 
         Args:
-            loss_fn: maps (model, batch) to the batch's mean loss, a scalar tensor.
+            loss_fn: maps (model, batch) to the batch's mean loss, a scalar tensor; or to the tuple of that and its
+                weight, as in `Step.backward`. By default the weight is the number of rows.
             data: Parquet files or a data set in memory, as in `ElasticTrainer`. Relative paths start at the driver's
                 working directory. A data set in memory must be the same on all ranks.
             transform: applied to the rows, as in `ElasticTrainer`; the training transform is not.

@@ -168,14 +168,21 @@ class Step:
                 "once for each batch."
             )
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Computes the gradients of one micro-batch.
 
         Call it once for each batch of `micro_batches()`, with the mean loss over its rows, a tensor with one element.
         The last call of a step reduces the gradients over all ranks to the mean over the global batch.
 
+        Args:
+            loss: the mean loss of the micro-batch.
+            weight: what `loss` is a mean over, such as the number of tokens that are not masked; by default the number
+                of rows. Give it for all micro-batches of a step, or for none. A micro-batch of weight 0 does not count,
+                whatever its loss is. A tensor on a GPU is read before the backward, which waits for the forward.
+
         Raises:
-            ConfigError: called without a current batch or twice for it, or `loss` is no single number.
+            ConfigError: called without a current batch or twice for it, or `loss` is no single number, or `weight` is
+                not a finite number from 0, or is missing for some micro-batches.
         """
         if self._current is None or self._records[self._current].loss is not _NO_LOSS:
             raise ConfigError("step.backward is for the current batch. Call it once for each batch of micro_batches().")
@@ -184,9 +191,9 @@ class Step:
                 f"step.backward got a loss of shape {tuple(loss.shape)}. Give the mean over the batch's rows."
             )
         with self.capture_first_error():
-            self._backward(loss, self._current)
+            self._backward(loss, self._current, None if weight is None else check_weight("step.backward", weight))
 
-    def _backward(self, loss: torch.Tensor, micro_batch: int) -> None:
+    def _backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None) -> None:
         generation, record = self.generation, self._records[micro_batch]
         is_last = micro_batch == generation.strategy.to_compute[-1] and not self._is_dummy
         self._activity.enter("reduction" if is_last else "backward")
@@ -197,16 +204,17 @@ class Step:
         if self._is_dummy:
             generation.strategy.dummy_backward(loss)
         else:
-            generation.strategy.backward(loss if scale == 1.0 else loss * scale, micro_batch)
+            generation.strategy.backward(loss if scale == 1.0 else loss * scale, micro_batch, weight)
         generation.buffers.end_micro_batch(micro_batch, generation.strategy.weight(micro_batch) if counts else None)
-        record.loss = value
+        record.loss, record.weight = value, weight
         if is_last:
             gathered = self._gather.signature(generation.strategy.to_compute)
             self._control.votes = {**self._votes(), "buffers_changed": generation.buffers.changed, "gathered": gathered}
             with_rows = {index: record for index, record in self._records.items() if record.num_rows}
             self._control.start(with_rows, generation.group.world_size)
-            if scale != 1.0:
-                generation.strategy.divide_gradients(scale)
+            total_weight = None if weight is None else self._control.wait().total_weight
+            if (divisor := scale * (total_weight or 1.0)) != 1.0:
+                generation.strategy.divide_gradients(divisor)
 
     @property
     def is_last_of_epoch(self) -> bool:
@@ -343,7 +351,9 @@ class Step:
         """Changes the state, unless a value is not finite."""
         generation, state, loss_scale = self.generation, self._state, self._state.loss_scale
         total_norm = 0.0 if norm is None else float(norm)
-        if norm is not None:
+        if agreed.total_weight == 0:
+            self.skip_reason = "the weights of all micro-batches are 0"
+        elif norm is not None:
             find, policy = generation.strategy.nonfinite_gradients, generation.on_nonfinite
             self.skip_reason = reason_to_skip(self.index, agreed.losses, total_norm, find, policy, loss_scale)
         state.is_changing = True
@@ -366,6 +376,17 @@ class Step:
     def metrics(self) -> dict[str, Any]:
         """Returns what was logged, as numbers by name and micro-batch. Synchronizes with the device."""
         return {name: {str(m): float(value) for m, value in values.items()} for name, values in self._logged.items()}
+
+
+def check_weight(caller: str, weight: Any) -> float:
+    """Returns the weight of a loss as a number. Raises a ConfigError if it is none, or negative or not finite."""
+    is_number = isinstance(weight, torch.Tensor | float | int | np.number)
+    if not is_number or math.prod(np.shape(weight)) != 1 or not 0.0 <= (number := float(weight)) < math.inf:
+        raise ConfigError(
+            f"{caller} got weight={weight!r}. Give one finite number that is not negative: what the loss is a mean "
+            "over, such as the number of tokens."
+        )
+    return number
 
 
 _NO_LOSS = torch.tensor(float("nan"))

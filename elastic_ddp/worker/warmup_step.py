@@ -53,7 +53,7 @@ class WarmupStep(Step):
         seed_all(self._seed, self.index, self._batch.index)
         yield self._batch.rows
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         loss.backward()
 
     def log(self, **values: float | torch.Tensor) -> None:

@@ -136,7 +136,7 @@ def in_process_run(config: ed.RunConfig) -> Any:
             step = mock.create_autospec(ed.Step, instance=True, index=index, is_last_of_epoch=index == 1)
             step.__exit__.return_value = False
             step.micro_batches.side_effect = lambda: iter([batch()])
-            step.backward.side_effect = lambda loss: loss.backward()
+            step.backward.side_effect = lambda loss, weight=None: loss.backward()
             yield step
             step.optimize.assert_called_once_with()
 

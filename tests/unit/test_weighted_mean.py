@@ -1,0 +1,156 @@
+"""`step.backward(loss, weight=n)`: the mean over the global batch is weighted by n, at any world size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.data.order import EpochShape
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.tensors.state_tree import gather_full
+from elastic_ddp.worker.step import Step
+from tests.ranks import run_ranks
+from tests.unit.rank_steps import config_of, run_steps
+from tests.unit.single_worker import Model, NewRun, client_of, fake_feed, prepared
+
+EMPTY = {(1, 0), (1, 5), (2, 1), (2, 2), (2, 3)}
+"""Step and micro-batch of those whose tokens are all masked; their mean is NaN."""
+
+
+class Net(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+def mask_of(x: torch.Tensor, is_empty: bool) -> torch.Tensor:
+    """Which of the tokens count: a number that differs from batch to batch."""
+    return torch.zeros_like(x[:, :1]) if is_empty else (x[:, :1] > -0.5).float() + (x[:, 1:2] > 0).float() * 3 + 1
+
+
+def masked_mean(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (model(x).square() * mask).sum() / mask.sum()
+
+
+def weighted_step(step: Step, model: Any) -> list[float]:
+    for batch in step.micro_batches():
+        assert step._current is not None
+        mask = mask_of(batch["x"], (step.index, step._current) in EMPTY)
+        step.backward(masked_mean(model, batch["x"], mask), weight=mask.sum())
+    gradient = torch.cat([gather_full(parameter.grad).reshape(-1) for parameter in model.parameters()])
+    step.optimize()
+    return gradient.tolist()
+
+
+def on_a_rank(group: ProcessGroup, config: RunConfig, num_rows: int) -> dict[str, Any]:
+    torch.manual_seed(7)
+    return run_steps(group, config, Net(), weighted_step, num_rows=num_rows)
+
+
+def expected_step(num_rows: int) -> tuple[float, list[float]]:
+    """The loss and the gradient of the first step, over all tokens of the global batch at once."""
+    torch.manual_seed(7)
+    model = Net()
+    batches = [batch for batch in fake_feed(EpochShape(num_rows, 6, 2), range(6)).step(0) if batch.num_rows]
+    x = torch.cat([batch.rows["x"] for batch in batches])
+    loss = masked_mean(model, x, torch.cat([mask_of(batch.rows["x"], False) for batch in batches]))
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).tolist()
+
+
+@pytest.mark.parametrize("changes", [{}, {"ddp": {"find_unused_parameters": True}}, {"clip_grad_norm": 0.1}])
+def test_weighted_steps_have_the_same_bits_at_every_world_size(changes: dict[str, Any]) -> None:
+    config = config_of(**changes)
+    for num_rows in (1000, 45):  # the last steps of the short epochs have micro-batches of one row, and of none
+        [expected] = run_ranks(1, on_a_rank, config, num_rows)
+        for world_size in (2, 3):
+            assert run_ranks(world_size, on_a_rank, config, num_rows) == [expected] * world_size
+        loss, gradient = expected_step(num_rows)
+        assert expected["losses"][0] == pytest.approx(loss, rel=1e-6)
+        assert expected["returned"][0] == pytest.approx(gradient, rel=1e-4, abs=1e-7)
+        assert np.isfinite(expected["losses"]).all()
+
+
+@pytest.mark.parametrize("changes", [{"reduction": "native"}, {"strategy": "fsdp"}])
+def test_every_way_to_reduce_gives_the_weighted_mean(changes: dict[str, Any]) -> None:
+    loss, gradient = expected_step(1000)
+    for result in run_ranks(2, on_a_rank, config_of(**changes), 1000):
+        assert result["losses"][0] == pytest.approx(loss, rel=1e-5)
+        assert result["returned"][0] == pytest.approx(gradient, rel=1e-5, abs=1e-6)
+        assert np.isfinite(result["losses"]).all()
+
+
+def test_fp16_steps_are_weighted_once_the_loss_scale_fits_the_weights() -> None:
+    config = config_of(precision="fp16", steps=12)
+    [result] = run_ranks(1, on_a_rank, config, 1000)
+    assert np.isfinite(result["losses"]).all() and np.isfinite(result["returned"][-1]).all()
+    other = run_ranks(2, on_a_rank, config, 1000)[1]
+    assert [other[name] for name in ("weights", "losses", "loss_scale")] == [
+        result[name] for name in ("weights", "losses", "loss_scale")
+    ]
+
+
+def test_without_weights_a_step_is_the_mean_over_rows(new_run: NewRun) -> None:
+    def losses(weighted: bool) -> list[float]:
+        run = new_run(num_rows=26, folder=str(weighted), global_batch_size=16, micro_batch_size=4)
+        model = prepared(run)
+        found = []
+        for step in run.steps():
+            with step:
+                for batch in step.micro_batches():
+                    weight = {"weight": len(batch["x"])} if weighted else {}
+                    step.backward(model(batch["x"]).square().mean(), **weight)
+                step.optimize()
+            found.append(step.loss)
+        return found
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-5)
+
+
+def test_a_step_whose_weights_are_all_zero_is_skipped(new_run: NewRun) -> None:
+    run = new_run(steps=3)
+    model: Any = run.prepare(Net())
+    run.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+    skipped = []
+    for step in run.steps():
+        with step:
+            weighted_step_of_nothing = step.index == 1
+            for batch in step.micro_batches():
+                mask = mask_of(batch["x"], weighted_step_of_nothing)
+                step.backward(masked_mean(model, batch["x"], mask), mask.sum())
+            step.optimize()
+        skipped.append(step.skipped)
+    assert skipped == [False, True, False]
+    assert client_of(run).events_of("step_skipped")[0]["reason"] == "the weights of all micro-batches are 0"
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf, torch.ones(2), "all"])
+def test_a_weight_is_one_finite_number_that_is_not_negative(new_run: NewRun, weight: Any) -> None:
+    run = new_run()
+    model = prepared(run)
+    with pytest.raises(ConfigError, match=r"step.backward got weight=.*finite number that is not negative"):
+        for step in run.steps():
+            with step:
+                for batch in step.micro_batches():
+                    step.backward(model(batch["x"]).mean(), weight=weight)
+
+
+def mixed(group: ProcessGroup, config: RunConfig) -> str:
+    def body(step: Step, model: Any) -> None:
+        for batch in step.micro_batches():
+            step.backward(model(batch["x"]).mean(), weight=None if step._current == 0 else 2)
+        step.optimize()
+
+    with pytest.raises(ConfigError) as caught:
+        run_steps(group, config, Model(), body)
+    return str(caught.value)
+
+
+def test_weights_for_some_micro_batches_only_are_refused_on_every_rank() -> None:
+    for message in run_ranks(2, mixed, config_of()):
+        assert "a weight for some micro-batches, and none for [0]" in message
