@@ -5,7 +5,9 @@ from __future__ import annotations
 import glob
 import importlib
 import importlib.util
+import io
 import json
+import os
 import runpy
 import sys
 from collections.abc import Mapping
@@ -71,6 +73,7 @@ def run(
             metavar="JOB [ARGS]...", help="A Python script, or a TOML file with settings and a [job] table."
         ),
     ],
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show Ray's own messages, too.")] = False,
 ) -> None:
     """Run a Python script, or the job of a TOML file.
 
@@ -82,6 +85,8 @@ def run(
     """
     if not job.exists():
         raise ConfigError(f"{job}: no such file. Use a Python script or a TOML file.")
+    if verbose:
+        os.environ["ELASTIC_DDP_VERBOSE"] = "1"
     if job.suffix == ".py":
         sys.argv = [str(job), *context.args]
         sys.path.insert(0, str(job.resolve().parent))
@@ -269,6 +274,8 @@ def _load_file(path: Path) -> ModuleType:
 
 def main() -> None:
     """The console script. Prints this package's own errors in one line, without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may not have every character, as stderr's
     try:
         app()
     except ElasticDDPError as error:

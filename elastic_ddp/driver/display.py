@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from elastic_ddp.checkpoint import Commit
+from elastic_ddp.console import Tolerant
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.telemetry import Progress, events
 from elastic_ddp.telemetry.event import Event
@@ -16,8 +15,8 @@ WORKER_FAILED = "a worker failed"
 
 
 def print_note(text: str) -> None:
-    """Prints a line to standard error, without wrapping it."""
-    Console(stderr=True).print(Text(text), soft_wrap=True)
+    """Prints a line to standard error."""
+    print(text, file=Tolerant(sys.stderr), flush=True)
 
 
 class RunDisplay(Progress):

@@ -30,6 +30,8 @@ _RAY_TRAIN_SETTINGS = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     # It reports preemptions to functions that ask Ray Train for them; our workers do not.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    # It makes each line that a worker prints appear twice.
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # The working directory is the driver's: see `user_code`.
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }

@@ -8,8 +8,10 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
     from elastic_ddp.worker.run import Run
 
 SUMMARY = "summary.json"
+RAY_LOG = "ray.log"
+VERBOSE = "ELASTIC_DDP_VERBOSE"
+"""The environment variable that shows Ray's own messages on the console, too."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +168,20 @@ class ElasticTrainer:
             warn_about_data(job.index, self.config, print_note)
             if isinstance(job.index, MapStyleIndex):
                 job = replace(job, index=job.index.share())
-            rendezvous = self._start_rendezvous(job, resume_from, snapshot_folder)
-            session = Session(job, rendezvous, resume_from, lease, started_at)
-            try:
-                outcome = session.run()
-            finally:
-                ray.kill(rendezvous)
-                session.end_workers()
-            return self._conclude(outcome, session, lease)
+            with self._collect_ray_messages():
+                return self._run_session(job, resume_from, lease, started_at, snapshot_folder)
+
+    def _run_session(
+        self, job: Job, resume_from: Commit | None, lease: DriverLease, started_at: float, snapshot_folder: str
+    ) -> RunResult:
+        rendezvous = self._start_rendezvous(job, resume_from, snapshot_folder)
+        session = Session(job, rendezvous, resume_from, lease, started_at)
+        try:
+            outcome = session.run()
+        finally:
+            ray.kill(rendezvous)
+            session.end_workers()
+        return self._conclude(outcome, session, lease)
 
     def _create_job(self, session: str) -> Job:
         """Reads or builds the index of the data, and checks both against the record of the run."""
@@ -224,6 +235,14 @@ class ElasticTrainer:
             num_tasks=num_data_tasks,
             may_grow=not is_own_cluster,
         )
+
+    def _collect_ray_messages(self) -> AbstractContextManager[Any]:
+        """Keeps Ray's own messages in the run's folder, or in Ray's logs if that is not on this machine."""
+        from elastic_ddp.ray_internals.messages import RayMessages, default_file  # depends on the version of Ray
+
+        is_local = "://" not in self._storage.uri
+        file = Path(self._storage.uri, RAY_LOG) if is_local else default_file(self.config.name)
+        return RayMessages(file, print_note, verbose=os.environ.get(VERBOSE, "0") not in ("", "0"))
 
     def _start_rendezvous(self, job: Job, resume_from: Commit | None, snapshot_folder: str) -> RendezvousHandle:
         return start_rendezvous(

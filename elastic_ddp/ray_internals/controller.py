@@ -36,6 +36,7 @@ from ray.train.v2._internal.execution.worker_group.worker import Worker
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from elastic_ddp.ray_internals.cluster_use import placement_group_prefix
+from elastic_ddp.ray_internals.messages import mark_messages
 from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, release_placement_groups
 from elastic_ddp.ray_internals.worker_states import classify_workers
@@ -79,6 +80,7 @@ class ElasticController(TrainController):
         for module in _VERBOSE_LOGGERS:
             logging.getLogger(f"ray.train.v2._internal.execution.{module}").setLevel(logging.WARNING)
         super().__init__(**kwargs)
+        mark_messages()
         logging.getLogger(TrainController.__module__).addFilter(_is_worth_logging)
         shorten_intervals()
         ElasticWorkerGroup.placement_group_prefix = placement_group_prefix

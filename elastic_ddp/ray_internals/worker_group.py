@@ -32,6 +32,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_ddp import signals
+from elastic_ddp.ray_internals.messages import mark_messages
 from elastic_ddp.ray_internals.scaling import NODE_ID
 
 _log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class ElasticWorker(RayTrainWorker):
 
     def __init__(self) -> None:
         super().__init__()
+        mark_messages()
         signals.listen_for_sigterm()
 
 

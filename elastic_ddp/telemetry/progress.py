@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Self
+from typing import Self, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from elastic_ddp.console import Tolerant
 
 _REDRAW_S, _LINE_S, _UNCHANGED_LINE_S = 0.1, 5.0, 30.0
 """Seconds between updates of the live line, between plain lines, and between those that repeat a state."""
@@ -30,7 +33,7 @@ class Progress:
     def __init__(
         self, total_steps: int | None, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or Console(file=cast(TextIO, Tolerant(sys.stderr)))
         self._clock = clock
         self._step = 0
         self._total = total_steps

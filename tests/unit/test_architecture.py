@@ -35,6 +35,7 @@ ORDER = [
     "config",
     "torch_internals",
     "signals",
+    "console",
     "seeding",
     "errors",
 ]
