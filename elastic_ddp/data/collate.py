@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from elastic_ddp.data.order import FeedPlan, Int64Array
 from elastic_ddp.data.source import COLUMN_PREFIX, rows_of_chunks, wrap
 from elastic_ddp.data.split import ChunkContent, split_into_micro_batches
 from elastic_ddp.data.transform import Arrays, Transform, apply_transform, check_tensors
+from elastic_ddp.data.user_calls import recorded
 from elastic_ddp.errors import ConfigError, DataError, shorten
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.user_code import environment
@@ -72,10 +74,16 @@ class Collator:
             for row in fetch(data, list(missing)):
                 rows.append(row)
                 missing = missing[1:]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             at_once = getattr(data, "__getitems__", None) is not None
             raise row_error(missing if at_once else missing[:1], error, f" in {place}") from error
         return self._collate(rows, place)
+
+    def recorded(self, step: int, micro_batch: int, row_ids: Int64Array) -> AbstractContextManager[None]:
+        """Records calls of the user's functions, to report them if the process dies."""
+        functions = {"the transform": self.transform, "collate_fn": self.collate_fn}
+        names = [name for name, function in functions.items() if function is not None]
+        return recorded(" and ".join(names) or "__getitem__", f"micro-batch {micro_batch} of step {step}", row_ids)
 
     def _collate(self, rows: list[Any], place: str) -> Any:
         collate: CollateFn
@@ -89,7 +97,7 @@ class Collator:
             batch = collate(rows)
         except ConfigError:  # it cannot be loaded
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             what, fix = "collate_fn raised", ""
             if self.collate_fn is None:
                 what = "rows cannot be stacked into a batch by torch's default_collate, which raised"
@@ -138,10 +146,11 @@ def batches_in_memory(index: MapStyleIndex, collator: Collator, share: int, num_
         counted = numbers[: stop - start]
         if not len(counted):
             numbers = numbers.repeat(plan.shape.micro_batch_size)
-        if isinstance(data, Columns):
-            batch = collator.from_columns(step, micro_batch, data.take(numbers), len(numbers), data.tensors)
-        else:
-            batch = collator.from_map_style(step, micro_batch, data, numbers)
+        with collator.recorded(step, micro_batch, numbers):
+            if isinstance(data, Columns):
+                batch = collator.from_columns(step, micro_batch, data.take(numbers), len(numbers), data.tensors)
+            else:
+                batch = collator.from_map_style(step, micro_batch, data, numbers)
         yield step, micro_batch, counted, batch
 
 
@@ -173,5 +182,6 @@ def collate_rows(collator: Collator, block: pa.Table) -> Batches:
             name.removeprefix(COLUMN_PREFIX): to_numpy(name.removeprefix(COLUMN_PREFIX), block[name][row].values)
             for name in names
         }
-        batch = collator.from_columns(step, micro_batch, columns, len(row_ids))
+        with collator.recorded(step, micro_batch, row_ids):
+            batch = collator.from_columns(step, micro_batch, columns, len(row_ids))
         yield step, micro_batch, row_ids[:num_counted], batch

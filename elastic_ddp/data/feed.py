@@ -18,7 +18,7 @@ from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import MapStyleIndex
 from elastic_ddp.data.micro_batches import MicroBatch, Placer, map_tensors
 from elastic_ddp.data.order import FeedPlan
-from elastic_ddp.data.pipeline import Pipeline, open_batches, open_chunks
+from elastic_ddp.data.pipeline import Pipeline, ProcessDiedError, explain_failure, open_batches, open_chunks
 from elastic_ddp.data.split import EndedEarlyError, HostBatch, split_into_micro_batches, take_collated
 from elastic_ddp.data.transform import Transform
 from elastic_ddp.errors import PeerFailedError
@@ -190,6 +190,7 @@ class MicroBatchFeed:
         owned = len(self._plan.micro_batches)
         done = self._plan.first_step * owned  # this worker's micro-batches, counted from step 0
         failures = 0
+        fatal_call: str | None = None
         while done < self._plan.last_step * owned:
             before = done
             if self._closed:
@@ -211,10 +212,12 @@ class MicroBatchFeed:
                 if self._any_node:
                     raise
                 self._any_node = True
-            except ray.exceptions.RayError:  # a task's process failed, for lack of memory for example
+            except (ray.exceptions.RayError, ProcessDiedError) as error:
                 failures = failures + 1 if done == before else 1
-                if failures >= _MAX_PIPELINE_FAILURES:
-                    raise
+                call = error.place if isinstance(error, ProcessDiedError) else None
+                if failures >= _MAX_PIPELINE_FAILURES or (call is not None and call == fatal_call):
+                    raise explain_failure(error) from error
+                fatal_call = call
 
     def _run_pipeline(self, done: int) -> Generator[HostBatch]:
         """Yields the micro-batches of one pipeline, from the `done`-th on."""

@@ -27,7 +27,7 @@ def fetch(data: Any, rows: list[int]) -> Iterator[Any]:
             yield data[row]
 
 
-def row_error(rows: list[int], error: Exception, place: str = "") -> DataError:
+def row_error(rows: list[int], error: BaseException, place: str = "") -> DataError:
     """Returns the error for rows that cannot be read. Call it where `error` was caught."""
     what = f"data[{rows[0]}]" if len(rows) == 1 else f"data.__getitems__({rows})"
     text = f"{what} raised {error!r}{place}:\n{traceback.format_exc().rstrip()}\n{environment().advise(error)}"

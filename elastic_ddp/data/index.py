@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from elastic_ddp.data.files import DataFile, Source, entries_of, filesystem_of, list_files, read_footer
 from elastic_ddp.data.order import Int64Array
+from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.errors import DataError, shorten
 from elastic_ddp.storage.errors import suggest_fix
 
@@ -63,6 +64,18 @@ class DatasetIndex:
         """SHA-256 of every file's path, size and version. It differs for different data sets."""
         lines = [json.dumps([file.path, file.size, file.version]) for file in self.files]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def locate(self, row_ids: Sequence[int]) -> str:
+        """Returns the files of these rows, and their numbers in the files."""
+        numbers = np.asarray(row_ids)
+        group = np.searchsorted(self.first_row_ids, numbers, side="right") - 1
+        file = self.group_file[group]
+        starts = self.first_row_ids[np.searchsorted(self.group_file, file)]
+        parts = [
+            describe_rows(np.sort(numbers[file == each] - starts[file == each]).tolist(), self.files[each].path)
+            for each in np.unique(file)
+        ]
+        return shorten(parts, 5, "; ")
 
     def __str__(self) -> str:
         first, last = self.files[0], self.files[-1]

@@ -21,6 +21,7 @@ from elastic_ddp.data.files import Source
 from elastic_ddp.data.fingerprint import of_columns, of_rows
 from elastic_ddp.data.order import Int64Array
 from elastic_ddp.data.packing import dump, load
+from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.errors import ConfigError, DataError, format_exception
 from elastic_ddp.user_code import Shipped, ship
 
@@ -63,6 +64,10 @@ class MapStyleIndex:
     def group_rows(self) -> Int64Array:
         """All rows are in one group: they are permuted without windows."""
         return np.array([self.num_rows])
+
+    def locate(self, row_ids: Sequence[int]) -> str:
+        """Returns text for these rows."""
+        return describe_rows(row_ids)
 
     def __str__(self) -> str:
         return f"{self.num_rows:,} rows of {self.name} (SHA-256 {self.fingerprint[:12]})"

@@ -20,7 +20,8 @@ from elastic_ddp.data.packing import PackedBatch, pack_blocks, unpack_block
 from elastic_ddp.data.source import BLOCK_BYTES, ChunkSource, read_chunks
 from elastic_ddp.data.split import ChunkContent
 from elastic_ddp.data.transform import PrepareChunks, Transform, unpack
-from elastic_ddp.errors import ConfigError, DataError
+from elastic_ddp.data.user_calls import CallRecords, FatalCall, record_calls
+from elastic_ddp.errors import ConfigError, DataError, format_exception
 from elastic_ddp.user_code import Shipped, ship
 
 _STORE_BYTES = 32 << 20
@@ -35,16 +36,32 @@ Content = TypeVar("Content")
 Tables = Iterator[pa.Table]
 
 
+class ProcessDiedError(Exception):
+    """A data process died in a call of the user's function."""
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+        """The place in the run of the call."""
+
+
 class Pipeline(Generic[Content]):
     """Yields what its executions produce, one from each in turn. One thread iterates, once; any thread may close it."""
 
-    def __init__(self, datasets: Sequence[ray.data.Dataset], unpack: Callable[[pa.Table], Iterator[Content]]) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[ray.data.Dataset],
+        unpack: Callable[[pa.Table], Iterator[Content]],
+        stages: _Stages,
+        locate: Callable[[list[int]], str],
+    ) -> None:
         _filter_logs()
         # Imported here: with another Ray version the import fails, and the driver explains that better.
         from elastic_ddp.ray_internals.dataset import DatasetExecution
 
         self._executions = [DatasetExecution(dataset) for dataset in datasets]
         self._unpack = unpack
+        self._records, self._locate = stages.records, locate
 
     def __iter__(self) -> Iterator[Content]:
         """Yields in order, and stops early when the pipeline is closed.
@@ -52,7 +69,8 @@ class Pipeline(Generic[Content]):
         Raises:
             DataError: raised by a read, the transform, the data set, or the collate function.
             ConfigError: one of them cannot be loaded on this node.
-            ray.exceptions.RayError: a task's process failed.
+            ProcessDiedError: a task's process died in a call of the user's function.
+            ray.exceptions.RayError: a task failed in another way.
         """
         try:
             contents = [chain.from_iterable(map(self._unpack, execution)) for execution in self._executions]
@@ -62,11 +80,19 @@ class Pipeline(Generic[Content]):
                 yield content
         except Exception as error:
             cause = _own_error(error)
+            if cause is None and (fatal := self._fatal_call(error)) is not None:
+                raise ProcessDiedError(fatal.message, fatal.place) from error
             if cause is None:
                 raise
             message, _, _ = str(cause).partition("\nFailed to apply ")  # Ray appends advice on Ray Data
             kind = DataError if isinstance(cause, DataError) else ConfigError
             raise kind(message.rstrip()) from error
+
+    def _fatal_call(self, error: Exception) -> FatalCall | None:
+        """Returns the call of the user's function in which a task's process died."""
+        if isinstance(error, ray.exceptions.OutOfMemoryError):
+            return self._records.find_fatal(self._locate, " because Ray's memory monitor killed it: memory is short")
+        return self._records.find_fatal(self._locate) if isinstance(error, ray.exceptions.WorkerCrashedError) else None
 
     def stop_tasks(self) -> None:
         """Stops the tasks; the iteration ends after the blocks that are ready. Call it in the thread that iterates."""
@@ -77,6 +103,7 @@ class Pipeline(Generic[Content]):
         """Stops the tasks and frees the waiting blocks in the object store."""
         for execution in self._executions:
             execution.close()
+        self._records.close()
 
 
 def open_chunks(
@@ -91,7 +118,8 @@ def open_chunks(
     # With one task each, Ray Data fuses reading and transforming into one process.
     tasks = plan.options.concurrency if transform else 1
     dataset = stages.read(lambda: read_chunks(*ray.get(job)))
-    return Pipeline([stages.map(dataset, PrepareChunks(plan.seed, _shipped(transform, "transform")), tasks)], unpack)
+    prepare = PrepareChunks(plan.seed, _shipped(transform, "transform"), lambda rows: ray.get(job)[0].locate(rows))
+    return Pipeline([stages.map(dataset, prepare, tasks)], unpack, stages, index.locate)
 
 
 def open_batches(
@@ -111,7 +139,8 @@ def open_batches(
     tasks = plan.options.concurrency
     if isinstance(index, MapStyleIndex):
         stages = _Stages(plan, any_node, _ROW_BYTES)
-        return Pipeline([stages.read(_share_in_memory(job, share, tasks)) for share in range(tasks)], unpack_block)
+        datasets = [stages.read(_share_in_memory(job, share, tasks)) for share in range(tasks)]
+        return Pipeline(datasets, unpack_block, stages, index.locate)
 
     def read() -> Tables:
         index, collator = ray.get(job)
@@ -121,10 +150,12 @@ def open_batches(
         _, collator = ray.get(job)
         return pack_blocks(chain.from_iterable(collate_rows(collator, table) for table in tables))
 
+    stages = _Stages(plan, any_node, _ROW_BYTES if tasks == 1 else _TASK_BYTES)
     if tasks == 1:
-        return Pipeline([_Stages(plan, any_node, _ROW_BYTES).read(lambda: collate(read()))], unpack_block)
-    stages = _Stages(plan, any_node, _TASK_BYTES)
-    return Pipeline([stages.map(stages.read(read), lambda table: collate(iter([table])), tasks)], unpack_block)
+        dataset = stages.read(lambda: collate(read()))
+    else:
+        dataset = stages.map(stages.read(read), lambda table: collate(iter([table])), tasks)
+    return Pipeline([dataset], unpack_block, stages, index.locate)
 
 
 def _share_in_memory(job: ray.ObjectRef, share: int, num_shares: int) -> Callable[[], Tables]:
@@ -146,13 +177,20 @@ class _Stages:
         if not any_node:
             self._remote["label_selector"] = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         self._block_bytes = block_bytes
+        self.records = CallRecords()
 
     def read(self, tables: Callable[[], Tables]) -> ray.data.Dataset:
         """Returns a data set that one task reads."""
+        folder = self.records.folder
+
+        def read() -> Tables:
+            record_calls(folder)
+            return tables()
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # max_retries has no successor in Ray 2.60
             dataset = ray.data.read_datasource(
-                ChunkSource(tables),
+                ChunkSource(read),
                 override_num_blocks=1,
                 compute=TaskPoolStrategy(size=1),
                 ray_remote_args={"max_retries": 0},
@@ -164,10 +202,16 @@ class _Stages:
         self, dataset: ray.data.Dataset, function: Callable[[pa.Table], Tables], num_tasks: int
     ) -> ray.data.Dataset:
         """Returns the data set with the function applied to each of its blocks by up to `num_tasks` tasks at a time."""
+        folder = self.records.folder
+
+        def apply(table: pa.Table) -> Tables:
+            record_calls(folder)
+            return function(table)
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             dataset = dataset.map_batches(
-                function,
+                apply,
                 batch_size=None,
                 batch_format="pyarrow",
                 compute=TaskPoolStrategy(size=num_tasks),
@@ -187,6 +231,17 @@ class _Stages:
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         return dataset
+
+
+def explain_failure(error: Exception) -> Exception:
+    """Returns the error to raise for tasks that failed repeatedly."""
+    if isinstance(error, ProcessDiedError):
+        return DataError(str(error))
+    if isinstance(error, ray.exceptions.WorkerCrashedError | ray.exceptions.OutOfMemoryError):
+        return DataError(f"the process that reads the data died again and again: {format_exception(error)}")
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return DataError(f"the data cannot be read: {format_exception(error.cause or error)}")
+    return error
 
 
 def _shipped(function: Any, name: str) -> Any:

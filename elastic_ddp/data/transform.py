@@ -14,6 +14,7 @@ from elastic_ddp.data.columns import Array, to_numpy
 from elastic_ddp.data.order import transform_generator
 from elastic_ddp.data.source import COLUMN_PREFIX, BlockFiller, as_binary
 from elastic_ddp.data.split import ChunkContent
+from elastic_ddp.data.user_calls import describe_rows, recorded
 from elastic_ddp.errors import ConfigError, DataError
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.user_code import environment
@@ -29,9 +30,12 @@ the same at every world size and after every resume."""
 class PrepareChunks:
     """The transform stage of the pipeline, for `Dataset.map_batches`."""
 
-    def __init__(self, seed: int, transform: Transform | None) -> None:
+    def __init__(
+        self, seed: int, transform: Transform | None, locate: Callable[[list[int]], str] = describe_rows
+    ) -> None:
         self._seed = seed
         self._transform = transform
+        self._locate = locate
         self._filler = BlockFiller()
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
@@ -41,12 +45,21 @@ class PrepareChunks:
             names = [name.removeprefix(COLUMN_PREFIX) for name in block.column_names if name.startswith(COLUMN_PREFIX)]
             columns = {name: to_numpy(name, block[COLUMN_PREFIX + name][row].values) for name in names}
             if self._transform is not None:
-                columns = apply_transform(self._transform, columns, self._seed, (epoch, lane, number), len(row_ids))
+                chunk = epoch, lane, number
+                try:
+                    with recorded("the transform", _title(chunk), row_ids):
+                        columns = apply_transform(self._transform, columns, self._seed, chunk, len(row_ids))
+                except DataError as error:
+                    raise DataError(f"{error}\nThe chunk has {self._locate(row_ids.tolist())}.") from error
             check_tensors(columns, transformed=self._transform is not None)
             header = [epoch, lane, number, {name: [array.dtype.str, array.shape] for name, array in columns.items()}]
             packed = {"header": pa.array([json.dumps(header)]), "row_ids": as_binary(row_ids)}
             packed |= {COLUMN_PREFIX + name: as_binary(array) for name, array in columns.items()}
             yield self._filler.pad(pa.table(packed), ends_block=bool(ends_block))
+
+
+def _title(chunk: tuple[int, int, int]) -> str:
+    return "epoch {}, lane {}, chunk {}".format(*chunk)
 
 
 def apply_transform(
@@ -57,12 +70,12 @@ def apply_transform(
     writable = {name: np.array(values) for name, values in rows.items()}
     generator = transform_generator(seed, *chunk)
     seed_all(seed, "transform", *chunk)
-    title = "epoch {}, lane {}, chunk {}".format(*chunk)
+    title = _title(chunk)
     try:
         result = transform(writable, generator)
     except ConfigError:  # it cannot be loaded
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         advice = environment().advise(error)
         text = f"the transform raised {error!r} in {title}:\n{traceback.format_exc().rstrip()}\n{advice}"
         raise DataError(text.rstrip()) from error

@@ -17,7 +17,14 @@ from elastic_ddp.config.capacity import check_cpus
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import is_missing_group, is_peer_failure
 from elastic_ddp.distributed.sockets import use_interface_of
-from elastic_ddp.errors import ConfigError, ElasticDDPError, TrainFunctionError, WorkersFailedError, format_exception
+from elastic_ddp.errors import (
+    ConfigError,
+    DataError,
+    ElasticDDPError,
+    TrainFunctionError,
+    WorkersFailedError,
+    format_exception,
+)
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.client import RendezvousClient, RunStopped
 from elastic_ddp.seeding import seed_all
@@ -132,7 +139,8 @@ def _end_of(error: BaseException, loop: Loop) -> tuple[Outcome | None, str | Non
     elif isinstance(error, _RAY_ERRORS):
         return None, f"Ray failed on this node: {format_exception(error)}"
     if isinstance(error, ElasticDDPError):
-        return {"status": "failed", "kind": type(error).__name__, "error": str(error)}, None
+        rank = f"rank {loop.rank}: " if isinstance(error, DataError) and loop.world_size else ""
+        return {"status": "failed", "kind": type(error).__name__, "error": f"{rank}{error}"}, None
     if isinstance(error, AttributeError) and error.name == "module" and loop.state.is_model(error.obj):
         advice = _NO_WRAPPER
     text = "".join(traceback.format_exception(error)) + (advice or environment().advise(error))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,7 @@ from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.index import DatasetIndex, build_index
 from elastic_ddp.data.ingest import materialize
+from elastic_ddp.data.map_style import index_in_memory
 from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.data.transform import Arrays, Transform
@@ -59,6 +62,25 @@ def noisy(rows: Arrays, random: np.random.Generator) -> Arrays:
     return {"id": rows["id"], "noise": random.random(len(rows["id"]))}
 
 
+def plan_of(
+    num_rows: int,
+    rows_per_group: np.ndarray,
+    micro_batches: Sequence[int] = range(NUM_MICRO_BATCHES),
+    first_step: int = 0,
+    last_step: int = 40,
+    concurrency: int = 1,
+) -> FeedPlan:
+    return FeedPlan(
+        rows_per_group=rows_per_group,
+        shape=EpochShape(num_rows, NUM_MICRO_BATCHES, MICRO_BATCH_SIZE),
+        seed=7,
+        options=DataConfig(window_row_groups=2, chunk_rows=20, concurrency=concurrency),
+        micro_batches=tuple(micro_batches),
+        first_step=first_step,
+        last_step=last_step,
+    )
+
+
 def make_feed(
     index: DatasetIndex,
     transform: Transform = noisy,
@@ -68,15 +90,7 @@ def make_feed(
     last_step: int = 40,
     concurrency: int = 1,
 ) -> MicroBatchFeed:
-    plan = FeedPlan(
-        rows_per_group=index.group_rows,
-        shape=EpochShape(index.num_rows, NUM_MICRO_BATCHES, MICRO_BATCH_SIZE),
-        seed=7,
-        options=DataConfig(window_row_groups=2, chunk_rows=20, concurrency=concurrency),
-        micro_batches=tuple(micro_batches),
-        first_step=first_step,
-        last_step=last_step,
-    )
+    plan = plan_of(index.num_rows, index.group_rows, micro_batches, first_step, last_step, concurrency)
     return MicroBatchFeed(index, plan, transform=transform, device=torch.device("cpu"))
 
 
@@ -152,7 +166,8 @@ def test_an_error_of_the_transform_is_raised_with_its_traceback(index: DatasetIn
     with make_feed(index, fail) as feed, pytest.raises(DataError) as caught:
         next(feed.step(0))
     assert str(caught.value).startswith("the transform raised KeyError('label') in epoch 0, lane 0, chunk 0:")
-    assert str(caught.value).endswith("KeyError: 'label'")
+    assert "\nKeyError: 'label'\nThe chunk has rows " in str(caught.value)
+    assert f" of {Path(index.files[0].path).parent}/" in str(caught.value).splitlines()[-1]
     assert 'raise KeyError("label")' in str(caught.value)
     with make_feed(index, fail) as feed, pytest.raises(DataError, match="the transform raised"):
         feed.wait()  # as a worker does before it joins, so that its peers do not wait for it
@@ -268,12 +283,42 @@ def test_a_killed_process_is_replaced_without_skipping_or_repeating_rows(index: 
     assert len(set(pids)) == 2
 
 
-def test_processes_that_fail_repeatedly_end_the_feed(index: DatasetIndex) -> None:
-    def crash(rows: Arrays, random: np.random.Generator) -> Arrays:
-        os._exit(1)
+@pytest.mark.parametrize("cause", ["abort", "_exit"])
+def test_a_transform_in_which_the_process_dies_twice_is_named(index: DatasetIndex, cause: str, tmp_path: Path) -> None:
+    """The error has the chunk, its rows and their files, and the signal and the stack if there are any."""
+    deaths = tmp_path / "deaths"
 
-    with make_feed(index, crash) as feed, pytest.raises(ray.exceptions.RayError):
-        next(feed.step(0))
+    def decode(rows: Arrays, random: np.random.Generator) -> Arrays:
+        if 250 in rows["id"]:
+            with deaths.open("a") as file:
+                file.write("x")
+            os.abort() if cause == "abort" else os._exit(3)
+        return noisy(rows, random)
+
+    with make_feed(index, decode) as feed, pytest.raises(DataError) as caught:
+        for step in range(19):
+            list(feed.step(step))
+    assert len(deaths.read_text()) == 2
+    how = r"of SIGABRT \(Aborted\)" if cause == "abort" else r"without a signal .* called os\._exit, or was killed .*"
+    first, *frames = str(caught.value).splitlines()
+    where = r"in epoch 0, lane \d, chunk \d+: rows .*\b50\b.* of .*/1\.parquet"
+    assert re.match(f"the process that runs the transform died {how}, {where}", first)
+    assert [frame.rpartition(" in ")[2] for frame in frames] == (["decode"] if cause == "abort" else [])
+
+
+def test_a_collate_function_in_which_the_process_dies_is_named() -> None:
+    def collate(rows: list[int]) -> torch.Tensor:
+        if 7 in rows:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(rows)
+
+    index = index_in_memory(list(range(40))).share()
+    plan = plan_of(40, np.array([40]), last_step=2)
+    feed = MicroBatchFeed(index, plan, collate_fn=collate, device=torch.device("cpu"))
+    where = r"in micro-batch \d of step \d: rows .*\b7\b"
+    with feed, pytest.raises(DataError, match=f"runs collate_fn died without a signal .*, {where}"):
+        for step in range(2):
+            list(feed.step(step))
 
 
 def test_pipelines_run_when_workers_reserve_every_cpu(index: DatasetIndex) -> None:

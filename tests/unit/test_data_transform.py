@@ -200,6 +200,23 @@ def test_the_error_of_a_transform_contains_its_traceback(index: DatasetIndex) ->
     assert 'raise KeyError("label")' in text
 
 
+def test_the_error_of_a_transform_that_exits_has_its_rows(index: DatasetIndex) -> None:
+    def leave(rows: Arrays, random: np.random.Generator) -> Arrays:
+        sys.exit(3)
+
+    text = message(index, leave)
+    assert "the transform raised SystemExit(3) in epoch 0, lane 0, chunk 0" in text
+    first = prepare(index, lengths)[0].row_ids
+    assert text.endswith(f"\nThe chunk has rows {', '.join(map(str, first))} of the data set.")
+
+
+def test_rows_are_located_in_their_files(index: DatasetIndex) -> None:
+    folder = Path(index.files[0].path).parent
+    assert index.locate([21, 3, 59, 20]) == (
+        f"row 3 of {folder}/0.parquet; rows 0, 1 of {folder}/1.parquet; row 19 of {folder}/2.parquet"
+    )
+
+
 def test_a_transform_that_changes_the_number_of_rows_raises(index: DatasetIndex) -> None:
     text = message(index, lambda rows, random: {"id": rows["id"][1:]})
     assert "the transform got 5 rows and returned 4 for 'id'" in text

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore
-from elastic_ddp.errors import StorageError, WorkersFailedError
+from elastic_ddp.errors import DataError, StorageError, WorkersFailedError
 from elastic_ddp.rendezvous.members import Member
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker import main
@@ -85,6 +85,15 @@ def test_a_training_function_whose_decorator_makes_it_a_generator_is_an_error(
 ) -> None:
     outcome = outcome_of(lambda run: (None for _ in ()))
     assert outcome["kind"] == "ConfigError" and "returned a generator" in outcome["error"]
+
+
+def test_an_error_of_the_data_names_the_rank(outcome_of: Callable[[Train], dict[str, Any]]) -> None:
+    def read(run: Run) -> None:
+        prepared(run)
+        for _ in run.steps():
+            raise DataError("the transform raised KeyError('label')")
+
+    assert outcome_of(read)["error"] == "rank 0: the transform raised KeyError('label')"
 
 
 def test_an_error_says_that_a_prepared_model_has_no_wrapper(outcome_of: Callable[[Train], dict[str, Any]]) -> None:

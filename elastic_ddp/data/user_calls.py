@@ -1,0 +1,144 @@
+"""Reports the call of a user's function in which a data process died, such as of a transform.
+
+Ray reports only that a task's process died. So a data process writes the running call into a file of its node, to which
+Python's faulthandler appends the signal and the stack. The worker on that node reads the file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_ddp.data.order import Int64Array
+from elastic_ddp.errors import shorten
+
+_MAX_ROWS = 20
+_EXIT_TIMEOUT_S = 1.0
+"""How long a process may take to end after Ray saw its connection close."""
+_STDERR = 2
+_SIGNALS = {
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Illegal instruction": "SIGILL",
+    "Floating-point exception": "SIGFPE",
+}
+"""The signals that faulthandler handles, by its names."""
+
+_PACKAGE = Path(__file__).parents[1]
+
+_record: tuple[str, int] | None = None
+"""The folder and the file descriptor of this data process's record."""
+
+
+def record_calls(folder: str) -> None:
+    """Makes this process record its calls in a folder of `CallRecords`, if the folder is on this node."""
+    global _record
+    if _record is not None and _record[0] == folder:
+        return
+    if _record is not None:
+        os.close(_record[1])
+        _record = None
+    with suppress(OSError):
+        _record = folder, os.open(f"{folder}/{os.getpid()}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+
+@contextmanager
+def recorded(function: str, place: str, row_ids: Int64Array) -> Iterator[None]:
+    """Records a call of the user's function until the context ends.
+
+    Args:
+        function: what is called, such as "the transform".
+        place: the place in the run, which differs for every call.
+        row_ids: the rows of the call.
+    """
+    if _record is None:
+        yield
+        return
+    file = _record[1]
+    call = [function, place, row_ids[:_MAX_ROWS].tolist(), len(row_ids)]
+    with suppress(OSError):  # a full disk
+        os.ftruncate(file, 0)
+        os.write(file, json.dumps(call).encode() + b"\n")
+    faulthandler.enable(file, all_threads=False)
+    try:
+        yield
+    finally:
+        faulthandler.enable(_STDERR, all_threads=False)  # as Ray does
+        with suppress(OSError):
+            os.ftruncate(file, 0)
+
+
+@dataclass(frozen=True)
+class FatalCall:
+    """The call in which a data process died."""
+
+    place: str
+    message: str
+
+
+class CallRecords:
+    """The folder with the records of a pipeline's data processes. The worker creates it."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="elastic_ddp-calls-")
+
+    def find_fatal(self, locate: Callable[[list[int]], str], reason: str = "") -> FatalCall | None:
+        """Returns the call in which a process died, or None. Call it after Ray reported that one died.
+
+        Args:
+            locate: describes rows by their row ids.
+            reason: why the process was killed, if Ray knows.
+        """
+        deadline = time.monotonic() + _EXIT_TIMEOUT_S
+        while True:
+            try:
+                records = {int(path.name): path.read_text(errors="replace") for path in Path(self.folder).iterdir()}
+            except OSError:  # the pipeline was closed meanwhile
+                return None
+            calls = {pid: record.partition("\n") for pid, record in records.items() if record}
+            for pid, (call, _, report) in calls.items():
+                if not _is_running(pid):
+                    return _describe(call, report, locate, reason)
+            if not calls or time.monotonic() > deadline:
+                return None
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Returns whether a process has not ended. One that has ended stays in the list until its parent asks for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _describe(call: str, report: str, locate: Callable[[list[int]], str], reason: str) -> FatalCall:
+    function, place, row_ids, num_rows = json.loads(call)
+    problem, _, stack = report.partition("\n")
+    signal = next((f" of {signal} ({name})" for name, signal in _SIGNALS.items() if name in problem), "")
+    unknown = (
+        " without a signal that Python can handle: it called os._exit, or was killed (SIGKILL), as by the kernel when "
+        "memory is short"
+    )
+    more = f" and {num_rows - len(row_ids):,} more" if num_rows > len(row_ids) else ""
+    frames = [line for line in stack.splitlines() if line.startswith("  File ")]
+    own = next((number for number, line in enumerate(frames) if f'"{_PACKAGE}/' in line), len(frames))
+    message = f"the process that runs {function} died{signal or reason or unknown}, in {place}: {locate(row_ids)}{more}"
+    return FatalCall(place, "\n".join([message, *frames[:own]]))
+
+
+def describe_rows(row_ids: Sequence[int], where: str = "the data set") -> str:
+    """Returns text for rows, such as "rows 3, 17 of a.parquet"."""
+    return f"{'row' if len(row_ids) == 1 else 'rows'} {shorten([f'{row:,}' for row in row_ids], _MAX_ROWS)} of {where}"
