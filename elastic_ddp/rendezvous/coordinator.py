@@ -252,11 +252,12 @@ class Coordinator:
             self._fail(error)
 
     def _end_hang(self, now_s: float) -> None:
-        generation, places, seconds = self.membership.generation, self.hangs.places(), self.hangs.timeout_s
-        verdict = self.hangs.decide(is_broken=self.membership.failure is not None)
-        culprits = [*verdict.culprits]
-        self.record(events.HangDetected(generation=generation, places=places, culprits=culprits, seconds=seconds))
+        places, verdict = self.hangs.places(), self.hangs.decide(is_broken=self.membership.failure is not None)
+        facts: Any = {"places": places, "culprits": [*verdict.culprits], "seconds": self.hangs.timeout_s}
+        self.record(events.HangDetected(generation=self.membership.generation, **facts))
         self._check_sections(is_hang=True)
+        if self.event_log.ended is not None:
+            return
         for member, how in verdict.culprits.items():
             self.state.attempts.record(self.membership, member, how, now_s, is_hang=True)
             self.membership.mark_failed(member, how)

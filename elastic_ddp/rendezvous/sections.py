@@ -54,13 +54,17 @@ def find_mismatch(
 ) -> TrainFunctionError | None:
     """Returns the error of ranks that wait for each other at different places; None if there are none.
 
-    In a hang, ranks at the same place are compared by their numbers of collectives. These may also differ because some
-    ranks exchanged messages, so they mean nothing while ranks make progress.
+    Ranks at the same place are compared by their numbers of collectives. Gloo counts messages too. Among more than two
+    ranks, numbers may therefore differ because some ranks exchanged messages, unless the run hangs.
     """
     sections = {report.section for report in reports.values()}
     if not any(differ(one, other) for one in sections for other in sections):
         numbers = {rank: report.section.first for rank, report in sorted(reports.items())}
-        if is_hang and len({*numbers.values()}) > 1 and len({section[:2] for section in sections}) == 1:
+        if (
+            (is_hang or world_size == 2)
+            and len({*numbers.values()}) > 1
+            and len({section[:2] for section in sections}) == 1
+        ):
             return TrainFunctionError(
                 f"ranks wait for each other in {next(iter(sections)).name}: they have run different numbers of "
                 f"collectives before it, by rank: {numbers}. {_SAME_CALLS}"

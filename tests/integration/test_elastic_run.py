@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry import read_ledger
 from tests.integration import jobs
 from tests.integration.clusters import command, kill, status, until
 
@@ -65,6 +67,7 @@ def test_a_run_without_capacity_waits_can_be_stopped_and_finishes_later(cluster:
 def test_a_run_survives_the_death_of_a_node_without_repeating_a_step(
     undisturbed: Mapping[str, Any], cluster: Cluster, folder: Path
 ) -> None:
+    """It commits at once, because the state is left on one node."""
     data, storage = str(folder / "data"), str(folder / "runs")
     doomed = cluster.add_node(num_cpus=2, object_store_memory=10**8)
     hold = folder / "hold"
@@ -81,6 +84,8 @@ def test_a_run_survives_the_death_of_a_node_without_repeating_a_step(
     assert max(generation["world_size"] for generation in generations) == 3 > generations[-1]["world_size"] == 1
     for before, after in pairwise(generations):
         assert after["first_step"] == before["last_step"], "no step is repeated"
+    commits = [event.step for event in read_ledger(Storage(storage).at("shrinks")) if event.event == "commit"]
+    assert [step for step in commits if step % 10] == [26, 36, 44]
 
 
 @pytest.mark.chaos
