@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from zlib_ng import zlib_ng
 
 from elastic_ddp.checkpoint.record import check_facts
-from elastic_ddp.config.run_config import MAX_STEP
+from elastic_ddp.config.settings import MAX_STEP
 from elastic_ddp.errors import CheckpointError, format_validation_error
 from elastic_ddp.tensors.state_tree import dtype_of
 

@@ -5,33 +5,21 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StringConstraints,
-    ValidationError,
     model_validator,
 )
 
-from elastic_ddp.config.explain import explain
+from elastic_ddp.config.settings import MAX_STEP, Names, PositiveFloat, PositiveInt, Seconds, Settings
 from elastic_ddp.config.storage_uri import check_storage_uri
 from elastic_ddp.errors import ConfigError
 
-MAX_STEP = 10**15
-"""Every JSON reader represents integers up to this exactly."""
-MAX_DURATION_S = 1e8
-"""Three years; timers of some libraries overflow far above that."""
-
-PositiveInt = Annotated[int, Field(ge=1, le=MAX_STEP)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S, allow_inf_nan=False)]
 RunName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
 IDENTITY = ("seed", "global_batch_size", "micro_batch_size", "reduction", "precision", "clip_grad_norm")
@@ -39,47 +27,13 @@ IDENTITY = ("seed", "global_batch_size", "micro_batch_size", "reduction", "preci
 DATA_IDENTITY = ("columns", "shuffle", "window_row_groups", "chunk_rows")
 """Settings under `data` that a resumed run must keep."""
 
-_building: ContextVar[bool] = ContextVar("building", default=False)
-"""Whether an outer settings object is being built, which then reports the errors of its parts."""
-
 
 def _as_text(value: Any) -> Any:
     """Returns a path object as text."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _check_distinct(names: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(names)) < len(names):
-        raise ValueError(f"{list(names)} has a duplicate; give each name once")
-    return names
-
-
-Names = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_check_distinct)]
-"""Distinct names, also from a list, as TOML and JSON have them."""
-
-
-class _Settings(BaseModel):
-    """Frozen settings. An invalid value raises ConfigError."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-    def __init__(self, **values: Any) -> None:
-        if _building.get():
-            super().__init__(**values)
-            return
-        token = _building.set(True)
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            message = explain(error, type(self))
-        else:
-            return
-        finally:
-            _building.reset(token)
-        raise ConfigError(message)  # outside of the except block: see `format_validation_error`
-
-
-class CheckpointConfig(_Settings):
+class CheckpointConfig(Settings):
     """When the run commits its state, and which commits it keeps."""
 
     every_steps: PositiveInt | None = None
@@ -140,7 +94,7 @@ class CheckpointConfig(_Settings):
         return self.interval is not None or self.max_overhead is not None
 
 
-class DataConfig(_Settings):
+class DataConfig(Settings):
     """How rows are read, ordered and fed. The data set itself is an argument of `ElasticTrainer`."""
 
     columns: Annotated[Names, Field(min_length=1)] | None = None
@@ -167,7 +121,7 @@ class DataConfig(_Settings):
     transform is heavy and the nodes have spare CPUs."""
 
 
-class DDPConfig(_Settings):
+class DDPConfig(Settings):
     """Options of `torch.nn.parallel.DistributedDataParallel`, under its own names."""
 
     bucket_cap_mb: PositiveFloat = 25.0
@@ -181,7 +135,7 @@ class DDPConfig(_Settings):
     pass."""
 
 
-class FSDPConfig(_Settings):
+class FSDPConfig(Settings):
     """Options of `torch.distributed.fsdp.fully_shard`."""
 
     shard_classes: Names = ()
@@ -192,7 +146,7 @@ class FSDPConfig(_Settings):
     step gathers them once: less communication, more memory."""
 
 
-class RunConfig(_Settings):
+class RunConfig(Settings):
     """The configuration of a run: everything but its code and its data.
 
     Raises:

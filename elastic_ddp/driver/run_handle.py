@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from elastic_ddp.config.run_config import MAX_DURATION_S
+from elastic_ddp.config.settings import MAX_DURATION_S
 from elastic_ddp.driver.cluster import RESUMES, connect
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.rendezvous.actor import NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle

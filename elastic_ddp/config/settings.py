@@ -1,0 +1,54 @@
+"""What all settings have in common: `Settings`, the base class, and the types of numbers and names."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from elastic_ddp.config.explain import explain
+from elastic_ddp.errors import ConfigError
+
+MAX_STEP = 10**15
+"""Every JSON reader represents integers up to this exactly."""
+MAX_DURATION_S = 1e8
+"""Three years; timers of some libraries overflow far above that."""
+
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_STEP)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_DURATION_S, allow_inf_nan=False)]
+
+_building: ContextVar[bool] = ContextVar("building", default=False)
+"""Whether an outer settings object is being built, which then reports the errors of its parts."""
+
+
+def _check_distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError(f"{list(names)} has a duplicate; give each name once")
+    return names
+
+
+Names = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_check_distinct)]
+"""Distinct names, also from a list, as TOML and JSON have them."""
+
+
+class Settings(BaseModel):
+    """Frozen settings. An invalid value raises ConfigError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    def __init__(self, **values: Any) -> None:
+        if _building.get():
+            super().__init__(**values)
+            return
+        token = _building.set(True)
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            message = explain(error, type(self))
+        else:
+            return
+        finally:
+            _building.reset(token)
+        raise ConfigError(message)  # outside of the except block: see `format_validation_error`
