@@ -35,3 +35,9 @@ def test_the_fp16_example_skips_overflowing_steps_and_learns(tmp_path: Path) -> 
     assert found, output
     error, skipped, scale = (float(text) for text in found.groups())
     assert error < 0.1 and skipped >= 1 and scale == 65536 / 2**skipped
+
+
+def test_the_example_of_a_longer_schedule_continues_at_half_its_learning_rate(tmp_path: Path) -> None:
+    output = run_example("longer_schedule.py", tmp_path, "--workers", "1")
+    found = re.findall(r"(\d+) steps: loss [\d.]+; learning rate ([\d.]+) in the middle, ([\d.]+) at the end", output)
+    assert found == [("100", "0.0050", "0.0000"), ("200", "0.0050", "0.0000")], output
