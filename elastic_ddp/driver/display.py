@@ -103,7 +103,8 @@ def describe_event(event: Event) -> str | None:
         case events.WeightsLoaded():
             differences = {"missing": event.missing, "unexpected": event.unexpected, "converted": event.converted}
             counts = [f"{len(names)} {kind}" for kind, names in differences.items() if names]
-            return f"loaded weights from {', '.join([f'step {event.step} of {event.uri}', *counts])}"
+            source = event.uri if event.step is None else f"step {event.step} of {event.uri}"
+            return f"loaded weights from {', '.join([source, *counts])}"
         case events.Warned():
             return event.text
         case events.WorkerFailed():

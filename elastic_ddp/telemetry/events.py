@@ -243,13 +243,13 @@ class WeightsLoaded(Event, event="weights_loaded"):
     """`run.load_weights` has loaded weights into the model. Rank 0 reports it."""
 
     uri: str
-    """The run that the weights come from."""
-    step: int
-    """Step of the commit that holds them."""
+    """The run, file or folder that the weights come from."""
+    step: int | None = None
+    """Step of the commit that holds them; null for files."""
     missing: list[str] = field(default_factory=list)
     """Names of tensors that only the model has."""
     unexpected: list[str] = field(default_factory=list)
-    """Names of tensors that only the commit has."""
+    """Names of tensors that only the saved weights have."""
     converted: list[str] = field(default_factory=list)
     """Tensors that were converted to another dtype, and both dtypes."""
 

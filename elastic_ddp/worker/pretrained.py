@@ -1,9 +1,9 @@
-"""Loads the weights of another run, for `run.load_weights`."""
+"""Loads the weights of another run, or of plain files, for `run.load_weights`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.reader import build_state, meta_tensors
-from elastic_ddp.errors import CheckpointError, ConfigError, shorten
+from elastic_ddp.errors import CheckpointError, ConfigError, StorageError, shorten
 from elastic_ddp.storage.retry import RetryingStorage
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry.event import Event
@@ -21,6 +21,7 @@ from elastic_ddp.worker.agreed_errors import agree_on_error, without_traceback
 from elastic_ddp.worker.job import COMMITS
 from elastic_ddp.worker.restore import first_usable
 from elastic_ddp.worker.shared_read import read_shared
+from elastic_ddp.worker.weight_files import INDEX, SINGLE, SUFFIXES, KeyMapping, WeightFiles, rename
 
 if TYPE_CHECKING:
     from elastic_ddp.distributed.process_group import ProcessGroup
@@ -33,22 +34,26 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """The weights in the commits of another run.
+    """The weights in the commits of another run, or in files.
 
     Attributes:
-        uri: the run's folder.
+        uri: the run's folder, a file, or the folder of a Hugging Face model.
         step: of the commit; None for the newest usable one.
         strict: whether the names of both models must be equal.
+        key_mapping: renames the tensors.
     """
 
     uri: str
     step: int | None
     strict: bool
+    key_mapping: KeyMapping | None = None
 
     def load(
         self, module: torch.nn.Module, group: ProcessGroup, record: Callable[[Event], None], activity: Activity
     ) -> None:
-        """Loads the weights into a module. Every rank calls it, and every rank loads or raises the same.
+        """Loads the weights into a module. Every rank calls it, and every rank raises the same.
+
+        Weights in files are loaded on rank 0 alone, whose state a new run starts from.
 
         Args:
             module: the model.
@@ -57,10 +62,44 @@ class PretrainedWeights:
             activity: the time that the storage takes does not count as a hang.
 
         Raises:
-            ConfigError: there is no such commit, or its weights do not fit the model.
-            CheckpointError: no commit is usable.
+            ConfigError: there are no such weights, or they do not fit the model.
+            CheckpointError: no commit is usable, or a file is damaged.
             StorageError: the storage failed.
         """
+        error: Exception | None = None
+        are_files = b""
+        if group.rank == 0:
+            try:
+                are_files = b"yes" if self._load_files(module, record, activity) else b""
+            except (CheckpointError, ConfigError, StorageError) as raised:
+                error = without_traceback(raised)
+        if not agree_on_error(error, group, are_files)[0]:
+            self._load_commit(module, group, record, activity)
+
+    def _load_files(self, module: torch.nn.Module, record: Callable[[Event], None], activity: Activity) -> bool:
+        """Loads weights from files, on rank 0. Returns False if the URI is a folder without such files."""
+        files = WeightFiles.find(self.uri)
+        if files is None:
+            return False
+        if self.step is not None:
+            raise ConfigError(
+                f"run.load_weights: step={self.step} is for the commits of a run, and {self.uri} is none."
+            )
+
+        def load(weights: Mapping[str, Any]) -> None:
+            renamed = rename(weights, self.key_mapping)
+            fit = Fit.of(module, renamed, "file")
+            fit.check(self.uri, strict=self.strict)
+            module.load_state_dict(renamed, strict=False)
+            self._report(None, fit, [], record)
+
+        with activity.within("hand-over", files.storage.worked_s):
+            files.read(activity.tick, load)
+        return True
+
+    def _load_commit(
+        self, module: torch.nn.Module, group: ProcessGroup, record: Callable[[Event], None], activity: Activity
+    ) -> None:
         storage = RetryingStorage(Storage(self.uri).at(COMMITS))
         store = CommitCatalog(storage)
         fits: dict[int, Fit] = {}
@@ -68,7 +107,8 @@ class PretrainedWeights:
         def read(commit: Commit, skeleton: bytes) -> dict[str, Any]:
             error: Exception | None = None
             try:
-                fits[commit.step] = Fit.of(module, commit, skeleton)
+                saved = rename(_meta_weights(commit, skeleton), self.key_mapping)
+                fits[commit.step] = Fit.of(module, saved, "commit")
                 fits[commit.step].check(f"step {commit.step} in {self.uri}", strict=self.strict)
             except (CheckpointError, ConfigError) as raised:
                 error = without_traceback(raised)
@@ -79,22 +119,23 @@ class PretrainedWeights:
             usable = first_usable(store, self._candidates(store), group, read)
         assert usable is not None, "the candidates end in an error"
         commit, state = usable
-        module.load_state_dict(state[MODEL], strict=self.strict)
+        weights = state[MODEL] if self.key_mapping is None else rename(state[MODEL], self.key_mapping)
+        module.load_state_dict(weights, strict=False)
         if group.rank == 0:
             self._report(commit.step, fits[commit.step], store.rejected, record)
 
-    def _report(self, step: int, fit: Fit, rejected: list[tuple[str, str]], record: Callable[[Event], None]) -> None:
+    def _report(
+        self, step: int | None, fit: Fit, rejected: list[tuple[str, str]], record: Callable[[Event], None]
+    ) -> None:
         for key, reason in rejected:
             record(CommitRejected(key=f"{self.uri}/{COMMITS}/{key}", reason=reason))
-        record(
-            WeightsLoaded(
-                uri=self.uri, step=step, missing=fit.missing, unexpected=fit.unexpected, converted=fit.converted
-            )
-        )
-        differences = {"missing": fit.missing, "unexpected": fit.unexpected, "converted": fit.converted}
+        missing, unexpected, converted = fit.missing, fit.unexpected, fit.converted
+        record(WeightsLoaded(uri=self.uri, step=step, missing=missing, unexpected=unexpected, converted=converted))
+        differences = {"missing": missing, "unexpected": unexpected, "converted": converted}
         if any(differences.values()):
             text = "; ".join(f"{len(names)} {kind}: {shorten(names)}" for kind, names in differences.items() if names)
-            _log.warning("loaded the weights of step %d in %s with differences: %s", step, self.uri, text)
+            source = self.uri if step is None else f"step {step} in {self.uri}"
+            _log.warning("loaded the weights of %s with differences: %s", source, text)
 
     def _candidates(self, store: CommitCatalog) -> Iterator[Commit]:
         """Yields the commits to try, and raises an error when there are no more."""
@@ -107,21 +148,34 @@ class PretrainedWeights:
                 f"run.load_weights: {self.uri} has no commit at step {self.step}. Use one of "
                 f"{', '.join(map(str, steps))}."
             )
-        raise ConfigError(f"run.load_weights: {self.uri} has no commit. Give the folder of a run, <storage>/<name>.")
+        raise ConfigError(
+            f"run.load_weights: {self.uri} has no commit. Give the folder of a run, <storage>/<name>; a weights file "
+            f"({', '.join(SUFFIXES)}); or a folder with {SINGLE} or {INDEX}."
+        )
+
+
+def _meta_weights(commit: Commit, skeleton: bytes) -> dict[str, Any]:
+    """Returns the weights of a commit without their values. Raises CheckpointError if it does not hold weights."""
+    saved: Any = build_state(commit, skeleton, meta_tensors(commit, {MODEL}), {MODEL})[MODEL]
+    if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
+        raise CheckpointError(f"{commit.key} does not hold the weights of a model")
+    return saved
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How the weights of a commit fit a model.
+    """How saved weights fit a model.
 
     Attributes:
+        kind: what the weights are in: a `commit` or a `file`.
         matching: names that both have, with equal shapes.
         missing: names that only the model has.
-        unexpected: names that only the commit has.
+        unexpected: names that only the saved weights have.
         reshaped: for each name with different shapes, what they are.
         converted: for each name with different dtypes, what they are.
     """
 
+    kind: str
     matching: list[str]
     missing: list[str]
     unexpected: list[str]
@@ -129,21 +183,22 @@ class Fit:
     converted: list[str]
 
     @classmethod
-    def of(cls, module: torch.nn.Module, commit: Commit, skeleton: bytes) -> Fit:
-        """Compares a commit with a model. Raises CheckpointError if the commit does not hold a model's weights."""
-        saved: Any = build_state(commit, skeleton, meta_tensors(commit, {MODEL}), {MODEL})[MODEL]
-        if not isinstance(saved, dict) or not all(isinstance(name, str) for name in saved):
-            raise CheckpointError(f"{commit.key} does not hold the weights of a model")
+    def of(cls, module: torch.nn.Module, saved: Mapping[str, Any], kind: str) -> Fit:
+        """Compares saved weights with a model."""
         built = module.state_dict()
         shared = [name for name in sorted(built.keys() & saved.keys()) if isinstance(built[name], torch.Tensor)]
         shapes = {name: (_shape(saved[name]), _shape(built[name])) for name in shared}
         matching = [name for name, (saved_shape, built_shape) in shapes.items() if saved_shape == built_shape]
+        # Files have the tensors of tied weights once.
+        present = {_memory(built[name]) for name in shared}
+        missing = [name for name in sorted(built.keys() - saved.keys()) if _memory(built[name]) not in present]
         return cls(
+            kind=kind,
             matching=matching,
-            missing=sorted(built.keys() - saved.keys()),
+            missing=missing,
             unexpected=sorted(saved.keys() - built.keys()),
             reshaped=[
-                f"{name} is {saved_shape} in the commit and {built_shape} in the model"
+                f"{name} is {saved_shape} in the {kind} and {built_shape} in the model"
                 for name, (saved_shape, built_shape) in shapes.items()
                 if saved_shape != built_shape
             ],
@@ -158,20 +213,26 @@ class Fit:
         """Raises ConfigError if the weights of `source` do not fit the model."""
         problems = [*self.reshaped]
         if strict:
-            problems += [f"{name} is missing in the commit" for name in self.missing]
+            problems += [f"{name} is missing in the {self.kind}" for name in self.missing]
             problems += [f"{name} is missing in the model" for name in self.unexpected]
         if not problems and not self.matching:
-            problems = [
-                f"no name is in both: the commit has {shorten(self.unexpected)}, and the model {shorten(self.missing)}"
-            ]
+            saved, built = shorten(self.unexpected), shorten(self.missing)
+            problems = [f"no name is in both: the {self.kind} has {saved}, and the model {built}"]
         if problems:
-            fix = "Build the same model, or use strict=False if only some names differ."
+            fix = "Build the same model, map the names with key_mapping, or use strict=False if only some names differ."
             if self.reshaped:
                 fix = (
                     "Build the same model. Or rename what has another shape, such as a new head, and use strict=False: "
                     "it keeps its initial values."
                 )
             raise ConfigError(f"the weights of {source} do not fit: {shorten(problems, separator='; ')}. {fix}")
+
+
+def _memory(value: Any) -> Any:
+    """Returns where a tensor is in memory, equal for the names of tied weights."""
+    if isinstance(value, torch.Tensor) and value.numel():
+        return value.data_ptr(), value.shape, value.stride()
+    return id(value)
 
 
 def _shape(value: Any) -> str:

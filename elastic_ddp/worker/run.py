@@ -23,6 +23,7 @@ from elastic_ddp.worker.pretrained import PretrainedWeights
 from elastic_ddp.worker.state_checks import check_model
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import Position, Stateful
+from elastic_ddp.worker.weight_files import KeyMapping, check_mapping
 
 if TYPE_CHECKING:
     from elastic_ddp.config.run_config import RunConfig
@@ -136,27 +137,41 @@ class Run:
         )
         return module
 
-    def load_weights(self, uri: str | PathLike[str], *, step: int | None = None, strict: bool = True) -> None:
-        """Starts the run from the model weights of another run, for fine-tuning.
+    def load_weights(
+        self,
+        uri: str | PathLike[str],
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        key_mapping: KeyMapping | None = None,
+    ) -> None:
+        """Starts the run from the weights of another run or of a file, for fine-tuning.
 
         Call it on every rank, after `prepare(model)` and before `steps()`, which reads the weights. A run that has a
         commit of its own resumes from that instead. Optimizer and data start afresh. The other run may be training.
 
         Args:
-            uri: the other run's folder, `<storage>/<name>`; relative paths start at the driver's working directory.
+            uri: the other run's folder, `<storage>/<name>`; a `.safetensors` file, or a `.pt` file of `torch.save`, of
+                which only weights are loaded; or the folder of a Hugging Face model, with `model.safetensors` or its
+                index. In any storage; relative paths start at the driver's working directory.
             step: the step of the commit to read; by default the newest that is intact.
             strict: require the same parameter and buffer names. If false, names that only one model has are logged, and
                 at least one name must match. Shapes must always match; dtypes are converted, and that is logged.
+            key_mapping: renames the saved tensors: a dict of replacements by regular expression, applied in order, such
+                as `{"^": "base."}` for a prefix; or a function from a name to the new one, or to None to leave it out.
 
         Raises:
-            ConfigError: called too early or too late; from `steps()`: no such commit, or it does not fit the model.
-            CheckpointError: from `steps()`: no commit is intact.
+            ConfigError: called too early or too late, or `key_mapping` is invalid; from `steps()`: no such weights, or
+                they do not fit the model.
+            CheckpointError: from `steps()`: no commit is intact, or a file is damaged.
         """
         if self._loop.has_begun:
             raise ConfigError("run.load_weights was called inside run.steps(). Call it before the loop.")
         if self._state.model is None:
             raise ConfigError("run.load_weights was called before a model was prepared. Call run.prepare(model) first.")
-        weights = PretrainedWeights(Storage(environment().resolve(os.fspath(uri))).uri, step, strict)
+        check_mapping(key_mapping)
+        source = Storage(environment().resolve(os.fspath(uri))).uri
+        weights = PretrainedWeights(source, step, strict, key_mapping)
         module, client = self._state.module, self._loop.client
         self._state.load_initial_weights = lambda group: weights.load(module, group, client.record, client.activity)
 

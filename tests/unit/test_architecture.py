@@ -181,7 +181,15 @@ def test_nothing_that_could_run_code_from_a_file_is_imported_or_called(name: str
         names = {each.replace("cloudpickle", "") for each in names}
     assert not {piece for each in names for piece in each.split(".")} & RUNS_CODE_WHEN_IT_READS
     exports = {"torch.save"} if name == f"{PACKAGE}.cli.export" else set()  # files for other tools
+    if name == f"{PACKAGE}.worker.weight_files":  # files of other tools; torch then loads weights only
+        loads = [node for node in ast.walk(modules()[name]) if isinstance(node, ast.Call) and is_torch_load(node)]
+        assert ["weights_only=True" in ast.unparse(load) for load in loads] == [True]
+        exports = {"torch.load"}
     assert not {"torch.load", "torch.save", "torch.jit.load", "numpy.load", "np.load"} & names - exports
+
+
+def is_torch_load(call: ast.Call) -> bool:
+    return ast.unparse(call.func) == "torch.load"
 
 
 def test_nothing_large_is_kept_in_the_repository() -> None:

@@ -104,7 +104,14 @@ def one_step(run: ed.Run) -> None:
 
 def names_that_pages_use() -> dict[str, Any]:
     """Returns what a reader has in their own program."""
-    given = {"torch": torch, "ed": ed, "Net": Net, "GPT": Net, "Block": torch.nn.Linear}
+    given = {
+        "torch": torch,
+        "ed": ed,
+        "Net": Net,
+        "GPT": Net,
+        "Block": torch.nn.Linear,
+        "add_lora": lambda model: model,
+    }
     return {**given, "loss_fn": loss_fn, "train": one_step, "config": REQUIRED, "__name__": "__main__"}
 
 
