@@ -59,10 +59,26 @@ def _lists(name: str, values: pa.Array) -> Array:
 
 
 def widen(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Decodes dictionaries, and gives strings 64-bit offsets: a window of strings may exceed 2 GiB."""
-    if pa.types.is_dictionary(column.type):
+    """Decodes dictionaries, and gives strings and lists 64-bit offsets: a window may hold more than 2**31 elements."""
+    if pa.types.is_dictionary(column.type):  # in structs, Arrow cannot cast dictionaries with nulls
         column = column.cast(column.type.value_type)
-    kind = column.type
+    kind = _wide(column.type)
+    return column if kind == column.type else column.cast(kind)
+
+
+def _wide(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_string(kind) or pa.types.is_string_view(kind):
-        return column.cast(pa.large_string())
-    return column.cast(pa.large_binary()) if pa.types.is_binary(kind) or pa.types.is_binary_view(kind) else column
+        return pa.large_string()
+    if pa.types.is_binary(kind) or pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.large_list(_wide_field(kind.value_field))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_wide_field(kind.value_field), kind.list_size)
+    if pa.types.is_struct(kind):
+        return pa.struct([_wide_field(field) for field in kind])
+    return kind
+
+
+def _wide_field(field: pa.Field) -> pa.Field:
+    return field.with_type(_wide(field.type))

@@ -221,7 +221,8 @@ def _named_errors(path: str, detail: str = "") -> Iterator[None]:
         ) from error
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
-            f"{path}{detail} cannot be read as Parquet: {error} Leave it out of the data set, or write it again."
+            f"{path}{detail} cannot be read as Parquet: {error} Leave it out of the data set, or write it again, "
+            "with row groups of less than 2 GiB."
         ) from error
     except OSError as error:
         raise OSError(f"{path}{detail} cannot be read: {format_exception(error)}") from error

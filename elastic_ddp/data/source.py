@@ -27,6 +27,7 @@ from elastic_ddp.data.columns import Array, widen
 from elastic_ddp.data.files import check_version, read_footer, read_row_group
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.order import Chunk, FeedPlan
+from elastic_ddp.errors import DataError
 
 BLOCK_BYTES = 8 << 20
 """The size of a block, which holds several chunks. Ray Data needs about 2 ms for a block of any size."""
@@ -139,7 +140,17 @@ def _load_window(index: DatasetIndex, plan: FeedPlan, chunk: Chunk) -> pa.Table:
         table, rows = _read_group(index, group), plan.rows_of_segment(chunk.lane.epoch, group, start, stop)
         table = table.slice(start, stop - start) if plan.weights is None else table.take(pa.array(rows))
         tables.append(table.append_column("row_ids", pa.array(index.first_row_ids[group] + rows)))
-    window = pa.concat_tables(tables).combine_chunks()
+    try:
+        return _permuted(pa.concat_tables(tables).combine_chunks(), chunk)
+    except pa.ArrowException as error:  # offsets of 32 bits in a type that `widen` leaves as it is
+        raise DataError(
+            f"the {len(tables)} row groups of a window cannot be joined: {error}. Lower data.window_row_groups (now "
+            f"{plan.options.window_row_groups}), write smaller row groups, or leave the column out of data.columns."
+        ) from error
+
+
+def _permuted(window: pa.Table, chunk: Chunk) -> pa.Table:
+    """Returns the rows of a window from a chunk on, in the order of the epoch."""
     permutation = chunk.lane.permutation(chunk.window)
     skipped = window.num_rows - (chunk.window_stop - chunk.start)
     if permutation is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random as python_random
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -300,6 +301,43 @@ def test_numbers_that_no_tensor_can_hold_raise(values: np.ndarray) -> None:
 @pytest.mark.parametrize("values", [pa.array(["a", "bc"], pa.string_view()), pa.array([b"a", b"bc"], pa.binary_view())])
 def test_string_views_are_read_like_strings(values: pa.Array) -> None:
     assert widen(pa.chunked_array([values])).take(pa.array([1, 0])).to_pylist() == values.to_pylist()[::-1]
+
+
+NESTED = [{"bytes": b"ab", "names": ["x", "yz"]}, {"bytes": None, "names": []}, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (pa.list_(pa.int32()), [[1, 2], [], None]),
+        (pa.list_(pa.list_(pa.string())), [[["a"], []], [], [["b", "c"]]]),
+        (pa.list_(pa.string_view(), 2), [["a", "b"], ["c", "d"], ["e", "f"]]),
+        (pa.struct({"bytes": pa.binary(), "names": pa.list_(pa.string())}), NESTED),
+        (pa.struct({"bytes": pa.binary_view(), "names": pa.list_(pa.string_view())}), NESTED),
+        (pa.struct({"label": pa.dictionary(pa.int8(), pa.string())}), [{"label": "a"}, {"label": "b"}, None]),
+    ],
+    ids=str,
+)
+def test_nested_columns_get_offsets_for_more_than_2_gib_and_keep_their_values(
+    kind: pa.DataType, values: list[Any]
+) -> None:
+    column = pa.chunked_array([pa.array(values[:2], kind), pa.array(values[2:], kind)])
+    wide = widen(column)
+    assert wide.take(pa.array([2, 0])).combine_chunks().to_pylist() == [values[2], values[0]]
+    narrow = ["list<", "string", "binary"]
+    kept = re.sub("large_(list<|string|binary)|fixed_size_list<|dictionary<.*?>", "", str(wide.type))
+    assert not [name for name in narrow if name in kept]
+    if values[2] is not None:
+        before, after = to_numpy("x", column.chunk(0)), to_numpy("x", widen(column).chunk(0))
+        assert str(before.tolist()) == str(after.tolist())
+
+
+def test_a_window_that_cannot_be_joined_names_the_setting(index: DatasetIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    def overflow(*_: object) -> None:
+        raise pa.ArrowInvalid("offset overflow while concatenating arrays")
+
+    monkeypatch.setattr(pa, "concat_tables", overflow)
+    assert "offset overflow while concatenating arrays. Lower data.window_row_groups (now 2)" in message(index, lengths)
 
 
 @pytest.mark.parametrize(
