@@ -114,10 +114,12 @@ class Rendezvous:
 
     # Workers.
 
-    async def heartbeat_address(self) -> tuple[str, int]:
+    async def heartbeat_address(self, member: Member | None = None) -> tuple[str, int]:
         """Returns the address to which workers send heartbeats."""
-        async with self._locked():
+        async with self._locked() as coordinator:
             self._start_tasks()
+            if member is not None and not coordinator.membership.has_joined(member.id):
+                coordinator.state.attempts.starting[member.id] = member
             return await self._heartbeats.start(self._host)
 
     async def store_address(self) -> tuple[str, int]:
@@ -263,16 +265,14 @@ class Rendezvous:
         """
         async with self._locked() as coordinator:
             self._start_tasks()
-            for worker, cause in (died or {}).items():
-                coordinator.state.attempts.explain(worker, cause)
+            coordinator.state.attempts.explain(died or {})
             membership = coordinator.membership
             coordinator.check_started(started)
             membership.num_starting = starting + sum(not membership.has_joined(worker) for worker in started)
             for node_id, seconds in draining.items():
                 coordinator.drain(node_id, seconds, "Ray")
-            if coordinator.is_over and not membership.known():
-                return None
-            return coordinator.directives(started)
+            have_all_left = coordinator.is_over and not membership.known()
+            return None if have_all_left else coordinator.directives(started)
 
     async def wait_for_update(self, after: int) -> DriverUpdate:
         """Returns the events after the first `after`, and the run's state. Waits for a long poll if nothing is new."""

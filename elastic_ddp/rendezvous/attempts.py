@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersFailedError
-from elastic_ddp.rendezvous.members import FormedGeneration
+from elastic_ddp.rendezvous.members import FormedGeneration, Member
 from elastic_ddp.rendezvous.membership import Membership
 
 MAX_ATTEMPTS = 3
@@ -18,9 +19,10 @@ REPORTS_WITHIN_S = 2.0
 
 @dataclass(kw_only=True)
 class FailedAttempt:
-    """The failure of a worker of the current generation."""
+    """The failure of a worker."""
 
     generation: int
+    """Its generation; below 0 for a failed start."""
     member: str
     who: str
     """Its rank, node and process id."""
@@ -42,21 +44,36 @@ class Attempts:
     Failures of nodes do not count: three preemptions in one long step are no fault of the program.
     """
 
-    furthest: float = -1.0
+    furthest: float = 0.0
     """Steps done when the newest attempt failed; more if that is not known exactly."""
     failed: list[FailedAttempt] = field(default_factory=list)
+    starting: dict[str, Member] = field(default_factory=dict)
+    """Workers that have not joined the run yet."""
+    num_failed_starts: int = 0
+    _in_last_start: list[str] = field(default_factory=list)
+    """Workers that were starting when the newest start failed: their failures are the same attempt."""
 
     def record(self, membership: Membership, member: str, how: str, now_s: float, *, is_hang: bool = False) -> None:
-        """Records that a member of the current generation is failing, unless it or its node was to leave."""
-        assert membership.current is not None
-        rank, failed = next(ranked for ranked in enumerate(membership.current.members) if ranked[1].id == member)
+        """Records that a member is failing, unless it or its node was to leave, or others train without it."""
+        failed, who, generation = self.starting.pop(member, None), "a worker that starts", membership.generation
+        if membership.is_current(member):
+            assert membership.current is not None
+            rank, failed = next(ranked for ranked in enumerate(membership.current.members) if ranked[1].id == member)
+            who = f"rank {rank}"
+        elif failed is None or membership.is_newcomer(member):
+            return
+        else:
+            if member not in self._in_last_start:
+                self._in_last_start = [member, *self.starting]
+                self.num_failed_starts += 1
+            generation = -self.num_failed_starts
         if failed.node_id in membership.draining or member in membership.leaving:
             return
         self.failed.append(
             FailedAttempt(
-                generation=membership.generation,
+                generation=generation,
                 member=member,
-                who=f"rank {rank} on {failed.node} (pid {failed.pid})",
+                who=f"{who} on {failed.node} (pid {failed.pid})",
                 node_id=failed.node_id,
                 how=how,
                 at_s=now_s,
@@ -65,11 +82,10 @@ class Attempts:
             )
         )
 
-    def explain(self, member: str, cause: str) -> None:
-        """Takes what Ray reports about the end of a worker."""
+    def explain(self, causes: Mapping[str, str]) -> None:
+        """Takes what Ray reports about the end of workers."""
         for attempt in self.failed:
-            if attempt.member == member:
-                attempt.cause = cause
+            attempt.cause = causes.get(attempt.member, attempt.cause)
 
     def generation_formed(self, formed: FormedGeneration, reported: int, steps_per_s: float) -> None:
         """The next generation begins. Rank 0 of the last one has reported that many steps and that speed."""
@@ -82,7 +98,9 @@ class Attempts:
 
     def verdict(self, step: int, membership: Membership, now_s: float) -> ElasticDDPError | None:
         """Returns the error that ends the run, if it makes no progress; the newest report of rank 0 is `step`."""
-        live_nodes = {member.node_id for member in membership.known()}
+        if not self.failed:
+            return None
+        live_nodes = {member.node_id for member in (*membership.known(), *self.starting.values())}
         settled = [attempt for attempt in self.failed if now_s - attempt.at_s >= SETTLE_S]
         for attempt in settled:
             attempt.node_lives |= attempt.node_id in live_nodes

@@ -56,7 +56,7 @@ class RendezvousClient:
         """Whether Ray on this node is gone, so that no signals arrive any more."""
         self._num_sent = 0
         self._heartbeat = Heartbeat(
-            lambda: ray.get(rendezvous.heartbeat_address.remote()), member.id, heartbeat_timeout_s
+            lambda: ray.get(rendezvous.heartbeat_address.remote(member)), member.id, heartbeat_timeout_s
         )
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendezvous-sender")
         self._receiver = threading.Thread(target=self._receive_signals, name="rendezvous-receiver", daemon=True)

@@ -70,6 +70,7 @@ class Coordinator:
     def join(self, request: JoinRequest, *, after: int, failure: str | None, account: dict[str, float] | None) -> None:
         """Takes the join request of a member that comes from generation `after`, 0 for none."""
         was_healthy = self.membership.failure is None
+        self.state.attempts.starting.pop(request.member.id, None)
         if account and after == self.membership.generation and self._is_in_good_standing(request.member.id):
             self._account = max(self._account, account, key=lambda phases: sum(phases.values()))
         if self.membership.join(request, failure=failure) is not None:
@@ -106,8 +107,7 @@ class Coordinator:
         """Records that a member has failed, and ends its generation."""
         membership = self.membership
         if membership.why_gone(member) is None:
-            if membership.is_current(member):
-                self.state.attempts.record(membership, member, how, time.monotonic())
+            self.state.attempts.record(membership, member, how, time.monotonic())
             membership.mark_failed(member, how)
             if membership.is_current(member):
                 self._record_failure(how, member=member)

@@ -85,7 +85,7 @@ def test_a_run_survives_the_death_of_a_node_without_repeating_a_step(
     for before, after in pairwise(generations):
         assert after["first_step"] == before["last_step"], "no step is repeated"
     commits = [event.step for event in read_ledger(Storage(storage).at("shrinks")) if event.event == "commit"]
-    assert [step for step in commits if step % 10] == [26, 36, 44]
+    assert generations[-1]["first_step"] + 1 in commits
 
 
 @pytest.mark.chaos

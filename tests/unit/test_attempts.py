@@ -16,7 +16,8 @@ from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.attempts import MAX_ATTEMPTS, SETTLE_S, Attempts
 from elastic_ddp.rendezvous.members import DrainNotice
 from elastic_ddp.rendezvous.messages import RendezvousOptions
-from tests.unit.membership_harness import FAILED, harness_of
+from tests.unit.membership_harness import FAILED, MembershipHarness, harness_of
+from tests.unit.membership_harness import member as a_member
 from tests.unit.rendezvous_harness import Play, join, member, started
 from tests.unit.test_heartbeat import LIMIT_S, LONG_S, Receiver, run_server
 
@@ -94,9 +95,9 @@ def test_a_stack_or_the_report_of_ray_explains_the_end() -> None:
     for number in range(MAX_ATTEMPTS):
         crashing.fail(how=CRASH, node=f"node {number}")
         hanging.fail(how="hung in 'between steps'", is_hang=True)
-        killed.attempts.explain(str(number - 1), "out of memory")
+        killed.attempts.explain({str(number - 1): "out of memory"})
         killed.fail()
-    killed.attempts.explain(str(MAX_ATTEMPTS - 1), "out of memory")
+    killed.attempts.explain({str(MAX_ATTEMPTS - 1): "out of memory"})
     verdict = killed.attempts.verdict(7, killed.harness.membership, killed.harness.now)
     assert str(verdict).count("Ray reports: out of memory") == 1
     assert "SIGABRT at /home/me/train.py:9 in train\n  File" in str(crashing.verdict), "its node lived until then"
@@ -117,6 +118,38 @@ def test_a_rendezvous_ends_a_run_without_progress(play: Play, monkeypatch: pytes
         assert news.outcome["kind"] == "WorkersFailedError" and "3 times in a row" in news.outcome["error"]
 
     play(scenario, RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0))
+
+
+def test_three_failed_starts_end_a_run_in_which_no_worker_trains() -> None:
+    harness, attempts = MembershipHarness(), Attempts()
+
+    def start(names: str) -> None:
+        attempts.starting |= {name: a_member(name) for name in names}
+
+    def fail(names: str) -> None:
+        for name in names:
+            attempts.record(harness.membership, name, FAILED, harness.now)
+            harness.membership.mark_failed(name, FAILED)
+        harness.now += SETTLE_S
+
+    for names in ("ab", "cd"):  # the workers of one start fail at different times
+        start(names)
+        fail(names[0])
+        fail(names[1])
+    start("ef")
+    assert attempts.verdict(0, harness.membership, harness.now) is None
+    fail("e")
+    verdict = attempts.verdict(0, harness.membership, harness.now)
+    assert "after 0 steps. The last failure: a worker that starts on n (pid" in str(verdict)
+
+
+def test_failed_starts_do_not_count_while_others_train() -> None:
+    harness, attempts = harness_of("a"), Attempts()
+    for name in "bcdefg":
+        attempts.starting[name] = a_member(name)
+        attempts.record(harness.membership, name, CRASH, harness.now)
+        harness.now += SETTLE_S
+        assert attempts.verdict(0, harness.membership, harness.now) is None
 
 
 CRASHES = """
