@@ -29,6 +29,12 @@ def run_example(name: str, folder: Path, *options: str) -> str:
     return done.stdout
 
 
+def test_the_contrastive_example_learns_the_classes_without_labels(tmp_path: Path) -> None:
+    output = run_example("contrastive.py", tmp_path)
+    found = re.search(r"accuracy of the nearest key ([\d.]+)", output)
+    assert found and float(found[1]) > 0.9, output
+
+
 def test_the_fp16_example_skips_overflowing_steps_and_learns(tmp_path: Path) -> None:
     output = run_example("fp16.py", tmp_path)
     found = re.search(r"error rate ([\d.]+); (\d+) steps skipped; loss scale (\d+)", output)

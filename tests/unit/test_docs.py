@@ -144,6 +144,8 @@ def in_process_run(config: ed.RunConfig) -> Any:
             step.__exit__.return_value = False
             step.micro_batches.side_effect = lambda: iter([batch()])
             step.backward.side_effect = lambda loss, weight=None: loss.backward()
+            step.gathered = {}
+            step.gather.side_effect = step.gathered.update
             yield step
             step.optimize.assert_called_once_with()
 
