@@ -63,7 +63,7 @@ def find_rules(module: torch.nn.Module, rules: Mapping[str, str]) -> dict[Place,
 def changed_error(names: list[str]) -> ConfigError:
     """Returns the error for buffers without a rule that a forward changed."""
     return ConfigError(
-        f"a forward changed the buffer {shorten(names, 5)}. The micro-batches of a step all start from the same "
+        f"a forward changed buffers: {shorten(names, 5)}. The micro-batches of a step all start from the same "
         "buffers, so it is not known what the step should leave there. Change it once per step, after step.optimize() "
         "in the block, with what step.gather() collects from all micro-batches. Or choose how the changes combine: "
         f"run.prepare(model, buffers={{{names[0]!r}: {SUM!r}}}) {RULES[SUM]}, {MEAN!r} {RULES[MEAN]}, and {FIRST!r} "

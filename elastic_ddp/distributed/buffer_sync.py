@@ -116,8 +116,8 @@ class StepBuffers:
         changed = [name for name, now, then in zip(self._names, versions, self._versions, strict=True) if now != then]
         if changed:
             raise ConfigError(
-                f"the buffer {shorten(changed, 5)} changed in the step between a forward and step.optimize(). Change "
-                "it after step.optimize() in the block: it runs once per step, and alike on all ranks."
+                f"buffers changed in the step between a forward and step.optimize(): {shorten(changed, 5)}. Change "
+                "them after step.optimize() in the block: it runs once per step, and alike on all ranks."
             )
 
     def _compare(self) -> tuple[list[torch.Tensor], list[bool]]:

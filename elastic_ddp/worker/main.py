@@ -43,7 +43,12 @@ _NO_GROUP_YET = (
     "run.world_size for logging, and run collectives only inside `with step`."
 )
 
-_NO_WRAPPER = "run.prepare returned your own model, without a wrapper: write `model` instead of `model.module`."
+_OF_DDP = {
+    "module": "Write `model` instead of `model.module`.",
+    "no_sync": "Leave out `no_sync`: step.backward synchronizes in the last micro-batch of a step only.",
+    "join": "Leave out `join`: all ranks run the same steps.",
+}
+"""What to write instead of attributes that DistributedDataParallel has."""
 
 
 def work(job: Job, rendezvous: RendezvousHandle, context: WorkerContext) -> None:
@@ -141,8 +146,8 @@ def _end_of(error: BaseException, loop: Loop) -> tuple[Outcome | None, str | Non
     if isinstance(error, ElasticDDPError):
         rank = f"rank {loop.rank}: " if isinstance(error, DataError) and loop.world_size else ""
         return {"status": "failed", "kind": type(error).__name__, "error": f"{rank}{error}"}, None
-    if isinstance(error, AttributeError) and error.name == "module" and loop.state.is_model(error.obj):
-        advice = _NO_WRAPPER
+    if isinstance(error, AttributeError) and error.name in _OF_DDP and loop.state.is_model(error.obj):
+        advice = f"run.prepare returned your own model, without a wrapper. {_OF_DDP[error.name]}"
     text = "".join(traceback.format_exception(error)) + (advice or environment().advise(error))
     return {"status": "failed", "kind": TrainFunctionError.__name__, "error": text}, None
 

@@ -96,9 +96,12 @@ def test_an_error_of_the_data_names_the_rank(outcome_of: Callable[[Train], dict[
     assert outcome_of(read)["error"] == "rank 0: the transform raised KeyError('label')"
 
 
-def test_an_error_says_that_a_prepared_model_has_no_wrapper(outcome_of: Callable[[Train], dict[str, Any]]) -> None:
-    outcome = outcome_of(lambda run: run.prepare(Model()).module.parameters())
-    assert outcome["error"].endswith("write `model` instead of `model.module`.")
+@pytest.mark.parametrize(("name", "advice"), [("module", "Write `model`"), ("no_sync", "Leave out `no_sync`")])
+def test_an_error_says_that_a_prepared_model_has_no_wrapper(
+    outcome_of: Callable[[Train], dict[str, Any]], name: str, advice: str
+) -> None:
+    outcome = outcome_of(lambda run: getattr(run.prepare(Model()), name))
+    assert f"run.prepare returned your own model, without a wrapper. {advice}" in outcome["error"]
 
 
 def test_a_restart_of_the_training_function_frees_what_it_had_built(
