@@ -26,6 +26,8 @@ Every = Literal["step", "epoch"]
 """When `Step.optimize` steps a scheduler."""
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
 """Settings of an optimizer that schedulers change."""
+Factors = Mapping[str, list[float] | None]
+"""Values of the functions of LambdaLRs, by their place in a scheduler."""
 _DERIVED = frozenset({"base_lrs", "_last_lr"})
 """State of a scheduler that repeats settings of its optimizer."""
 
@@ -37,12 +39,18 @@ class Prepared:
     Attributes:
         optimizer: for each optimizer, the settings of its param_groups.
         scheduler: the states of the schedulers, by key.
+        kind: for each of them, the name of its class.
         every: for each of them, `Schedule.every`.
     """
 
     optimizer: list[list[dict[str, Any]]]
     scheduler: dict[str, dict[str, Any]]
+    kind: dict[str, str]
     every: dict[str, Every | None]
+
+    def replaced_in(self, now: Prepared) -> list[str]:
+        """Returns the keys of schedulers that have another class now."""
+        return [key for key, kind in now.kind.items() if self.kind.get(key, kind) != kind]
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ def record(optimizers: Sequence[torch.optim.Optimizer], schedules: Mapping[str, 
     return Prepared(
         optimizer=[_copy(_settings(optimizer)) for optimizer in optimizers],
         scheduler={key: _copy(schedule.scheduler.state_dict()) for key, schedule in schedules.items()},
+        kind={key: type(schedule.scheduler).__qualname__ for key, schedule in schedules.items()},
         every={key: schedule.every for key, schedule in schedules.items()},
     )
 
@@ -92,6 +101,7 @@ def adopt(
     *,
     then: Prepared,
     now: Prepared,
+    factors: Mapping[str, Factors],
 ) -> list[Change]:
     """Replaces restored hyperparameters by those of the code where the code has changed. Returns the changes.
 
@@ -100,9 +110,10 @@ def adopt(
 
     Args:
         optimizers: the optimizers, with their restored state.
-        schedules: the schedulers, with their restored state, by the keys that `record` got.
+        schedules: the schedulers, by the keys that `record` got, with their restored state unless their class is new.
         then: what `record` returned in the session that made the commit.
         now: what it returned in this one, before the restore.
+        factors: what `factors_of` returned before the restore.
 
     Raises:
         ConfigError: a changed scheduler cannot be stepped to the run's position.
@@ -124,7 +135,10 @@ def adopt(
             if schedule.scheduler.optimizer is not optimizer:
                 continue
             name = _name(schedule.scheduler, [each.scheduler for each in schedules.values()])
-            changed = list(_of_schedule(name, schedule, key, then, now))
+            changed = [
+                *_of_schedule(name, schedule, key, then, now),
+                *_of_functions(name, schedule.scheduler, factors.get(key, {})),
+            ]
             changes += changed
             if schedule.is_replayable:
                 replayed[key] = schedule
@@ -178,7 +192,8 @@ def _replay(
     for key, schedule in schedules.items():
         schedule.scheduler.load_state_dict(_copy(now.scheduler[key]))
         counted = taken[key] - steps_taken(schedule.scheduler)
-        taken[key] = min(counted, schedule.num_due) if then.every[key] == schedule.every else schedule.num_due
+        is_known = then.every[key] == schedule.every and then.kind[key] == now.kind[key]
+        taken[key] = min(counted, schedule.num_due) if is_known else schedule.num_due
     total = max(taken.values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the order of scheduler.step() and optimizer.step()
@@ -188,7 +203,7 @@ def _replay(
                     _step(schedules[key].scheduler, total)
     for group, own, values in zip(optimizer.param_groups, settings, loaded, strict=True):
         unscheduled = [key for key in own if key not in _SCHEDULED and _same(group[key], own[key])]
-        group.update({key: values[key] for key in unscheduled})
+        group.update({key: values[key] for key in unscheduled if key in values})
 
 
 def _step(scheduler: LRScheduler, position: int) -> None:
@@ -232,12 +247,14 @@ def _of_groups(
 def _of_schedule(name: str, schedule: Schedule, key: str, then: Prepared, now: Prepared) -> Iterator[Change]:
     """Yields the changes of a scheduler that the training function prepared or registered."""
     before, after = then.scheduler[key], now.scheduler[key]
+    if then.kind[key] != now.kind[key]:
+        yield Change(f"scheduler {key}", then.kind[key], now.kind[key])
+        return
     for attribute in before:
         if attribute in after:
             yield from _differences(f"{name}.{attribute}", before[attribute], after[attribute])
     if then.every[key] != schedule.every:
         yield Change(f"{name}.every", then.every[key], schedule.every)
-    yield from _of_functions(name, schedule.scheduler)
 
 
 def _differences(name: str, saved: Any, now: Any) -> Iterator[Change]:
@@ -254,17 +271,43 @@ def _differences(name: str, saved: Any, now: Any) -> Iterator[Change]:
         yield Change(name, saved, now)
 
 
-def _of_functions(name: str, scheduler: LRScheduler) -> Iterator[Change]:
+def _of_functions(name: str, scheduler: LRScheduler, before: Factors) -> Iterator[Change]:
     """Yields a change if the functions of a LambdaLR return other values than before; its state does not have them."""
-    for number, inner in enumerate(torch_internals.inner_schedulers(scheduler)):
-        yield from _of_functions(f"{name}._schedulers[{number}]", inner)
-    if isinstance(scheduler, LambdaLR) and scheduler.last_epoch >= 0:
-        saved = [float(lr) for lr in scheduler.get_last_lr()]
-        factors = [function(scheduler.last_epoch) for function in scheduler.lr_lambdas]
-        now = [float(base * factor) for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    after = dict(_factors(scheduler, scheduler.state_dict()))
+    for place, (inner, factors) in after.items():
+        # A function whose value depends on what was restored cannot be compared.
+        if factors is None or place not in before or before[place] != factors:
+            continue
+        saved = [float(lr) for lr in inner.get_last_lr()]
+        now = [float(base) * factor for base, factor in zip(inner.base_lrs, factors, strict=True)]
         # Another machine may round a cosine differently.
-        if not all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12), saved, now)):
-            yield Change(f"{name}.lr after {scheduler.last_epoch} steps", saved, now)
+        if not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-12) for pair in zip(saved, now, strict=True)):
+            yield Change(f"{name}{place}.lr after {inner.last_epoch} steps", saved, now)
+
+
+def factors_of(schedules: Mapping[str, Schedule], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Factors]:
+    """Returns what the functions of LambdaLRs return where saved states of the schedulers stand."""
+    return {
+        key: {place: factors for place, (_, factors) in _factors(schedule.scheduler, states[key])}
+        for key, schedule in schedules.items()
+        if key in states
+    }
+
+
+def _factors(
+    scheduler: LRScheduler, state: Mapping[str, Any], place: str = ""
+) -> Iterator[tuple[str, tuple[LambdaLR, list[float] | None]]]:
+    """Yields each LambdaLR in a scheduler: where it is, itself, and the values of its functions, or None."""
+    inner, states = torch_internals.inner_schedulers(scheduler), torch_internals.inner_scheduler_states(state)
+    for number, (each, its_state) in enumerate(zip(inner, states, strict=False)):
+        yield from _factors(each, its_state, f"{place}._schedulers[{number}]")
+    step = state.get("last_epoch")
+    if isinstance(scheduler, LambdaLR) and type(step) is int and step >= 0:
+        try:
+            factors = [float(function(step)) for function in scheduler.lr_lambdas]
+        except Exception:  # the next step raises it
+            factors = None
+        yield place, (scheduler, factors)
 
 
 def _of_arguments(name: str, scheduler: LRScheduler, now: Mapping[str, Any]) -> Iterator[Change]:

@@ -225,15 +225,21 @@ class TrainState:
             CheckpointError: as `load_state_dict`.
             ConfigError: a scheduler cannot be stepped to the run's position.
         """
-        now = self.prepared
+        now, then = self.prepared, _prepared(state.get(PREPARED))
+        if now is not None and then is not None:
+            state = _without_replaced(state, then, now)
+        try:
+            factors = hyperparameters.factors_of(self._schedules(), state["scheduler"])
+        except _MALFORMED:
+            factors = {}  # the load raises the error
         self.load_state_dict(state)
-        then, self.prepared = self.prepared, now
+        self.prepared = now
         if now is None:
             return [], True
         if then is None:
             return hyperparameters.kept(self.optimizers, self._schedules(), now), False
         try:
-            changes = hyperparameters.adopt(self.optimizers, self._schedules(), then=then, now=now)
+            changes = hyperparameters.adopt(self.optimizers, self._schedules(), then=then, now=now, factors=factors)
             self._count_scheduler_steps()
             return changes, True
         except ConfigError:
@@ -317,6 +323,15 @@ def _prepared(saved: Any) -> Prepared | None:
         return Prepared(**saved)
     except (TypeError, ValueError) as error:
         raise _invalid_hyperparameters(error) from error
+
+
+def _without_replaced(state: dict[str, Any], then: Prepared, now: Prepared) -> dict[str, Any]:
+    """Returns a state in which schedulers of another class have their initial state."""
+    schedulers, replaced = state.get("scheduler"), then.replaced_in(now)
+    if not isinstance(schedulers, dict) or not replaced:
+        return state
+    own = {key: now.scheduler[key] for key in schedulers if key in replaced}
+    return {**state, "scheduler": {**schedulers, **own}}
 
 
 def _invalid_hyperparameters(error: Exception) -> CheckpointError:

@@ -74,7 +74,7 @@ class WeightFiles:
             StorageError: the storage failed.
         """
         weights: dict[str, Any] = {}
-        with self._local_files(tick) as files:
+        with self._local_files(tick) as files, self.storage.operation_in_progress():
             for file, name in zip(files, self.names, strict=True):
                 weights |= _read(file, f"{self.storage.uri}/{name}")
                 tick()

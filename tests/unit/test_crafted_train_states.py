@@ -112,6 +112,7 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
         (put("prepared", "optimizer", []), "hyperparameters are invalid"),
         (put("prepared", "scheduler", {}), "hyperparameters are invalid"),
         (put("prepared", "every", "0", "year"), "hyperparameters are invalid"),
+        (put("prepared", "kind", {}), "hyperparameters are invalid"),
     ],
 )
 def test_a_state_that_does_not_fit_the_run_is_refused(change: Callable[[dict[str, Any]], None], message: str) -> None:

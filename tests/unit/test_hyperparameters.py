@@ -16,7 +16,7 @@ from elastic_ddp.driver.display import describe_event
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.telemetry.event import parse
 from elastic_ddp.worker.run import Run
-from tests.unit.single_worker import Model, NewRun, client_of, compute_gradients
+from tests.unit.single_worker import Model, NewRun, StepCounter, client_of, compute_gradients
 
 Schedule = Callable[[Optimizer, int], LRScheduler]
 NewOptimizer = Callable[..., Optimizer]
@@ -89,6 +89,15 @@ def test_a_schedule_over_more_steps_continues_at_its_own_point(new_run: NewRun, 
         == trained(new_run(folder="new", steps=12), schedule=SCHEDULES[kind])[6:]
     )
     assert changes_of(longer)
+
+
+@pytest.mark.parametrize(("before", "after"), [("exponential", "steps"), ("steps", "cosine"), ("chained", "one cycle")])
+def test_a_scheduler_of_another_class_continues_at_its_own_point(new_run: NewRun, before: str, after: str) -> None:
+    trained(new_run(steps=6), schedule=SCHEDULES[before])
+    run = new_run(steps=12)
+    expected = trained(new_run(folder="new", steps=12), schedule=SCHEDULES[after])[6:]
+    assert [each["lr"] for each in trained(run, schedule=SCHEDULES[after])] == [each["lr"] for each in expected]
+    assert "scheduler 0" in changes_of(run)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +230,28 @@ def test_the_same_code_continues_with_the_same_bits_and_lists_nothing(new_run: N
     assert changes_of(resumed) == {}
 
 
+def test_a_lambda_that_reads_registered_state_continues_with_the_same_bits(new_run: NewRun) -> None:
+    """Its value at the last step follows from the state before that step, which a commit does not have."""
+
+    def train(run: Run) -> tuple[str, float]:
+        model: Any = run.prepare(Model())
+        optimizer = run.prepare(SGD(model.parameters(), lr=0.1))
+        counter = StepCounter()
+        run.register("counter", counter)
+        run.prepare(schedulers.LambdaLR(optimizer, lambda _: 1 / (1 + len(counter.steps))))
+        for step in run.steps():
+            with step:
+                compute_gradients(step, model)
+                step.optimize()
+                counter.steps.append(step.index)
+        return run._loop.finish()["weights_sha256"], optimizer.param_groups[0]["lr"]
+
+    train(new_run())
+    resumed = new_run(steps=8)
+    assert train(resumed) == train(new_run(folder="calm", steps=8))
+    assert changes_of(resumed) == {}
+
+
 def test_the_next_resume_compares_with_the_code_of_the_last(new_run: NewRun) -> None:
     rates = [0.1, 0.05, 0.05, 0.1]
     runs = [new_run(steps=2 * number) for number in (1,)]
@@ -228,6 +259,16 @@ def test_the_next_resume_compares_with_the_code_of_the_last(new_run: NewRun) -> 
         runs.append(new_run(steps=2 * number))
         assert [each["lr"] for each in trained(runs[-1], partial(SGD, lr=rate))] == [rate] * 2
     assert [changes_of(run) for run in runs[2:]] == [{"SGD.lr": (0.1, 0.05)}, {}, {"SGD.lr": (0.05, 0.1)}]
+
+
+def test_a_schedule_of_momentum_can_be_added(new_run: NewRun) -> None:
+    def schedule(cycle_momentum: bool) -> Schedule:
+        return lambda sgd, _: schedulers.OneCycleLR(sgd, 0.1, total_steps=8, cycle_momentum=cycle_momentum)
+
+    sgd = partial(SGD, lr=0.1, momentum=0.9)
+    trained(new_run(), sgd, schedule(False))
+    expected = trained(new_run(folder="new", steps=8), sgd, schedule(True))
+    assert trained(new_run(steps=8), sgd, schedule(True)) == expected[6:]
 
 
 def test_a_schedule_that_ends_before_the_run_stands_is_an_error(new_run: NewRun) -> None:
