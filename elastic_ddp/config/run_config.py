@@ -133,6 +133,10 @@ class DDPConfig(Settings):
     find_unused_parameters: bool = False
     """Allow a loss that depends on only some of the parameters. DDP then searches the autograd graph in every forward
     pass."""
+    comm_hook: Literal["bf16", "fp16", "powersgd"] | None = None
+    """One of torch's communication hooks, which compress the gradients that ranks exchange. Requires
+    `reduction = "native"`. `powersgd` compresses from the tenth step of each generation on, with rank 1, and starts
+    its error feedback anew in each generation."""
 
 
 class FSDPConfig(Settings):
@@ -239,6 +243,12 @@ class RunConfig(Settings):
                     'same world size; use reduction="native", or strategy="ddp"'
                 )
             object.__setattr__(self, "reduction", "native")
+        if self.ddp.comm_hook is not None and (self.strategy, self.reduction) != ("ddp", "native"):
+            settings = f"strategy={self.strategy!r} and reduction={self.reduction!r}"
+            raise ValueError(
+                f"ddp.comm_hook={self.ddp.comm_hook!r} has no effect with {settings}: it compresses the gradients of "
+                'DDP\'s own all-reduce; use strategy="ddp" and reduction="native", or remove it'
+            )
         if self.strategy != "fsdp" and self.fsdp.shard_classes:
             raise ValueError(
                 f"fsdp.shard_classes={list(self.fsdp.shard_classes)} has no effect with strategy={self.strategy!r}; "

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.canonical_reduction import CanonicalReduction
+from elastic_ddp.distributed.comm_hooks import register_comm_hook
 from elastic_ddp.distributed.prepared_model import PreparedModel
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.strategy import Strategy, snapshot, unused_parameters_error
@@ -58,6 +59,8 @@ class DDPStrategy(Strategy):
             )
         if self._reduction is not None:
             replica.register_comm_hook(None, self._reduction.hook)
+        elif self._options.comm_hook is not None:
+            register_comm_hook(replica, self._options.comm_hook)
         return replica
 
     def begin_step(self, rows: np.ndarray) -> None:

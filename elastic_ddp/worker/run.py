@@ -20,7 +20,7 @@ from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.hyperparameters import Every
 from elastic_ddp.worker.loop import Loop
 from elastic_ddp.worker.pretrained import PretrainedWeights
-from elastic_ddp.worker.state_checks import check_model
+from elastic_ddp.worker.state_checks import check_model, check_sync_batch_norm
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import Position, Stateful
 from elastic_ddp.worker.weight_files import KeyMapping, check_mapping
@@ -122,6 +122,7 @@ class Run:
                 "run.prepare got a second model. Prepare one torch.nn.Module that holds both and calls them in forward."
             )
         check_model(module)
+        check_sync_batch_norm(module, self.config, self._loop.job.shape)
         check_rules(module, buffers)
         module.to(self.device)
         unshare_buffers(module)

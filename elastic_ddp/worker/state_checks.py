@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
@@ -18,6 +18,9 @@ from elastic_ddp import torch_internals
 from elastic_ddp.data.order import EpochShape
 from elastic_ddp.errors import CheckpointError, ConfigError, shorten
 from elastic_ddp.tensors.state_tree import Layout, dtype_name
+
+if TYPE_CHECKING:
+    from elastic_ddp.config.run_config import RunConfig
 
 
 def check_model(module: torch.nn.Module) -> None:
@@ -50,11 +53,34 @@ def check_model(module: torch.nn.Module) -> None:
             raise ConfigError(
                 f"run.prepare got an {kind}(sparse=True). Sparse gradients cannot be reduced; use sparse=False."
             )
-        if isinstance(part, torch.nn.SyncBatchNorm):
-            raise ConfigError(
-                "run.prepare got a SyncBatchNorm, whose statistics depend on the number of workers. Use BatchNorm: the "
-                "run combines its running statistics over all micro-batches of a step."
-            )
+
+
+def check_sync_batch_norm(module: torch.nn.Module, config: RunConfig, shape: EpochShape) -> None:
+    """Raises a ConfigError for a SyncBatchNorm where ranks would not compute its statistics over the same batches.
+
+    Its forward is collective, and its statistics are those of the micro-batches that the ranks compute together.
+    """
+    if not any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+        return
+    advice = "Use BatchNorm: the run combines its running statistics over all micro-batches of a step"
+    if config.reduction == "canonical":
+        raise ConfigError(
+            f"run.prepare got a SyncBatchNorm, whose statistics depend on the number of workers. {advice}. Or set "
+            'reduction = "native", whose bits depend on it too.'
+        )
+    if config.strategy == "fsdp" or not config.use_gpu:
+        where = 'strategy = "fsdp"' if config.strategy == "fsdp" else "CPUs"
+        raise ConfigError(f"run.prepare got a SyncBatchNorm, which does not work with {where}. {advice}.")
+    if config.max_workers > 1 and not config.even_micro_batches:
+        raise ConfigError(
+            "run.prepare got a SyncBatchNorm, whose forward is collective, so all ranks must compute the same number "
+            "of micro-batches. Set even_micro_batches = true."
+        )
+    if (shape.rows(shape.steps_per_epoch - 1) < shape.micro_batch_size).any():
+        raise ConfigError(
+            "run.prepare got a SyncBatchNorm, and the last step of an epoch has short or empty micro-batches, in which "
+            "its statistics would be wrong. Set data.drop_last = true."
+        )
 
 
 def warn_about_batch_norm(module: torch.nn.Module, shape: EpochShape) -> str | None:

@@ -147,13 +147,41 @@ def test_evaluating_before_the_loop_and_training_without_it_are_refused(new_run:
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        (torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.SyncBatchNorm(3)), ["SyncBatchNorm", "Use BatchNorm"]),
         (torch.nn.EmbeddingBag(3, 3, sparse=True), ["EmbeddingBag(sparse=True)", "sparse=False"]),
         (torch.nn.Linear(3, 3, dtype=torch.complex64), ["weight, bias", "torch.view_as_complex"]),
     ],
 )
 def test_models_that_cannot_be_reduced_are_refused(new_run: NewRun, model: torch.nn.Module, names: list[str]) -> None:
     expect_config_error(new_run(), lambda run: run.prepare(model), *names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"reduction": "canonical"}, ["Use BatchNorm", 'reduction = "native"']),
+        ({"resources_per_worker": {"CPU": 1}}, ["does not work with CPUs", "Use BatchNorm"]),
+        ({"strategy": "fsdp"}, ['strategy = "fsdp"', "Use BatchNorm"]),
+        ({"even_micro_batches": False}, ["even_micro_batches = true"]),
+        ({"data": {"drop_last": False}}, ["data.drop_last = true"]),
+        ({}, None),
+    ],
+)
+def test_sync_batch_norm_is_refused_where_ranks_would_differ(
+    new_run: NewRun, changes: dict[str, Any], names: list[str] | None
+) -> None:
+    settings = {
+        "reduction": "native",
+        "resources_per_worker": {"GPU": 1},
+        "max_workers": 2,
+        "even_micro_batches": True,
+        "data": {"drop_last": True},
+    }
+    run = new_run(num_rows=81, **{**settings, **changes})
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.SyncBatchNorm(3))
+    if names is None:
+        assert run.prepare(model) is model
+    else:
+        expect_config_error(run, lambda run: run.prepare(model), "got a SyncBatchNorm", *names)
 
 
 def test_optimizers_and_schedulers_that_are_prepared_twice_are_refused(new_run: NewRun) -> None:
