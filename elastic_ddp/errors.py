@@ -28,7 +28,7 @@ class CheckpointError(StorageError):
 
 
 class TrainFunctionError(ElasticDDPError):
-    """The training function raised, or all workers hung in it; fix it, or raise `hang_timeout_s` if a step is slow."""
+    """The training function raised, hung, or let ranks wait at different places; the message says where."""
 
 
 class NonFiniteError(ElasticDDPError):
@@ -36,7 +36,7 @@ class NonFiniteError(ElasticDDPError):
 
 
 class WorkersFailedError(ElasticDDPError):
-    """Workers failed more often than `max_restarts` allows, or could not start; see the failures that it lists."""
+    """Workers failed more often than `max_restarts` allows, or three times in a row at the same step or start."""
 
 
 class DriverReplacedError(ElasticDDPError):

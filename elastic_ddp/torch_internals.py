@@ -157,8 +157,9 @@ def default_backend(device: torch.device) -> Any:
 def collective_counter(device: torch.device) -> Callable[[], int]:
     """Returns a function that returns how many collectives the default process group has begun, on the CPU and on
     `device`: `Backend._get_sequence_number_for_group`."""
-    backends = {default_backend(torch.device("cpu")), default_backend(device)}
-    return lambda: sum(backend._get_sequence_number_for_group() for backend in backends)
+    first, *others = {default_backend(torch.device("cpu")), default_backend(device)}
+    count: Callable[[], int] = first._get_sequence_number_for_group
+    return count if not others else lambda: count() + others[0]._get_sequence_number_for_group()
 
 
 def release_groups(mesh: DeviceMesh) -> None:

@@ -204,7 +204,7 @@ class RunConfig(Settings):
     max_restarts: Annotated[int, Field(ge=-1, le=MAX_STEP)] = 100
     """Number of worker failures and failed starts before the run ends with an error; -1 for no limit. Not counted:
     workers that fail before their first step while others train, and workers on a drained node. Errors of the training
-    function are never retried."""
+    function are never retried, and three failures in a row at the same step always end the run."""
     log_every_steps: PositiveInt = 10
     """Number of steps between two writes of logged values to the ledger."""
     resize_interval_s: Seconds = 5.0

@@ -141,10 +141,11 @@ class ElasticTrainer:
         Raises:
             ConfigError: the run began with other settings, another driver of it is live, or Ray cannot be reached.
             DataError: the data cannot be read, or is not the data that the run began with.
-            TrainFunctionError: the training function raised, and the message holds its traceback; or it hung on all
-                workers for `hang_timeout_s`.
-            WorkersFailedError: more workers failed than `max_restarts` allows, no worker could start, or the same step
-                failed again and again.
+            TrainFunctionError: the training function raised, and the message holds its traceback; it hung on all
+                workers for `hang_timeout_s`, or three times in a row at the same step; or ranks wait for each other at
+                different places.
+            WorkersFailedError: more workers failed than `max_restarts` allows, no worker could start, or processes
+                failed three times in a row at the same step.
             StorageError: more saves in a row failed than `checkpoint.max_failed_saves`, or the storage is unreachable.
             CheckpointError: none of the commits can be restored, or a worker's state cannot be saved.
             ReplicasDifferError: ranks hold different values of replicated state, such as weights.
