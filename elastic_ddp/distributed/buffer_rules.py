@@ -25,6 +25,10 @@ Place = tuple[int, str]
 
 def check_rules(module: torch.nn.Module, rules: Mapping[str, str]) -> None:
     """Raises a ConfigError for rules of buffers, by name or glob pattern, that a model cannot follow."""
+    if not isinstance(rules, Mapping):
+        raise ConfigError(
+            f'run.prepare got buffers={rules!r}. Give a dict of names and rules, such as {{"usage": "sum"}}.'
+        )
     buffers = dict(module.named_buffers())
     for pattern, rule in rules.items():
         given = f"run.prepare got buffers={{{pattern!r}: {rule!r}}}"

@@ -102,7 +102,7 @@ class Run:
                 "leave it out for a model or an optimizer."
             )
         if isinstance(thing, torch.nn.Module):
-            return self._prepare_model(thing, shard, buffers or {})
+            return self._prepare_model(thing, shard, {} if buffers is None else buffers)
         if shard is not None or buffers is not None:
             raise ConfigError(f"run.prepare got a {type(thing).__name__} with shard or buffers, which are for a model.")
         if isinstance(thing, torch.optim.Optimizer):

@@ -107,7 +107,8 @@ def test_each_rule_combines_the_changes_of_a_step_as_documented(new_run: NewRun)
     assert model.seen == 2 and torch.allclose(model.total, torch.stack([x.sum(0) for x in batches]).mean(0))
 
 
-WRONG_RULES: dict[str, tuple[dict[str, str], str]] = {
+WRONG_RULES: dict[str, tuple[Any, str]] = {
+    "no dict": (["queue"], r"buffers=\['queue'\]. Give a dict of names and rules"),
     "rule": ({"queue": "per_step"}, r"buffers=\{'queue': 'per_step'\}. Use one of 'mean', which averages"),
     "name": ({"keys*": "sum"}, "no such buffer. It has queue, seen, total"),
     "mean of integers": ({"seen": "mean"}, "seen has torch.int64, which has no mean"),
@@ -116,9 +117,7 @@ WRONG_RULES: dict[str, tuple[dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize(("rules", "message"), WRONG_RULES.values(), ids=WRONG_RULES)
-def test_a_wrong_rule_for_buffers_is_refused_before_the_first_step(
-    new_run: NewRun, rules: dict[str, str], message: str
-) -> None:
+def test_a_wrong_rule_for_buffers_is_refused_before_the_first_step(new_run: NewRun, rules: Any, message: str) -> None:
     model = Changing(count)
     if "mask" in rules:
         model.register_buffer("mask", torch.ones(2, dtype=torch.bool))
