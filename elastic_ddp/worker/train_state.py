@@ -17,7 +17,8 @@ from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST, extend_
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.tensors.state_tree import Layout, gather_full, local_part, weights_sha256
 from elastic_ddp.worker import hyperparameters
-from elastic_ddp.worker.hyperparameters import Change, Every, Prepared, Schedule, steps_taken
+from elastic_ddp.worker.hyperparameter_changes import Change
+from elastic_ddp.worker.hyperparameters import Every, Prepared, Schedule, steps_taken
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.state_checks import (
     check_layout,

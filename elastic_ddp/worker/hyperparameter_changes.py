@@ -1,0 +1,134 @@
+"""Differences between the hyperparameters in a commit and those in the code, by name."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from elastic_ddp import torch_internals
+from elastic_ddp.tensors.state_tree import flatten, unflatten
+
+Factors = Mapping[str, list[float] | None]
+"""Values of the functions of LambdaLRs, by their place in a scheduler."""
+DERIVED = frozenset({"base_lrs", "_last_lr"})
+"""State of a scheduler that repeats settings of its optimizer."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A hyperparameter that differs between a commit and the code."""
+
+    name: str
+    saved: Any
+    now: Any
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "saved": _as_json(self.saved), "now": _as_json(self.now)}
+
+
+def of_groups(
+    name: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], differing: Sequence[list[str]]
+) -> Iterator[Change]:
+    """Yields the changes of an optimizer's settings; one that is the same in all param_groups once."""
+    for key in dict.fromkeys(key for keys in differing for key in keys):
+        # The first learning rate of a warm-up follows from `initial_lr`.
+        numbers = [n for n, keys in enumerate(differing) if key in keys and not (key == "lr" and "initial_lr" in keys)]
+        changes = [Change(f"{name}.param_groups[{n}].{key}", before[n][key], after[n][key]) for n in numbers]
+        if len(changes) == len(differing) and all(is_same(_values(change), _values(changes[0])) for change in changes):
+            changes = [Change(f"{name}.{key}", *_values(changes[0]))]
+        yield from changes
+
+
+def differences(name: str, saved: Any, now: Any) -> Iterator[Change]:
+    """Yields the differences of two trees, each at the deepest place."""
+    if name.rpartition(".")[2] in DERIVED:
+        return
+    if type(saved) is dict and type(now) is dict and saved.keys() == now.keys():
+        for key, value in saved.items():
+            yield from differences(f"{name}.{key}", value, now[key])
+    elif type(saved) is list and type(now) is list and len(saved) == len(now) and any(type(v) is dict for v in now):
+        for number, value in enumerate(saved):
+            yield from differences(f"{name}[{number}]", value, now[number])
+    elif not is_same(saved, now):
+        yield Change(name, saved, now)
+
+
+def of_functions(name: str, scheduler: LRScheduler, before: Factors) -> Iterator[Change]:
+    """Yields a change if the functions of a LambdaLR return other values than before; its state does not have them."""
+    after = dict(lambda_factors(scheduler, scheduler.state_dict()))
+    for place, (inner, factors) in after.items():
+        # A function whose value depends on what was restored cannot be compared.
+        if factors is None or place not in before or before[place] != factors:
+            continue
+        saved = [float(lr) for lr in inner.get_last_lr()]
+        now = [float(base) * factor for base, factor in zip(inner.base_lrs, factors, strict=True)]
+        # Another machine may round a cosine differently.
+        if not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-12) for pair in zip(saved, now, strict=True)):
+            yield Change(f"{name}{place}.lr after {inner.last_epoch} steps", saved, now)
+
+
+def lambda_factors(
+    scheduler: LRScheduler, state: Mapping[str, Any], place: str = ""
+) -> Iterator[tuple[str, tuple[LambdaLR, list[float] | None]]]:
+    """Yields each LambdaLR in a scheduler: where it is, itself, and the values of its functions, or None."""
+    inner, states = torch_internals.inner_schedulers(scheduler), torch_internals.inner_scheduler_states(state)
+    for number, (each, its_state) in enumerate(zip(inner, states, strict=False)):
+        yield from lambda_factors(each, its_state, f"{place}._schedulers[{number}]")
+    step = state.get("last_epoch")
+    if isinstance(scheduler, LambdaLR) and type(step) is int and step >= 0:
+        try:
+            factors = [float(function(step)) for function in scheduler.lr_lambdas]
+        except Exception:  # the next step raises it
+            factors = None
+        yield place, (scheduler, factors)
+
+
+def of_arguments(name: str, scheduler: LRScheduler, now: Mapping[str, Any]) -> Iterator[Change]:
+    """Yields the differences of a scheduler's state that its constructor takes."""
+    arguments = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch", "schedulers"}
+    for key, saved in copy_of(scheduler.state_dict()).items():
+        if key.lstrip("_") in arguments and key in now:
+            yield from differences(f"{name}.{key}", saved, now[key])
+    schedulers, states = torch_internals.inner_schedulers(scheduler), torch_internals.inner_scheduler_states(now)
+    for number, (inner, state) in enumerate(zip(schedulers, states, strict=True)):
+        yield from of_arguments(f"{name}._schedulers[{number}]", inner, state)
+
+
+def differing_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Returns the keys with different values. Versions of torch add keys."""
+    return [key for key in before if key in after and not is_same(before[key], after[key])]
+
+
+def is_same(first: Any, second: Any) -> bool:
+    (skeleton, tensors), (other_skeleton, others) = flatten(first), flatten(second)
+    return skeleton == other_skeleton and all(torch.equal(tensors[name].cpu(), others[name].cpu()) for name in tensors)
+
+
+def copy_of(value: Any) -> Any:
+    skeleton, tensors = flatten(value)
+    return unflatten(skeleton, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def name_of(thing: object, all_things: Sequence[object]) -> str:
+    """Returns the name of the class, with a number if there are several."""
+    alike = [other for other in all_things if type(other) is type(thing)]
+    number = next(number for number, other in enumerate(alike) if other is thing)
+    return type(thing).__name__ + (f"[{number}]" if len(alike) > 1 else "")
+
+
+def _values(change: Change) -> tuple[Any, Any]:
+    return change.saved, change.now
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
