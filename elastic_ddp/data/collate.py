@@ -52,13 +52,12 @@ class Collator:
             columns, tensors = apply_transform(self.transform, columns, self.plan.seed, chunk, num_rows), frozenset()
         if self.collate_fn is None:
             check_tensors(columns, transformed=self.transform is not None)
-            return ColumnBatch({name: np.ascontiguousarray(values) for name, values in columns.items()})
+            return ColumnBatch({name: np.require(values, requirements=["C", "W"]) for name, values in columns.items()})
         import torch
 
         seed_all(self.plan.seed, "rows", step, micro_batch)
-        values = {
-            name: torch.from_numpy(np.array(column)) if name in tensors else column for name, column in columns.items()
-        }
+        writable = {name: np.require(column, requirements="W") for name, column in columns.items()}
+        values = {name: torch.from_numpy(column) if name in tensors else column for name, column in writable.items()}
         rows = [{name: column[row] for name, column in values.items()} for row in range(num_rows)]
         return self._collate(rows, f"micro-batch {micro_batch} of step {step}")
 

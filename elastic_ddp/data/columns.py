@@ -50,7 +50,7 @@ def _lists(name: str, values: pa.Array) -> Array:
         length = int(lengths[0]) if len(lengths) else 0
         if (lengths != length).any():
             ragged = np.empty(len(values), dtype=object)
-            inner = to_numpy(name, values.flatten())
+            inner = np.array(to_numpy(name, values.flatten()))  # writable: torch can write to read-only memory, and die
             ends = np.cumsum(lengths)
             ragged[:] = [inner[end - count : end] for end, count in zip(ends, lengths, strict=True)]
             return ragged

@@ -1,0 +1,179 @@
+"""What `data=` takes, what it refuses, and how a run notices that a data set in memory has changed."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import elastic_ddp as ed
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.data.map_style import check_data, index_in_memory
+from elastic_ddp.driver.checks import check_identity
+from elastic_ddp.errors import ConfigError, DataError
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker.job import Job
+
+
+def train(run: Any) -> None: ...
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("data", "fix"),
+    [
+        (Stream(), "rows = list(dataset)\n    ElasticTrainer(train, data=rows"),
+        ((row for row in range(3)), "of type generator"),
+        (None, "of type NoneType"),
+        (7, "of type int"),
+        ({1, 2}, "of type set"),
+        (DataLoader(TensorDataset(torch.ones(3))), "data=loader.dataset, and collate_fn=loader.collate_fn"),
+        ((np.ones(3), np.ones(3)), 'as a dict, such as {"x": x, "y": y}'),
+    ],
+    ids=["stream", "generator", "none", "number", "set", "loader", "tuple"],
+)
+def test_data_without_random_access_is_refused_with_the_fix(data: Any, fix: str, tmp_path: Path) -> None:
+    config = {"name": "a", "storage": str(tmp_path), "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
+    with pytest.raises(ConfigError) as caught:
+        ed.ElasticTrainer(train, data, config)
+    assert fix in str(caught.value)
+
+
+def test_arguments_that_do_not_apply_to_rows_are_refused(tmp_path: Path) -> None:
+    rows = [{"x": 1}]
+    with pytest.raises(ConfigError, match=r"transform maps columns .* type list, .* in collate_fn"):
+        check_data(rows, transform=train)
+    with pytest.raises(ConfigError, match=r"data\.columns=\['x'\] selects columns, but data is of type list"):
+        check_data(rows, columns=["x"])
+    check_data({"x": np.ones(3)}, transform=train, columns=["x"])
+    config = {"name": "a", "storage": str(tmp_path), "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
+    for collate_fn, problem in [
+        (7, "collate_fn=7 cannot be called with one argument"),
+        (lambda: 0, "with one argument"),
+    ]:
+        with pytest.raises(ConfigError, match=problem):
+            ed.ElasticTrainer(train, rows, config, collate_fn=collate_fn)  # type: ignore[arg-type]
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"cannot be sent to workers: it holds .*lock"):
+        ed.ElasticTrainer(train, rows, config, collate_fn=lambda rows: lock)
+
+
+class Broken(Dataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, row: int) -> int:
+        raise FileNotFoundError(f"no image {row}")
+
+
+class Locked(TensorDataset):
+    def __init__(self) -> None:
+        super().__init__(torch.ones(3))
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ([], r"data \(list\) has no rows"),
+        ({}, "data has no columns"),
+        ({"x": np.ones(0)}, r"data \(columns 'x'\) has no rows"),
+        ({"x": np.ones(3), "y": np.ones(4)}, "differ in length: 'x' has 3, 'y' has 4 rows"),
+        ({"x": 1.0}, r"data\['x'\] is a float and no array"),
+        ({"train": TensorDataset(torch.ones(3))}, r"such as data\['train'\]"),
+        ({"x": [[1], [1, 2]]}, r"data\['x'\] cannot become an array: .* collate_fn"),
+        ({"x": torch.ones(3).bfloat16()}, r"data\['x'\] cannot become an array: .*BFloat16"),
+        ({"x": torch.tensor(1.0)}, r"its shape is \(\)"),
+        (pd.DataFrame({"x": [1, "a"]}), r"data frame cannot be read: .*one type"),
+        (Broken(), r"data\[0\] raised FileNotFoundError\('no image 0'\):\n(.*\n)*.*in __getitem__"),
+    ],
+    ids=str,
+)
+def test_unusable_data_in_memory_is_an_error_that_names_it(data: Any, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        index_in_memory(data)
+
+
+def test_a_data_set_that_cannot_be_pickled_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"data \(Locked\) cannot be sent .*lock.*\. Open files .* in __getitem__"):
+        index_in_memory(Locked()).share()
+
+
+def test_columns_are_selected() -> None:
+    data = {"x": np.ones(3), "y": np.ones(3)}
+    assert index_in_memory(data, ["y"]).name == "columns 'y'"
+    with pytest.raises(DataError, match=r"data\.columns names 'z', but data has no such column\. Choose from x, y"):
+        index_in_memory(data, ["z"])
+
+
+class Augmented(Dataset[Any]):
+    def __init__(self, rows: Any, draw: Any = lambda: 0.0) -> None:
+        self.rows, self.draw = rows, draw
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        return {"x": self.rows[row], "noise": self.draw()}
+
+
+ROWS = np.arange(24.0).reshape(12, 2)
+CHANGED = np.where(ROWS == 23, 99, ROWS)
+ENTROPY = random.SystemRandom()
+
+
+@pytest.mark.parametrize(
+    ("data", "same", "changed"),
+    [
+        ({"x": ROWS}, {"x": ROWS.copy()}, {"x": CHANGED}),
+        ({"x": ROWS}, {"x": np.asfortranarray(ROWS)}, {"x": ROWS.astype(np.float32)}),
+        ({"x": torch.tensor(ROWS)}, {"x": torch.tensor(ROWS)}, {"y": torch.tensor(ROWS)}),
+        ({"t": np.array(["a", "b"], object)}, {"t": np.array(["a", "b"], object)}, {"t": np.array(["a", "c"], object)}),
+        (pa.table({"x": ROWS[:, 0]}), pa.table({"x": ROWS[:, 0]}), pa.table({"x": CHANGED[:, 1]})),
+        (list(ROWS), list(ROWS.copy()), list(CHANGED)),
+        (list(ROWS), list(ROWS), list(ROWS)[:-1]),
+        ([{"t": "a", "n": None}], [{"t": "a", "n": None}], [{"t": "b", "n": None}]),
+        (Augmented(torch.tensor(ROWS)), Augmented(torch.tensor(ROWS)), Augmented(torch.tensor(CHANGED))),
+        (Augmented(ROWS, random.random), Augmented(ROWS, random.random), Augmented(CHANGED, random.random)),
+        (Augmented(ROWS, ENTROPY.random), Augmented(ROWS, ENTROPY.random), Augmented(ROWS[:-1], ENTROPY.random)),
+    ],
+)
+def test_a_changed_data_set_in_memory_has_another_fingerprint(data: Any, same: Any, changed: Any) -> None:
+    fingerprint = index_in_memory(data).fingerprint
+    assert index_in_memory(same).fingerprint == fingerprint
+    assert index_in_memory(changed).fingerprint != fingerprint
+
+
+def test_probing_rows_leaves_the_global_generators_alone() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    expected = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
+    index_in_memory(Augmented(ROWS, lambda: random.random() + np.random.random() + torch.rand(()).item()))
+    assert (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()) == expected
+
+
+def test_a_run_with_commits_refuses_another_data_set_in_memory(tmp_path: Path) -> None:
+    config = RunConfig(name="a", storage=str(tmp_path), steps=1, global_batch_size=1, micro_batch_size=1)
+
+    def job(rows: np.ndarray) -> Job:
+        index = index_in_memory({"x": rows})
+        return Job(config=config, train=train, index=index, transform=None, storage=Storage(tmp_path / "a"))
+
+    check_identity(job(ROWS), may_replace=False)
+    check_identity(job(ROWS.copy()), may_replace=False)
+    with pytest.raises(ConfigError, match=r"data was 12 rows of columns 'x' .* is 12 rows .*compared by content"):
+        check_identity(job(CHANGED), may_replace=False)
