@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.console import Tolerant
+from elastic_ddp.rendezvous.heartbeat import EXITED
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.telemetry import Progress, events
 from elastic_ddp.telemetry.event import Event
@@ -115,7 +116,9 @@ def describe_event(event: Event) -> str | None:
             why = "it or its node is shutting down" if event.kind == "drain" else "the run was resized"
             return f"a worker left: {why}"
         case events.NewcomerFailed():
-            return f"a worker failed before it trained: {event.error.rstrip().splitlines()[-1]}"
+            lines = event.error.rstrip().splitlines()
+            is_crash = event.error.startswith(EXITED)  # with its stack below; otherwise it can be a traceback
+            return f"a worker failed before it trained: {lines[0 if is_crash else -1]}"
         case events.StartFailed():
             return f"workers failed to start, trying again: {event.error.rstrip().splitlines()[-1]}"
         case events.HangDetected():

@@ -114,6 +114,12 @@ def test_shown_progress_never_returns_to_an_earlier_generation(monkeypatch: pyte
 def test_a_failed_worker_and_its_replacement_are_printed_with_their_step() -> None:
     failed = ledger_event("worker_lost", generation=3, error="exit signal SIGKILL\nmore")
     assert describe_event(failed) == "generation 3: a worker failed: exit signal SIGKILL"
+    for error, line in (
+        ("its process exited: SIGSEGV at a.py:1 in train\n  File", "its process exited: SIGSEGV at a.py:1 in train"),
+        ("Traceback:\n  File\nValueError: wrong\n", "ValueError: wrong"),
+    ):
+        newcomer = ledger_event("newcomer_lost", generation=3, member="m", error=error)
+        assert describe_event(newcomer) == f"a worker failed before it trained: {line}"
     formed = ledger_event("generation", generation=4, first_step=188, world_size=1, reason="worker failed")
     assert describe_event(formed) == "[step 188] generation 4 (worker failed): 1 worker"
     commit = ledger_event("commit", step=200, seconds=0.134)
