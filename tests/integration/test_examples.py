@@ -47,3 +47,9 @@ def test_the_example_of_a_longer_schedule_continues_at_half_its_learning_rate(tm
     output = run_example("longer_schedule.py", tmp_path, "--workers", "1")
     found = re.findall(r"(\d+) steps: loss [\d.]+; learning rate ([\d.]+) in the middle, ([\d.]+) at the end", output)
     assert found == [("100", "0.0050", "0.0000"), ("200", "0.0050", "0.0000")], output
+
+
+def test_the_elastic_form_of_the_plain_ddp_example_learns(tmp_path: Path) -> None:
+    output = run_example("elastic.py", tmp_path)
+    found = re.search(r"loss ([\d.]+)", output)
+    assert found and float(found[1]) < 0.5, output

@@ -64,7 +64,12 @@ def after(diff: str) -> str:
     return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python", "diff")], ids=named)
+TESTED_ELSEWHERE = {"README.md", "recipes.md"}  # the example that the README shows, and test_recipes.py
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python", "diff") and page.name not in TESTED_ELSEWHERE], ids=named
+)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -198,6 +203,14 @@ def test_the_readme_fits_a_screen_and_names_the_setup_commands() -> None:
     assert len(lines) <= 150
     assert [line for line in lines if len(line) > 120] == []
     assert {"train", "test"} <= {words[1] for page, words in command_lines("make ") if page.name == "README.md"}
+
+
+def test_the_diff_of_the_readme_is_that_of_two_examples() -> None:
+    (diff,) = blocks(ROOT / "README.md", "diff")
+    for sign, name in (("-", "plain_ddp.py"), ("+", "elastic.py")):
+        code = (ROOT / "examples" / name).read_text().splitlines()
+        lines = [line[1:] for line in diff.code.splitlines() if line[:1] in (sign, " ")]
+        assert [line for line in lines if line not in code] == []
 
 
 @pytest.mark.parametrize("page", [PAGES[0], *OTHER_TEXTS], ids=named)
