@@ -150,6 +150,9 @@ def export(
     run: RunFolder,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Target file: .safetensors, .pt or .pth.")],
     step: Annotated[int | None, typer.Option(help="Step of the commit; by default the newest.")] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Export the commit with the best value of the run's checkpoint.best_metric.")
+    ] = False,
 ) -> None:
     """Write the weights of a commit to one file.
 
@@ -158,6 +161,10 @@ def export(
     """
     check_target(file)
     catalog = _catalog(run)
+    if best:
+        if step is not None:
+            raise ConfigError(f"--step {step} and --best: use one of them.")
+        step = _best_step(catalog, run)
     (_, commit), *others = _select(catalog, run, step)
     older = [number for number, other in others if not isinstance(other, StorageError)]
     try:
@@ -244,6 +251,27 @@ def _select(catalog: CommitCatalog, run: str, step: int | None) -> list[tuple[in
         steps = ", ".join(str(number) for number, _ in commits)
         raise ConfigError(f"{run}: there is no commit at step {step}. The commits are at steps {steps}.")
     return selected
+
+
+def _best_step(catalog: CommitCatalog, run: str) -> int:
+    """Returns the step of the commit with the best value of the run's metric."""
+    from elastic_ddp.checkpoint.metrics import best_commit, measurements
+    from elastic_ddp.telemetry import read_ledger
+    from elastic_ddp.telemetry.events import SessionStarted
+
+    sessions = [event for event in read_ledger(Storage(run)) if isinstance(event, SessionStarted)]
+    settings = sessions[-1].config.get("checkpoint", {}) if sessions else {}
+    metric, mode = settings.get("best_metric"), settings.get("best_mode", "min")
+    intact = [commit for _, commit in _select(catalog, run, None) if not isinstance(commit, StorageError)]
+    found = best_commit(intact, metric, mode) if metric is not None else None
+    if found is None:
+        known = sorted({name for commit in intact for name in measurements(commit.record)})
+        what = "has no checkpoint.best_metric" if metric is None else f"has no commit with a value of {metric!r}"
+        raise ConfigError(
+            f"{run}: the run {what}. Use --step; `checkpoints ls` shows the metrics of each commit: "
+            f"{', '.join(known) or 'none'}."
+        )
+    return found[0].step
 
 
 def _no_commits(run: str, catalog: CommitCatalog) -> ConfigError:

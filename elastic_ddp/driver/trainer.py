@@ -18,6 +18,7 @@ import ray
 
 from elastic_ddp import errors
 from elastic_ddp.checkpoint import Commit, CommitCatalog
+from elastic_ddp.checkpoint.metrics import best_commit
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import materialize
@@ -67,6 +68,10 @@ class RunResult:
     """SHA-256 over the row ids of each step, in order."""
     metrics: Mapping[str, float]
     """The last value of each logged metric and each evaluation, by name."""
+    best_step: int | None
+    """Step of the commit with the best value of `checkpoint.best_metric`; None without that setting or a value."""
+    best_metric: float | None
+    """That value."""
     uri: str
     """The run's folder, `<storage>/<name>`. It holds the commits, the ledger and the summary."""
     summary: Mapping[str, Any] = field(repr=False)
@@ -280,6 +285,7 @@ class ElasticTrainer:
             session.close_ledger()
             lease.renew()  # raises if another driver has the run, whose summary must not be replaced
             summary = summarize(read_ledger(self._storage), name=self.config.name, storage=self._storage.uri)
+            summary |= self._find_best()
             self._storage.write(SUMMARY, json.dumps(summary, indent=1).encode())
         except StorageError as error:
             if outcome["status"] != "failed":
@@ -290,6 +296,16 @@ class ElasticTrainer:
             raise getattr(errors, outcome["kind"], TrainFunctionError)(outcome["error"])
         return self._result(summary)
 
+    def _find_best(self) -> dict[str, Any]:
+        """Returns the step and the value of the best commit, for the summary."""
+        settings, best = self.config.checkpoint, None
+        if settings.best_metric is not None:
+            commits = [commit for _, commit in CommitCatalog(self._storage.at(COMMITS)).all_commits()]
+            intact = [commit for commit in commits if isinstance(commit, Commit)]
+            best = best_commit(intact, settings.best_metric, settings.best_mode)
+        return {"best_step": best[0].step if best else None, "best_metric": best[1] if best else None}
+
     def _result(self, summary: dict[str, Any]) -> RunResult:
         names = {field.name for field in fields(RunResult)} - {"uri", "summary"}
-        return RunResult(uri=self._storage.uri, summary=summary, **{name: summary[name] for name in names})
+        values: dict[str, Any] = {name: summary.get(name) for name in names}
+        return RunResult(uri=self._storage.uri, summary=summary, **values)

@@ -72,12 +72,15 @@ def losses(uri: str) -> dict[int, float]:
 def test_weights_samples_and_losses_do_not_depend_on_the_number_of_workers(
     folder: Path, calm: ed.RunResult, workers: int
 ) -> None:
-    result = fit(folder, f"workers-{workers}", workers)
+    best = {"checkpoint": {"every_steps": 10, "keep_best": 1, "best_metric": "validation_loss"}}
+    result = fit(folder, f"workers-{workers}", workers, **best)
     assert_same(result, calm)
+    assert (result.best_step, result.best_metric) == (result.steps, result.metrics["validation_loss"])
+    assert (calm.best_step, calm.best_metric) == (None, None)
     assert losses(result.uri) == losses(calm.uri)
     assert result.metrics == calm.metrics
     assert set(result.metrics) == {"validation_loss", "twice", "grad_norm"}
-    assert fit(folder, f"workers-{workers}", workers) == result, "fit returns the same result again"
+    assert fit(folder, f"workers-{workers}", workers, **best) == result, "fit returns the same result again"
 
 
 @pytest.mark.chaos  # tests/unit/test_same_bits.py has a small version

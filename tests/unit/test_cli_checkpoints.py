@@ -9,7 +9,7 @@ import re
 import resource
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from elastic_ddp.checkpoint.retention import Removal
 from elastic_ddp.cli import main
 from elastic_ddp.errors import CheckpointError, ConfigError, StorageError
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry.events import SessionStarted
+from elastic_ddp.telemetry.ledger import Ledger
 from elastic_ddp.worker.job import COMMITS
 from tests.single_rank_store import SingleRankStore
 from tests.unit.checkpoint_commands import invoke, save_commits, steps_left
@@ -320,3 +322,34 @@ def test_export_refuses_unknown_suffixes_and_bad_commits(tmp_path: Path, commits
     with pytest.raises(CheckpointError, match=r"commits/30\.json .* --step 20"):
         invoke("export", run, str(tmp_path / "weights.pt"))
     assert not (tmp_path / "weights.pt").exists()
+
+
+def write_session(folder: Path, **checkpoint: Any) -> None:
+    """Writes the ledger of a session with these settings under `checkpoint`."""
+    with closing(Ledger(Storage(folder), "s1")) as ledger:
+        ledger.append(SessionStarted(config={"checkpoint": checkpoint}))
+
+
+@pytest.mark.parametrize(("mode", "step"), [("min", 10), ("max", 30)])
+def test_the_best_commit_by_the_metric_of_the_run_is_exported(
+    tmp_path: Path, commits: list[Commit], mode: str, step: int
+) -> None:
+    write_session(tmp_path / "lm", best_metric="validation", best_mode=mode)
+    assert f"step {step} " in invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt"), "--best").stdout
+    assert torch.equal(torch.load(tmp_path / "w.pt")["weight"], make_state(step)["model"]["weight"])
+
+
+@pytest.mark.parametrize(
+    ("metric", "options", "message"),
+    [
+        (None, (), "has no checkpoint.best_metric. Use --step.*: validation"),
+        ("accuracy", (), "has no commit with a value of 'accuracy'. Use --step.*: validation"),
+        ("validation", ("--step", "10"), "--step 10 and --best: use one of them"),
+    ],
+)
+def test_an_export_of_the_best_commit_without_one_names_the_metrics(
+    tmp_path: Path, commits: list[Commit], metric: str | None, options: tuple[str, ...], message: str
+) -> None:
+    write_session(tmp_path / "lm", best_metric=metric)
+    with pytest.raises(ConfigError, match=message):
+        invoke("export", str(tmp_path / "lm"), str(tmp_path / "w.pt"), "--best", *options)
