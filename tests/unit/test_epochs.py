@@ -49,6 +49,22 @@ def test_a_scheduler_of_epochs_is_stepped_after_the_last_step_of_each_also_acros
     assert rates_of(new_run(ROWS, steps=None, epochs=3)) == [0.5, 0.5, 0.25, 0.25, 0.25]
 
 
+def test_an_epoch_whose_last_step_is_skipped_counts_for_its_scheduler(new_run: NewRun) -> None:
+    run = new_run(ROWS, steps=4, on_nonfinite="skip")
+    model: Any = run.prepare(Model())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    run.prepare(ExponentialLR(optimizer, 0.5), every="epoch")
+    skipped = []
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.backward(model(batch["x"]).square().mean() * (float("inf") if step.index == 2 else 1.0))
+            step.optimize()
+        skipped.append(step.skipped)
+    assert skipped == [False, False, True, False]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_a_scheduler_that_becomes_one_of_epochs_continues_at_the_epoch(new_run: NewRun) -> None:
     def train_by_steps(run: Run) -> None:
         model: Any = run.prepare(Model())
