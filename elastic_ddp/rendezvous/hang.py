@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-from elastic_ddp.errors import ElasticDDPError, StorageError, TrainFunctionError
+from elastic_ddp.errors import ElasticDDPError, StorageError, TrainFunctionError, shorten
 from elastic_ddp.rendezvous.sections import RankReport, Section
 from elastic_ddp.rendezvous.user_code import Frame, collective_of, frames_of, user_place
 
@@ -211,11 +211,13 @@ class HangDetector:
         """Returns what to do about a hang; `is_broken` as in `culprits`."""
         places, duration = self.places(), f"for {self.timeout_s:g} s (hang_timeout_s)"
         where = ", ".join(sorted(set(places.values())))
+        at = [f"rank {rank} at {report.where}" for rank, (report, _) in enumerate(self._last.values()) if report.where]
+        code = f"{shorten(at, 4, '; ')}. " if at else ""
         if culprits := self.culprits(is_broken=is_broken):
-            at = {member: self._last[member][0].where for member in culprits}
-            hung = {
-                member: f"hung in '{places[member]}'{f', at {where},' if where else ''}" for member, where in at.items()
-            }
+            hung = {member: f"hung in '{places[member]}'" for member in culprits}
+            for member in culprits:
+                if place := self._last[member][0].where:
+                    hung[member] += f", at {place},"
             return Verdict({member: f"{how} {duration} while others waited for it" for member, how in hung.items()})
         all_wait = all(place in WAITING for place in places.values())
         # After an abort, members that wait come to the rendezvous, and members that hang do not.
@@ -224,7 +226,7 @@ class HangDetector:
         if (all_wait or some_may_wait) and not none_came_after_abort:
             return Verdict(
                 failure=f"no progress on any worker {duration}, in '{where}', and no single worker is responsible. "
-                "The ledger's 'stacks' events show where. Raise hang_timeout_s if a step may take longer."
+                f"{code}The ledger's 'stacks' events show where. Raise hang_timeout_s if a step may take longer."
             )
         if not all_wait and all(place in (*WAITING, STORING) for place in places.values()):
             return Verdict(
@@ -235,8 +237,8 @@ class HangDetector:
             )
         return Verdict(
             end=TrainFunctionError(
-                f"all workers were in '{where}' without progress {duration}. The ledger's 'stacks' events show where. "
-                "Raise hang_timeout_s if that may take longer."
+                f"all workers were in '{where}' without progress {duration}. {code}The ledger's 'stacks' events "
+                "show where. Raise hang_timeout_s if that may take longer."
             )
         )
 

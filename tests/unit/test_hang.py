@@ -69,6 +69,9 @@ def test_a_culprit_fails_and_the_run_continues() -> None:
     verdict = at(detector_of("a", "b"), a="reduction", b="data").decide(is_broken=False)
     assert [*verdict.culprits] == ["b"] and verdict.failure is verdict.end is None
     assert verdict.culprits["b"] == "hung in 'data' for 10 s (hang_timeout_s) while others waited for it"
+    detector = at(detector_of("a", "b"), a="reduction")
+    detector.update("b", ActivityReport(5, "data", is_idle=True, where="train.py:9 in load"), 0.0)
+    assert detector.decide(is_broken=False).culprits["b"].startswith("hung in 'data', at train.py:9 in load, for 10 s")
 
 
 def test_a_generation_that_may_wait_is_aborted_to_find_the_culprits() -> None:
@@ -90,6 +93,10 @@ def test_a_hang_that_no_member_waits_for_ends_the_run() -> None:
     verdict = at(detector_of("a", "b"), a="data", b="data").decide(is_broken=False)
     assert isinstance(verdict.end, TrainFunctionError) and not verdict.culprits and verdict.failure is None
     assert "'data'" in str(verdict.end) and "10 s (hang_timeout_s)" in str(verdict.end)
+    detector = detector_of("a", "b")
+    for member in "ab":
+        detector.update(member, ActivityReport(5, "data", is_idle=True, where=f"{member}.py:1 in train"), 0.0)
+    assert "rank 0 at a.py:1 in train; rank 1 at b.py:1 in train. The" in str(detector.decide(is_broken=False).end)
     alone = at(detector_of("a"), a="forward").decide(is_broken=False)
     assert isinstance(alone.end, TrainFunctionError), "no other member to wait for"
 
