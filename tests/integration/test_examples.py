@@ -43,6 +43,14 @@ def test_the_fp16_example_skips_overflowing_steps_and_learns(tmp_path: Path) -> 
     assert error < 0.1 and skipped >= 1 and scale == 65536 / 2**skipped
 
 
+def test_the_example_of_image_classification_recognizes_digits_and_keeps_the_best_checkpoint(tmp_path: Path) -> None:
+    output = run_example("image_classification.py", tmp_path)
+    found = re.search(r"top-1 accuracy ([\d.]+), top-3 accuracy ([\d.]+)\n", output)
+    assert found, output
+    assert float(found.group(1)) > 0.75 and float(found.group(2)) > 0.95
+    assert 1 <= len(list((tmp_path / "runs/digits/checkpoints/commits").iterdir())) <= 3
+
+
 def test_the_example_of_a_longer_schedule_continues_at_half_its_learning_rate(tmp_path: Path) -> None:
     output = run_example("longer_schedule.py", tmp_path, "--workers", "1")
     found = re.findall(r"(\d+) steps: loss [\d.]+; learning rate ([\d.]+) in the middle, ([\d.]+) at the end", output)
