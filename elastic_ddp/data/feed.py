@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -21,11 +22,13 @@ from elastic_ddp.data.order import FeedPlan
 from elastic_ddp.data.pipeline import Pipeline, ProcessDiedError, explain_failure, open_batches, open_chunks
 from elastic_ddp.data.split import EndedEarlyError, HostBatch, split_into_micro_batches, take_collated
 from elastic_ddp.data.transform import Transform
-from elastic_ddp.errors import PeerFailedError
+from elastic_ddp.errors import DataError, PeerFailedError
 
 _CHUNKS_PER_PIPELINE = 100_000
 """A new pipeline starts after about this many chunks, because Ray Data keeps 1.2 KB for each block it has seen."""
 _RELEASE_TIMEOUT_S = 0.5
+_MAX_POLL_S = 10.0
+"""Longest pause between two checks for a call of the user's function that hangs."""
 _MAX_PIPELINE_FAILURES = 3  # in a row, without a micro-batch
 
 
@@ -44,6 +47,7 @@ class MicroBatchFeed:
         collate_fn: CollateFn | None = None,
         device: torch.device,
         before_reading: Callable[[], object] = lambda: None,
+        hang_timeout_s: float = math.inf,
     ) -> None:
         self._index = index
         self._transform, self._collate_fn = transform, collate_fn
@@ -58,6 +62,7 @@ class MicroBatchFeed:
         self._error: BaseException | None = None
         self._closed = self._interrupted = False
         self._before_reading = before_reading
+        self._hang_timeout_s = hang_timeout_s
         self._release_requested = self._released = False
         self._pipeline: Pipeline[Any] | None = None
         self._thread = threading.Thread(target=self._produce, name="micro-batch-feed", daemon=True)
@@ -89,7 +94,7 @@ class MicroBatchFeed:
     def wait(self) -> None:
         """Waits until the first micro-batch is ready, or the feed is interrupted or closed. Raises as `step`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._interrupted)
+            self._wait_for_batch()
             if self._error is not None and not self._ready:
                 raise self._error
 
@@ -146,7 +151,7 @@ class MicroBatchFeed:
 
     def _take(self) -> MicroBatch:
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._interrupted)
+            self._wait_for_batch()
             if self._interrupted:
                 raise PeerFailedError("a peer failed while this worker waited for data")
             if self._closed:
@@ -157,6 +162,16 @@ class MicroBatchFeed:
             _, batch = self._ready.popleft()
             self._changed.notify_all()
         return self._await_copy(batch)
+
+    def _wait_for_batch(self) -> None:
+        """Waits until a micro-batch is ready, or there will be none. Call it with the lock held."""
+        poll_s = min(self._hang_timeout_s / 10, _MAX_POLL_S)
+        while not self._changed.wait_for(
+            lambda: self._ready or self._error or self._closed or self._interrupted, timeout=poll_s
+        ):
+            call = self._pipeline.hanging_call(self._hang_timeout_s) if self._pipeline is not None else None
+            if call is not None:
+                self._error = DataError(f"{call}\nRaise hang_timeout_s if a call may take longer.")
 
     def _await_copy(self, batch: MicroBatch) -> MicroBatch:
         """Makes the device's current stream wait for the copy of a micro-batch."""

@@ -94,6 +94,11 @@ class Pipeline(Generic[Content]):
             return self._records.find_fatal(self._locate, " because Ray's memory monitor killed it: memory is short")
         return self._records.find_fatal(self._locate) if isinstance(error, ray.exceptions.WorkerCrashedError) else None
 
+    def hanging_call(self, after_s: float) -> str | None:
+        """Returns the description of a call of the user's function that has run for this long. For any thread."""
+        call = self._records.find_hanging(self._locate, after_s)
+        return call.message if call is not None else None
+
     def stop_tasks(self) -> None:
         """Stops the tasks; the iteration ends after the blocks that are ready. Call it in the thread that iterates."""
         for execution in self._executions:

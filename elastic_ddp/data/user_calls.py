@@ -1,7 +1,8 @@
-"""Reports the call of a user's function in which a data process died, such as of a transform.
+"""Reports the call of a user's function, such as a transform, in which a data process died or hangs.
 
 Ray reports only that a task's process died. So a data process writes the running call into a file of its node, to which
-Python's faulthandler appends the signal and the stack. The worker on that node reads the file.
+Python's faulthandler appends the signal and the stack. The worker on that node reads the file. It can also request the
+stack of a running process.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import faulthandler
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +25,9 @@ from elastic_ddp.errors import shorten
 _MAX_ROWS = 20
 _EXIT_TIMEOUT_S = 1.0
 """How long a process may take to end after Ray saw its connection close."""
+_STACK_TIMEOUT_S = 1.0
 _STDERR = 2
+_SHOW_STACK = signal.SIGUSR1
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV",
     "Aborted": "SIGABRT",
@@ -33,6 +37,10 @@ _SIGNALS = {
 }
 """The signals that faulthandler handles, by its names."""
 
+_NO_SIGNAL = (
+    " without a signal that Python can handle: it called os._exit, or was killed (SIGKILL), as by the kernel when "
+    "memory is short"
+)
 _PACKAGE = Path(__file__).parents[1]
 
 _record: tuple[str, int] | None = None
@@ -45,10 +53,12 @@ def record_calls(folder: str) -> None:
     if _record is not None and _record[0] == folder:
         return
     if _record is not None:
+        faulthandler.unregister(_SHOW_STACK)
         os.close(_record[1])
         _record = None
     with suppress(OSError):
         _record = folder, os.open(f"{folder}/{os.getpid()}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        faulthandler.register(_SHOW_STACK, _record[1], all_threads=False)
 
 
 @contextmanager
@@ -79,7 +89,7 @@ def recorded(function: str, place: str, row_ids: Int64Array) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FatalCall:
-    """The call in which a data process died."""
+    """The call in which a data process died or hangs."""
 
     place: str
     message: str
@@ -100,17 +110,39 @@ class CallRecords:
         """
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
         while True:
-            try:
-                records = {int(path.name): path.read_text(errors="replace") for path in Path(self.folder).iterdir()}
-            except OSError:  # the pipeline was closed meanwhile
-                return None
-            calls = {pid: record.partition("\n") for pid, record in records.items() if record}
+            calls = {}
+            for path in self._paths():
+                with suppress(OSError):
+                    if record := path.read_text(errors="replace"):
+                        calls[int(path.name)] = record.partition("\n")
             for pid, (call, _, report) in calls.items():
                 if not _is_running(pid):
-                    return _describe(call, report, locate, reason)
+                    return _describe(call, report, locate, f"died{_signal(report) or reason or _NO_SIGNAL}")
             if not calls or time.monotonic() > deadline:
                 return None
             time.sleep(0.01)
+
+    def find_hanging(self, locate: Callable[[list[int]], str], after_s: float) -> FatalCall | None:
+        """Returns a call that has run for this many seconds, with the stack of its process, or None."""
+        for path in self._paths():
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime < after_s or not path.read_text(errors="replace"):
+                    continue
+                os.kill(int(path.name), _SHOW_STACK)
+                deadline = time.monotonic() + _STACK_TIMEOUT_S
+                while time.monotonic() < deadline and not path.read_text(errors="replace").partition("\n")[2]:
+                    time.sleep(0.01)
+                call, _, report = path.read_text(errors="replace").partition("\n")
+                if call:
+                    return _describe(call, report, locate, f"has made no progress for {after_s:g} s")
+        return None
+
+    def _paths(self) -> list[Path]:
+        """Returns the records of all processes; none if the pipeline is closed."""
+        try:
+            return list(Path(self.folder).iterdir())
+        except OSError:
+            return []
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -124,18 +156,17 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _describe(call: str, report: str, locate: Callable[[list[int]], str], reason: str) -> FatalCall:
+def _signal(report: str) -> str:
+    problem = report.partition("\n")[0]
+    return next((f" of {signal} ({name})" for name, signal in _SIGNALS.items() if name in problem), "")
+
+
+def _describe(call: str, report: str, locate: Callable[[list[int]], str], what: str) -> FatalCall:
     function, place, row_ids, num_rows = json.loads(call)
-    problem, _, stack = report.partition("\n")
-    signal = next((f" of {signal} ({name})" for name, signal in _SIGNALS.items() if name in problem), "")
-    unknown = (
-        " without a signal that Python can handle: it called os._exit, or was killed (SIGKILL), as by the kernel when "
-        "memory is short"
-    )
     more = f" and {num_rows - len(row_ids):,} more" if num_rows > len(row_ids) else ""
-    frames = [line for line in stack.splitlines() if line.startswith("  File ")]
+    frames = [line for line in report.splitlines() if line.startswith("  File ")]
     own = next((number for number, line in enumerate(frames) if f'"{_PACKAGE}/' in line), len(frames))
-    message = f"the process that runs {function} died{signal or reason or unknown}, in {place}: {locate(row_ids)}{more}"
+    message = f"the process that runs {function} {what}, in {place}: {locate(row_ids)}{more}"
     return FatalCall(place, "\n".join([message, *frames[:own]]))
 
 

@@ -66,10 +66,10 @@ def evaluate(
     )
     # The weighted loss and the weight of each micro-batch; zero for those of other ranks.
     sums = torch.zeros(2, shape.steps_per_epoch, config.num_micro_batches, dtype=torch.float64)
-    functions: dict[str, Any] = {"transform": transform, "collate_fn": collate_fn}
+    options: dict[str, Any] = {"transform": transform, "collate_fn": collate_fn, "device": device}
     assert generation.state.model is not None
     buffers = StepBuffers(model, generation.state.model.buffer_rules)
-    feed = generation.evaluation_feed = MicroBatchFeed(index, plan, **functions, device=device)
+    feed = generation.evaluation_feed = MicroBatchFeed(index, plan, **options, hang_timeout_s=config.hang_timeout_s)
     try:
         buffers.begin()
         with torch.no_grad(), _eval_mode(model), preserve_rng_state(device):

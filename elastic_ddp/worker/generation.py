@@ -48,7 +48,8 @@ def feeds_of(job: Job, device: torch.device) -> FeedCache:
             weights=job.weights,
         )
         functions: dict[str, Any] = {"transform": job.transform, "collate_fn": job.collate_fn}
-        return MicroBatchFeed(job.index, plan, **functions, device=device, before_reading=before_reading)
+        options: dict[str, Any] = {"before_reading": before_reading, "hang_timeout_s": config.hang_timeout_s}
+        return MicroBatchFeed(job.index, plan, **functions, device=device, **options)
 
     return FeedCache(make)
 

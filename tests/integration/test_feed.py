@@ -283,27 +283,44 @@ def test_a_killed_process_is_replaced_without_skipping_or_repeating_rows(index: 
     assert len(set(pids)) == 2
 
 
-@pytest.mark.parametrize("cause", ["abort", "_exit"])
-def test_a_transform_in_which_the_process_dies_twice_is_named(index: DatasetIndex, cause: str, tmp_path: Path) -> None:
-    """The error has the chunk, its rows and their files, and the signal and the stack if there are any."""
+def test_a_transform_in_which_the_process_dies_twice_is_named(index: DatasetIndex, tmp_path: Path) -> None:
+    """The error has the chunk, its rows and their files, the signal, and the stack."""
     deaths = tmp_path / "deaths"
 
     def decode(rows: Arrays, random: np.random.Generator) -> Arrays:
         if 250 in rows["id"]:
             with deaths.open("a") as file:
                 file.write("x")
-            os.abort() if cause == "abort" else os._exit(3)
+            os.abort()
         return noisy(rows, random)
 
     with make_feed(index, decode) as feed, pytest.raises(DataError) as caught:
         for step in range(19):
             list(feed.step(step))
     assert len(deaths.read_text()) == 2
-    how = r"of SIGABRT \(Aborted\)" if cause == "abort" else r"without a signal .* called os\._exit, or was killed .*"
     first, *frames = str(caught.value).splitlines()
     where = r"in epoch 0, lane \d, chunk \d+: rows .*\b50\b.* of .*/1\.parquet"
-    assert re.match(f"the process that runs the transform died {how}, {where}", first)
-    assert [frame.rpartition(" in ")[2] for frame in frames] == (["decode"] if cause == "abort" else [])
+    assert re.match(rf"the process that runs the transform died of SIGABRT \(Aborted\), {where}", first)
+    assert [frame.rpartition(" in ")[2] for frame in frames] == ["decode"]
+
+
+def test_a_transform_that_hangs_is_named_with_its_stack(index: DatasetIndex) -> None:
+    def hang(rows: Arrays, random: np.random.Generator) -> Arrays:
+        if 250 in rows["id"]:
+            threading.Event().wait()
+        return noisy(rows, random)
+
+    feed = MicroBatchFeed(
+        index, plan_of(ROWS, index.group_rows), transform=hang, device=torch.device("cpu"), hang_timeout_s=0.5
+    )
+    with feed, pytest.raises(DataError) as caught:
+        for step in range(19):
+            list(feed.step(step))
+    first, *frames, last = str(caught.value).splitlines()
+    where = r"in epoch 0, lane \d, chunk \d+: rows .*\b50\b.* of .*/1\.parquet"
+    assert re.match(f"the process that runs the transform has made no progress for 0.5 s, {where}", first)
+    assert [frame.rpartition(" in ")[2] for frame in frames] == ["wait", "wait", "hang"]
+    assert last == "Raise hang_timeout_s if a call may take longer."
 
 
 def test_a_collate_function_in_which_the_process_dies_is_named() -> None:

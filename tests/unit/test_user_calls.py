@@ -1,0 +1,115 @@
+"""The report of a call in which a data process dies or hangs, with a process in place of Ray's."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from elastic_ddp.data.user_calls import CallRecords, describe_rows, record_calls, recorded
+from tests.ranks import PROCESSES
+
+
+def wait_forever() -> None:
+    threading.Event().wait()
+
+
+def exit_at_once() -> None:
+    os._exit(3)
+
+
+def kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work(folder: str, function: Callable[[], None], began: object) -> None:
+    record_calls(folder)
+    with recorded("the transform", "epoch 0, lane 1, chunk 1", np.arange(5)):
+        pass
+    with recorded("the transform", "epoch 0, lane 1, chunk 2", np.arange(100, 130)):
+        began.set()  # type: ignore[attr-defined]
+        function()
+    threading.Event().wait()
+
+
+@pytest.fixture
+def records() -> Iterator[CallRecords]:
+    made = CallRecords()
+    yield made
+    made.close()
+    assert not os.path.exists(made.folder)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[CallRecords, Callable[[], None]], object]]:
+    """Starts a process that calls a function, and waits until it does."""
+    processes = []
+
+    def run(records: CallRecords, function: Callable[[], None]) -> object:
+        began = PROCESSES.Event()
+        processes.append(PROCESSES.Process(target=work, args=(records.folder, function, began)))
+        processes[-1].start()
+        assert began.wait(30)
+        return processes[-1]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+CALL = r", in epoch 0, lane 1, chunk 2: rows 100, 101, 102, .*119 of the data set and 10 more"
+
+
+@pytest.mark.parametrize(
+    ("function", "how", "frames"),
+    [
+        (os.abort, r"of SIGABRT \(Aborted\)", ["work"]),
+        (exit_at_once, r"without a signal .* it called os\._exit, or was killed \(SIGKILL\), .*", []),
+        (kill_itself, r"without a signal .* it called os\._exit, or was killed \(SIGKILL\), .*", []),
+    ],
+)
+def test_the_call_in_which_a_process_died_is_found(
+    records: CallRecords, start: Callable[..., object], function: Callable[[], None], how: str, frames: list[str]
+) -> None:
+    start(records, wait_forever)  # another process of the pipeline, which runs
+    start(records, function)
+    call = records.find_fatal(describe_rows)
+    assert call is not None and call.place == "epoch 0, lane 1, chunk 2"
+    first, *stack = call.message.splitlines()
+    assert re.fullmatch(f"the process that runs the transform died {how}{CALL}", first), first
+    assert [frame.rpartition(" in ")[2] for frame in stack][: len(frames)] == frames
+
+
+def test_the_reason_that_ray_gives_is_reported(records: CallRecords, start: Callable[..., object]) -> None:
+    start(records, kill_itself)
+    call = records.find_fatal(describe_rows, " because memory is short")
+    assert call is not None and call.message.startswith("the process that runs the transform died because memory is")
+
+
+def test_a_process_that_died_outside_of_a_call_is_not_blamed_on_the_function(
+    records: CallRecords, start: Callable[..., object]
+) -> None:
+    start(records, int)
+    (process,) = os.listdir(records.folder)
+    while os.path.getsize(f"{records.folder}/{process}"):  # until the call ends
+        time.sleep(0.001)
+    os.kill(int(process), signal.SIGKILL)
+    assert records.find_fatal(describe_rows) is None
+
+
+def test_a_call_that_hangs_is_found_with_its_stack(records: CallRecords, start: Callable[..., object]) -> None:
+    start(records, wait_forever)
+    assert records.find_hanging(describe_rows, after_s=1000.0) is None
+    call = None
+    while call is None or "wait_forever" not in call.message:  # until the call waits
+        call = records.find_hanging(describe_rows, after_s=0.0)
+    first, *stack = call.message.splitlines()
+    assert re.fullmatch(f"the process that runs the transform has made no progress for 0 s{CALL}", first), first
+    assert stack[-1].startswith("  File ")
