@@ -269,11 +269,15 @@ class FeedPlan:
                     position = chunk.stop
                 reached[number] = position
 
+    @cached_property
+    def _group_starts(self) -> Int64Array:
+        return _first_rows(self.rows_per_group)
+
     def rows_of_segment(self, epoch: int, group: int, start: int, stop: int) -> Int64Array:
         """Returns the rows of a segment of a lane, numbered in their row group."""
         if self.weights is None:
             return np.arange(start, stop)
-        first, last = _first_rows(self.rows_per_group)[group : group + 2]
+        first, last = self._group_starts[group : group + 2]
         return self.weights.draw(first, last, uniform((self.seed, _DRAWS, epoch, group, 0), start, stop))
 
 
