@@ -13,8 +13,6 @@ from torch import nn
 import elastic_ddp as ed
 
 SIZE = 14
-ROWS, BATCH = 2000, 64
-STEPS_PER_EPOCH = ROWS // BATCH  # without the short last batch
 GLYPHS = [
     *("111101101101111", "010110010010111", "111001111100111", "111001111001111", "101101111001001"),
     *("111100111001111", "111100111101111", "111001001001001", "111101111101111", "111101111001111"),
@@ -65,7 +63,7 @@ def train(run: ed.Run) -> None:
             for batch in step.micro_batches():
                 step.backward(nn.functional.cross_entropy(model(batch["image"]), batch["label"]))
             step.optimize()
-        if (step.index + 1) % STEPS_PER_EPOCH == 0:
+        if step.is_last_of_epoch:
             run.evaluate(accuracy(1), held_out, name="top1")
             run.evaluate(accuracy(3), held_out, name="top3")
 
@@ -81,13 +79,13 @@ def main() -> None:
         name=options.name,
         storage=options.storage,
         epochs=options.epochs,
-        global_batch_size=BATCH,
+        global_batch_size=64,
         micro_batch_size=16,
         max_workers=options.workers,
         data={"drop_last": True},  # BatchNorm gets full micro-batches only
-        checkpoint={"every_steps": STEPS_PER_EPOCH, "keep_best": 1, "best_metric": "top1", "best_mode": "max"},
+        checkpoint={"every_epochs": 1, "keep_best": 1, "best_metric": "top1", "best_mode": "max"},
     )
-    result = ed.ElasticTrainer(train, data=make_digits(ROWS, seed=0), config=config, transform=augment).fit()
+    result = ed.ElasticTrainer(train, data=make_digits(2000, seed=0), config=config, transform=augment).fit()
     print(f"top-1 accuracy {result.metrics['top1']:.3f}, top-3 accuracy {result.metrics['top3']:.3f}")
     print(f"weights {result.weights_sha256}")
 

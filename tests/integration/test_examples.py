@@ -44,10 +44,10 @@ def test_the_fp16_example_skips_overflowing_steps_and_learns(tmp_path: Path) -> 
 
 
 def test_the_example_of_image_classification_recognizes_digits_and_keeps_the_best_checkpoint(tmp_path: Path) -> None:
-    output = run_example("image_classification.py", tmp_path)
+    output = run_example("image_classification.py", tmp_path, "--epochs", "2")
     found = re.search(r"top-1 accuracy ([\d.]+), top-3 accuracy ([\d.]+)\n", output)
     assert found, output
-    assert float(found.group(1)) > 0.75 and float(found.group(2)) > 0.95
+    assert float(found.group(1)) > 0.6 and float(found.group(2)) > 0.85
     assert 1 <= len(list((tmp_path / "runs/digits/checkpoints/commits").iterdir())) <= 3
 
 
