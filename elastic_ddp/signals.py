@@ -1,4 +1,4 @@
-"""Signals as requests: SIGTERM in a worker, Ctrl-C and SIGTERM in the driver. Forked children do not inherit them."""
+"""Signals as requests: SIGTERM in a worker, all stop signals in a driver. Forked children do not inherit them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _log = logging.getLogger(__name__)
 _TERMINATED = 128 + signal.SIGTERM
 """Exit code of a process that SIGTERM ended, as in shells."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, the request of a supervisor, and the end of a terminal or an ssh session."""
 
 _received = threading.Event()
 _exits_on_sigterm = threading.Event()
@@ -94,25 +95,34 @@ def _call_in_children(restore: Callable[[], None]) -> None:
 
 
 class StopRequests:
-    """Counts Ctrl-C and SIGTERM inside its `with` block, in the main thread; the third one raises KeyboardInterrupt.
+    """Records stop signals inside its `with` block, in the main thread; the third Ctrl-C raises KeyboardInterrupt.
 
-    A KeyboardInterrupt can be lost in a destructor, or in a library's callback that swallows it. A count cannot.
+    A KeyboardInterrupt can be lost in a destructor, or in a library's callback that swallows it. A record cannot. Only
+    Ctrl-C can ask for a stop at once: `timeout`, ssh and shells send SIGTERM or SIGHUP twice for one stop.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.requested = False
+        """Whether the run should commit and stop."""
+        self._num_interrupts = 0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             _call_in_children(self._restore)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # a script's background job ignores Ctrl-C
+            for number in _STOP_SIGNALS:
+                # A background job of a script ignores Ctrl-C, and `nohup` SIGHUP.
+                if signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._restore()
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the run should stop without a commit."""
+        return self._num_interrupts > 1
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
@@ -120,6 +130,7 @@ class StopRequests:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count > 2:
+        self.requested = True
+        self._num_interrupts += number == signal.SIGINT
+        if self._num_interrupts > 2:
             raise KeyboardInterrupt

@@ -189,7 +189,7 @@ class _Stages:
         folder = self.records.folder
 
         def read() -> Tables:
-            record_calls(folder)
+            _begin_task(folder)
             return tables()
 
         with warnings.catch_warnings():
@@ -210,7 +210,7 @@ class _Stages:
         folder = self.records.folder
 
         def apply(table: pa.Table) -> Tables:
-            record_calls(folder)
+            _begin_task(folder)
             return function(table)
 
         with warnings.catch_warnings():
@@ -236,6 +236,13 @@ class _Stages:
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         return dataset
+
+
+def _begin_task(records: str) -> None:
+    from elastic_ddp.ray_internals.messages import mark_messages
+
+    mark_messages()
+    record_calls(records)
 
 
 def explain_failure(error: Exception) -> Exception:

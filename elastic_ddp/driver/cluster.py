@@ -10,7 +10,12 @@ from collections.abc import Callable
 import ray
 
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.ray_internals import check_ray_version, has_started_ray, use_token_on_this_machine
+from elastic_ddp.ray_internals import (
+    check_ray_version,
+    has_started_ray,
+    separate_daemons,
+    use_token_on_this_machine,
+)
 from elastic_ddp.ray_internals.private_token import init_ray
 from elastic_ddp.rendezvous.actor import ANSWERS_WITHIN_S, NAMESPACE
 
@@ -35,7 +40,8 @@ def connect_or_start(note: Callable[[str], None]) -> bool:
         )
     try:
         _prepare_connection(address)
-        init_ray(log_to_driver=True, logging_level=logging.WARNING)
+        with separate_daemons():
+            init_ray(log_to_driver=True, logging_level=logging.WARNING)
     except ConnectionError as error:
         cluster = f"RAY_ADDRESS={address!r}: no Ray cluster responds" if address else "Ray on this machine fails"
         raise ConfigError(

@@ -46,7 +46,8 @@ class Session:
         self._ledger = Ledger(job.storage, lease.session)
         self._display = RunDisplay(job.total_steps, job.config.min_workers, resume_from)
         self._wait_watch = WaitWatch(job.config)
-        self._stop_requests = StopRequests()
+        self.stop_requests = StopRequests()
+        """Must be entered before `run`, and left at the end of the session."""
         self._num_events = 0
         """Events received from the rendezvous."""
         self._error: BaseException | None = None
@@ -68,7 +69,7 @@ class Session:
         Raises DriverReplacedError if another driver takes over the run.
         """
         self._thread.start()
-        with self._display, self._stop_requests:
+        with self._display:
             outcome = self._follow()
         if outcome["status"] == "failed":
             self._ledger.append(RunFailed(error=outcome["error"], kind=outcome.get("kind")))
@@ -87,7 +88,7 @@ class Session:
         stopping = False
         while True:
             self._check_ownership()
-            if self._stop_requests.count and not stopping:
+            if self.stop_requests.requested and not stopping:
                 self._call(self._rendezvous.stop)
             running = self._thread.is_alive()  # before the update, or its last events could be missed
             update = self._receive_update()
@@ -143,7 +144,7 @@ class Session:
 
     def _check_ownership(self) -> None:
         self._lease.check()
-        if self._stop_requests.count > 1:
+        if self.stop_requests.at_once:
             raise KeyboardInterrupt
 
     def _wait_for_workers(self) -> None:
@@ -156,7 +157,7 @@ class Session:
             now = time.monotonic()
             if update.is_saving:
                 exit_deadline = min(now + EXIT_TIMEOUT_S, save_deadline)
-            if not running or now >= exit_deadline or self._stop_requests.count > 1:
+            if not running or now >= exit_deadline or self.stop_requests.at_once:
                 return
             self._thread.join(RETRY_S)
 

@@ -138,7 +138,7 @@ class ElasticTrainer:
         returned, unless the configuration asks for more steps. `fit` uses the Ray cluster at `RAY_ADDRESS` or on this
         machine, and starts one on this machine if there is none.
 
-        Ctrl-C or SIGTERM commits and stops the run at the next step boundary. A second one stops it at once.
+        Ctrl-C, SIGTERM or SIGHUP commits and stops the run at the next step boundary. A second Ctrl-C stops it at once.
 
         Returns:
             The result, after `summary.json` is written.
@@ -182,12 +182,13 @@ class ElasticTrainer:
     ) -> RunResult:
         rendezvous = self._start_rendezvous(job, resume_from, snapshot_folder)
         session = Session(job, rendezvous, resume_from, lease, started_at)
-        try:
-            outcome = session.run()
-        finally:
-            ray.kill(rendezvous)
-            session.end_workers()
-        return self._conclude(outcome, session, lease)
+        with session.stop_requests:
+            try:
+                outcome = session.run()
+            finally:
+                ray.kill(rendezvous)
+                session.end_workers()
+            return self._conclude(outcome, session, lease)
 
     def _create_job(self, session: str) -> Job:
         """Reads or builds the index of the data, and checks both against the record of the run."""

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -34,6 +35,23 @@ def has_started_ray() -> bool:
     """Returns whether this process has started the cluster that it is connected to."""
     node: Any = ray._private.worker._global_node
     return bool(node.is_head())
+
+
+@contextmanager
+def separate_daemons() -> Iterator[None]:
+    """Starts Ray's processes in sessions of their own in the `with` block.
+
+    SIGTERM to the driver's process group, or the end of its terminal, would end them, and so the run before it commits.
+    Linux only: elsewhere Ray needs the group to find its processes after a crash of the driver.
+    """
+    services: Any = ray._private.services
+    popen = services.ConsolePopen
+    if sys.platform == "linux":
+        services.ConsolePopen = partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def use_token_on_this_machine(address: str) -> None:

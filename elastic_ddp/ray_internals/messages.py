@@ -40,8 +40,10 @@ _LOG = "ray_print_logs"
 
 
 def mark_messages() -> None:
-    """Marks what Ray logs in this worker from now on."""
+    """Marks what Ray logs in this process, a worker or a task, from now on."""
     _RayHandler.emit = _emit_marked
+    # Ray raises KeyboardInterrupt in a task that it cancels, which may hit a destructor or a generator.
+    sys.unraisablehook = _report_unraisable
 
 
 def _is_of_ray(record: logging.LogRecord) -> bool:
@@ -54,6 +56,11 @@ def _emit_marked(handler: Any, record: logging.LogRecord) -> None:
         Tolerant(sys.stderr).write("".join(f"{_MARK}{line}\n" for line in lines))
     else:
         _emit(handler, record)
+
+
+def _report_unraisable(unraisable: Any) -> None:
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
 
 
 class RayMessages:

@@ -11,20 +11,39 @@ import pytest
 
 from elastic_ddp.signals import StopRequests
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-def test_a_driver_counts_stop_signals_and_restores_the_handlers() -> None:
+
+def test_a_driver_records_stop_signals_and_restores_the_handlers() -> None:
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with StopRequests() as requests:
-        assert requests.count == 0
+        assert not requests.requested
         os.kill(os.getpid(), signal.SIGINT)
-        assert requests.count == 1
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert requests.count == 2
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+        assert requests.requested and not requests.at_once
+        os.kill(os.getpid(), signal.SIGINT)
+        assert requests.at_once
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, inherited)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_supervisor_that_sends_its_signal_again_does_not_prevent_the_commit(number: int) -> None:
+    with StopRequests() as requests:
+        for _ in range(5):
+            os.kill(os.getpid(), number)
+        assert requests.requested and not requests.at_once
+
+
+def test_a_signal_that_the_process_ignores_stops_no_run() -> None:
+    """`nohup` makes a process ignore SIGHUP."""
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequests() as requests:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not requests.requested
+    signal.signal(signal.SIGHUP, inherited)
 
 
 WORKER = """
@@ -85,7 +104,7 @@ IN_A_WORKER = {
 }
 IN_A_DRIVER = {
     "set_up": "requests = signals.StopRequests().__enter__()",
-    "check": "assert not requests.count",
+    "check": "assert not requests.requested",
 }
 
 
