@@ -112,8 +112,14 @@ class StepBuffers:
 
     def check_untouched(self) -> None:
         """Raises a ConfigError if a buffer changed since the last micro-batch ended."""
-        versions = self._count_changes()
-        changed = [name for name, now, then in zip(self._names, versions, self._versions, strict=True) if now != then]
+        counts = zip(self._count_changes(), self._versions, strict=True)
+        touched = [index for index, (now, then) in enumerate(counts) if now != then]
+        changed = []
+        for index in touched:  # an evaluation restores what it changes
+            owner, name, _ = self._places[index]
+            now = buffers_of(owner).get(name)
+            if now is None or now.shape != self._start[index].shape or bool(_differ(now, self._start[index])):
+                changed.append(self._names[index])
         if changed:
             raise ConfigError(
                 f"buffers changed in the step between a forward and step.optimize(): {shorten(changed, 5)}. Change "

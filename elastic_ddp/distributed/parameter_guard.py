@@ -1,12 +1,12 @@
-"""Detects parameters that change in a step before `optimize`, for example in a forward.
+"""Detects parameters that change in a step before `optimize`, for example in a forward, and changes between two steps.
 
-Such a change happens once for each micro-batch of a rank, so the weights would depend on the number of workers; and it
-would happen again in a step that is repeated.
+A change in a forward happens once for each micro-batch of a rank, so the weights would depend on the number of workers.
+Both happen again when a step is repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -27,33 +27,48 @@ def changed_parameters_error(names: Sequence[str]) -> ConfigError:
 
 
 class ParameterGuard:
-    """Compares a model's parameters at the start of a step and before `optimize`.
+    """Compares a model's parameters at the start of a step and before `optimize`, and its state between two steps.
 
     Torch counts the changes of a tensor, but not those through `parameter.data`. The bits are therefore compared, too,
-    but in steps 1, 2, 4, 8, … only, which costs nothing on average. Code that changes parameters does so in most steps.
+    but around steps 1, 2, 4, 8, … only, which costs nothing on average. Code that changes state does so in most steps.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._num_steps = 0
+        self._at_end: dict[str, int] = {}
 
     def begin(self) -> None:
-        """Begins a step."""
+        """Begins a step. Raises a ConfigError if parameters or buffers changed since `end`."""
+        if self._at_end:
+            now = self._sum_state()
+            if changed := [name for name, total in self._at_end.items() if now.get(name, total) != total]:
+                raise ConfigError(
+                    f"{shorten(changed, 5)} changed between two steps. Code after `with step` runs again when a step "
+                    "is repeated. Change the state of the model in the block, after step.optimize()."
+                )
         self._num_steps += 1
         self._parameters = dict(self._module.named_parameters())
         self._before = [_count_changes(parameter) for parameter in self._parameters.values()]
         compares_bits = not self._num_steps & (self._num_steps - 1)
-        self._sums = _sum_bits(self._parameters) if compares_bits else None
+        self._sums = _sum_bits(self._parameters) if compares_bits else {}
 
     def check(self) -> None:
         """Raises a ConfigError if a parameter changed since `begin`."""
         before = zip(self._parameters.items(), self._before, strict=True)
         changed = [name for (name, parameter), count in before if _count_changes(parameter) != count]
-        if not changed and self._sums is not None:
-            differ = zip(self._parameters, self._sums, _sum_bits(self._parameters), strict=True)
-            changed = [name for name, before_sum, sum_now in differ if before_sum != sum_now]
+        if not changed and self._sums:
+            now = _sum_bits(self._parameters)
+            changed = [name for name, total in self._sums.items() if now[name] != total]
         if changed:
             raise changed_parameters_error(changed)
+
+    def end(self) -> None:
+        """Ends the block of a step."""
+        self._at_end = self._sum_state() if self._sums else {}
+
+    def _sum_state(self) -> dict[str, int]:
+        return _sum_bits({**dict(self._module.named_parameters()), **dict(self._module.named_buffers())})
 
 
 def _count_changes(parameter: torch.Tensor) -> tuple[int, int]:
@@ -61,11 +76,12 @@ def _count_changes(parameter: torch.Tensor) -> tuple[int, int]:
     return version(parameter), parameter.data_ptr()
 
 
-def _sum_bits(parameters: dict[str, torch.nn.Parameter]) -> list[int]:
-    """Returns a checksum of each parameter."""
-    sums = []
-    for parameter in parameters.values():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
-        bits = torch.view_as_real(local) if local.is_complex() else local
-        sums.append(bits.view(_INTEGERS[bits.itemsize]).sum(dtype=torch.int64))
-    return torch.stack(sums).tolist() if sums else []
+def _sum_bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Returns a checksum of each dense tensor; of shards, that of the part on this rank."""
+    sums = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+        if local.layout is torch.strided:
+            bits = torch.view_as_real(local) if local.is_complex() else local
+            sums[name] = bits.view(_INTEGERS[bits.itemsize]).sum(dtype=torch.int64)
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}

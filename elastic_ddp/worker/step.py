@@ -106,6 +106,8 @@ class Step:
             raise ConfigError(
                 f"step {self.index} ended without step.optimize(). Call it as the last line of `with step`."
             )
+        if error is None:
+            self.generation.parameters.end()
         return False
 
     def micro_batches(self) -> Iterator[Any]:

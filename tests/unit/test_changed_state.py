@@ -211,6 +211,40 @@ def test_changes_in_the_block_after_optimize_are_kept(new_run: NewRun) -> None:
     assert model.seen == 48 and (model.frozen.weight == 5).all() and (model.queue == 5).all()
 
 
+def change_weight(model: Any) -> None:
+    model.frozen.weight.data.mul_(0.9)
+
+
+def change_buffer(model: Any) -> None:
+    model.seen += 8
+
+
+@pytest.mark.parametrize(("change", "name"), [(change_weight, "frozen.weight"), (change_buffer, "seen")])
+def test_a_change_between_two_steps_is_an_error(new_run: NewRun, change: Callable[[Any], object], name: str) -> None:
+    run = new_run()
+    model: Any = run.prepare(Changing(lambda model, x: None))
+    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=rf"^{name} changed between two steps.*after step.optimize\(\)"):
+        for step in run.steps():
+            with step:
+                compute_gradients(step, model)
+                step.optimize()
+            change(model)
+
+
+def test_weights_may_be_exchanged_between_two_steps_and_put_back(new_run: NewRun) -> None:
+    run = new_run()
+    model: Any = run.prepare(Changing(lambda model, x: None))
+    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps():
+        with step:
+            compute_gradients(step, model)
+            step.optimize()
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict({name: torch.zeros_like(value) for name, value in saved.items()})  # to evaluate others
+        model.load_state_dict(saved)
+
+
 def test_a_buffer_that_the_loop_changes_before_optimize_is_an_error(new_run: NewRun) -> None:
     run = new_run()
     model: Any = run.prepare(Changing(lambda model, x: None), buffers={"seen": "sum"})
@@ -244,6 +278,18 @@ def test_an_evaluation_leaves_buffers_as_they_are(new_run: NewRun, monkeypatch: 
         else:
             with pytest.raises(ConfigError, match="changed buffers: seen"):
                 evaluate(run, model, monkeypatch)
+
+
+def test_an_evaluation_may_come_before_optimize(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run(steps=2)
+    model: Any = run.prepare(Changing(count), buffers={"seen": "sum"})
+    run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps():
+        with step:
+            compute_gradients(step, model)
+            evaluate(run, model, monkeypatch)
+            step.optimize()
+    assert model.seen == 16
 
 
 def backward_on_its_own(step: Step, model: Any) -> None:
