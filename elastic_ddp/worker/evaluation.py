@@ -24,7 +24,7 @@ from elastic_ddp.errors import ConfigError
 from elastic_ddp.seeding import preserve_rng_state, seed_all
 from elastic_ddp.user_code import environment
 from elastic_ddp.worker.job import has_commits
-from elastic_ddp.worker.step import check_weight
+from elastic_ddp.worker.loss_weight import check_weight
 
 if TYPE_CHECKING:
     from elastic_ddp.data.collate import CollateFn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -33,10 +32,7 @@ from elastic_ddp.worker.train_state import TrainState
 from elastic_ddp.worker.warmup_step import WarmupStep
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-
-    from elastic_ddp.distributed.process_group import ProcessGroup
 
 
 class Loop:
@@ -106,7 +102,8 @@ class Loop:
             membership.tasks.begin_step(index)
             self.client.activity.begin(f"the code before step {index}", is_users=True)
             seed_all(self.job.config.seed, index, "begin")
-            self._step = Step(generation, shape.rows(index), shape.epoch_of(index), self._votes)
+            rows, epoch, is_logged = shape.rows(index), shape.epoch_of(index), self._is_logged(index)
+            self._step = Step(generation, rows, epoch, self._votes, is_logged=is_logged)
             yield self._step
             step, self._step = self._step, None
             if step.agreed is None and step.failure is None:
@@ -177,6 +174,10 @@ class Loop:
         elif votes["commit"] and is_rank_0 and steps_done < self.job.total_steps:
             self.checkpointer.skip(steps_done)
 
+    def _is_logged(self, step: int) -> bool:
+        """Returns whether the values of a step are gathered, for the ledger and for `Step.metrics`."""
+        return step % self.job.config.log_every_steps == 0 or step + 1 == self.job.total_steps
+
     def _report(self, step: Step) -> dict[str, float]:
         """Rank 0 reports the step to the rendezvous and the ledger. Returns the logged metrics, if they are due."""
         account, generation, position = self.membership.account, step.generation, self.state.position
@@ -197,10 +198,9 @@ class Loop:
                 loss_scale = None if scale is None else scale.scale
                 skipped = StepSkipped(generation=number, step=position.step, reason=reason, loss_scale=loss_scale)
                 self.client.record(skipped)
-        if step.index % self.job.config.log_every_steps and position.step < self.job.total_steps:
+        if not self._is_logged(step.index):
             return {}
-        with generation.activity.within("collective"):
-            metrics = gather_metrics(generation.group, step, self.job.shape.rows(step.index))
+        metrics = step.metrics
         if self.rank == 0:
             number, seconds = generation.number, account.seconds()
             self.client.record(StepsCompleted(generation=number, **progress, metrics=metrics, account=seconds))
@@ -320,20 +320,3 @@ class Loop:
             "samples": position.samples,
             "samples_sha256": position.samples_sha256,
         }
-
-
-def gather_metrics(group: ProcessGroup, step: Step, rows: np.ndarray) -> dict[str, float]:
-    """Returns what was logged in a step, averaged over the rows of its global batch. Collective."""
-    gathered = [json.loads(part) for part in group.all_gather_bytes(json.dumps(step.metrics()).encode())]
-    merged: dict[str, dict[str, float]] = {}
-    for metrics in reversed(gathered):  # outside of micro-batches, rank 0's values count
-        for name, values in metrics.items():
-            merged.setdefault(name, {}).update(values)
-    means = {}
-    for name, values in merged.items():
-        if "None" in values:
-            means[name] = values["None"]
-            continue
-        weights = {m: int(rows[int(m)]) for m in sorted(values, key=int)}
-        means[name] = sum(values[m] * weights[m] for m in weights) / max(1, sum(weights.values()))
-    return means

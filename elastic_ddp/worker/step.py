@@ -18,6 +18,8 @@ from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, M
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
 from elastic_ddp.rendezvous.user_code import frames_of_error
 from elastic_ddp.seeding import seed_all
+from elastic_ddp.worker.logged_values import LoggedValues, Means
+from elastic_ddp.worker.loss_weight import check_weight
 from elastic_ddp.worker.nonfinite import reason_to_skip
 
 if TYPE_CHECKING:
@@ -49,7 +51,13 @@ class Step:
     """
 
     def __init__(
-        self, generation: Generation, rows: np.ndarray, epoch: int, votes: Callable[[], dict[str, bool]]
+        self,
+        generation: Generation,
+        rows: np.ndarray,
+        epoch: int,
+        votes: Callable[[], dict[str, bool]],
+        *,
+        is_logged: bool = False,
     ) -> None:
         self.generation = generation
         self._state = generation.state
@@ -57,7 +65,7 @@ class Step:
         self._control = ControlExchange(rows)
         self._votes = votes
         self._records: dict[int, MicroBatchRecord] = {}
-        self._logged: dict[str, dict[int | None, float]] = {}
+        self._logged, self._is_logged = LoggedValues(), is_logged
         self._gather = RowGather()
         self._gathered: dict[str, torch.Tensor] = {}
         self._current: int | None = None
@@ -257,12 +265,7 @@ class Step:
         Raises:
             ConfigError: a value is no single number.
         """
-        for name, value in values.items():
-            is_number = isinstance(value, torch.Tensor | float | int | np.number | np.ndarray)
-            if not is_number or math.prod(np.shape(value)) != 1:
-                raise ConfigError(f"step.log got {name}={value!r} of shape {tuple(np.shape(value))}. Log one number.")
-            number = value.detach() if isinstance(value, torch.Tensor) else value
-            self._logged.setdefault(name, {})[self._current] = number  # type: ignore[assignment]
+        self._logged.log(self._current, values)
 
     def gather(self, **rows: torch.Tensor) -> None:
         """Collects rows of the current batch by name, such as keys or codes, for `gathered`.
@@ -327,6 +330,9 @@ class Step:
         if agreed.votes["buffers_changed"]:
             ranges, num_leaves, divisor = strategy.ranges, strategy.num_leaves, strategy.divisor
             generation.buffers.combine(ranges=ranges, num_leaves=num_leaves, divisor=divisor, group=generation.group)
+        if self._is_logged:
+            with self._activity.within("collective"):
+                self._logged.gather(generation.group, self._control.rows)
         generation.group.synchronize()
         self._activity.enter("optimizer")
         self._update(agreed, norm)
@@ -375,20 +381,14 @@ class Step:
     def skipped(self) -> bool:
         return self.skip_reason is not None
 
-    def metrics(self) -> dict[str, Any]:
-        """Returns what was logged, as numbers by name and micro-batch. Synchronizes with the device."""
-        return {name: {str(m): float(value) for m, value in values.items()} for name, values in self._logged.items()}
+    @property
+    def metrics(self) -> Means:
+        """The means over the global batch of what `log` got, by name; NaN for a name without a value.
 
-
-def check_weight(caller: str, weight: Any) -> float:
-    """Returns the weight of a loss as a number. Raises a ConfigError if it is none, or negative or not finite."""
-    is_number = isinstance(weight, torch.Tensor | float | int | np.number)
-    if not is_number or math.prod(np.shape(weight)) != 1 or not 0.0 <= (number := float(weight)) < math.inf:
-        raise ConfigError(
-            f"{caller} got weight={weight!r}. Give one finite number that is not negative: what the loss is a mean "
-            "over, such as the number of tokens."
-        )
-    return number
+        Complete after `optimize` in every `log_every_steps`-th step, counted from step 0, and in the last step. In
+        other steps it lacks what was logged inside the loop over `micro_batches()`. Identical on all ranks.
+        """
+        return self._logged.means
 
 
 _NO_LOSS = torch.tensor(float("nan"))

@@ -12,6 +12,7 @@ import torch
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.distributed.process_group import is_missing_group
 from elastic_ddp.seeding import seed_all
+from elastic_ddp.worker.logged_values import Means
 from elastic_ddp.worker.step import Step
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ class WarmupStep(Step):
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         loss.backward()
+
+    @property
+    def metrics(self) -> Means:
+        return Means()
 
     def log(self, **values: float | torch.Tensor) -> None:
         pass

@@ -8,19 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.rendezvous.client import RunStopped
-from elastic_ddp.worker import loop as loop_module
 from elastic_ddp.worker.evaluation import as_number
 from elastic_ddp.worker.step import Step
 from tests.unit.commit_helpers import newest_record, wait_for_saves
 from tests.unit.single_worker import (
-    PEER_FAILURE,
     Model,
     NewRun,
+    PeerFailures,
     client_of,
     compute_gradients,
     expect_config_error,
@@ -291,14 +289,8 @@ def test_a_loop_that_ends_early_records_and_commits_its_last_step(new_run: NewRu
 def test_the_last_step_is_committed_although_a_peer_fails_right_after_it(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, gather = new_run(), loop_module.gather_metrics
-
-    def fail_after_the_last(group: Any, step: Step, rows: Any) -> Any:
-        if step.index == 5:
-            raise dist.DistNetworkError(PEER_FAILURE)
-        return gather(group, step, rows)
-
-    monkeypatch.setattr(loop_module, "gather_metrics", fail_after_the_last)
+    run, fail = new_run(), PeerFailures(6)
+    monkeypatch.setattr(client_of(run), "progress", lambda **newest: fail(newest["step"]))
     model = prepared(run)
     for step in run.steps():
         with step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -95,6 +96,23 @@ def test_an_error_names_parameters_that_change_inside_the_loop(new_run: NewRun) 
                     step.optimize()
 
 
+def test_metrics_are_complete_in_every_step_that_the_ledger_records(new_run: NewRun) -> None:
+    run = new_run(steps=6, log_every_steps=2)
+    model = prepared(run)
+    accuracies = []
+    for step in run.steps():
+        with step:
+            for batch in step.micro_batches():
+                step.log(accuracy=0.5)
+                step.backward(model(batch["x"]).square().mean())
+            assert math.isnan(step.metrics["accuracy"])
+            step.optimize()
+            step.log(rate=0.1)
+            assert step.metrics["rate"] == 0.1
+            accuracies.append(step.metrics["accuracy"])
+    assert accuracies == pytest.approx([0.5, math.nan, 0.5, math.nan, 0.5, 0.5], nan_ok=True)
+
+
 def test_loss_and_logged_values_are_means_over_the_global_batch(new_run: NewRun) -> None:
     run = new_run(num_rows=26, steps=2, global_batch_size=16, micro_batch_size=4, log_every_steps=1)
     model = prepared(run)
@@ -112,6 +130,8 @@ def test_loss_and_logged_values_are_means_over_the_global_batch(new_run: NewRun)
             step.log(learning_rate=0.5)
         losses.append(step.loss)
         assert step.loss == pytest.approx(expected / weight, rel=1e-6)
+        assert step.metrics["loss_again"] == pytest.approx(step.loss, rel=1e-6)
+        assert (step.metrics["learning_rate"], math.isnan(step.metrics["accuracy"])) == (0.5, True)
     events = client_of(run).events_of("steps")
     assert [event["loss"] for event in events] == losses
     assert [event["metrics"]["loss_again"] for event in events] == pytest.approx(losses, rel=1e-6)
