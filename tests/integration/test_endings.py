@@ -153,4 +153,4 @@ def test_work_of_rank_0_beyond_the_hang_timeout_ends_the_run_after_three_tries(c
     with pytest.raises(
         TrainFunctionError, match=r"3 times in a row .* 4 steps.* hung in 'between steps', at .* in work"
     ):
-        fit(folder, "works", 2, make_train(work), hang_timeout_s=10.0, heartbeat_timeout_s=10.0)
+        fit(folder, "works", 2, make_train(work), hang_timeout_s=15.0, heartbeat_timeout_s=10.0)
