@@ -100,7 +100,8 @@ class Attempts:
         """Returns the error that ends the run, if it makes no progress; the newest report of rank 0 is `step`."""
         if not self.failed:
             return None
-        live_nodes = {member.node_id for member in (*membership.known(), *self.starting.values())}
+        starting = [member for member in self.starting.values() if membership.why_gone(member.id) is None]
+        live_nodes = {member.node_id for member in (*membership.known(), *starting)}
         settled = [attempt for attempt in self.failed if now_s - attempt.at_s >= SETTLE_S]
         for attempt in settled:
             attempt.node_lives |= attempt.node_id in live_nodes
