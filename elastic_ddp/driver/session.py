@@ -14,6 +14,7 @@ from elastic_ddp.driver.display import RunDisplay
 from elastic_ddp.driver.ray_train import run_workers
 from elastic_ddp.driver.wait_watch import WaitWatch
 from elastic_ddp.errors import ConfigError, WorkersFailedError
+from elastic_ddp.ray_internals import has_ray_ended
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.signals import StopRequests
@@ -26,8 +27,14 @@ from elastic_ddp.worker.job import COMMITS, Job
 
 EXIT_TIMEOUT_S = 5.0
 """How long workers may take to exit after the run is over, while no save is in progress. Then they are killed."""
+RAY_CHECK_S = 3.0
+"""How long to wait for an answer before the next check that Ray's processes are alive."""
 RETRY_S = 0.5
 """Seconds between two calls of the rendezvous, if it fails or while workers exit."""
+
+
+class RayEndedError(Exception):
+    """Ray's processes, which this process has started, have ended."""
 
 
 class Session:
@@ -70,7 +77,10 @@ class Session:
         """
         self._thread.start()
         with self._display:
-            outcome = self._follow()
+            try:
+                outcome = self._follow()
+            except RayEndedError:
+                outcome = self._outcome_without_ray()
         if outcome["status"] == "failed":
             self._ledger.append(RunFailed(error=outcome["error"], kind=outcome.get("kind")))
         self._ledger.append(RunFinished(**outcome))
@@ -130,7 +140,7 @@ class Session:
         is_reported = False
         while True:
             try:
-                return ray.get(method.remote(*arguments))
+                return self._get(method.remote(*arguments))
             except ray.exceptions.RayActorError as error:
                 if (missing := import_failure(error)) is None:
                     raise
@@ -141,6 +151,15 @@ class Session:
                 is_reported = True
             self._check_ownership()
             time.sleep(RETRY_S)
+
+    def _get(self, answer: Any) -> Any:
+        """Waits for an answer. Ray itself would wait for a minute after its own end, and then end the process."""
+        while True:
+            try:
+                return ray.get(answer, timeout=RAY_CHECK_S)
+            except ray.exceptions.GetTimeoutError:
+                if has_ray_ended():
+                    raise RayEndedError from None
 
     def _check_ownership(self) -> None:
         self._lease.check()
@@ -184,6 +203,17 @@ class Session:
             "samples_sha256": record.get("samples_sha256", EMPTY_SAMPLES_DIGEST),
             "epochs": newest.step / self._job.shape.steps_per_epoch if newest else 0.0,
         }
+
+    def _outcome_without_ray(self) -> dict[str, Any]:
+        """The outcome if Ray's processes have ended before the run."""
+        if self.stop_requests.requested:
+            self._display.note(
+                "Ray has ended before the run could commit, because the signal has reached its processes, too. Signal "
+                "the driver alone, and let fit start Ray or use RAY_ADDRESS."
+            )
+            return self._outcome_of_newest_commit()
+        error = "Ray's processes on this machine have ended. The same command resumes the run from its newest commit."
+        return {"status": "failed", "kind": WorkersFailedError.__name__, "error": error}
 
     def _failure(self) -> dict[str, Any]:
         """The outcome if the workers have exited and none reported one."""

@@ -37,6 +37,12 @@ def has_started_ray() -> bool:
     return bool(node.is_head())
 
 
+def has_ray_ended() -> bool:
+    """Returns whether the cluster that this process has started has lost a process without which it cannot work."""
+    node: Any = ray._private.worker._global_node
+    return node is not None and any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes())
+
+
 @contextmanager
 def separate_daemons() -> Iterator[None]:
     """Starts Ray's processes in sessions of their own in the `with` block.

@@ -61,9 +61,12 @@ class InProcessRendezvous:
         self._thread.join(LIMIT_S)
 
 
-def get(answer: Any) -> Any:
+def get(answer: Any, timeout: float | None = None) -> Any:
     """Acts as `ray.get`."""
-    return answer.result(LIMIT_S)
+    try:
+        return answer.result(LIMIT_S if timeout is None else timeout)
+    except TimeoutError:
+        raise ray.exceptions.GetTimeoutError from None
 
 
 FAKE_RAY = SimpleNamespace(get=get, exceptions=ray.exceptions)

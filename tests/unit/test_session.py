@@ -6,8 +6,10 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import ray
@@ -23,7 +25,7 @@ from elastic_ddp.telemetry import Progress
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import CommitSucceeded
 from elastic_ddp.telemetry.ledger import read_ledger
-from tests.unit.inprocess_rendezvous import InProcessRendezvous
+from tests.unit.inprocess_rendezvous import FAKE_RAY, InProcessRendezvous
 from tests.unit.ledger_events import ledger_event
 from tests.unit.rendezvous_harness import member
 from tests.unit.single_worker import NewRun
@@ -80,6 +82,30 @@ def test_the_driver_retries_while_the_rendezvous_fails(drive: Drive, monkeypatch
 
     monkeypatch.setattr(EventLog, "after", fail)
     assert drive(lambda _: None)[-1].event == "finished" and next(failures, None) is None
+
+
+class SilentRendezvous:
+    """Its process does not answer any more."""
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: Future())
+
+
+@pytest.mark.parametrize(("requested", "status"), [(True, "stopped"), (False, "failed")])
+def test_a_session_ends_soon_if_ray_has_ended_on_this_machine(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, requested: bool, status: str
+) -> None:
+    """Ray itself waits for a minute, and then ends the driver."""
+    monkeypatch.setattr(session_module, "ray", FAKE_RAY)
+    monkeypatch.setattr(session_module, "RAY_CHECK_S", 0.01)
+    monkeypatch.setattr(session_module, "has_ray_ended", lambda: True)
+    monkeypatch.setattr(session_module, "run_workers", lambda *_: None)
+    job: Any = new_run()._loop.job
+    with DriverLease(job.storage, "test", "session", print) as lease:
+        lease.acquire()
+        session = Session(job, cast(Any, SilentRendezvous()), None, lease, time.time())
+        session.stop_requests.requested = requested
+        assert session.run()["status"] == status
 
 
 def test_shown_progress_never_returns_to_an_earlier_generation(monkeypatch: pytest.MonkeyPatch) -> None:
