@@ -110,12 +110,13 @@ class DataConfig(Settings):
     epoch, unless `shuffle` is false."""
     chunk_rows: PositiveInt = 1024
     """Number of rows in one call of the transform. A worker holds about one chunk of transformed rows for each of its
-    micro-batches; lower this if transformed rows are large."""
+    micro-batches; lower this if transformed rows are large. For data in memory and with a `collate_fn`, a chunk is one
+    micro-batch."""
     prefetch_micro_batches: PositiveInt = 4
     """Number of micro-batches to load onto the device ahead of the step."""
     concurrency: PositiveInt = 1
-    """Number of concurrent transform tasks per worker. With 1, one task reads and transforms; with more, one further
-    task reads."""
+    """Number of processes per worker that transform and collate. For data in memory, they also fetch the rows. Parquet
+    is read by one further process, unless this is 1."""
     num_cpus_per_task: Annotated[float, Field(ge=0)] = 0.0
     """CPUs that Ray reserves for each of these tasks. With 0, the tasks share the workers' CPUs; raise it if the
     transform is heavy and the nodes have spare CPUs."""

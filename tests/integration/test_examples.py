@@ -61,3 +61,9 @@ def test_the_elastic_form_of_the_plain_ddp_example_learns(tmp_path: Path) -> Non
     output = run_example("elastic.py", tmp_path)
     found = re.search(r"loss ([\d.]+)", output)
     assert found and float(found[1]) < 0.5, output
+
+
+def test_the_text_example_fine_tunes_a_model_of_transformers(tmp_path: Path) -> None:
+    output = run_example("finetune_text.py", tmp_path, "--workers", "1")
+    found = re.search(r"(\d+) texts; error rate ([\d.]+)", output)
+    assert found and int(found[1]) > 300 and float(found[2]) < 0.1, output

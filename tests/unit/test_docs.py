@@ -116,6 +116,9 @@ def names_that_pages_use() -> dict[str, Any]:
         "GPT": Net,
         "Block": torch.nn.Linear,
         "add_lora": lambda model: model,
+        "dataset": [{"x": torch.zeros(32), "y": 0}] * 8,
+        "paths": ["a.png"] * 8,
+        "labels": [0] * 8,
     }
     return {**given, "loss_fn": loss_fn, "train": one_step, "config": REQUIRED, "__name__": "__main__"}
 
@@ -125,13 +128,16 @@ class InProcessTrainer(ed.ElasticTrainer):
 
     def __init__(self, train: Callable[[ed.Run], Any], data: Any, config: Any, **options: Any) -> None:
         super().__init__(train, data, config, **options)
-        self.function, self.transform = train, options.get("transform")
+        self.function, self.transform, self.collate_fn = train, options.get("transform"), options.get("collate_fn")
 
     def fit(self) -> Any:
         if self.transform is not None:
             rows = {"x": np.zeros((8, 32), np.float32), "y": np.zeros(8, np.int64)}
             changed = self.transform(dict(rows), np.random.default_rng(0))
             assert {name: len(column) for name, column in changed.items()} == {"x": 8, "y": 8}
+        if self.collate_fn is not None:
+            rows = [{"tokens": np.arange(length), "text": "text"} for length in (2, 3)]
+            assert self.collate_fn(rows)["tokens"].shape == (2, 3)
         self.function(in_process_run(self.config))
         return mock.create_autospec(ed.RunResult, instance=True, status="finished", steps=2, weights_sha256="0")
 
