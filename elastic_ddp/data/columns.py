@@ -59,7 +59,10 @@ def _lists(name: str, values: pa.Array) -> Array:
 
 
 def widen(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Decodes dictionaries, and gives strings and lists 64-bit offsets: a window may hold more than 2**31 elements."""
+    """Decodes dictionaries, and gives strings 64-bit offsets, also in lists and structs: a window may exceed 2 GiB.
+
+    Lists keep their offsets. `take` builds an index of every element, which has twice the size with 64-bit offsets.
+    """
     if pa.types.is_dictionary(column.type):  # in structs, Arrow cannot cast dictionaries with nulls
         column = column.cast(column.type.value_type)
     kind = _wide(column.type)
@@ -71,7 +74,9 @@ def _wide(kind: pa.DataType) -> pa.DataType:
         return pa.large_string()
     if pa.types.is_binary(kind) or pa.types.is_binary_view(kind):
         return pa.large_binary()
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if pa.types.is_list(kind):
+        return pa.list_(_wide_field(kind.value_field))
+    if pa.types.is_large_list(kind):
         return pa.large_list(_wide_field(kind.value_field))
     if pa.types.is_fixed_size_list(kind):
         return pa.list_(_wide_field(kind.value_field), kind.list_size)

@@ -142,9 +142,10 @@ def _load_window(index: DatasetIndex, plan: FeedPlan, chunk: Chunk) -> pa.Table:
         tables.append(table.append_column("row_ids", pa.array(index.first_row_ids[group] + rows)))
     try:
         return _permuted(pa.concat_tables(tables).combine_chunks(), chunk)
-    except pa.ArrowException as error:  # offsets of 32 bits in a type that `widen` leaves as it is
+    except pa.ArrowException as error:  # a list has more than 2**31 elements
+        reason, _, _ = str(error).partition(", consider")  # Arrow suggests a cast
         raise DataError(
-            f"the {len(tables)} row groups of a window cannot be joined: {error}. Lower data.window_row_groups (now "
+            f"the {len(tables)} row groups of a window cannot be joined: {reason}. Lower data.window_row_groups (now "
             f"{plan.options.window_row_groups}), write smaller row groups, or leave the column out of data.columns."
         ) from error
 
