@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.files import Source, entries_of
@@ -19,12 +16,11 @@ from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory, is_parquet
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.distributed.buffer_sync import StepBuffers
-from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.seeding import preserve_rng_state, seed_all
 from elastic_ddp.user_code import environment
+from elastic_ddp.worker.evaluated_values import Collected, CollectedMeans, CollectedRows
 from elastic_ddp.worker.job import has_commits
-from elastic_ddp.worker.loss_weight import check_weight
 
 if TYPE_CHECKING:
     from elastic_ddp.data.collate import CollateFn
@@ -34,8 +30,8 @@ if TYPE_CHECKING:
     from elastic_ddp.worker.job import Job
 
 
-LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]]
-"""Maps a model and a batch to the batch's mean loss, or to that and its weight."""
+LossFunction = Callable[[Any, Any], Any]
+"""Maps a model and a batch to the batch's mean loss, or to another value that `Run.evaluate` lists."""
 
 
 def evaluate(
@@ -46,8 +42,9 @@ def evaluate(
     transform: Transform | None,
     collate_fn: CollateFn | None,
     device: torch.device,
-) -> float:
-    """Returns the mean loss over a data set; see `Run.evaluate`. Collective.
+    compute_metrics: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Returns the mean loss over a data set, or other metrics of it; see `Run.evaluate`. Collective.
 
     Rows are cut into micro-batches like an epoch, in stored order; the reduction tree adds their losses.
     """
@@ -64,8 +61,9 @@ def evaluate(
         first_step=0,
         last_step=shape.steps_per_epoch,
     )
-    # The weighted loss and the weight of each micro-batch; zero for those of other ranks.
-    sums = torch.zeros(2, shape.steps_per_epoch, config.num_micro_batches, dtype=torch.float64)
+    collected: Collected = CollectedMeans(shape.steps_per_epoch, config.num_micro_batches)
+    if compute_metrics is not None:
+        collected = CollectedRows(compute_metrics)
     options: dict[str, Any] = {"transform": transform, "collate_fn": collate_fn, "device": device}
     assert generation.state.model is not None
     buffers = StepBuffers(model, generation.state.model.buffer_rules)
@@ -85,34 +83,14 @@ def evaluate(
                     num_dummies = 0
                     if batch.num_rows:
                         seed_all(config.seed, "evaluate", step, batch.index)
-                        sums[:, step, batch.index] = _weighted(loss_fn(model, batch.rows), batch.num_rows)
+                        collected.add(step, batch, loss_fn(model, batch.rows))
                         buffers.end_evaluated_batch()
     finally:
         strategy.reshard()
         generation.evaluation_feed = None
         feed.close()
     generation.activity.enter("collective")
-    if generation.group.world_size > 1:
-        dist.all_reduce(sums)
-    total, weight = map(_add_along_tree, sums)
-    if not weight:
-        raise ConfigError("run.evaluate: the weights of all micro-batches are 0, so there is no mean.")
-    return total / weight
-
-
-def _weighted(result: Any, num_rows: int) -> torch.Tensor:
-    """Returns the weighted loss and the weight of what a loss function returned for a micro-batch."""
-    if not isinstance(result, tuple) or len(result) != 2:
-        return torch.tensor([as_number(result) * num_rows, num_rows], dtype=torch.float64)
-    loss, weight = result
-    number = check_weight("run.evaluate", weight)
-    return torch.tensor([as_number(loss) * number if number else 0.0, number], dtype=torch.float64)
-
-
-def _add_along_tree(values: torch.Tensor) -> float:
-    """Returns the sum over the micro-batches of all steps, with the same bits at every world size."""
-    leaves = {Node(0, place): value for place, value in enumerate(values.reshape(-1).tolist())}
-    return fold_to_root(leaves, len(leaves), operator.add)
+    return collected.combine(generation.group)
 
 
 def _share_index(generation: Generation, job: Job, data: Source | InMemory) -> DatasetIndex | MapStyleIndex:
@@ -146,15 +124,3 @@ def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in was_training.items():
             module.training = training
-
-
-def as_number(loss: Any) -> float:
-    """Returns what `loss_fn` returned as a number. Raises ConfigError if it is not one number."""
-    is_number = isinstance(loss, torch.Tensor | float | int | np.number | np.ndarray)
-    if not is_number or math.prod(np.shape(loss)) != 1:
-        shape = f" of shape {tuple(np.shape(loss))}" if is_number else ""
-        raise ConfigError(
-            f"loss_fn of run.evaluate returned a {type(loss).__name__}{shape}. Return one number, the mean over the "
-            "batch's rows, or that and its weight."
-        )
-    return float(loss)

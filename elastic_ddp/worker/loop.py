@@ -22,6 +22,7 @@ from elastic_ddp.telemetry.events import (
 )
 from elastic_ddp.worker.checkpointing import Checkpointer
 from elastic_ddp.worker.collective_tasks import TasksDifferError
+from elastic_ddp.worker.evaluated_values import Unmeasured
 from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loss_scale import LossScale
@@ -206,11 +207,12 @@ class Loop:
             self.client.record(StepsCompleted(generation=number, **progress, metrics=metrics, account=seconds))
         return metrics
 
-    def measure(self, name: str, figure: Callable[[Generation], float]) -> float:
-        """Returns a figure that all ranks compute together, in a step or after one; see `Run.evaluate`."""
+    def measure(self, given_name: str | None, figure: Callable[[Generation], Any]) -> Any:
+        """Returns figures that all ranks compute together, in a step or after one; see `Run.evaluate`."""
+        name = "validation_loss" if given_name is None else given_name
         membership, step, what = self.membership, self._step, f"run.evaluate(name={name!r})"
         if self._warmup is not None or self.state.is_torn:
-            return math.nan
+            return Unmeasured()
         if membership.generation is None:
             raise ConfigError("run.evaluate was called before run.steps(). Call it inside the loop or after it.")
         if self.rank == 0:
@@ -224,12 +226,16 @@ class Loop:
             try:
                 value = membership.run_collective(name, figure, what)
             except TasksDifferError:
-                return math.nan
+                return Unmeasured()
         steps_done, generation = self.state.position.step, membership.generation
-        self.checkpointer.metrics.update(steps_done, {name: value})
         assert generation is not None
+        prefix = "validation" if given_name is None else given_name
+        named = {f"{prefix}_{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+        self.checkpointer.metrics.update(steps_done, named)
         if self.rank == 0:
-            self.client.record(EvaluationFinished(generation=generation.number, step=steps_done, name=name, loss=value))
+            for metric, each in named.items():
+                number = generation.number
+                self.client.record(EvaluationFinished(generation=number, step=steps_done, name=metric, loss=each))
         return value
 
     # The end.

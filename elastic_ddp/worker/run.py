@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -222,8 +222,9 @@ class Run:
         *,
         transform: Transform | None = None,
         collate_fn: CollateFn | None = None,
-        name: str = "validation_loss",
-    ) -> float:
+        compute_metrics: Callable[[Any], Any] | None = None,
+        name: str | None = None,
+    ) -> Any:
         """Returns the mean of `loss_fn` over a held-out data set; each row counts once.
 
         Collective: call it on every rank at the same place, inside or after the loop over `steps()`. Let only
@@ -232,23 +233,31 @@ class Run:
 
         Args:
             loss_fn: maps (model, batch) to the batch's mean loss, a scalar tensor; or to the tuple of that and its
-                weight, as in `Step.backward`. By default the weight is the number of rows.
+                weight, as in `Step.backward`; or to a dict of either by name. By default the weight is the number of
+                rows. With `compute_metrics`, it returns values of each row instead: a tensor of shape `(rows, ...)`, or
+                a dict of such tensors.
             data: Parquet files or a data set in memory, as in `ElasticTrainer`. Relative paths start at the driver's
                 working directory. A data set in memory must be the same on all ranks.
             transform: applied to the rows, as in `ElasticTrainer`; the training transform is not.
             collate_fn: maps rows to a batch, as in `ElasticTrainer`.
-            name: the metric's name in the ledger, in `RunResult.metrics`, and for `checkpoint.best_metric`.
+            compute_metrics: for metrics that are no means, such as F1 or AUC. Maps the values of all rows, in stored
+                order, as one CPU tensor or a dict of them, to a number or a dict of numbers. Rank 0 calls it.
+            name: the metric's name in the ledger, in `RunResult.metrics`, and for `checkpoint.best_metric`; by default
+                `validation_loss`. For a dict it is the prefix of the names, by default `validation`, so that
+                `{"accuracy": ...}` is `validation_accuracy`.
 
         Returns:
-            The mean loss. NaN if a worker failed and not all survivors repeat the evaluation, and in a warm-up step.
+            A float, or a dict of floats if `loss_fn` or `compute_metrics` returned one. All are NaN if a worker failed
+            and not all survivors repeat the evaluation, and in a warm-up step.
 
         Raises:
-            ConfigError: called before the loop.
+            ConfigError: called before the loop, or a function returned something else.
             DataError: the data set cannot be read.
         """
 
-        def measure(generation: Generation) -> float:
-            return evaluate(generation, self._loop.job, loss_fn, data, transform, collate_fn, self.device)
+        def measure(generation: Generation) -> Any:
+            job = self._loop.job
+            return evaluate(generation, job, loss_fn, data, transform, collate_fn, self.device, compute_metrics)
 
         return self._loop.measure(name, measure)
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.rendezvous.client import RunStopped
-from elastic_ddp.worker.evaluation import as_number
+from elastic_ddp.worker.evaluated_values import as_number
 from elastic_ddp.worker.step import Step
 from tests.unit.commit_helpers import newest_record, wait_for_saves
 from tests.unit.single_worker import (
