@@ -150,7 +150,5 @@ def test_work_of_rank_0_beyond_the_hang_timeout_ends_the_run_after_three_tries(c
         while step == 3 and run.rank == 0 and time.monotonic() - begun < 100.0:
             torch.randn(200, 200) @ torch.randn(200, 200)
 
-    with pytest.raises(
-        TrainFunctionError, match=r"3 times in a row .* 4 steps.* hung in 'between steps', at .* in work"
-    ):
-        fit(folder, "works", 2, make_train(work), hang_timeout_s=15.0, heartbeat_timeout_s=10.0)
+    with pytest.raises(TrainFunctionError, match=r"3 times in a row .* 3 steps.* hung in 'forward', at .* in work"):
+        fit(folder, "works", 2, make_train(in_batch=work), hang_timeout_s=15.0, heartbeat_timeout_s=10.0)
