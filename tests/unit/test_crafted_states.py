@@ -23,7 +23,7 @@ from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.tensors import host_memory
 from elastic_ddp.tensors.state_tree import unflatten
-from elastic_ddp.worker.pretrained import Fit
+from elastic_ddp.worker.pretrained import _meta_weights
 from elastic_ddp.worker.restore import restore
 from tests.ranks import run_ranks, single_rank_group
 from tests.single_rank_store import SingleRankStore
@@ -335,4 +335,4 @@ def test_a_state_that_is_not_a_models_weights_is_refused(tmp_path: Path, node: A
     skeleton = json.dumps({"model": node}).encode()
     commit = plant(Storage(tmp_path), 2, skeleton, {"model.w": torch.zeros(16)})
     with pytest.raises(CheckpointError, match="does not hold the weights of a model"):
-        Fit.of(torch.nn.Linear(1, 1), commit, skeleton)
+        _meta_weights(commit, skeleton)
