@@ -1,11 +1,13 @@
-# Needs Python 3.11 or 3.12 with pip, and make; everything else is installed into .venv.
+# Needs Python 3.11 to 3.14 with pip, and make; everything else is installed into .venv.
 PYTHON ?= python3
 VENV := .venv
 ARGS ?=
+OLDEST_PYTHON ?= python3.11
+NEWEST_PYTHON ?= python3.14
 SIDE_BY_SIDE := --numprocesses=auto --maxprocesses=4 # tests that need no Ray do not disturb each other
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test unit chaos s3 lint format docs bench soak clean
+.PHONY: help install train test unit chaos s3 compat compat-with lint format docs bench soak clean
 
 help: ## list what there is to make
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1	\2/' | expand -t 18
@@ -27,6 +29,16 @@ chaos: $(VENV)/.installed-dev ## more faults than `make test` injects
 
 s3: $(VENV)/.installed-dev ## commits on a real S3 server, Ceph's from Debian's packages, which it starts and ends
 	$(VENV)/bin/python -m pytest tests/s3 -m s3 $(ARGS)
+
+compat: ## the unit tests and a short elastic run with the oldest and the newest versions, 6 GB each in .venv-compat-*
+	$(MAKE) compat-with PYTHON=$(OLDEST_PYTHON) VENV=.venv-compat-oldest VERSIONS="--resolution lowest-direct"
+	$(MAKE) compat-with PYTHON=$(NEWEST_PYTHON) VENV=.venv-compat-newest VERSIONS="--upgrade"
+
+compat-with: $(VENV)/.made
+	$(VENV)/bin/python -m pip install --quiet uv
+	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python $(VERSIONS) --editable '.[docs,test]'
+	$(VENV)/bin/python -m pytest tests/unit $(SIDE_BY_SIDE) $(ARGS)
+	$(VENV)/bin/python -m pytest tests/integration/test_run.py -k a_replacement_joins $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(VENV)/bin/ruff check .
@@ -53,7 +65,7 @@ soak: $(VENV)/.installed-dev ## train for twenty minutes while something happens
 	$(VENV)/bin/python benchmarks/soak.py $(ARGS)
 
 clean: ## remove .venv, every cache and what was built
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
+	rm -rf $(VENV) .venv-compat-* .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps say what .venv holds; they are older than pyproject.toml or constraints.txt once either has changed.
@@ -68,8 +80,8 @@ $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.made:
-	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON); install Python 3.11 or 3.12, or name one: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 12) else "$(PYTHON) is Python %d.%d, and elastic_ddp needs 3.11 or 3.12; name one: make PYTHON=python3.12 ..." % v)'
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON); install Python 3.11 to 3.14, or name one: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 14) else "$(PYTHON) is Python %d.%d, and elastic_ddp needs 3.11 to 3.14; name one: make PYTHON=python3.12 ..." % v)'
 	@# Debian has Python without ensurepip, and pip beside it.
 	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
 	else $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; fi

@@ -1,4 +1,4 @@
-"""The private parts of torch that this package uses, all in one module. Written for torch 2.11 to 2.13.
+"""The private parts of torch that this package uses, all in one module. Written for torch 2.11 to 2.15.
 
 No other module may use a private name of torch; `tests/unit/test_architecture.py` checks that.
 """
@@ -143,9 +143,11 @@ def restart_group_numbers() -> None:
 def set_collective_timeout(timeout: datetime.timedelta) -> None:
     """Sets the timeout of collectives of the default process group, which messages ignore.
 
-    The public `init_process_group` takes one timeout, for forming the group and for its collectives.
+    The public `init_process_group` takes one timeout, for forming the group and for its collectives. Torch 2.15 has the
+    public `set_timeout`.
     """
-    dist.distributed_c10d._set_pg_timeout(timeout)
+    c10d = dist.distributed_c10d
+    getattr(c10d, "set_timeout", c10d._set_pg_timeout)(timeout)
 
 
 def default_backend(device: torch.device) -> Any:
