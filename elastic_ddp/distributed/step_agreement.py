@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -91,7 +92,7 @@ class ControlExchange:
         slots = vector[len(VOTES) :].reshape(len(self.rows), _SLOT_WORDS)
         for micro_batch, record in records.items():
             weight = math.nan if record.weight is None else record.weight
-            slots[micro_batch, :2] = np.array([_number(record.loss), weight]).view("<i8")
+            slots[micro_batch, :2] = struct.unpack("<qq", struct.pack("<dd", _number(record.loss), weight))
             slots[micro_batch, 2:] = np.frombuffer(record.row_digest, dtype="<i8")
         self._vector = torch.from_numpy(vector)
         self._work = dist.all_reduce(self._vector, async_op=True) if world_size > 1 else None
@@ -126,20 +127,23 @@ class ControlExchange:
 def _weighted_mean(losses: np.ndarray, weights: np.ndarray, rows: np.ndarray) -> tuple[float, float | None]:
     """Returns the mean loss and the sum of the weights, both added along the reduction tree. NaN means no weight."""
     unweighted = np.isnan(weights)
-    if not unweighted.all() and unweighted.any():
+    num_leaves, num_unweighted = len(rows), int(np.count_nonzero(unweighted))
+    if 0 < num_unweighted < num_leaves:
         raise ConfigError(
             f"step.backward got a weight for some micro-batches, and none for {np.flatnonzero(unweighted).tolist()}. "
             "Give a weight for every micro-batch of a step, or for none."
         )
-    factors = [float(factor) for factor in (rows if unweighted.all() else weights)]
+    factors = (rows if num_unweighted else weights).tolist()
     # A loss without weight may be NaN.
-    weighted = {
-        Node(0, m): factor * float(loss) if factor else 0.0
-        for m, (factor, loss) in enumerate(zip(factors, losses, strict=True))
+    leaves = {
+        Node(0, m): factor * loss if factor else 0.0
+        for m, (factor, loss) in enumerate(zip(factors, losses.tolist(), strict=True))
     }
-    total = fold_to_root({Node(0, m): factor for m, factor in enumerate(factors)}, len(factors), operator.add)
-    sum_of_losses = fold_to_root(weighted, len(factors), operator.add)
-    return sum_of_losses / total if total else math.nan, None if unweighted.all() else total
+    sum_of_losses = fold_to_root(leaves, num_leaves, operator.add)
+    if num_unweighted:
+        return sum_of_losses / int(rows.sum()), None
+    total = fold_to_root({Node(0, m): weight for m, weight in enumerate(factors)}, num_leaves, operator.add)
+    return sum_of_losses / total if total else math.nan, total
 
 
 def digest_rows(row_ids: np.ndarray) -> bytes:

@@ -56,14 +56,14 @@ def calm(folder: Path) -> Calm:
     return fit_calm
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_gpu_run_is_reproducible_and_uses_the_samples_of_a_cpu_run(folder: Path, calm: Calm, precision: str) -> None:
     again = fit(folder, f"{precision}-again", ALONE, precision=precision)
     assert jobs.same_bits(calm(precision, 1.0), again)
     assert again["samples_sha256"] == calm(precision, 0.0)["samples_sha256"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_two_workers_on_a_gpu_give_the_bits_of_one(calm: Calm, precision: str) -> None:
     assert jobs.same_bits(calm(precision, 0.5, 2), calm(precision, 1.0))
 
