@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -29,6 +30,8 @@ EXIT_TIMEOUT_S = 5.0
 """How long workers may take to exit after the run is over, while no save is in progress. Then they are killed."""
 RAY_CHECK_S = 3.0
 """How long to wait for an answer before the next check that Ray's processes are alive."""
+MAX_CHECKS = 4
+"""Checks without an answer, after a request to stop, until any process of Ray that has exited ends the session."""
 RETRY_S = 0.5
 """Seconds between two calls of the rendezvous, if it fails or while workers exit."""
 
@@ -154,11 +157,11 @@ class Session:
 
     def _get(self, answer: Any) -> Any:
         """Waits for an answer. Ray itself would wait for a minute after its own end, and then end the process."""
-        while True:
+        for number in itertools.count(1):
             try:
                 return ray.get(answer, timeout=RAY_CHECK_S)
             except ray.exceptions.GetTimeoutError:
-                if has_ray_ended():
+                if has_ray_ended(is_ending=self.stop_requests.requested and number >= MAX_CHECKS):
                     raise RayEndedError from None
 
     def _check_ownership(self) -> None:

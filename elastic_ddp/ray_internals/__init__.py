@@ -37,10 +37,14 @@ def has_started_ray() -> bool:
     return bool(node.is_head())
 
 
-def has_ray_ended() -> bool:
-    """Returns whether the cluster that this process has started has lost a process without which it cannot work."""
+def has_ray_ended(*, is_ending: bool = False) -> bool:
+    """Returns whether the cluster that this process has started has lost a process without which it cannot work.
+
+    With `is_ending`, any of Ray's processes counts: after SIGTERM these two may wait for each other for a minute.
+    """
     node: Any = ray._private.worker._global_node
-    return node is not None and any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes())
+    ended = node.dead_processes() if node is not None else []
+    return any(is_ending or kind in ("gcs_server", "raylet") for kind, _ in ended)
 
 
 @contextmanager

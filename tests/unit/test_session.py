@@ -98,7 +98,7 @@ def test_a_session_ends_soon_if_ray_has_ended_on_this_machine(
     """Ray itself waits for a minute, and then ends the driver."""
     monkeypatch.setattr(session_module, "ray", FAKE_RAY)
     monkeypatch.setattr(session_module, "RAY_CHECK_S", 0.01)
-    monkeypatch.setattr(session_module, "has_ray_ended", lambda: True)
+    monkeypatch.setattr(session_module, "has_ray_ended", lambda is_ending: is_ending or not requested)
     monkeypatch.setattr(session_module, "run_workers", lambda *_: None)
     job: Any = new_run()._loop.job
     with DriverLease(job.storage, "test", "session", print) as lease:
