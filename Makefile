@@ -38,7 +38,7 @@ compat-with: $(VENV)/.made
 	$(VENV)/bin/python -m pip install --quiet uv
 	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python $(VERSIONS) --editable '.[docs,test]'
 	$(VENV)/bin/python -m pytest tests/unit $(SIDE_BY_SIDE) $(ARGS)
-	$(VENV)/bin/python -m pytest tests/integration/test_run.py -k a_replacement_joins $(ARGS)
+	$(VENV)/bin/python -m pytest tests/integration/test_run.py -m chaos -k a_replacement_joins $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(VENV)/bin/ruff check .

@@ -258,7 +258,7 @@ def test_a_file_replaced_during_training_is_named(index: DatasetIndex) -> None:
         (pa.array([1, 2, 3], pa.int32()), np.array([1, 2, 3], dtype=np.int32)),
         (pa.array([True, False]), np.array([True, False])),
         (pa.array([1.5, None], pa.float32()), np.array([1.5, np.nan], dtype=np.float32)),
-        (pa.array([1.5, 2], pa.float16()), np.array([1.5, 2], dtype=np.float16)),
+        (pa.array(np.array([1.5, 2], dtype=np.float16)), np.array([1.5, 2], dtype=np.float16)),
         (pa.array([[1, 2], [3, 4]], pa.list_(pa.int16())), np.array([[1, 2], [3, 4]], dtype=np.int16)),
         (pa.array([[1, 2], [3, 4]], pa.list_(pa.int64(), 2)), np.array([[1, 2], [3, 4]])),
         (pa.array([[[1], [2]], [[3], [4]]], pa.list_(pa.list_(pa.int64(), 1), 2)), np.array([[[1], [2]], [[3], [4]]])),
