@@ -2,7 +2,8 @@
 
 It writes a data set into a temporary folder and measures:
 
-    rows/s     one worker's feed, and a torch DataLoader that shuffles the same Parquet files in worker processes
+    rows/s     one worker's feed, and a torch DataLoader that shuffles the same Parquet files in worker processes; the
+               same for a map-style data set
     bytes      the bytes that W workers together read in an epoch, counted by the HTTP server of the files
     entry      the time to the first micro-batches of an epoch's last step, and of its first step
     memory     the memory of an epoch's order, for more rows and for more row groups
@@ -29,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import torch
+from map_style import measure_map_style
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from elastic_ddp.config.run_config import DataConfig
@@ -336,6 +338,7 @@ def main() -> None:
                 measure_throughput(index, micro_batch_size=size, pairs=arguments.pairs, num_workers=cores)
                 for size in MICRO_BATCH_SIZES
             ],
+            "map_style": measure_map_style(micro_batch_size=32, num_rows=6000, processes=cores, pairs=arguments.pairs),
             "bytes": measure_bytes(folder),
             "entry": measure_entry(index, arguments.pairs),
             "memory": measure_memory(),
@@ -359,6 +362,10 @@ def print_table(results: dict[str, Any], output: Path) -> None:
         line(f"feed, {size}, rows/s", f"{entry['feed_rows_per_s']:,.0f}")
         line(f"DataLoader, {entry['loader_workers']} workers, {size}, rows/s", f"{entry['loader_rows_per_s']:,.0f}")
         line(f"feed / DataLoader, {size}", f"{entry['ratio']:.2f}", "at least 0.9")
+    entry = results["map_style"]
+    label = f"{entry['processes']} processes, {entry['ms_per_row']:.1f} ms a row"
+    line(f"map-style data, {label}, rows/s", f"{entry['feed_rows_per_s']:,.0f}")
+    line(f"map-style data, {label}: feed / DataLoader", f"{entry['ratio']:.2f}", "at least 0.9")
     for entry in results["bytes"]:
         line(f"bytes of an epoch / data set, W={entry['world_size']}", f"{entry['ratio']:.3f}", "at most 1.1")
     for name, label in (("order", "order of 1e+08 rows"), ("feed", "feed, first step")):
