@@ -100,7 +100,6 @@ class Locked(TensorDataset):
         (pd.DataFrame({"x": [1, "a"]}), r"data frame cannot be read: .*one type"),
         (Broken(), r"data\[0\] raised FileNotFoundError\('no image 0'\):\n(.*\n)*.*in __getitem__"),
     ],
-    ids=str,
 )
 def test_unusable_data_in_memory_is_an_error_that_names_it(data: Any, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
