@@ -2,3 +2,7 @@
 
 Start with `run_config.py`.
 """
+
+from elastic_ddp.config.run_config import CheckpointConfig, DataConfig, DDPConfig, FSDPConfig, RunConfig
+
+__all__ = ["CheckpointConfig", "DDPConfig", "DataConfig", "FSDPConfig", "RunConfig"]
