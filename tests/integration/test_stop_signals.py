@@ -64,6 +64,13 @@ def stop_run(folder: Path, stop: Callable[[int], object], terminal: int | None =
 
     Returns what it printed, unless `terminal`, a file descriptor, shows it.
     """
+
+    def before_exec() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)  # background jobs and `nohup` ignore them
+        if terminal is not None:
+            fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
     (folder / "program.py").write_text(PROGRAM)
     environment = {**os.environ, "RAY_ADDRESS": "local", "PYTHONIOENCODING": "ascii"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
@@ -75,7 +82,7 @@ def stop_run(folder: Path, stop: Callable[[int], object], terminal: int | None =
             stdout=log if terminal is None else terminal,
             stderr=log if terminal is None else terminal,
             start_new_session=True,
-            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(terminal, termios.TIOCSCTTY, 0),
+            preexec_fn=before_exec,
         )
     try:
         while len(list(folder.glob("training-*"))) < 2:

@@ -31,10 +31,12 @@ def test_a_driver_records_stop_signals_and_restores_the_handlers() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_supervisor_that_sends_its_signal_again_does_not_prevent_the_commit(number: int) -> None:
+    inherited = signal.signal(number, signal.SIG_DFL)  # `nohup` makes a process ignore SIGHUP
     with StopRequests() as requests:
         for _ in range(5):
             os.kill(os.getpid(), number)
         assert requests.requested and not requests.at_once
+    signal.signal(number, inherited)
 
 
 def test_a_signal_that_the_process_ignores_stops_no_run() -> None:
