@@ -9,10 +9,11 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -24,6 +25,9 @@ _FIX = (
 )
 _PYTHONS_OWN = re.compile(r"(site|dist)-packages|python\d+\.zip$")
 """Folders of `sys.path` that belong to an installation of Python, which every node has for itself."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,18 @@ def environment() -> DriverEnvironment:
     return _entered or DriverEnvironment.capture()
 
 
+def uninterrupted(function: Callable[[], T]) -> T:
+    """Returns `function()`, which a thread runs to its end even if this one is interrupted.
+
+    Ray cancels a task by interrupting its main thread. Torch, once it is imported in part, cannot be imported again.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="imports")
+    try:
+        return pool.submit(function).result()
+    finally:
+        pool.shutdown(wait=False)
+
+
 class Shipped:
     """A function of the user, or another value, that a process loads once it has entered the driver's environment.
 
@@ -114,7 +130,7 @@ class Shipped:
             self._driver.enter()
             try:
                 with _silenced("ray._private.serialization"):  # it logs the traceback, too
-                    self._loaded = ray.get(self._reference)
+                    self._loaded = uninterrupted(lambda: ray.get(self._reference))
             except ray.exceptions.RaySystemError as error:
                 raise self._explain(error.client_exc) from error
         return self._loaded

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from elastic_ddp.data.transform import Arrays, Transform, apply_transform, check
 from elastic_ddp.data.user_calls import recorded
 from elastic_ddp.errors import ConfigError, DataError, shorten
 from elastic_ddp.seeding import seed_all
-from elastic_ddp.user_code import environment
+from elastic_ddp.user_code import environment, uninterrupted
 
 CollateFn = Callable[[list[Any]], Any]
 """Maps the rows of a micro-batch to a batch of any type.
@@ -53,8 +55,7 @@ class Collator:
         if self.collate_fn is None:
             check_tensors(columns, transformed=self.transform is not None)
             return ColumnBatch({name: np.require(values, requirements=["C", "W"]) for name, values in columns.items()})
-        import torch
-
+        torch = _import_torch()
         seed_all(self.plan.seed, "rows", step, micro_batch)
         writable = {name: np.require(column, requirements="W") for name, column in columns.items()}
         values = {name: torch.from_numpy(column) if name in tensors else column for name, column in writable.items()}
@@ -63,8 +64,7 @@ class Collator:
 
     def from_map_style(self, step: int, micro_batch: int, data: Any, numbers: Int64Array) -> Any:
         """Returns the batch of these rows of a map-style data set."""
-        import torch  # noqa: F401  before its generator is seeded
-
+        _import_torch()  # before its generator is seeded
         seed_all(self.plan.seed, "rows", step, micro_batch)
         place = f"micro-batch {micro_batch} of step {step}, rows {shorten(list(map(str, numbers)))}"
         missing = numbers.tolist()
@@ -108,6 +108,11 @@ class Collator:
         if batch is None:
             raise DataError(f"collate_fn returned None in {place}. Return the batch.")
         return batch
+
+
+@cache
+def _import_torch() -> Any:
+    return uninterrupted(lambda: import_module("torch"))
 
 
 class ColumnBatch(dict[str, Array]):

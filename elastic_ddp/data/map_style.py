@@ -23,7 +23,7 @@ from elastic_ddp.data.order import Int64Array
 from elastic_ddp.data.packing import dump, load
 from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.errors import ConfigError, DataError, format_exception
-from elastic_ddp.user_code import Shipped, ship
+from elastic_ddp.user_code import Shipped, environment, ship, uninterrupted
 
 _CACHED_DATA_SETS = 4
 
@@ -87,7 +87,12 @@ class MapStyleIndex:
 @lru_cache(maxsize=_CACHED_DATA_SETS)
 def load_shared(content: Shipped) -> Any:
     """Returns the content that `MapStyleIndex.share` shared. A process unpickles it once."""
-    return load(content.load())
+    parts = content.load()
+    try:
+        return uninterrupted(lambda: load(parts))
+    except Exception as error:  # raised by modules or objects
+        text = f"data cannot be loaded: {format_exception(error)}. {environment().advise(error)}"
+        raise ConfigError(text.rstrip()) from error
 
 
 @runtime_checkable

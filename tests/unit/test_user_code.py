@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import ray
 
 from elastic_ddp import user_code
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.user_code import DriverEnvironment, ship
+from elastic_ddp.user_code import DriverEnvironment, ship, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -121,3 +123,23 @@ def test_a_function_that_a_node_cannot_import_is_one_sentence_with_the_fix(
 def test_a_module_that_a_node_lacks_is_named_with_the_fix() -> None:
     advice = driver_in(Path.cwd()).advise(ModuleNotFoundError("No module named 'sentencepiece'", name="sentencepiece"))
     assert "has no module 'sentencepiece'" in advice and "runtime_env" in advice
+
+
+def test_an_interrupt_does_not_stop_an_import_half_way() -> None:
+    """Ray cancels a task by interrupting its main thread."""
+    begun, interrupted, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def load() -> None:
+        begun.set()
+        interrupted.wait(10)
+        ended.set()
+
+    def interrupt() -> None:
+        begun.wait(10)
+        _thread.interrupt_main()
+        interrupted.set()
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(load)
+    assert ended.wait(10)
