@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersFailedError
+from elastic_ddp.rendezvous.heartbeat import BEATS_PER_TIMEOUT, IDLE_TIMEOUT_S, SILENT
 from elastic_ddp.rendezvous.members import FormedGeneration, Member
 from elastic_ddp.rendezvous.membership import Membership
 
@@ -96,13 +97,21 @@ class Attempts:
             self.failed = [attempt for attempt in self.failed if attempt.generation == formed.number - 1]
             self.furthest = step + slack
 
-    def verdict(self, step: int, membership: Membership, now_s: float) -> ElasticDDPError | None:
+    def verdict(
+        self, step: int, membership: Membership, now_s: float, heartbeat_timeout_s: float = 0.0
+    ) -> ElasticDDPError | None:
         """Returns the error that ends the run, if it makes no progress; the newest report of rank 0 is `step`."""
         if not self.failed:
             return None
         starting = [member for member in self.starting.values() if membership.why_gone(member.id) is None]
         live_nodes = {member.node_id for member in (*membership.known(), *starting)}
-        settled = [attempt for attempt in self.failed if now_s - attempt.at_s >= SETTLE_S]
+        # Workers of a node that loses its power fall silent together, but those that start have a longer timeout.
+        silence_s = max(heartbeat_timeout_s, IDLE_TIMEOUT_S) * (1 + 1 / BEATS_PER_TIMEOUT) + SETTLE_S
+        settled = [
+            attempt
+            for attempt in self.failed
+            if now_s - attempt.at_s >= (silence_s if attempt.how.startswith(SILENT) else SETTLE_S)
+        ]
         for attempt in settled:
             attempt.node_lives |= attempt.node_id in live_nodes
         counted = [attempt for attempt in settled if attempt.node_lives]

@@ -214,7 +214,8 @@ class Coordinator:
             self.notify_members = True
         self._check_for_hang(now_s)
         self._check_sections()
-        if error := self.state.attempts.verdict(self.event_log.progress.get("step", 0), self.membership, now_s):
+        step, timeout_s = self.event_log.progress.get("step", 0), self._options.heartbeat_timeout_s
+        if error := self.state.attempts.verdict(step, self.membership, now_s, timeout_s):
             self._fail(error)
         self._snapshot.save(self.state)
 

@@ -32,6 +32,7 @@ REREAD_S = 0.1
 MAX_DUMP_BYTES = 1 << 16
 """How much of a crash's stacks is kept."""
 EXITED = "its process exited"
+SILENT = "no heartbeat"
 _STDERR = 2
 
 
@@ -181,7 +182,7 @@ class HeartbeatServer:
                 timeout_s = self._timeout_s if self._is_awaited(member) else max(self._timeout_s, IDLE_TIMEOUT_S)
                 if loop.time() - received_at < timeout_s:
                     continue
-                return f"no heartbeat for {timeout_s:g} s"
+                return f"{SILENT} for {timeout_s:g} s"
             except OSError as error:
                 return _exited(dump) if dump else f"its connection broke: {error}"
             received_at = loop.time()

@@ -82,6 +82,24 @@ def test_failures_of_nodes_do_not_count() -> None:
         assert lost.verdict is drained.verdict is None
 
 
+def test_a_node_without_power_has_not_survived_because_a_starting_worker_on_it_falls_silent_later() -> None:
+    harness, attempts = harness_of("ab", nodes={"a": "stable", "b": "node 0"}), Attempts()
+    for number in range(MAX_ATTEMPTS):
+        current, newcomer = ("b", f"n{number}") if number == 0 else (f"b{number}", f"n{number}")
+        attempts.starting[newcomer] = a_member(newcomer, node=f"node {number}")
+        attempts.record(harness.membership, current, "no heartbeat for 5 s", harness.now)
+        harness.membership.mark_failed(current, "no heartbeat for 5 s")
+        harness.now += 10
+        assert attempts.verdict(7, harness.membership, harness.now, 5.0) is None
+        harness.now += 45
+        attempts.record(harness.membership, newcomer, "no heartbeat for 60 s", harness.now)
+        harness.membership.mark_failed(newcomer, "no heartbeat for 60 s")
+        assert harness.join("a", 7, failure=FAILED) is None
+        assert harness.join(f"b{number + 1}", node=f"node {number + 1}") is None
+        attempts.generation_formed(harness.formed(), 7, 0.0)
+    assert attempts.verdict(7, harness.membership, harness.now + 1000, 5.0) is None
+
+
 def test_workers_that_fail_together_are_one_attempt() -> None:
     harness, attempts = harness_of("abcd"), Attempts()
     for name in "abc":
