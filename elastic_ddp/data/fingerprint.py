@@ -43,18 +43,20 @@ def of_columns(columns: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def of_rows(data: Any) -> str:
-    """Returns the digest of the type, the length and a few rows of a map-style data set.
+def of_rows(data: Any) -> tuple[str, int | None]:
+    """Returns the digest of the type, the length and a few rows of a map-style data set, and a row that varies, if any.
 
     Rows that differ between two reads with equal seeds do not count, nor do objects in them other than arrays, images,
     containers and plain values.
     """
-    digest = hashlib.sha256()
+    digest, varying = hashlib.sha256(), None
     _update(digest, [type(data).__module__, type(data).__qualname__, len(data)])
     for row in np.unique(np.linspace(0, len(data) - 1, _PROBED_ROWS).astype(np.int64)).tolist():
         first, second = (_row_digest(data, row) for _ in range(2))
         _update(digest, first if first == second else None)
-    return digest.hexdigest()
+        if first != second and varying is None:
+            varying = row
+    return digest.hexdigest(), varying
 
 
 def _row_digest(data: Any, row: int) -> str:

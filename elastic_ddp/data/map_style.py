@@ -57,6 +57,8 @@ class MapStyleIndex:
     name: str
     content: Any
     """`Columns` or the user's object; after `share`, what `load_shared` loads it from."""
+    varying_row: int | None = None
+    """A row that differs between two reads with equal seeds, if one was found."""
 
     compared_by: ClassVar[str] = "arrays are compared by content, other data sets by type, length and a few rows"
 
@@ -168,10 +170,12 @@ def index_in_memory(data: Any, columns: Sequence[str] | None = None, *, identify
         raise DataError(f"len(data) raised {error!r}. Return the number of rows from __len__.") from error
     if num_rows < 1:
         raise DataError(f"data ({name}) has no rows. Pass a data set that has some.")
-    fingerprint = ""
-    if identify:
-        fingerprint = of_columns(content.values) if is_columns else of_rows(content)
-    return MapStyleIndex(num_rows, fingerprint, name, content)
+    fingerprint, varying_row = "", None
+    if identify and is_columns:
+        fingerprint = of_columns(content.values)
+    elif identify:
+        fingerprint, varying_row = of_rows(content)
+    return MapStyleIndex(num_rows, fingerprint, name, content, varying_row)
 
 
 def _has_columns(data: Any) -> bool:

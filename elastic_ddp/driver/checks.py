@@ -140,7 +140,8 @@ def check_capacity(nodes: Sequence[Mapping[str, float]], config: RunConfig, *, n
 
 
 def warn_about_data(index: DatasetIndex | MapStyleIndex, config: RunConfig, note: Callable[[str], None]) -> None:
-    """Prints a warning if the data set is read more than 1.5 times an epoch, or is smaller than a global batch."""
+    """Prints a warning if the data set is read more than 1.5 times an epoch, is smaller than a global batch, or varies
+    between reads."""
     groups, lanes = len(index.group_rows), config.num_micro_batches
     read_factor = (groups + lanes - 1) / groups
     if read_factor > 1.5 and isinstance(index, DatasetIndex):
@@ -153,4 +154,10 @@ def warn_about_data(index: DatasetIndex | MapStyleIndex, config: RunConfig, note
         note(
             f"the data set has {index.num_rows:,} rows, fewer than global_batch_size={config.global_batch_size:,}: "
             "each step is one epoch"
+        )
+    if isinstance(index, MapStyleIndex) and index.varying_row is not None:
+        note(
+            f"data[{index.varying_row}] differs between two reads with equal seeds, so the result depends on the "
+            "number of workers and on restarts. In __getitem__, draw from the global generators of torch, NumPy or "
+            "Python, which are seeded for each micro-batch, and not from a generator that the data set keeps."
         )

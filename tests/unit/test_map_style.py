@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import elastic_ddp as ed
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.map_style import check_data, index_in_memory
-from elastic_ddp.driver.checks import check_identity
+from elastic_ddp.driver.checks import check_identity, warn_about_data
 from elastic_ddp.errors import ConfigError, DataError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.worker.job import Job
@@ -176,3 +176,16 @@ def test_a_run_with_commits_refuses_another_data_set_in_memory(tmp_path: Path) -
     check_identity(job(ROWS.copy()), may_replace=False)
     with pytest.raises(ConfigError, match=r"data was 12 rows of columns 'x' .* is 12 rows .*compared by content"):
         check_identity(job(CHANGED), may_replace=False)
+
+
+class OwnGenerator(Augmented):
+    def __init__(self) -> None:
+        super().__init__(ROWS, np.random.default_rng(0).random)
+
+
+@pytest.mark.parametrize(("data", "varies"), [(OwnGenerator(), True), (Augmented(ROWS, random.random), False)])
+def test_a_data_set_that_keeps_a_generator_gets_a_warning(data: Any, varies: bool) -> None:
+    config = RunConfig(name="a", storage="/a", steps=1, global_batch_size=1, micro_batch_size=1)
+    notes: list[str] = []
+    warn_about_data(index_in_memory(data), config, notes.append)
+    assert [note.startswith("data[0] differs between two reads with equal seeds") for note in notes] == [True] * varies
