@@ -76,6 +76,11 @@ class Collator:
         except (Exception, SystemExit) as error:
             at_once = getattr(data, "__getitems__", None) is not None
             raise row_error(missing if at_once else missing[:1], error, f" in {place}") from error
+        if len(rows) != len(numbers):
+            raise DataError(
+                f"data.__getitems__ returned {len(rows)} rows for {len(numbers)} row numbers in {place}. Return one "
+                "row for each number, in their order."
+            )
         return self._collate(rows, place)
 
     def recorded(self, step: int, micro_batch: int, row_ids: Int64Array) -> AbstractContextManager[None]:

@@ -88,13 +88,18 @@ class MapStyleIndex:
 
 @lru_cache(maxsize=_CACHED_DATA_SETS)
 def load_shared(content: Shipped) -> Any:
-    """Returns the content that `MapStyleIndex.share` shared. A process unpickles it once."""
+    """Returns the content that `MapStyleIndex.share` shared. A process unpickles it once.
+
+    Raises a DataError if this node lacks a module or a file that it needs.
+    """
     parts = content.load()
     try:
         return uninterrupted(lambda: load(parts))
     except Exception as error:  # raised by modules or objects
-        text = f"data cannot be loaded: {format_exception(error)}. {environment().advise(error)}"
-        raise ConfigError(text.rstrip()) from error
+        advice = environment().advise(error) or "Every node needs the modules and files that the data set uses."
+        raise DataError(
+            f"data cannot be loaded in the process that reads it: {format_exception(error)}. {advice}"
+        ) from error
 
 
 @runtime_checkable

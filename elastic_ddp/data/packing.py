@@ -34,7 +34,13 @@ class _Pickler(cloudpickle.CloudPickler):
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
-        if torch is not None and type(value) is torch.Tensor and value.layout is torch.strided and value.is_cpu:
+        if (
+            torch is not None
+            and type(value) is torch.Tensor
+            and value.layout is torch.strided
+            and value.is_cpu
+            and not (value.is_nested or value.is_quantized)
+        ):
             memory = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _tensor, (memory, value.dtype, tuple(value.shape))
         if type(value) is np.memmap and value.filename is not None and value.flags.c_contiguous:

@@ -238,3 +238,42 @@ def test_tensors_of_every_container_are_moved() -> None:
     assert moved["d"].device == "there" and moved["e"] is batch["e"]
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
     assert map_tensors(lambda tensor: tensor + 1, packed) is packed
+
+
+class Dropping(TensorDataset):
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        return [self[row] for row in rows if row != 5]
+
+
+def test_rows_that_getitems_leaves_out_are_an_error() -> None:
+    with pytest.raises(DataError, match=r"__getitems__ returned 2 rows for 3 row numbers in micro-batch \d of step \d"):
+        read(Dropping(torch.arange(24)), last_step=2)
+
+
+class OnOneNode:
+    """Stands for a data set of which a node lacks a file or a module."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, row: int) -> int:
+        return row
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise state["error"]("what it needs")
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError, FileNotFoundError])
+def test_a_data_set_that_a_node_cannot_load_is_an_error_with_the_fix(error: type[Exception]) -> None:
+    with pytest.raises(DataError, match=rf"data cannot be loaded .*{error.__name__}.*what it needs.*node"):
+        read(OnOneNode(error))
+
+
+def test_nested_and_quantized_tensors_reach_the_worker() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    assert [part.tolist() for part in load(dump(nested)).unbind()] == [[1, 1], [0, 0, 0]]
+    quantized = torch.quantize_per_tensor(torch.tensor([1.0, 2.0]), 0.1, 5, torch.quint8)
+    assert load(dump(quantized)).dequantize().tolist() == quantized.dequantize().tolist()
