@@ -20,6 +20,7 @@ from ray import cloudpickle
 
 from elastic_ddp.data.columns import Array
 from elastic_ddp.data.order import Int64Array
+from elastic_ddp.errors import DataError, format_exception
 
 _BLOCK_BYTES = 8 << 20
 _FIRST_BLOCK_S, _BLOCK_S = 0.02, 0.1
@@ -104,7 +105,13 @@ def pack_blocks(batches: Iterator[tuple[int, int, Int64Array, Any]]) -> Iterator
     parts: Parts = []
     size, ends_at = 0, time.monotonic() + _FIRST_BLOCK_S
     for step, micro_batch, row_ids, batch in batches:
-        own = [np.frombuffer(row_ids.tobytes(), np.uint8), *dump(batch)]
+        try:
+            own = [np.frombuffer(row_ids.tobytes(), np.uint8), *dump(batch)]
+        except Exception as error:  # objects raise what they like
+            raise DataError(
+                f"the batch of micro-batch {micro_batch} of step {step} cannot be sent to the worker: "
+                f"{format_exception(error)}. Return tensors, arrays, and values that can be pickled from collate_fn."
+            ) from error
         headers.append([step, micro_batch, [len(part) for part in own]])
         parts += own
         size += sum(map(len, own))

@@ -47,7 +47,7 @@ class SampleWeights:
                 f"{name} is {weights[wrong[0]]} for row {wrong[0]:,}. Weights are finite and not negative; a weight of "
                 "0 leaves the row out."
             )
-        if not 0 < weights.sum() < np.inf:
+        if not np.finfo(np.float64).tiny <= weights.sum() < np.inf:
             raise ConfigError(f"{name} adds up to {weights.sum()}. Give some row a weight above 0.")
         return cls(weights)
 

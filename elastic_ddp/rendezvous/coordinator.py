@@ -194,8 +194,7 @@ class Coordinator:
         self.notify_members = True
 
     def _record_dismissals(self) -> None:
-        dismissed = list(self.membership.dismissed.items())[self.state.recorded_dismissals :]
-        for member, kind in dismissed:
+        for member, kind in (dismissed := list(self.membership.dismissed.items())[self.state.recorded_dismissals :]):
             self.record(events.WorkerLeft(generation=self.membership.generation, member=member, kind=kind))
         if dismissed:
             self.state.recorded_dismissals += len(dismissed)

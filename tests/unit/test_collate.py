@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,6 +196,8 @@ def test_errors_name_the_rows_the_micro_batch_and_the_exception() -> None:
     text = message(Noisy(), collate_fn=fail, shuffle=False)
     assert "collate_fn raised ValueError(3) in micro-batch 0 of step 0, rows 0, 1, 2:" in text and "in fail" in text
     assert "collate_fn returned None" in message(Noisy(), collate_fn=lambda rows: None)
+    text = message(Noisy(), collate_fn=lambda rows: {"lock": threading.Lock()}, shuffle=False)
+    assert "micro-batch 0 of step 0 cannot be sent" in text and "lock" in text and "collate_fn" in text
     text = message([torch.zeros(row + 1) for row in range(24)], shuffle=False)
     assert "default_collate" in text and "equal shapes" in text and "pass a collate_fn" in text
     text = message([{"a": 1, "b": 2}, {"a": 1}] * 12, shuffle=False)
