@@ -6,7 +6,7 @@ import json
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,10 +37,26 @@ class Unmeasured(float):
     def __new__(cls) -> Unmeasured:
         return super().__new__(cls, math.nan)
 
+    def __getnewargs__(self) -> tuple[()]:  # type: ignore[override]
+        return ()
+
     def __getitem__(self, name: str) -> float:
         return math.nan
 
+    def get(self, name: str, default: object = None) -> float:
+        return math.nan
+
+    def __iter__(self) -> Iterator[str]:
+        """Without it, `__getitem__` would make a loop over the result, and `in`, endless."""
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
     def keys(self) -> tuple[str, ...]:
+        return ()
+
+    def values(self) -> tuple[float, ...]:
         return ()
 
     def items(self) -> tuple[tuple[str, float], ...]:

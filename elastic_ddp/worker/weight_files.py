@@ -195,7 +195,7 @@ def _read(file: Path, source: str) -> dict[str, Any]:
 
 def _state_dict(content: Any, source: str) -> dict[str, Any]:
     nested = [content[key] for key in _NESTED if key in content] if isinstance(content, dict) else []
-    for candidate in (content, *nested):
+    for candidate in (*nested, content):  # beside the weights there may be other tensors, such as a generator's state
         if isinstance(candidate, dict) and any(isinstance(value, torch.Tensor) for value in candidate.values()):
             return {str(name): value for name, value in candidate.items()}
     found = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -194,3 +195,9 @@ def test_metrics_of_a_dict_are_recorded_under_names_with_a_prefix(
     events = {event["name"]: event["loss"] for event in client_of(run).events_of("evaluation")}
     assert events == {f"{prefix}_loss": 0.5, f"{prefix}_accuracy": 0.75}
     assert run._loop.checkpointer.metrics.to_record()["metrics"].keys() >= events.keys()
+
+
+def test_a_result_of_no_evaluation_can_be_used_like_a_dict() -> None:
+    result: Any = Unmeasured()
+    assert list(result) == list(result.values()) == [] and len(result) == 0 and "accuracy" not in result
+    assert math.isnan(result.get("accuracy")) and math.isnan(copy.deepcopy(result))
