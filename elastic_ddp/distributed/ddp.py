@@ -91,7 +91,8 @@ class DDPStrategy(Strategy):
         if last and not self._model.called_replica:
             raise ConfigError(
                 "step.backward got a loss that does not come from calling the prepared model, so its gradients cannot "
-                "be reduced. Call it as model(x): not as model.forward(x), and not a part or a copy of it."
+                "be reduced. Call it as model(x): not as model.forward(x), and not a part or a copy of it. Compile it "
+                "by model.compile(), or before run.prepare: torch.compile(model) after it goes past the prepared model."
             )
         factor = self._factor(micro_batch, weight)
         before = self._snapshot_gradients() if last else {}

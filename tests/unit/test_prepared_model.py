@@ -215,3 +215,13 @@ def test_bf16_outputs_in_a_defaultdict_are_converted_to_fp32() -> None:
     model = ScriptedModel(lambda y: collections.defaultdict(list, y=y))
     in_replica(model, bf16=True)
     assert model(X)["y"].dtype == torch.float32
+
+
+def test_a_wrapper_that_compiles_a_prepared_model_is_refused_with_the_fix(new_run: NewRun) -> None:
+    run = new_run()
+    compiled = torch.compile(prepared(run), backend="eager")
+    with pytest.raises(ConfigError, match=r"model\.compile\(\)"):
+        for step in run.steps():
+            with step:
+                compute_gradients(step, compiled)
+                step.optimize()
