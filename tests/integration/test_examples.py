@@ -6,21 +6,35 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    """One Ray for all examples: each would take five seconds to start its own."""
+    cluster = Cluster(
+        True, head_node_args={"num_cpus": 4, "include_dashboard": False, "object_store_memory": 2 * 10**8}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        yield
+    cluster.shutdown()
+
+
 def run_example(name: str, folder: Path, *options: str) -> str:
-    """Runs an example in a folder of its own, with a Ray of its own. Returns what it prints to standard output."""
+    """Runs an example in a folder of its own. Returns what it prints to standard output."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *options],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,

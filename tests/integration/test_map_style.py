@@ -16,7 +16,7 @@ import elastic_ddp as ed
 from elastic_ddp.errors import DataError
 from tests.integration import jobs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 ROWS, STEPS = 207, 24
 
