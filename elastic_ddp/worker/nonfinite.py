@@ -24,6 +24,7 @@ def reason_to_skip(
     find_gradients: Callable[[], list[str]],
     policy: Policy,
     loss_scale: LossScale | None,
+    clips: bool = False,
 ) -> str | None:
     """Returns why a step must not change the weights, or None.
 
@@ -34,6 +35,7 @@ def reason_to_skip(
         find_gradients: returns the names of parameters whose gradient is not finite. Collective.
         policy: what to do about values that are not finite.
         loss_scale: of the step. With one, gradients may overflow now and then.
+        clips: whether gradients are clipped, which needs a finite norm.
 
     Raises:
         NonFiniteError: the policy is to stop.
@@ -49,8 +51,10 @@ def reason_to_skip(
         problem = f"the loss of micro-batch {bad[0]} is {losses[bad[0]]}{others}"
     elif names := find_gradients():
         problem = f"the gradient of {shorten(names, 5)} is NaN or infinite, though the loss is finite"
+    elif clips:
+        problem = f"the norm of all gradients is {norm}, though each of them is finite, so they cannot be clipped"
     else:
-        problem = f"the norm of all gradients is {norm}, though each of them is finite"
+        return None  # only the squares in the norm overflow, and nothing uses it
     if policy == "stop":
         activations = ", activations above 65504 (use bf16)" if loss_scale is not None else ""
         raise NonFiniteError(

@@ -363,7 +363,8 @@ class Step:
             self.skip_reason = "the weights of all micro-batches are 0"
         elif norm is not None:
             find, policy = generation.strategy.nonfinite_gradients, generation.on_nonfinite
-            self.skip_reason = reason_to_skip(self.index, agreed.losses, total_norm, find, policy, loss_scale)
+            clips = generation.clip_grad_norm is not None
+            self.skip_reason = reason_to_skip(self.index, agreed.losses, total_norm, find, policy, loss_scale, clips)
         state.is_changing = True
         if self.skip_reason is not None:
             generation.buffers.revert()

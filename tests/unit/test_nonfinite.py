@@ -105,6 +105,17 @@ def test_a_skipped_step_changes_nothing_but_the_position_and_is_counted(
     assert summarize(map(parse, client_of(run).events))["skipped_steps"] == 1
 
 
+def steep(loss: torch.Tensor, model: Any) -> torch.Tensor:
+    """Adds a gradient of 1e30, whose square float32 cannot hold."""
+    return loss + (model.get_parameter("3.bias") * 1e30).sum() * 4
+
+
+def test_large_finite_gradients_are_an_error_only_where_they_are_clipped(new_run: NewRun) -> None:
+    assert len(train(new_run(folder="large", clip_grad_norm=None), steep)["states"]) == 6
+    with pytest.raises(NonFiniteError, match="cannot be clipped"):
+        train(new_run(folder="clipped", clip_grad_norm=1.0), steep)
+
+
 def test_nothing_is_checked_on_request(new_run: NewRun) -> None:
     run = new_run(on_nonfinite="ignore")
     outcome = train(run, nan_loss)
