@@ -72,6 +72,7 @@ def evaluate_on_rank_0(folder: Path) -> Callable[[ed.Run, int], None]:
     return evaluate
 
 
+@pytest.mark.chaos
 def test_an_evaluation_on_one_rank_ends_the_run_with_the_places_of_all(cluster: None, folder: Path) -> None:
     with pytest.raises(TrainFunctionError) as caught:
         fit(folder, "one-evaluates", 2, make_train(evaluate_on_rank_0(folder)))

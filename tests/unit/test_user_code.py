@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -139,7 +140,9 @@ def test_an_interrupt_does_not_stop_an_import_half_way() -> None:
         _thread.interrupt_main()
         interrupted.set()
 
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         uninterrupted(load)
+    signal.signal(signal.SIGINT, inherited)
     assert ended.wait(10)
