@@ -18,6 +18,15 @@ _TERMINATED = 128 + signal.SIGTERM
 """Exit code of a process that SIGTERM ended, as in shells."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, the request of a supervisor, and the end of a terminal or an ssh session."""
+FATAL_SIGNALS = {
+    "Segmentation fault": "SIGSEGV",
+    "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS",
+    "Illegal instruction": "SIGILL",
+    "Floating point exception": "SIGFPE",
+    "Floating-point exception": "SIGFPE",  # in newer versions of Python
+}
+"""The signals that Python's faulthandler reports, by its names."""
 
 _received = threading.Event()
 _exits_on_sigterm = threading.Event()

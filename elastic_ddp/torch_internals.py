@@ -147,7 +147,7 @@ def set_collective_timeout(timeout: datetime.timedelta) -> None:
     public `set_timeout`.
     """
     c10d = dist.distributed_c10d
-    getattr(c10d, "set_timeout", c10d._set_pg_timeout)(timeout)
+    (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(timeout)
 
 
 def default_backend(device: torch.device) -> Any:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from elastic_ddp.data.order import Int64Array
 from elastic_ddp.errors import shorten
+from elastic_ddp.signals import FATAL_SIGNALS
 
 _MAX_ROWS = 20
 _EXIT_TIMEOUT_S = 1.0
@@ -28,15 +29,6 @@ _EXIT_TIMEOUT_S = 1.0
 _STACK_TIMEOUT_S = 1.0
 _STDERR = 2
 _SHOW_STACK = signal.SIGUSR1
-_SIGNALS = {
-    "Segmentation fault": "SIGSEGV",
-    "Aborted": "SIGABRT",
-    "Bus error": "SIGBUS",
-    "Illegal instruction": "SIGILL",
-    "Floating-point exception": "SIGFPE",
-}
-"""The signals that faulthandler handles, by its names."""
-
 _NO_SIGNAL = (
     " without a signal that Python can handle: it called os._exit, or was killed (SIGKILL), as by the kernel when "
     "memory is short"
@@ -158,7 +150,7 @@ def _is_running(pid: int) -> bool:
 
 def _signal(report: str) -> str:
     problem = report.partition("\n")[0]
-    return next((f" of {signal} ({name})" for name, signal in _SIGNALS.items() if name in problem), "")
+    return next((f" of {signal} ({name})" for name, signal in FATAL_SIGNALS.items() if name in problem), "")
 
 
 def _describe(call: str, report: str, locate: Callable[[list[int]], str], what: str) -> FatalCall:

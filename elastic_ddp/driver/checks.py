@@ -58,7 +58,7 @@ def check_functions(train: Any, transform: Any, collate_fn: Any) -> None:
 
 
 def _takes(function: Any, num_arguments: int) -> bool:
-    """Whether a function can be called with so many positional arguments, as far as its own signature tells."""
+    """Returns whether a function's own signature accepts this number of positional arguments."""
     try:
         # Not the signature of the function that it wraps: a decorator may pass arguments of its own.
         inspect.signature(function, follow_wrapped=False).bind(*[None] * num_arguments)

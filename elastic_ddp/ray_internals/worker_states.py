@@ -47,7 +47,7 @@ def classify_workers(
     """Returns the state of each worker.
 
     `workers` has ids by rank; `ended` has the ranks whose function has returned or raised. Directives must be newer
-    than `ended`: a worker that has returned without an error was dismissed by then, or the run is over.
+    than `ended`: a worker is dismissed before it returns without an error, unless the run is over.
     """
     dismissed = {rank for rank, worker in enumerate(workers) if worker in directives.dismissed}
     if not directives.is_over:  # these were dismissed before the controller knew them

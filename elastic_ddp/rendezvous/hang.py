@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 from elastic_ddp.errors import ElasticDDPError, StorageError, TrainFunctionError, shorten
 from elastic_ddp.rendezvous.sections import RankReport, Section
-from elastic_ddp.rendezvous.user_code import Frame, collective_of, frames_of, user_place
+from elastic_ddp.rendezvous.user_place import Frame, collective_of, frames_of, user_place
 
 Waiting = Literal["reduction", "rendezvous", "hand-over", "collective", "leaving", "shares"]
 """Places where the training thread of a worker waits for its peers."""

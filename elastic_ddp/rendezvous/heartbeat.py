@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from elastic_ddp.distributed.sockets import exempt
-from elastic_ddp.rendezvous.user_code import describe_crash
+from elastic_ddp.rendezvous.user_place import describe_crash
 
 BEATS_PER_TIMEOUT = 5
 IDLE_TIMEOUT_S = 60.0

@@ -78,8 +78,8 @@ def lambda_factors(
 ) -> Iterator[tuple[str, tuple[LambdaLR, list[float] | None]]]:
     """Yields each LambdaLR in a scheduler: where it is, itself, and the values of its functions, or None."""
     inner, states = torch_internals.inner_schedulers(scheduler), torch_internals.inner_scheduler_states(state)
-    for number, (each, its_state) in enumerate(zip(inner, states, strict=False)):
-        yield from lambda_factors(each, its_state, f"{place}._schedulers[{number}]")
+    for number, (inner_scheduler, inner_state) in enumerate(zip(inner, states, strict=False)):
+        yield from lambda_factors(inner_scheduler, inner_state, f"{place}._schedulers[{number}]")
     step = state.get("last_epoch")
     if isinstance(scheduler, LambdaLR) and type(step) is int and step >= 0:
         try:

@@ -129,7 +129,7 @@ def adopt(
         for key, schedule in schedules.items():
             if schedule.scheduler.optimizer is not optimizer:
                 continue
-            name = name_of(schedule.scheduler, [each.scheduler for each in schedules.values()])
+            name = name_of(schedule.scheduler, [other.scheduler for other in schedules.values()])
             changed = [
                 *_of_schedule(name, schedule, key, then, now),
                 *of_functions(name, schedule.scheduler, factors.get(key, {})),
@@ -160,7 +160,7 @@ def kept(optimizers: Sequence[torch.optim.Optimizer], schedules: Mapping[str, Sc
         ]
         changes += of_groups(name_of(optimizer, optimizers), before, after, differing)
     for key, schedule in schedules.items():
-        name = name_of(schedule.scheduler, [each.scheduler for each in schedules.values()])
+        name = name_of(schedule.scheduler, [other.scheduler for other in schedules.values()])
         changes += of_arguments(name, schedule.scheduler, now.scheduler[key])
     return changes
 

@@ -16,7 +16,7 @@ from elastic_ddp.errors import WorkersFailedError, format_exception
 from elastic_ddp.rendezvous.coordinator import PREPARE_S
 from elastic_ddp.rendezvous.hang import STORING
 from elastic_ddp.rendezvous.messages import PlannedAssignment
-from elastic_ddp.rendezvous.user_code import frames_of
+from elastic_ddp.rendezvous.user_place import frames_of
 from elastic_ddp.telemetry.account import Account
 from elastic_ddp.telemetry.event import PEER_FAILED, RESUMED, RUN_ENDED, STARTED, STATE_TRANSFERRED
 from elastic_ddp.telemetry.events import GenerationEnded, GenerationStarted

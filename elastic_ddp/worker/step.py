@@ -16,7 +16,7 @@ from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.row_gather import RowGather
 from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord, digest_rows, to_host
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
-from elastic_ddp.rendezvous.user_code import frames_of_error
+from elastic_ddp.rendezvous.user_place import frames_of_error
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.logged_values import LoggedValues, Means
 from elastic_ddp.worker.loss_weight import check_weight

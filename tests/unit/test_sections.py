@@ -18,7 +18,7 @@ from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.hang import Activity, ActivityReport
 from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.rendezvous.sections import RankReport, Section, differ, find_mismatch
-from elastic_ddp.rendezvous.user_code import Frame, collective_of, user_place
+from elastic_ddp.rendezvous.user_place import Frame, collective_of, user_place
 from tests.ranks import run_ranks
 from tests.unit.rendezvous_harness import BROKEN, Play, join, member, started
 

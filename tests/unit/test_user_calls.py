@@ -67,9 +67,14 @@ def start() -> Iterator[Callable[[CallRecords, Callable[[], None]], object]]:
 CALL = r", in epoch 0, lane 1, chunk 2: rows 100, 101, 102, .*119 of the data set and 10 more"
 
 
+def divide_by_zero_in_native_code() -> None:
+    os.kill(os.getpid(), signal.SIGFPE)
+
+
 @pytest.mark.parametrize(
     ("function", "how", "frames"),
     [
+        (divide_by_zero_in_native_code, r"of SIGFPE \(Floating.point exception\)", ["divide_by_zero_in_native_code"]),
         (os.abort, r"of SIGABRT \(Aborted\)", ["work"]),
         (exit_at_once, r"without a signal .* it called os\._exit, or was killed \(SIGKILL\), .*", []),
         (kill_itself, r"without a signal .* it called os\._exit, or was killed \(SIGKILL\), .*", []),

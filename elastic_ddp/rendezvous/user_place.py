@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
+from elastic_ddp.signals import FATAL_SIGNALS
+
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH, _RAY = (str(Path(find_spec(name).origin or "").parent) for name in ("torch", "ray"))  # type: ignore[union-attr]
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
@@ -21,14 +23,6 @@ _CALL_TRAINING_FUNCTION = [f"{_PACKAGE}/worker/main.py", f"{_PACKAGE}/driver/ray
 _MESSAGES = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 """Functions of torch.distributed that involve two ranks only."""
 _DUMPED_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-_SIGNALS = {
-    "Aborted": "SIGABRT",
-    "Segmentation fault": "SIGSEGV",
-    "Bus error": "SIGBUS",
-    "Floating": "SIGFPE",
-    "Illegal instruction": "SIGILL",
-}
-"""The beginning of what `faulthandler` calls each signal."""
 
 
 class Frame(NamedTuple):
@@ -79,7 +73,7 @@ def describe_crash(dump: str) -> str:
     """Returns the signal and the place of a crash, and below it the Python stack, from the dump of `faulthandler`."""
     header, *blocks = dump.strip().split("\n\n")
     name = header.partition(": ")[2]
-    signal = next((signal for start, signal in _SIGNALS.items() if name.startswith(start)), name)
+    signal = FATAL_SIGNALS.get(name, name)
     stacks = [_dumped_frames(block) for block in blocks]
     current = [stack for block, stack in zip(blocks, stacks, strict=True) if block.startswith("Current") and stack]
     # A thread of native code has no Python stack. The training thread then shows what the process was doing.
