@@ -58,6 +58,7 @@ class Strategy(ABC):
         self.micro_batches = processing_order(self.ranges[group.rank])
         """This rank's micro-batches, in the order in which it computes them."""
         self.micro_batch_size = config.micro_batch_size
+        self.sends_fp16 = config.ddp.comm_hook == "fp16"
         self._group = group
         self._model = model
         self._trained = self._find_trained()

@@ -21,6 +21,7 @@ from elastic_ddp.distributed.strategy import Strategy
 from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.telemetry.events import HyperparametersDiffer
 from elastic_ddp.tensors.state_tree import Layout
+from elastic_ddp.worker.loss_weight import unit_of
 from elastic_ddp.worker.nonfinite import Policy
 from elastic_ddp.worker.train_state import TrainState
 
@@ -102,6 +103,8 @@ class Generation:
     clip_grad_norm: float | None
     activity: Activity
     on_nonfinite: Policy = "stop"
+    weight_unit: float | None = None
+    """Set by the first call of `unit_of_weights`."""
     evaluation_feed: MicroBatchFeed | None = None
     is_closed: bool = False
     parameters: ParameterGuard = field(init=False)
@@ -164,6 +167,24 @@ class Generation:
     def number(self) -> int:
         """The generation's number in the session, from 1."""
         return self.group.assignment.generation
+
+    def unit_of_weights(self, step: int, weight: float | None) -> float:
+        """Returns what the backward divides weights by, so that float16 holds the gradients: see `loss_weight.unit_of`.
+
+        Called before the backward of a micro-batch, whose weight is given. With fp16, the weight of micro-batch 0 in
+        the first step of the run decides, at every world size: rank 0 computes it first and sends it.
+        """
+        if self.weight_unit is None:
+            loss_scale = self.state.loss_scale
+            if loss_scale is not None and step > 0:
+                self.weight_unit = loss_scale.weight_unit
+            elif loss_scale is not None or self.strategy.sends_fp16:
+                with self.activity.within("collective"):
+                    own = str(unit_of(weight)).encode() if self.group.rank == 0 else None
+                    self.weight_unit = float(self.group.broadcast_bytes(own))
+            else:
+                self.weight_unit = 1.0
+        return self.weight_unit
 
     def abort(self) -> None:
         """Ends every wait of this rank, and of its peers for it. Any thread may call it."""

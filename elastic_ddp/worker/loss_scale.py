@@ -7,6 +7,7 @@ steps without overflow it is doubled. Powers of two scale without rounding.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Annotated
 
@@ -25,6 +26,8 @@ class LossScale:
     scale: Annotated[float, Field(ge=MIN_SCALE, le=MAX_SCALE)] = 2.0**16
     growth_tracker: Annotated[int, Field(ge=0, lt=GROWTH_INTERVAL)] = 0
     """Steps without overflow since the scale last changed."""
+    weight_unit: Annotated[float, Field(gt=0, lt=math.inf)] = 1.0
+    """Weights of losses are divided by this power of two in the backward; see `loss_weight.unit_of`."""
 
     @property
     def is_smallest(self) -> bool:
@@ -33,7 +36,7 @@ class LossScale:
     def after(self, *, overflow: bool) -> LossScale:
         """Returns the scale after one more step."""
         if overflow:
-            return LossScale(max(self.scale / 2, MIN_SCALE))
+            return replace(self, scale=max(self.scale / 2, MIN_SCALE), growth_tracker=0)
         if self.growth_tracker + 1 == GROWTH_INTERVAL:
-            return LossScale(min(self.scale * 2, MAX_SCALE))
+            return replace(self, scale=min(self.scale * 2, MAX_SCALE), growth_tracker=0)
         return replace(self, growth_tracker=self.growth_tracker + 1)

@@ -20,3 +20,11 @@ def check_weight(caller: str, weight: Any) -> float:
             "over, such as the number of tokens."
         )
     return number
+
+
+def unit_of(weight: float | None) -> float:
+    """Returns the largest power of two that is not above a weight; 1 for no weight, or 0.
+
+    Divided by it, numbers of tokens are small enough for float16. Powers of two divide without rounding.
+    """
+    return math.ldexp(1.0, math.frexp(weight)[1] - 1) if weight else 1.0

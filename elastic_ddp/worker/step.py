@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -211,10 +212,12 @@ class Step:
             self._activity.begin(f"the reduction of step {self.index}")
         value, counts = to_host(loss.detach()), record.num_rows and not self._is_dummy
         scale = self._state.loss_scale.scale if self._state.loss_scale is not None else 1.0
+        unit = generation.unit_of_weights(self.index, weight)
+        divided = None if weight is None else weight / unit
         if self._is_dummy:
             generation.strategy.dummy_backward(loss)
         else:
-            generation.strategy.backward(loss if scale == 1.0 else loss * scale, micro_batch, weight)
+            generation.strategy.backward(loss if scale == 1.0 else loss * scale, micro_batch, divided)
         generation.buffers.end_micro_batch(micro_batch, generation.strategy.weight(micro_batch) if counts else None)
         record.loss, record.weight = value, weight
         if is_last:
@@ -223,7 +226,7 @@ class Step:
             with_rows = {index: record for index, record in self._records.items() if record.num_rows}
             self._control.start(with_rows, generation.group.world_size)
             total_weight = None if weight is None else self._control.wait().total_weight
-            if (divisor := scale * (total_weight or 1.0)) != 1.0:
+            if (divisor := scale * ((total_weight or unit) / unit)) != 1.0:
                 generation.strategy.divide_gradients(divisor)
 
     @property
@@ -376,7 +379,8 @@ class Step:
         state.module.zero_grad(set_to_none=True)
         if loss_scale is not None:
             self.log(loss_scale=loss_scale.scale)
-            state.loss_scale = loss_scale.after(overflow=not math.isfinite(total_norm))
+            overflow, unit = not math.isfinite(total_norm), generation.weight_unit or 1.0
+            state.loss_scale = replace(loss_scale, weight_unit=unit).after(overflow=overflow)
 
     @property
     def skipped(self) -> bool:

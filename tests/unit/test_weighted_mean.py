@@ -14,6 +14,7 @@ from elastic_ddp.data.order import EpochShape
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.tensors.state_tree import gather_full
+from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.step import Step
 from tests.ranks import run_ranks
 from tests.unit.rank_steps import config_of, run_steps
@@ -85,14 +86,56 @@ def test_every_way_to_reduce_gives_the_weighted_mean(changes: dict[str, Any]) ->
         assert np.isfinite(result["losses"]).all()
 
 
-def test_fp16_steps_are_weighted_once_the_loss_scale_fits_the_weights() -> None:
-    config = config_of(precision="fp16", steps=12)
-    [result] = run_ranks(1, on_a_rank, config, 1000)
-    assert np.isfinite(result["losses"]).all() and np.isfinite(result["returned"][-1]).all()
-    other = run_ranks(2, on_a_rank, config, 1000)[1]
-    assert [other[name] for name in ("weights", "losses", "loss_scale")] == [
-        result[name] for name in ("weights", "losses", "loss_scale")
-    ]
+TOKENS = 3_000_000
+"""Tokens of a micro-batch for each that the mask counts."""
+
+
+def step_of_many_tokens(step: Step, model: Any) -> bool:
+    for batch in step.micro_batches():
+        mask = mask_of(batch["x"], False)
+        step.backward(0.01 * masked_mean(model, batch["x"], mask), weight=TOKENS * mask.sum())
+    step.optimize()
+    return step.skipped
+
+
+def with_many_tokens(group: ProcessGroup, config: RunConfig) -> dict[str, Any]:
+    torch.manual_seed(7)
+    return run_steps(group, config, Net(), step_of_many_tokens)
+
+
+def test_fp16_steps_weighted_by_numbers_of_tokens_are_not_skipped() -> None:
+    config = config_of(precision="fp16")
+    [expected] = run_ranks(1, with_many_tokens, config)
+    assert not any(expected["returned"])
+    assert expected["loss_scale"] == LossScale(growth_tracker=5, weight_unit=2.0**23)
+    for world_size in (2, 3):
+        assert run_ranks(world_size, with_many_tokens, config) == [expected] * world_size
+    assert expected["losses"][0] == pytest.approx(0.01 * expected_step(1000)[0], rel=1e-2)
+
+
+COMPRESSED = {"reduction": "native", "ddp": {"comm_hook": "fp16"}}
+
+
+@pytest.mark.parametrize("changes", [{"precision": "fp16", "strategy": "fsdp"}, COMPRESSED])
+def test_large_weights_fit_float16_in_every_way_to_reduce(changes: dict[str, Any]) -> None:
+    for result in run_ranks(2, with_many_tokens, config_of(**changes)):
+        assert not any(result["returned"])
+        assert result["losses"][0] == pytest.approx(0.01 * expected_step(1000)[0], rel=1e-2)
+
+
+def test_a_resumed_fp16_run_keeps_the_unit_of_its_weights(new_run: NewRun) -> None:
+    def train(steps: int, folder: str) -> str:
+        run = new_run(precision="fp16", steps=steps, folder=folder)
+        model: Any = run.prepare(Net())
+        run.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+        for step in run.steps():
+            with step:
+                assert not step_of_many_tokens(step, model)
+        assert run._loop.state.loss_scale is not None and run._loop.state.loss_scale.weight_unit > 1000
+        return str(run._loop.finish()["weights_sha256"])
+
+    train(2, "resumed")
+    assert train(4, "resumed") == train(4, "straight")
 
 
 def test_without_weights_a_step_is_the_mean_over_rows(new_run: NewRun) -> None:
