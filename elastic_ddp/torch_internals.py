@@ -6,8 +6,12 @@ No other module may use a private name of torch; `tests/unit/test_architecture.p
 from __future__ import annotations
 
 import datetime
+import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,12 +160,61 @@ def default_backend(device: torch.device) -> Any:
     return dist.group.WORLD._get_backend(device)
 
 
-def collective_counter(device: torch.device) -> Callable[[], int]:
-    """Returns a function that returns how many collectives the default process group has begun, on the CPU and on
-    `device`: `Backend._get_sequence_number_for_group`."""
-    first, *others = {default_backend(torch.device("cpu")), default_backend(device)}
-    count: Callable[[], int] = first._get_sequence_number_for_group
-    return count if not others else lambda: count() + others[0]._get_sequence_number_for_group()
+class CollectiveCounter:
+    """Returns how many collectives the default process group has begun, on the CPU and on `device`.
+
+    `Backend._get_sequence_number_for_group` of gloo also counts messages between two ranks, whose number differs from
+    rank to rank, and those of a `monitored_barrier`. So those functions of a process group exclude what they begin.
+    """
+
+    _newest: weakref.ref[CollectiveCounter] | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._backends = {default_backend(torch.device("cpu")), default_backend(device)}
+        self._num_messages = self._num_within = 0
+        self._number_within: int | None = None
+        self._lock = threading.Lock()
+        CollectiveCounter._newest = weakref.ref(self)
+        for name, function in _MESSAGES.items():
+            setattr(dist.ProcessGroup, name, _excluding(function))
+
+    def __call__(self) -> int:
+        """Returns the number. Callable from any thread."""
+        number = self._number_within
+        return self._num_begun() - self._num_messages if number is None else number
+
+    def _num_begun(self) -> int:
+        return sum(backend._get_sequence_number_for_group() for backend in self._backends)
+
+    @contextmanager
+    def excluding(self) -> Iterator[None]:
+        """Excludes what begins in the context. Threads may be in it at the same time."""
+        with self._lock:
+            self._num_within += 1
+            self._number_within = self()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_within -= 1
+                if not self._num_within:
+                    assert self._number_within is not None
+                    self._num_messages = self._num_begun() - self._number_within
+                    self._number_within = None
+
+
+_MESSAGES = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource", "monitored_barrier")}
+
+
+def _excluding(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:
+        newest = CollectiveCounter._newest
+        counter = newest() if newest is not None and group is dist.group.WORLD else None
+        with counter.excluding() if counter is not None else nullcontext():
+            return function(group, *arguments, **named)
+
+    return call
 
 
 def release_groups(mesh: DeviceMesh) -> None:

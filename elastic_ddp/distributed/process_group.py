@@ -188,7 +188,7 @@ class ProcessGroup:
         self._sockets = self._find_sockets(prefixed, before)
         if has_nccl:
             self._nccl = torch_internals.default_backend(self.device)
-        self._count = torch_internals.collective_counter(self.device)
+        self._count = torch_internals.CollectiveCounter(self.device)
         if self.aborted:
             raise PeerFailedError("a peer failed while the process group formed")
         dist.barrier()

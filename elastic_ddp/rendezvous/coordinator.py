@@ -211,8 +211,8 @@ class Coordinator:
         if self.membership.interrupt_if_overdue(now_s):
             self.record(events.DrainOverdue(generation=self.membership.generation))
             self.notify_members = True
-        self._check_for_hang(now_s)
         self._check_sections()
+        self._check_for_hang(now_s)
         step, timeout_s = self.event_log.progress.get("step", 0), self._options.heartbeat_timeout_s
         if error := self.state.attempts.verdict(step, self.membership, now_s, timeout_s):
             self._fail(error)
@@ -241,23 +241,20 @@ class Coordinator:
             self._stacks_requested_at = None
             self._end_hang(now_s)
 
-    def _check_sections(self, *, is_hang: bool = False) -> None:
+    def _check_sections(self) -> None:
         """Ends the run if ranks of the current generation wait for each other at different places of the program."""
         membership = self.membership
         ids = [member.id for member in membership.current.members] if membership.current is not None else []
         if membership.failure is not None and (any(map(membership.why_gone, ids)) or not membership.all_wait()):
             return  # a failed member has broken it, or not all have come
         reports = self.hangs.reports(ids)
-        if error := find_mismatch(reports, len(ids), self._options.num_micro_batches, is_hang=is_hang):
+        if error := find_mismatch(reports, len(ids), self._options.num_micro_batches):
             self._fail(error)
 
     def _end_hang(self, now_s: float) -> None:
         places, verdict = self.hangs.places(), self.hangs.decide(is_broken=self.membership.failure is not None)
         facts: Any = {"places": places, "culprits": [*verdict.culprits], "seconds": self.hangs.timeout_s}
         self.record(events.HangDetected(generation=self.membership.generation, **facts))
-        self._check_sections(is_hang=True)
-        if self.event_log.ended is not None:
-            return
         for member, how in verdict.culprits.items():
             self.state.attempts.record(self.membership, member, how, now_s, is_hang=True)
             self.membership.mark_failed(member, how)

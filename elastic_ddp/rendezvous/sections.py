@@ -1,8 +1,9 @@
 """Finds ranks that wait for each other at different places of the program. No Ray, no clock.
 
 All ranks begin the same collectives in the same order. A rank numbers those that it begins in a generation, and knows
-in which section of the program it begins each. If two ranks begin collectives of one number in different sections,
-such as an evaluation and the reduction of a step, the ranks wait for each other forever.
+in which section of the program it begins each. Messages between two ranks have no numbers. If two ranks begin
+collectives of one number in different sections, such as an evaluation and the reduction of a step, the ranks wait for
+each other forever.
 """
 
 from __future__ import annotations
@@ -50,21 +51,16 @@ def differ(one: Section, other: Section) -> bool:
 
 
 def find_mismatch(
-    reports: Mapping[int, RankReport], world_size: int, num_micro_batches: int, *, is_hang: bool = False
+    reports: Mapping[int, RankReport], world_size: int, num_micro_batches: int
 ) -> TrainFunctionError | None:
     """Returns the error of ranks that wait for each other at different places; None if there are none.
 
-    Ranks at the same place are compared by their numbers of collectives. Gloo counts messages too. Among more than two
-    ranks, numbers may therefore differ because some ranks exchanged messages, unless the run hangs.
+    Ranks at the same place are compared by their numbers of collectives.
     """
     sections = {report.section for report in reports.values()}
     if not any(differ(one, other) for one in sections for other in sections):
         numbers = {rank: report.section.first for rank, report in sorted(reports.items())}
-        if (
-            (is_hang or world_size == 2)
-            and len({*numbers.values()}) > 1
-            and len({section[:2] for section in sections}) == 1
-        ):
+        if len({*numbers.values()}) > 1 and len({section[:2] for section in sections}) == 1:
             return TrainFunctionError(
                 f"ranks wait for each other in {next(iter(sections)).name}: they have run different numbers of "
                 f"collectives before it, by rank: {numbers}. {_SAME_CALLS}"
