@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,27 +39,37 @@ class LoggedValues:
             number = value.detach() if isinstance(value, torch.Tensor) else value
             self._values.setdefault(name, {})[micro_batch] = number
 
-    def gather(self, group: ProcessGroup, rows: np.ndarray) -> None:
-        """Averages the values of all ranks over the rows of the global batch, shape (M,). Collective.
+    def gather(self, group: ProcessGroup, rows: np.ndarray, ranges: Sequence[range]) -> None:
+        """Averages the values of all ranks over the rows of the global batch. Collective.
 
-        Synchronizes with the device.
+        `rows` has the rows of each micro-batch, shape (M,), and `ranges` the micro-batches of each rank. A value that
+        was logged outside of micro-batches counts for all rows of its rank. Synchronizes with the device.
         """
         own = {name: {str(m): float(value) for m, value in values.items()} for name, values in self._values.items()}
         merged: dict[str, dict[str, float]] = {}
-        for part in reversed(group.all_gather_bytes(json.dumps(own).encode())):
-            for name, values in json.loads(part).items():  # outside of micro-batches, rank 0's values count
+        outside: dict[str, list[tuple[float, int]]] = {}
+        for part, owned in zip(group.all_gather_bytes(json.dumps(own).encode()), ranges, strict=True):
+            for name, values in json.loads(part).items():
+                if (value := values.pop("None", None)) is not None:
+                    outside.setdefault(name, []).append((value, int(rows[list(owned)].sum())))
                 merged.setdefault(name, {}).update(values)
-        self._gathered = {}
-        for name, values in merged.items():
-            if "None" in values:
-                self._gathered[name] = values["None"]
-                continue
-            weights = {m: int(rows[int(m)]) for m in sorted(values, key=int)}
-            total = sum(values[m] * weights[m] for m in weights)
-            self._gathered[name] = total / max(1, sum(weights.values()))
+        by_micro_batch = {
+            name: [(values[m], int(rows[int(m)])) for m in sorted(values, key=int)] for name, values in merged.items()
+        }
+        self._gathered = {name: _mean(values) for name, values in (by_micro_batch | outside).items()}
+        for values in self._values.values():
+            values.pop(None, None)
 
     @property
     def means(self) -> Means:
-        """The gathered means, and the newest values that were logged outside of micro-batches."""
+        """The gathered means, and what this rank has logged outside of micro-batches since then."""
         outside = {name: float(values[None]) for name, values in self._values.items() if None in values}
         return Means({**(self._gathered or {}), **outside})
+
+
+def _mean(values: Sequence[tuple[float, int]]) -> float:
+    """Returns the mean of values with their rows. Equal values keep their bits."""
+    counted = [(value, rows) for value, rows in values if rows] or values
+    if len({value for value, _ in counted}) == 1:
+        return counted[0][0]
+    return sum(value * rows for value, rows in counted) / max(1, sum(rows for _, rows in counted))

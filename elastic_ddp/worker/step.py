@@ -263,7 +263,7 @@ class Step:
         """Logs scalars by name; the ledger records them every `log_every_steps` steps.
 
         Values are numbers, or tensors with one element. Inside the loop over `micro_batches()`, they are averaged over
-        the rows of the global batch. After it, they must be identical on all ranks.
+        the rows of the global batch. After it, a value counts for its rank's rows; after `optimize`, rank 0's does.
 
         Raises:
             ConfigError: a value is no single number.
@@ -335,12 +335,12 @@ class Step:
             generation.buffers.combine(ranges=ranges, num_leaves=num_leaves, divisor=divisor, group=generation.group)
         if self._is_logged:
             with self._activity.within("collective"):
-                self._logged.gather(generation.group, self._control.rows)
+                self._logged.gather(generation.group, rows, strategy.ranges)
         generation.group.synchronize()
         self._activity.enter("optimizer")
         self._update(agreed, norm)
         self.loss = agreed.loss
-        state.position = state.position.after(int(self._control.rows.sum()), agreed.row_digests)
+        state.position = state.position.after(int(rows.sum()), agreed.row_digests)
         self.agreed = agreed
         self._activity.enter("between steps")
         self._activity.begin(f"the code after step {self.index}", is_users=True)
@@ -390,8 +390,8 @@ class Step:
     def metrics(self) -> Means:
         """The means over the global batch of what `log` got, by name; NaN for a name without a value.
 
-        Complete after `optimize` in every `log_every_steps`-th step, counted from step 0, and in the last step. In
-        other steps it lacks what was logged inside the loop over `micro_batches()`. Identical on all ranks.
+        Complete after `optimize` in every `log_every_steps`-th step from step 0 on and in the last step, alike on all
+        ranks. In other steps it lacks what was logged inside the loop. A later value is the one that this rank logged.
         """
         return self._logged.means
 

@@ -69,7 +69,7 @@ def run_steps(
     returned, losses = [], []
     assert config.steps
     for index in range(config.steps):
-        step = Step(generation, shape.rows(index), shape.epoch_of(index), dict)
+        step = Step(generation, shape.rows(index), shape.epoch_of(index), dict, is_logged=True)
         with step:
             returned.append(body(step, module))
         losses.append(step.loss)

@@ -13,10 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import StepLR
 
+from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.order import EpochShape
+from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
+from tests.ranks import run_ranks
+from tests.unit.rank_steps import config_of, run_steps
 from tests.unit.single_worker import (
     PEER_FAILURE,
     Model,
@@ -138,6 +142,31 @@ def test_loss_and_logged_values_are_means_over_the_global_batch(new_run: NewRun)
     assert [event["metrics"]["learning_rate"] for event in events] == [0.5, 0.5]
     assert [event["metrics"]["rows"] for event in events] == [4.0, (3 * 3 + 3 * 3 + 2 * 2 + 2 * 2) / 10]
     assert [event["samples"] for event in events] == [16, 26]
+
+
+def log_after_the_loop(group: ProcessGroup, config: RunConfig) -> list[dict[str, float]]:
+    def body(step: Step, model: Any) -> dict[str, float]:
+        losses = []
+        for batch in step.micro_batches():
+            loss = model(batch["x"]).square().mean()
+            step.backward(loss)
+            losses.append(loss.item() * len(batch["x"]))
+        rows = sum(step._control.rows[list(step.generation.strategy.ranges[group.rank])])
+        step.log(own_mean=sum(losses) / rows if rows else math.nan, lr=0.1)
+        step.optimize()
+        return {**step.metrics, "loss": step.loss}
+
+    torch.manual_seed(7)
+    returned: list[dict[str, float]] = run_steps(group, config, torch.nn.Linear(3, 1), body, num_rows=26)["returned"]
+    return returned
+
+
+def test_a_value_that_each_rank_logs_after_the_loop_is_averaged_over_their_rows() -> None:
+    first, *others = run_ranks(3, log_after_the_loop, config_of(steps=3))
+    assert others == [first] * 2  # in the last step only rank 0 has rows
+    for metrics in first:
+        assert metrics["own_mean"] == pytest.approx(metrics["loss"], rel=1e-6)
+        assert metrics["lr"] == 0.1
 
 
 # Wrong uses of a step. Each function is the body of `with step`.
