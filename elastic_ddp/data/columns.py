@@ -26,23 +26,37 @@ def to_numpy(name: str, values: pa.Array) -> Array:
         if type(values).__module__.startswith("ray."):
             return np.asarray(values.to_numpy(zero_copy_only=False))
         values = values.storage
+    _check_nulls(name, values)
+    return _lists(name, values) if _is_list(values.type) else values.to_numpy(zero_copy_only=False)
+
+
+def check_nulls(name: str, values: pa.Array) -> None:
+    """Raises a DataError for a null that `to_numpy` refuses, also inside of lists."""
+    if not isinstance(values, pa.ExtensionArray):
+        _check_nulls(name, values)
+        if _is_list(values.type):
+            check_nulls(name, values.flatten())
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _check_nulls(name: str, values: pa.Array) -> None:
     kind = values.type
     if values.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
         raise DataError(
-            f"column {name!r} ({kind}) has nulls, which an array of {kind} cannot hold. Write the data set without "
-            "nulls or with a floating-point column, or leave the column out of data.columns."
+            f"column {name!r} ({kind}) has nulls, which an array of {kind} cannot hold. Fill them with a value, "
+            "convert the column to floating-point numbers, or leave it out of data.columns."
         )
-    if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _lists(name, values)
-    return values.to_numpy(zero_copy_only=False)
+    if values.null_count and _is_list(kind):
+        raise DataError(
+            f"column {name!r} ({kind}) has nulls instead of lists. Write empty lists, or leave the column out of "
+            "data.columns."
+        )
 
 
 def _lists(name: str, values: pa.Array) -> Array:
-    if values.null_count:
-        raise DataError(
-            f"column {name!r} ({values.type}) has nulls instead of lists. Write empty lists, or leave the column out "
-            "of data.columns."
-        )
     if pa.types.is_fixed_size_list(values.type):
         length = values.type.list_size
     else:

@@ -6,7 +6,7 @@ process unpickles its own copy of other objects.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from os import PathLike
@@ -16,16 +16,18 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from elastic_ddp.data.columns import Array, to_numpy, widen
+from elastic_ddp.data.columns import Array, check_nulls, to_numpy, widen
 from elastic_ddp.data.files import Source
 from elastic_ddp.data.fingerprint import of_columns, of_rows
 from elastic_ddp.data.order import Int64Array
-from elastic_ddp.data.packing import dump, load
+from elastic_ddp.data.packing import Parts, dump, load
+from elastic_ddp.data.transform import check_tensors
 from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.errors import ConfigError, DataError, format_exception
 from elastic_ddp.user_code import Shipped, environment, ship, uninterrupted
 
-_CACHED_DATA_SETS = 4
+CACHED_DATA_SETS = 4
+"""How many data sets in memory a process keeps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +76,23 @@ class MapStyleIndex:
     def __str__(self) -> str:
         return f"{self.num_rows:,} rows of {self.name} (SHA-256 {self.fingerprint[:12]})"
 
-    def share(self) -> MapStyleIndex:
-        """Returns the index with its content in Ray's object store. Raises a DataError if it cannot be pickled."""
+    def check_columns(self, *, is_converted: bool) -> None:
+        """Raises a DataError for a column that tensors cannot hold, unless a transform or a `collate_fn` converts it.
+
+        Nulls in a column of integers are an error in any case.
+        """
+        for name, values in self.content.values.items() if isinstance(self.content, Columns) else ():
+            if isinstance(values, pa.Array):
+                check_nulls(name, values)
+            if not is_converted:
+                first = to_numpy(name, values[:1]) if isinstance(values, pa.Array) else values
+                check_tensors({name: first}, transformed=False)
+
+    def share(self, shared: Iterable[Shipped] = ()) -> MapStyleIndex:
+        """Returns the index with its content in Ray's object store, as one of `shared` if that is equal.
+
+        Raises a DataError if it cannot be pickled.
+        """
         try:
             parts = dump(self.content)
         except Exception as error:  # objects raise what they like
@@ -83,10 +100,15 @@ class MapStyleIndex:
                 f"data ({self.name}) cannot be sent to the processes that read it: {format_exception(error)}. Open "
                 "files and connections in __getitem__, on its first call, instead of keeping them in the data set."
             ) from error
-        return replace(self, content=ship(parts, "data"))
+        equal = (one for one in shared if _are_equal(one.load(), parts))
+        return replace(self, content=next(equal, None) or ship(parts, "data"))
 
 
-@lru_cache(maxsize=_CACHED_DATA_SETS)
+def _are_equal(left: Parts, right: Parts) -> bool:
+    return len(left) == len(right) and all(map(np.array_equal, left, right))
+
+
+@lru_cache(maxsize=CACHED_DATA_SETS)
 def load_shared(content: Shipped) -> Any:
     """Returns the content that `MapStyleIndex.share` shared. A process unpickles it once.
 
@@ -137,7 +159,7 @@ def check_data(data: Any, transform: object = None, columns: Sequence[str] | Non
         raise ConfigError(
             'data is a tuple. Pass arrays as a dict, such as {"x": x, "y": y}; rows as a list; or one data set.'
         )
-    if _has_columns(data):
+    if has_columns(data):
         return
     if isinstance(data, IterableDataset) or not isinstance(data, MapStyle):
         raise ConfigError(
@@ -166,7 +188,7 @@ def index_in_memory(data: Any, columns: Sequence[str] | None = None, *, identify
     Raises:
         DataError: the data set is empty, its columns are no arrays of one length, or a row cannot be read.
     """
-    content: Any = _columns_of(data, columns) if _has_columns(data) else data
+    content: Any = _columns_of(data, columns) if has_columns(data) else data
     is_columns = isinstance(content, Columns)
     name = f"columns {', '.join(map(repr, content.values))}" if is_columns else type(data).__qualname__
     try:
@@ -183,7 +205,8 @@ def index_in_memory(data: Any, columns: Sequence[str] | None = None, *, identify
     return MapStyleIndex(num_rows, fingerprint, name, content, varying_row)
 
 
-def _has_columns(data: Any) -> bool:
+def has_columns(data: Any) -> bool:
+    """Whether a data set in memory is a dict of arrays or a table."""
     return isinstance(data, Mapping | pa.Table | pa.RecordBatch) or _is_frame(data)
 
 

@@ -121,7 +121,7 @@ def check_tensors(rows: Arrays, *, transformed: bool) -> None:
             fix = (
                 f"Return numbers for {name!r} from the transform, or leave it out of the result."
                 if transformed
-                else f"Convert {name!r} to numbers in a transform, or leave it out of data.columns."
+                else f"Convert {name!r} to numbers in a transform or a collate_fn, or leave it out of data.columns."
             )
             raise DataError(f"column {name!r} holds {contents}, which no tensor can hold. {fix}")
         if values.dtype.itemsize > (16 if kind == "c" else 8) or not values.dtype.isnative:

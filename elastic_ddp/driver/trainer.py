@@ -203,6 +203,7 @@ class ElasticTrainer:
                 check_columns(index.schema)
         else:
             index = index_in_memory(data, columns)
+            index.check_columns(is_converted=self._transform is not None or self._collate_fn is not None)
         check_steps(index, self.config)
         job = Job(
             config=self.config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,19 @@ import torch
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.files import Source, entries_of
 from elastic_ddp.data.index import DatasetIndex, open_index
-from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory, is_parquet
+from elastic_ddp.data.map_style import (
+    CACHED_DATA_SETS,
+    MapStyleIndex,
+    check_data,
+    has_columns,
+    index_in_memory,
+    is_parquet,
+)
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.seeding import preserve_rng_state, seed_all
-from elastic_ddp.user_code import environment
+from elastic_ddp.user_code import Shipped, environment
 from elastic_ddp.worker.evaluated_values import Collected, CollectedMeans, CollectedRows
 from elastic_ddp.worker.job import has_commits
 
@@ -30,6 +38,8 @@ if TYPE_CHECKING:
     from elastic_ddp.worker.job import Job
 
 
+_shared: deque[Shipped] = deque(maxlen=CACHED_DATA_SETS)
+"""The newest data sets in memory that this worker has evaluated."""
 LossFunction = Callable[[Any, Any], Any]
 """Maps a model and a batch to the batch's mean loss, or to another value that `Run.evaluate` lists."""
 
@@ -50,7 +60,8 @@ def evaluate(
     """
     config, strategy, model = job.config, generation.strategy, generation.state.module
     check_data(data, transform)
-    index = _share_index(generation, job, data)
+    is_converted = transform is not None or collate_fn is not None
+    index = _share_index(generation, job, data, is_converted)
     shape = EpochShape(index.num_rows, config.num_micro_batches, config.micro_batch_size)
     plan = FeedPlan(
         rows_per_group=index.group_rows,
@@ -93,10 +104,16 @@ def evaluate(
     return collected.combine(generation.group)
 
 
-def _share_index(generation: Generation, job: Job, data: Source | InMemory) -> DatasetIndex | MapStyleIndex:
+def _share_index(
+    generation: Generation, job: Job, data: Source | InMemory, is_converted: bool
+) -> DatasetIndex | MapStyleIndex:
     """Rank 0 opens the index of Parquet files and sends it to all ranks. Each rank uses its own data set in memory."""
     if not is_parquet(data):
-        own = index_in_memory(data, identify=False).share()
+        own = index_in_memory(data, job.config.data.columns if has_columns(data) else None, identify=False)
+        own.check_columns(is_converted=is_converted)
+        own = own.share(_shared)
+        if own.content not in _shared:
+            _shared.append(own.content)
         generation.activity.enter("collective")
         num_rows = int(generation.group.broadcast_bytes(str(own.num_rows).encode()))
         if num_rows != own.num_rows:

@@ -39,7 +39,7 @@ def on_a_rank(group: ProcessGroup, config: RunConfig, calls: list[tuple[Callable
     torch.manual_seed(7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "MicroBatchFeed", FakeFeed)
-        patch.setattr(evaluation, "_share_index", lambda generation, job, data: FakeIndex(NUM_ROWS))
+        patch.setattr(evaluation, "_share_index", lambda generation, job, data, is_converted: FakeIndex(NUM_ROWS))
 
         def body(step: Step, model: Any) -> list[Any]:
             for batch in step.micro_batches():

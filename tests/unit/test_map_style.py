@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import elastic_ddp as ed
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.data.map_style import check_data, index_in_memory
+from elastic_ddp.data import map_style
+from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory
 from elastic_ddp.driver.checks import check_identity, warn_about_data
 from elastic_ddp.errors import ConfigError, DataError
+from elastic_ddp.rendezvous.hang import Activity
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.worker import evaluation
 from elastic_ddp.worker.job import Job
+from tests.ranks import single_rank_group
 
 
 def train(run: Any) -> None: ...
@@ -104,6 +109,58 @@ class Locked(TensorDataset):
 def test_unusable_data_in_memory_is_an_error_that_names_it(data: Any, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         index_in_memory(data)
+
+
+UNFIT_COLUMNS: dict[str, tuple[Any, str]] = {
+    "strings": ({"x": np.ones(3), "text": ["a", "b", "c"]}, "column 'text' holds strings"),
+    "table": (pa.table({"text": ["a", "b", "c"]}), "column 'text' holds strings.*in a transform or a collate_fn"),
+    "list of strings": (pa.table({"words": [["a"], [], ["b"]]}), "column 'words' holds strings"),
+    "nullable": (pd.DataFrame({"n": pd.array([1, None, 3], "Int64")}), "column 'n' .int64. has nulls.*Fill them"),
+    "nulls in lists": (pa.table({"n": [[1], [None], [3]]}), "column 'n' .int64. has nulls"),
+    "dates": (pd.DataFrame({"day": pd.to_datetime(["2024-01-01"] * 3)}), "'day' holds datetime64.* values"),
+}
+
+
+@pytest.mark.parametrize(("data", "problem"), UNFIT_COLUMNS.values(), ids=UNFIT_COLUMNS)
+def test_columns_that_no_tensor_holds_are_found_before_ray_starts(data: Any, problem: str, tmp_path: Path) -> None:
+    config = {"name": "a", "storage": str(tmp_path), "steps": 1, "global_batch_size": 1, "micro_batch_size": 1}
+    with pytest.raises(DataError, match=problem):
+        ed.ElasticTrainer(train, data, config).fit()
+    if "nulls" not in problem:
+        index_in_memory(data).check_columns(is_converted=True)
+
+
+class Stored:
+    """What `ship` returns, without Ray."""
+
+    def __init__(self, parts: Any, name: str) -> None:
+        self.parts = [np.array(part) for part in parts]
+
+    def load(self) -> Any:
+        return self.parts
+
+
+def test_equal_data_is_shared_once_and_changed_data_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(map_style, "ship", Stored)
+    data = {"x": np.arange(3.0), "y": np.arange(3)}
+    for content in (data, [{"x": torch.ones(2)}, {"x": torch.zeros(2)}], TensorDataset(torch.ones(3))):
+        first = index_in_memory(content, identify=False).share().content
+        assert index_in_memory(content, identify=False).share([first]).content is first
+    first = index_in_memory(data, identify=False).share().content
+    data["x"][1] = 7
+    assert index_in_memory(data, identify=False).share([first]).content is not first
+
+
+def test_an_evaluation_of_data_in_memory_reads_the_selected_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(map_style, "ship", Stored)
+    generation: Any = SimpleNamespace(group=single_rank_group(), activity=Activity())
+    job: Any = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(columns=["x"])))
+    data = {"x": np.ones(3), "text": ["a", "b", "c"]}
+    shared = [evaluation._share_index(generation, job, data, False) for _ in range(2)]
+    assert [index.name for index in shared if isinstance(index, MapStyleIndex)] == ["columns 'x'"] * 2
+    assert shared[0].content is shared[1].content
+    rows = evaluation._share_index(generation, job, [{"x": 1}], False)
+    assert rows.num_rows == 1
 
 
 def test_a_data_set_that_cannot_be_pickled_is_an_error() -> None:
