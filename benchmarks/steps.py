@@ -189,6 +189,16 @@ def processes_below(root: int) -> dict[int, float]:
     return {pid: seconds[pid] for pid in below if pid in seconds}
 
 
+def signal_all(root: int, number: signal.Signals) -> None:
+    """Sends a signal to a process and its descendants, until no new one has started meanwhile."""
+    done: set[int] = set()
+    while new := set(processes_below(root)) - done:
+        for pid in new:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        done |= new
+
+
 def busy_seconds() -> float:
     """Returns the CPU seconds that this machine has used, or that its host has stolen. Needs Linux."""
     user, nice, system, _, _, *interrupts_and_steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
@@ -271,13 +281,7 @@ class Side:
             raise SystemExit(f"the {self.name} side ended unexpectedly:\n{(self._folder / 'log').read_text()[-4000:]}")
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to every process of this side, until no new one has started meanwhile."""
-        done: set[int] = set()
-        while new := set(processes_below(self._process.pid)) - done:
-            for pid in new:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            done |= new
+        signal_all(self._process.pid, number)
 
     def close(self) -> None:
         if self._process.poll() is None:
