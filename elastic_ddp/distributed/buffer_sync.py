@@ -7,12 +7,12 @@ rather than values: a buffer that no micro-batch changes keeps its bits, even if
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed.buffer_rules import FIRST, MEAN, SUM, changed_error, find_rules
+from elastic_ddp.distributed.buffer_rules import FIRST, MEAN, SUM, changed_error, evaluated_error, find_rules
 from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_single
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees
 from elastic_ddp.errors import ConfigError, shorten
@@ -107,11 +107,11 @@ class StepBuffers:
     def end_evaluated_batch(self) -> None:
         """Restores the buffers after a forward that does not train. Raises a ConfigError as `end_micro_batch` does."""
         _, changed = self._compare()
-        self._check_rules(changed)
+        self._check_rules(changed, evaluated_error)
         self._restore(changed)
 
     def check_untouched(self) -> None:
-        """Raises a ConfigError if a buffer changed since the last micro-batch ended."""
+        """Raises a ConfigError if a buffer changed since the step began, or since its last micro-batch ended."""
         counts = zip(self._count_changes(), self._versions, strict=True)
         touched = [index for index, (now, then) in enumerate(counts) if now != then]
         changed = []
@@ -122,8 +122,10 @@ class StepBuffers:
                 changed.append(self._names[index])
         if changed:
             raise ConfigError(
-                f"buffers changed in the step between a forward and step.optimize(): {shorten(changed, 5)}. Change "
-                "them after step.optimize() in the block: it runs once per step, and alike on all ranks."
+                f"buffers changed in the step before step.optimize(), and not in a forward: {shorten(changed, 5)}. "
+                "Every micro-batch starts from the buffers that the step began with. Change them after step.optimize() "
+                "in the block, also for the next step: it runs once per step, and alike on all ranks. A value that "
+                "your code sets in each step, such as a temperature, can also be a plain attribute of the model."
             )
 
     def _compare(self) -> tuple[list[torch.Tensor], list[bool]]:
@@ -146,11 +148,11 @@ class StepBuffers:
         # One transfer from the device for all buffers.
         return ends, torch.stack([_differ(end, start) for end, start in zip(ends, self._start, strict=True)]).tolist()
 
-    def _check_rules(self, changed: list[bool]) -> None:
+    def _check_rules(self, changed: list[bool], error: Callable[[list[str]], ConfigError] = changed_error) -> None:
         """Raises a ConfigError if a buffer changed that has no rule."""
         places = zip(self._names, self._rule_of, changed, strict=True) if changed else ()
         if names := [name for name, rule, touched in places if touched and rule is None]:
-            raise changed_error(names)
+            raise error(names)
 
     def _count_changes(self) -> list[tuple[int, int]]:
         """Returns what differs for each buffer after it was changed in place or replaced."""

@@ -162,7 +162,7 @@ class FSDPStrategy(Strategy):
         """Raises a ConfigError if a forward changed gathered parameters. The change would be lost with them."""
         gathered = self._versions.items()
         if changed := [name for name, (tensor, count) in gathered if torch_internals.version(tensor) != count]:
-            raise changed_parameters_error(changed)
+            raise changed_parameters_error(changed, self._model.module)
 
     def _check_used(self, loss: torch.Tensor) -> None:
         """Raises a ConfigError if the loss does not depend on all trained parameters.

@@ -17,12 +17,21 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtypes in which bits are added up, by the size of an element."""
 
 
-def changed_parameters_error(names: Sequence[str]) -> ConfigError:
-    """Returns the error for parameters that changed in a step before `optimize`."""
+def changed_parameters_error(names: Sequence[str], module: torch.nn.Module) -> ConfigError:
+    """Returns the error for parameters of a model that changed in a step before `optimize`."""
+    problem = f"parameters {shorten(names, 5)} changed in the step before step.optimize()"
+    owner = module.get_submodule(names[0].rpartition(".")[0])
+    if (max_norm := getattr(owner, "max_norm", None)) is not None:
+        return ConfigError(
+            f"{problem}: {type(owner).__name__}(max_norm={max_norm}) changes its weight in every forward. Leave out "
+            "max_norm, and limit the norms once per step, in the block after step.optimize(): "
+            f"embedding.weight.data.renorm_({owner.norm_type}, 0, {max_norm})."
+        )
     return ConfigError(
-        f"parameters {shorten(names, 5)} changed in the step before step.optimize(). A forward would change them for "
-        "each micro-batch of a rank, so weights would depend on the number of workers. Change parameters after "
-        "step.optimize() in the block, which runs once per step and alike on all ranks."
+        f"{problem}. A forward would change them for each micro-batch of a rank, so weights would depend on the number "
+        "of workers. Change parameters after step.optimize() in the block, which runs once per step and alike on all "
+        "ranks. To evaluate other weights, such as an average, exchange them there and put them back, or evaluate a "
+        "copy of the model."
     )
 
 
@@ -61,7 +70,7 @@ class ParameterGuard:
             now = _sum_bits(self._parameters)
             changed = [name for name, total in self._sums.items() if now[name] != total]
         if changed:
-            raise changed_parameters_error(changed)
+            raise changed_parameters_error(changed, self._module)
 
     def end(self) -> None:
         """Ends the block of a step."""

@@ -76,8 +76,7 @@ class Step:
         self._feed: Iterator[MicroBatch] = iter(())
         self._start = generation.state.position
         self.index = self._start.step
-        self.epoch = epoch
-        self.loss = math.nan
+        self.epoch, self.loss = epoch, math.nan
         self.agreed: Agreement | None = None  # set when the step is done
         self.skip_reason: str | None = None
         self.failure: str | None = None  # how a worker failed in this step, which is then repeated
@@ -149,6 +148,7 @@ class Step:
         if self.generation.is_closed:
             raise PeerFailedError("a worker failed before the step began")
         strategy = self.generation.strategy
+        self.generation.buffers.check_untouched()
         to_compute = set(strategy.to_compute)
         num_dummies = strategy.min_forwards(self._control.rows) - len(to_compute)
         self._feed = self.generation.feed.step(self.index)
