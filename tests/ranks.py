@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: processes in a gloo group, without Ray."""
+"""Runs a function on several ranks: processes in one group, without Ray."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ PROCESSES.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest", "elastic_ddp.worker.run"]
 )
 
+CPU = torch.device("cpu")
 OTHERS_FAIL_S = 1.0
 """After one rank has failed, how long to wait for the errors of others."""
 
 
-def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, generation: int = 1) -> list[Any]:
-    """Returns the results of `body(group, *args)` on every rank, in rank order.
+def run_ranks(
+    world_size: int, body: Callable[..., Any], *args: Any, generation: int = 1, device: torch.device = CPU
+) -> list[Any]:
+    """Returns the results of `body(group, *args)` on every rank, in rank order. A GPU is shared by all ranks.
 
     A rank that raises or dies fails the call and ends the other ranks, which may wait for it.
     """
@@ -43,7 +46,7 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, generation:
             reason="start",
         )
         answer, results = PROCESSES.Pipe(duplex=False)
-        processes.append(PROCESSES.Process(target=_rank, args=(assignment, body, args, results)))
+        processes.append(PROCESSES.Process(target=_rank, args=(assignment, device, body, args, results)))
         processes[-1].start()
         results.close()  # so that the pipe ends when the rank dies
         answers[answer] = rank
@@ -75,7 +78,7 @@ def _results(answers: dict[Any, int]) -> list[Any]:
 def single_rank_group() -> ProcessGroup:
     """Returns the group of a run's only rank. It need not be formed."""
     place = Assignment(generation=1, rank=0, world_size=1, store_host="127.0.0.1", store_port=0, reason="start")
-    return ProcessGroup(place, torch.device("cpu"), StoreConnection())
+    return ProcessGroup(place, CPU, StoreConnection())
 
 
 def empty_store() -> dist.TCPStore:
@@ -91,13 +94,16 @@ def _store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _rank(assignment: Assignment, body: Callable[..., Any], args: tuple[Any, ...], results: Any) -> None:
+def _rank(
+    assignment: Assignment, device: torch.device, body: Callable[..., Any], args: tuple[Any, ...], results: Any
+) -> None:
     gc.freeze()  # closing a group collects garbage, which takes a second or more with all modules
     torch.set_num_threads(1)
     try:
         store = StoreConnection()
         store.connect_with_retry(lambda: (assignment.store_host, assignment.store_port))
-        group = ProcessGroup.form(assignment, store=store, device=torch.device("cpu"), timeout_s=60)
+        options: Any = {"store": store, "device": device, "timeout_s": 60, "shares_device": device != CPU}
+        group = ProcessGroup.form(assignment, **options)
         value = body(group, *args)
         if dist.is_initialized():  # the body may have closed it
             group.barrier()

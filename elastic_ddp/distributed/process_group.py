@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import gc
 import json
-import os
 import re
 import traceback
 from collections.abc import Callable, Collection
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ddp import torch_internals
+from elastic_ddp.distributed import nccl
 from elastic_ddp.distributed.sockets import Socket, shut_down, tcp_sockets
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.errors import PeerFailedError
@@ -93,7 +93,7 @@ class ProcessGroup:
     store: StoreConnection = field(repr=False)
     """The connection to the store, which outlives the group."""
     shares_device: bool = False
-    """Whether other ranks may use the same GPU. NCCL does not support that, so gloo copies CUDA tensors to the host."""
+    """Whether ranks may share a GPU that NCCL cannot share. Gloo then copies CUDA tensors to the host."""
     _timeout: datetime.timedelta = field(default=datetime.timedelta(), repr=False)
     _sockets: frozenset[Socket] = field(default=frozenset(), repr=False)
     aborted: bool = False
@@ -144,14 +144,14 @@ class ProcessGroup:
             store: this worker's connection. A failed attempt drops it, since nothing else ends a wait in the store.
             device: the device of the model.
             timeout_s: the timeout of every collective and message, in seconds.
-            shares_device: whether other ranks may use the same GPU.
+            shares_device: whether other ranks may use the same GPU. Gloo then replaces NCCL, unless NCCL can share it.
             attempt: the number of failed attempts in a row. Each doubles the timeout for connecting.
             on_forming: receives the group before it waits for its peers, so that another thread can abort it.
 
         Raises:
             Exception: a peer failed; see `is_peer_failure`.
         """
-        group = cls(assignment, device, store, shares_device)
+        group = cls(assignment, device, store, shares_device and nccl.why_not_share_gpus() is not None)
         try:
             group._form(timeout_s, min(timeout_s, FORM_TIMEOUT_S * 2**attempt), on_forming)
             return group
@@ -172,8 +172,7 @@ class ProcessGroup:
         prefixed.wait(["complete"])
         torch_internals.restart_group_numbers()
         if has_nccl:
-            # By default torch ends the process when a collective fails.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            nccl.set_up()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
             store=prefixed,
@@ -192,6 +191,10 @@ class ProcessGroup:
         if self.aborted:
             raise PeerFailedError("a peer failed while the process group formed")
         dist.barrier()
+        if has_nccl and self.world_size > 1:
+            # Torch creates the communicator in the first collective, where `abort` cannot end the wait for a rank that
+            # has failed. Here all ranks have just passed a barrier.
+            dist.all_reduce(torch.zeros(1, device=self.device))
 
     def _find_sockets(self, store: dist.Store, before: Collection[Socket]) -> frozenset[Socket]:
         """Returns the group's connections, among those that this process opened since the group began to form.
@@ -239,9 +242,9 @@ class ProcessGroup:
         """Makes every collective in flight fail, on this rank and on its peers. Callable from any thread."""
         self.aborted = True
         shut_down(self._sockets)
-        nccl, self._nccl = self._nccl, None  # abort once, and this group's backend, which may not be the default now
-        if nccl is not None:
-            nccl.abort()
+        backend, self._nccl = self._nccl, None  # abort once, and this group's backend, which may not be the default now
+        if backend is not None:
+            backend.abort()
 
     def synchronize(self) -> None:
         """Waits until the device has finished its work. An aborted NCCL collective leaves arbitrary values, so the call

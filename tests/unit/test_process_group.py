@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ddp.distributed import process_group
+from elastic_ddp.distributed import nccl, process_group
 from elastic_ddp.distributed.process_group import Assignment, ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.store import StoreConnection
 from tests.ranks import run_ranks
@@ -257,3 +258,26 @@ def test_ranks_that_share_a_gpu_transfer_tensors_through_the_host() -> None:
     gpu = torch.device("cuda", 0)
     assert ProcessGroup(assignment, gpu, StoreConnection()).transfer_device == gpu
     assert ProcessGroup(assignment, gpu, StoreConnection(), shares_device=True).transfer_device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("enabled", "version", "reason"),
+    [
+        ("1", (2, 30), None),
+        ("1", (2, 28), "NCCL 2.28 is loaded, and 2.30 or newer is needed"),
+        ("1", None, "no NCCL library is loaded"),
+        ("0", (2, 31), "NCCL_MULTI_RANK_GPU_ENABLE is not 1"),
+    ],
+)
+def test_ranks_share_a_gpu_over_nccl_only_if_it_can(
+    monkeypatch: pytest.MonkeyPatch, enabled: str, version: tuple[int, int] | None, reason: str | None
+) -> None:
+    monkeypatch.setattr(nccl, "version", lambda: version)
+    assert nccl.why_not_share_gpus({nccl.SHARING_VARIABLE: enabled}) == reason
+
+
+def test_settings_of_nccl_that_the_user_has_set_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {"TORCH_NCCL_ENABLE_MONITORING": "1"})
+    nccl.set_up()
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"

@@ -1,0 +1,262 @@
+"""Runs the workers of a run as processes with a real rendezvous, without Ray. A worker calls `worker.main.work`.
+
+The test's process is the rendezvous and the controller: it replaces nothing, and kills workers that count as failed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+
+from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.rendezvous import client as client_module
+from elastic_ddp.rendezvous.members import Member
+from elastic_ddp.rendezvous.messages import RendezvousOptions
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry import events
+from elastic_ddp.worker.job import Job, WorkerContext
+from elastic_ddp.worker.run import Run
+from tests.ranks import PROCESSES
+from tests.unit.inprocess_rendezvous import FAKE_RAY, InProcessRendezvous
+from tests.unit.single_worker import FakeFeed, FakeIndex
+
+POLL_S = 0.02
+STACKS_WITHIN_S = 1.0
+"""How long workers have to write their stacks, after the test has waited in vain."""
+LOG_BYTES = 12_000
+"""How much of a worker's output a failed test shows."""
+Train = Callable[[Run], None]
+
+
+class DeviceFeed(FakeFeed):
+    """A fake feed whose rows are on the run's device."""
+
+    def __init__(self, index: FakeIndex, plan: Any, **options: Any) -> None:
+        self._device = options["device"]
+        super().__init__(index, plan, **options)
+
+    def _all_from(self, first_step: int) -> Iterator[Any]:
+        for batch in super()._all_from(first_step):
+            batch.rows["x"] = batch.rows["x"].to(self._device)
+            yield batch
+
+
+class RemoteRendezvous:
+    """The rendezvous of another process, called like the actor. Each thread has a connection of its own."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._of_thread = address, threading.local()
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            return SimpleNamespace(result=lambda timeout=None: self._call(method, arguments))
+
+        return SimpleNamespace(remote=call)
+
+    def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        if not hasattr(self._of_thread, "connection"):
+            self._of_thread.connection = Client(self._address)
+        try:
+            self._of_thread.connection.send((method, arguments))
+            answer, error = self._of_thread.connection.recv()
+        except (OSError, EOFError) as lost:
+            raise ray.exceptions.RayActorError from lost
+        if error is not None:
+            raise error
+        return answer
+
+
+@dataclass
+class Worker:
+    number: int
+    process: BaseProcess
+    log: Path
+
+    @property
+    def id(self) -> str:
+        return f"worker-{self.number}"
+
+
+class Workers:
+    """The workers of one run.
+
+    Attributes:
+        rendezvous: the run's rendezvous, in this process.
+        all: the workers that were started.
+    """
+
+    def __init__(
+        self, folder: Path, train: Train, device: torch.device, settings: dict[str, Any], environment: dict[str, str]
+    ) -> None:
+        self.all: list[Worker] = []
+        self._folder, self._shared = folder, (folder, train, device, settings, environment)
+        config = RunConfig(**settings)
+        self.rendezvous = InProcessRendezvous(
+            RendezvousOptions(
+                min_workers=config.min_workers,
+                max_workers=config.max_workers,
+                heartbeat_timeout_s=config.heartbeat_timeout_s,
+                hang_timeout_s=config.hang_timeout_s,
+                num_micro_batches=config.num_micro_batches,
+                even_micro_batches=config.even_micro_batches,
+            )
+        )
+        self._listener = Listener(family="AF_UNIX", backlog=64)
+        threading.Thread(target=self._accept, name="calls", daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection = self._listener.accept()
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: Connection) -> None:
+        with suppress(OSError, EOFError):
+            while True:
+                method, arguments = connection.recv()
+                try:
+                    answer = self.rendezvous.ask(method, *arguments), None
+                except Exception as error:
+                    answer = None, error
+                connection.send(answer)
+
+    def start(self, count: int) -> None:
+        """Starts workers. Those started together form the first generation together."""
+        first = len(self.all)
+        for number in range(first, first + count):
+            log = self._folder / f"worker-{number}.log"
+            member = (f"worker-{number}", number - first, count)
+            process = PROCESSES.Process(target=_work, args=(self._listener.address, member, log, *self._shared))
+            process.start()
+            self.all.append(Worker(number, process, log))
+
+    def finish(self, timeout_s: float, meanwhile: Callable[[Workers], object] = lambda workers: None) -> dict[str, Any]:
+        """Waits until the run has ended and returns its outcome. Calls `meanwhile` again and again until then.
+
+        Kills workers that the rendezvous counts as failed, as the controller does. Fails with what all workers were
+        doing if the run ends otherwise, or not in time.
+        """
+        end = time.monotonic() + timeout_s
+        while not self.rendezvous.has_ended.is_set():
+            directives = self.rendezvous.ask("supervise", [worker.id for worker in self.alive()], 0, {})
+            for worker in self.alive():
+                if directives is not None and worker.id in directives.failed:
+                    worker.process.kill()
+            meanwhile(self)
+            assert time.monotonic() < end, f"the run has not ended within {timeout_s:g} s\n{self.describe()}"
+            assert self.alive(), f"all workers have exited\n{self.describe()}"
+            time.sleep(POLL_S)
+        outcome: dict[str, Any] = self.rendezvous.actor._coordinator.event_log.outcome
+        assert outcome["status"] == "finished", f"{outcome}\n{self.describe()}"
+        return outcome
+
+    def alive(self) -> list[Worker]:
+        return [worker for worker in self.all if worker.process.is_alive()]
+
+    def world_sizes(self) -> list[int]:
+        """Returns the world size of each generation in which a step was made."""
+        return [event.world_size for event in self.started()]
+
+    def started(self) -> list[events.GenerationStarted]:
+        """Returns the events of the generations that started, without those that only made the last commit."""
+        return [event for event in self.rendezvous.events("generation") if isinstance(event, events.GenerationStarted)]
+
+    def stalls(self) -> list[float]:
+        """Returns, for each failure, the seconds from its detection to the first step of the next generation."""
+        firsts = {event.generation: event.at for event in self.rendezvous.events("first_step")}
+        formed = {event.generation: event for event in self.started()}
+        lost = {event.generation: event.time or event.at for event in self.rendezvous.events("worker_lost")}
+        return [
+            round(first - lost[number - 1], 2)
+            for number, first in firsts.items()
+            if first is not None and number in formed and lost.get(number - 1)
+        ]
+
+    def describe(self) -> str:
+        """Returns the events so far and, for each worker, its place and the end of its output with its stacks."""
+        for worker in self.alive():
+            with suppress(OSError):
+                os.kill(worker.process.pid or 0, signal.SIGUSR1)
+        time.sleep(STACKS_WITHIN_S)
+        coordinator = self.rendezvous.actor._coordinator
+        lines = [json.dumps(event.to_json(), default=str)[:600] for event in coordinator.event_log._events]
+        places = coordinator.hangs.places()
+        for worker in self.all:
+            output = worker.log.read_text(errors="replace")[-LOG_BYTES:] if worker.log.exists() else ""
+            state = "alive" if worker.process.is_alive() else f"exit code {worker.process.exitcode}"
+            lines.append(f"--- {worker.id}: {state}, {places.get(worker.id)}\n{output}")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        for worker in self.all:
+            worker.process.kill()
+        for worker in self.all:
+            worker.process.join()
+        self._listener.close()
+        self.rendezvous.close()
+
+
+@contextmanager
+def running(
+    folder: Path,
+    train: Train,
+    device: torch.device,
+    count: int,
+    *,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **settings: Any,
+) -> Iterator[Workers]:
+    """Starts a run with `count` workers in a folder, and kills what is left of it at the end of the block."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"name": "test", "storage": str(folder), "max_workers": count, **settings}
+    workers = Workers(folder, train, device, settings, dict(environment))
+    try:
+        workers.start(count)
+        yield workers
+    finally:
+        workers.close()
+
+
+def _work(
+    address: str,
+    member: tuple[str, int, int],
+    log: Path,
+    folder: Path,
+    train: Train,
+    device: torch.device,
+    settings: dict[str, Any],
+    environment: dict[str, str],
+) -> None:
+    """A worker process."""
+    from elastic_ddp import signals
+    from elastic_ddp.worker import generation, main
+
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1, file=output, all_threads=True)
+    signals.listen_for_sigterm()
+    client_module.ray = FAKE_RAY  # type: ignore[assignment]
+    generation.MicroBatchFeed = partial(DeviceFeed)  # type: ignore[assignment,misc]
+    index: Any = FakeIndex(1000)
+    job = Job(config=RunConfig(**settings), train=train, index=index, transform=None, storage=Storage(folder).at("run"))
+    name, rank, size = member
+    identity = Member(id=name, rank_in_group=rank, group_size=size, node="127.0.0.1", node_id="node", pid=os.getpid())
+    main.work(job, RemoteRendezvous(address), WorkerContext(identity, device, {"CPU": 64.0}))
