@@ -225,9 +225,11 @@ class ProcessGroup:
             return
         if not intact:
             self.abort()
+        # DDP's reducer, in a reference cycle, must not be the last to refer to the group: it would end gloo's threads
+        # and wait for them with the GIL held, which they need to free tensors.
+        gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()
 
     def num_collectives(self) -> int | None:
         """Returns how many collectives this rank has begun; None if the group is closed. Callable from any thread."""

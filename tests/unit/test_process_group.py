@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,25 @@ def form_after_a_failure(group: ProcessGroup) -> str:
 
 def test_a_rank_that_failed_to_form_a_group_forms_the_next_one_with_its_peers() -> None:
     assert run_ranks(2, form_after_a_failure) == ["0001", "0001"]
+
+
+def replica_lives_when_its_group_ends(group: ProcessGroup) -> list[bool]:
+    replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    replica.self_reference = [replica]  # like the cycle that a caught exception makes
+    find, destroy, lives = weakref.ref(replica), dist.destroy_process_group, []
+    del replica
+
+    def destroy_and_look() -> None:
+        lives.append(find() is not None)
+        destroy()
+
+    dist.destroy_process_group = destroy_and_look
+    group.close(intact=True)
+    return lives
+
+
+def test_no_reducer_outlives_its_group_where_it_would_wait_for_gloo_with_the_gil() -> None:
+    assert run_ranks(1, replica_lives_when_its_group_ends) == [[False]]
 
 
 class FailsAfterPublishing(dist.Store):
