@@ -46,9 +46,7 @@ def why_not_share_gpus(environment: Mapping[str, str] = os.environ) -> str | Non
     """Returns why ranks that share a GPU cannot use NCCL; None if they can."""
     if environment.get(SHARING_VARIABLE) != "1":
         return f"{SHARING_VARIABLE} is not 1"
-    found, needed = version(), ".".join(map(str, SHARING_SINCE))
-    if found is None or found < SHARING_SINCE:
-        return (
-            f"NCCL {needed} or newer is needed, and {'none' if found is None else '.'.join(map(str, found))} is loaded"
-        )
-    return None
+    found = version()
+    if found is None:
+        return "no NCCL library is loaded"
+    return None if found >= SHARING_SINCE else f"NCCL {found[0]}.{found[1]} is loaded, and 2.30 or newer is needed"
