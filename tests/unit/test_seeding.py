@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ddp import seeding
 from elastic_ddp.seeding import derive_seed, preserve_rng_state, seed_all
 
 places = st.lists(st.integers(0, 2**40) | st.text(max_size=8), max_size=3).map(tuple)
@@ -49,6 +50,23 @@ def test_torch_numpy_and_python_are_all_seeded() -> None:
     seed_all(0, 1, 2)
     assert (draws(), draws()) == (first, second)
     assert all(number != other_number for number, other_number in zip(first, other, strict=True))
+
+
+def test_on_a_gpu_only_generators_that_exist_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's manual_seed formats a traceback for each kind of device that the machine lacks, in every step."""
+    seeded: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    for name in ("cuda", "xpu", "mtia"):
+        record = lambda value, name=name: seeded.append((name, value))  # noqa: E731
+        monkeypatch.setattr(getattr(torch, name), "manual_seed_all", record)
+    seeding._device_seeder.cache_clear()
+    try:
+        seed_all(0, 1, 2)
+    finally:
+        seeding._device_seeder.cache_clear()
+    assert seeded == [("cuda", derive_seed(0, 1, 2))]
+    assert torch.initial_seed() == derive_seed(0, 1, 2)
 
 
 def test_numpy_accepts_every_seed() -> None:
