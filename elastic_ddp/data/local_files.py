@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from fsspec.core import has_magic
 
 from elastic_ddp.errors import DataError
 
+_log = logging.getLogger(__name__)
 _Folders = frozenset[tuple[int, int]]
 """Device and inode of each folder on the way to a path. A link to one of them would be a loop."""
 
@@ -21,7 +23,7 @@ def list_local_files(path: str) -> dict[str, os.stat_result]:
     """Returns the files that an absolute path or glob stands for, as in `list_files`, with their status.
 
     Raises:
-        DataError: a link has no target, or a folder or file cannot be read.
+        DataError: the link of a data file has no target, or a folder or file cannot be read.
         FileNotFoundError: the path does not exist.
     """
     if has_magic(path) and not os.path.lexists(path):
@@ -59,7 +61,7 @@ def _walk(folder: str, above: _Folders) -> Iterator[tuple[str, os.stat_result]]:
     if here in above:
         return
     for entry in _scan(folder):
-        if is_hidden(entry.name):
+        if is_hidden(entry.name) or _leads_nowhere(entry.path):
             continue
         status = _status(entry.path)
         if stat.S_ISDIR(status.st_mode):
@@ -86,7 +88,7 @@ def _glob(folder: str, parts: tuple[str, ...], above: _Folders = frozenset()) ->
     for path in entries:
         if not rest:
             yield path, above | {here}
-        elif stat.S_ISDIR(_status(path).st_mode):
+        elif not (has_magic(part) and _leads_nowhere(path)) and stat.S_ISDIR(_status(path).st_mode):
             yield from _glob(path, rest, above | {here})
 
 
@@ -109,6 +111,24 @@ def _status(path: str) -> os.stat_result:
         return os.stat(path)
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def _leads_nowhere(path: str) -> bool:
+    """Returns whether a search leaves out a path: a link without a target, and without the name of a data file."""
+    if path.endswith(".parquet") or not os.path.islink(path) or not _is_missing(path):
+        return False
+    _log.warning("%s is left out: it is a symbolic link to %s, which does not exist", path, os.readlink(path))
+    return True
+
+
+def _is_missing(path: str) -> bool:
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass  # reading it raises the error
+    return False
 
 
 def _unreadable(path: str, error: OSError) -> DataError:

@@ -91,12 +91,27 @@ def test_loops_of_links_end(data: Path) -> None:
         assert f"{data}/self is a symbolic link to self, which leads back to itself" in message(source)
 
 
-@pytest.mark.parametrize("name", ["2023/gone.parquet", "2025"])
-def test_a_link_without_a_target_is_named(data: Path, name: str) -> None:
-    """A link without a suffix may be a folder of a disk that is not mounted."""
+def test_a_data_file_that_is_a_link_without_a_target_is_named(data: Path) -> None:
+    name = "2023/gone.parquet"
     os.symlink("/nowhere/x", data / name)
     for source in [*forms(data), str(data / name)]:
         assert f"{data}/{name} is a symbolic link to /nowhere/x, which does not exist. Restore" in message(source)
+
+
+@pytest.mark.parametrize("name", ["latest", "2023/notes.txt"])
+def test_other_links_without_a_target_are_left_out_with_a_warning(
+    data: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.symlink("/nowhere/x", data / name)
+    for source in (str(data), str(data / "**" / "*.parquet"), [str(data)]):
+        caplog.clear()
+        assert found(source) == find(data)
+        assert f"{data}/{name} is left out: it is a symbolic link to /nowhere/x" in caplog.text
+    assert found(str(data / "*" / "*.parquet")) == [
+        f"{data}/{path}.parquet" for path in ("2023/a", "2023/link", "2024/c")
+    ]
+    for named in (name, f"{name}*", f"{name}/*.parquet"):
+        assert f"{data}/{name} is a symbolic link to /nowhere/x" in message(str(data / named))
 
 
 def test_wildcards_match_hidden_names_only_if_the_glob_has_their_first_character(data: Path) -> None:
