@@ -160,7 +160,7 @@ class ElasticTrainer:
         started_at = time.time()
         with (
             DriverLease(self._storage, self.config.name, new_session(), print_note) as lease,
-            tempfile.TemporaryDirectory(prefix="elastic_ddp-") as snapshot_folder,
+            tempfile.TemporaryDirectory(prefix="elastic_ddp-", ignore_cleanup_errors=True) as snapshot_folder,
         ):
             if self._finished_result(0) is None:  # a finished run is not written to, unless it gets more steps
                 lease.acquire()

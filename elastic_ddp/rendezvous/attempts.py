@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersFailedError
-from elastic_ddp.rendezvous.heartbeat import BEATS_PER_TIMEOUT, IDLE_TIMEOUT_S, SILENT
+from elastic_ddp.rendezvous.heartbeat import BEATS_PER_TIMEOUT, EXITED, IDLE_TIMEOUT_S, SILENT
 from elastic_ddp.rendezvous.members import FormedGeneration, Member
 from elastic_ddp.rendezvous.membership import Membership
 
@@ -56,20 +56,25 @@ class Attempts:
 
     def record(self, membership: Membership, member: str, how: str, now_s: float, *, is_hang: bool = False) -> None:
         """Records that a member is failing, unless it or its node was to leave, or others train without it."""
-        failed, who, generation = self.starting.pop(member, None), "a worker that starts", membership.generation
+        not_in_generation = self.starting | {known.id: known for known in membership.known()}
+        self.starting.pop(member, None)
+        who, generation = "a worker that starts", membership.generation
         if membership.is_current(member):
             assert membership.current is not None
             rank, failed = next(ranked for ranked in enumerate(membership.current.members) if ranked[1].id == member)
             who = f"rank {rank}"
-        elif failed is None or membership.is_newcomer(member):
+        elif member not in not_in_generation or (membership.is_newcomer(member) and not membership.all_wait()):
             return
         else:
+            failed = not_in_generation[member]
             if member not in self._in_last_start:
-                self._in_last_start = [member, *self.starting]
+                self._in_last_start = [*not_in_generation]
                 self.num_failed_starts += 1
             generation = -self.num_failed_starts
         if failed.node_id in membership.draining or member in membership.leaving:
             return
+        if generation < 0:  # members may have made steps and wait for it
+            self._keep_without_progress(membership.waiting_step or 0, membership.generation)
         self.failed.append(
             FailedAttempt(
                 generation=generation,
@@ -93,8 +98,12 @@ class Attempts:
         step, slack = formed.first_step, 0.0
         if step is None:  # no worker survived that knows what was done after the report
             step, slack = reported, REPORTS_WITHIN_S * steps_per_s
+        self._keep_without_progress(step, formed.number - 1, slack)
+
+    def _keep_without_progress(self, step: int, generation: int, slack: float = 0.0) -> None:
+        """Keeps only the failures of a generation if it has ended with more steps than the one before."""
         if step > self.furthest:
-            self.failed = [attempt for attempt in self.failed if attempt.generation == formed.number - 1]
+            self.failed = [attempt for attempt in self.failed if attempt.generation == generation]
             self.furthest = step + slack
 
     def verdict(
@@ -103,6 +112,8 @@ class Attempts:
         """Returns the error that ends the run, if it makes no progress; the newest report of rank 0 is `step`."""
         if not self.failed:
             return None
+        if membership.waiting_step is not None:
+            step = membership.waiting_step
         starting = [member for member in self.starting.values() if membership.why_gone(member.id) is None]
         live_nodes = {member.node_id for member in (*membership.known(), *starting)}
         # Workers of a node that loses its power fall silent together, but those that start have a longer timeout.
@@ -136,4 +147,6 @@ def _unexplained(attempt: FailedAttempt) -> str:
         return ""
     if attempt.cause:
         return f". Ray reports: {attempt.cause}"
+    if attempt.how != EXITED:
+        return ""
     return ". It left no stack: SIGKILL ended it, for example because memory ran out, or it called os._exit."

@@ -16,6 +16,7 @@ from elastic_ddp.rendezvous.membership import LEFT, Membership
 from elastic_ddp.rendezvous.messages import Ended, PlannedAssignment, RendezvousOptions, Signals, WorkerDirectives
 from elastic_ddp.rendezvous.sections import find_mismatch
 from elastic_ddp.rendezvous.snapshot import Snapshot, State
+from elastic_ddp.rendezvous.status import status_of
 from elastic_ddp.telemetry import events
 from elastic_ddp.telemetry.event import Event, TrainingEvent
 
@@ -215,8 +216,19 @@ class Coordinator:
         self._check_for_hang(now_s)
         step, timeout_s = self.event_log.progress.get("step", 0), self._options.heartbeat_timeout_s
         if error := self.state.attempts.verdict(step, self.membership, now_s, timeout_s):
-            self._fail(error)
+            self._fail_with_commit(error)
         self._snapshot.save(self.state)
+
+    def _fail_with_commit(self, error: ElasticDDPError) -> None:
+        """Ends the run, once members that wait for others have committed their state."""
+        membership = self.membership
+        if membership.all_wait() and not membership.has_committed():
+            if not self.state.open_request:
+                self.state.requests += 1
+            self.apply_request()
+        current = membership.current
+        if not (membership.is_training() and current is not None and current.handover_only):
+            self._fail(error)
 
     def _plan(self, now_s: float) -> None:
         """Updates whether membership should change and the places that members get then, both at once."""
@@ -324,26 +336,7 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """Returns the state of the run, for `elastic-ddp status`."""
-        membership, progress = self.membership, self.event_log.status()
-        if self.is_over:
-            state = self.event_log.ended or "stopping"
-        elif progress["generation"] is None:
-            state = "starting"
-        else:
-            state = "training" if membership.is_training() else "waiting"
-        return {
-            "state": state,
-            "wanted": membership.wanted,
-            "members": [
-                {"rank": rank, "node": member.node, "node_id": member.node_id, "pid": member.pid, "id": member.id}
-                for rank, member in enumerate(membership.current.members if membership.current is not None else ())
-                if membership.why_gone(member.id) is None
-            ],
-            "draining": list(membership.draining),
-            "last_commit": self.last_commit,
-            **progress,
-            "world_size": 0 if state == "waiting" else progress["world_size"],
-        }
+        return status_of(self.membership, self.event_log, is_over=self.is_over) | {"last_commit": self.last_commit}
 
     def report(self, event: Event, progress: dict[str, Any] | None, sender: str = "", number: int = 0) -> None:
         """Takes an event for the ledger and a progress report, and does what follows from them. See `EventLog.add`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -128,6 +128,13 @@ class FormedGeneration:
             waited_s=self.waited_s,
             members=members,
         )
+
+
+def describe_change(before: Set[str], after: Set[str]) -> str:
+    """Returns text for the difference between the members of two generations, such as "workers joined"."""
+    moved = {"joined": after - before, "left": before - after}
+    changes = [change for change, members in moved.items() if members]
+    return f"workers {' and '.join(changes)}" if changes else "formed again"
 
 
 def newest_step(requests: list[JoinRequest]) -> int | None:

@@ -14,6 +14,7 @@ from elastic_ddp.rendezvous.members import (
     Member,
     by_node,
     by_seniority,
+    describe_change,
     evenly,
     has_group_joined,
     is_committed,
@@ -185,6 +186,11 @@ class Membership:
     def all_wait(self) -> bool:
         """Whether all members wait because they are too few for a generation."""
         return bool(self._waiting) and all(member.id in self._waiting for member in self._alive())
+
+    @property
+    def waiting_step(self) -> int | None:
+        """Steps done in the newest state among the members while all wait; None if they do not, or have no state."""
+        return newest_step([*self._waiting.values()]) if self.all_wait() else None
 
     def has_committed(self) -> bool:
         """Whether the newest state among waiting members is committed."""
@@ -361,11 +367,7 @@ class Membership:
             return STARTED
         if self.failure not in (None, OVERDUE):
             return WORKER_FAILED
-        if handover_only:
-            return "workers leave"
-        moved = {"joined": chosen - self.current.ids, "left": self.current.ids - chosen}
-        changes = [change for change, members in moved.items() if members]
-        return f"workers {' and '.join(changes)}" if changes else "formed again"
+        return "workers leave" if handover_only else describe_change(self.current.ids, chosen)
 
     def _alive(self) -> list[Member]:
         """Members of the current generation that have not failed or left, in rank order."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,10 @@ _EXCLUDED: Any = {"membership": {"_waiting"}}
 
 
 class Snapshot:
-    """The two files, in a folder on this node for this run alone; without a folder it keeps nothing."""
+    """The two files, in a folder on this node for this run alone; without a folder it keeps nothing.
+
+    The driver removes the folder when the run is over, which may be before the rendezvous process has ended.
+    """
 
     def __init__(self, folder: str | None) -> None:
         self._state = Path(folder, "state.json") if folder is not None else None
@@ -69,8 +74,9 @@ class Snapshot:
         """Replaces the state file if the state has changed."""
         if self._state is None or (data := _STATE.dump_json(state, exclude=_EXCLUDED)) == self._saved:
             return
-        _replace(self._state, data)
-        self._saved = data
+        with _unless_removed(self._state):
+            _replace(self._state, data)
+            self._saved = data
 
     def lines(self) -> list[dict[str, Any]]:
         """Returns all lines appended so far. A torn last line was never acknowledged, and is removed."""
@@ -84,13 +90,14 @@ class Snapshot:
     def replace(self, lines: list[dict[str, Any]]) -> None:
         """Replaces all lines appended so far."""
         if self._events is not None:
-            _replace(self._events, b"".join(map(_as_bytes, lines)))
+            with _unless_removed(self._events):
+                _replace(self._events, b"".join(map(_as_bytes, lines)))
 
     def append(self, line: dict[str, Any]) -> None:
         """Appends a line. Raises OSError and leaves no part of it if the disk is full."""
         if self._events is not None:
             data = _as_bytes(line)
-            with self._events.open("ab", buffering=0) as file:
+            with _unless_removed(self._events), self._events.open("ab", buffering=0) as file:
                 end = file.tell()
                 try:
                     while data:
@@ -98,6 +105,16 @@ class Snapshot:
                 except OSError:
                     file.truncate(end)
                     raise
+
+
+@contextmanager
+def _unless_removed(file: Path) -> Iterator[None]:
+    """Ignores that the folder of the file has been removed."""
+    try:
+        yield
+    except FileNotFoundError:
+        if file.parent.exists():
+            raise
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -17,6 +17,7 @@ import elastic_ddp as ed
 from elastic_ddp.errors import TrainFunctionError, WorkersFailedError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
+from elastic_ddp.telemetry.events import CommitSucceeded
 from tests.integration import jobs
 
 pytestmark = pytest.mark.slow
@@ -142,6 +143,31 @@ def test_a_crash_at_the_same_step_ends_the_run_with_signal_and_stack(cluster: No
     assert (
         sum(event.event == "worker_lost" for event in read_ledger(Storage(str(folder / f"runs/crashes-{workers}")))) < 7
     )
+
+
+@pytest.mark.chaos
+def test_crashes_at_each_start_end_the_run_after_the_survivor_has_committed(cluster: None, folder: Path) -> None:
+    marker = folder / "crashed"
+
+    def crash(run: ed.Run, step: int) -> None:
+        if step == 7 and run.rank == 1:
+            marker.touch()
+            os.abort()
+
+    train = make_train(in_batch=crash)
+
+    def crash_at_start(run: ed.Run) -> None:
+        if marker.exists():
+            os.abort()
+        train(run)
+
+    with pytest.raises(
+        WorkersFailedError,
+        match=r"3 times in a row .* after 7 steps. .* worker that starts on .* SIGABRT at .* crash_at",
+    ):
+        fit(folder, "starts", 2, crash_at_start, min_workers=2, checkpoint={"every_steps": 1000})
+    events = read_ledger(Storage(str(folder / "runs" / "starts")))
+    assert [event.step for event in events if isinstance(event, CommitSucceeded)] == [7]
 
 
 @pytest.mark.chaos

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.errors import TrainFunctionError, WorkersFailedError
 from elastic_ddp.rendezvous.actor import Rendezvous
 from elastic_ddp.rendezvous.attempts import MAX_ATTEMPTS, SETTLE_S, Attempts
 from elastic_ddp.rendezvous.members import DrainNotice
-from elastic_ddp.rendezvous.messages import RendezvousOptions
+from elastic_ddp.rendezvous.messages import Ended, RendezvousOptions
+from tests.unit.ledger_events import ledger_event
 from tests.unit.membership_harness import FAILED, MembershipHarness, harness_of
 from tests.unit.membership_harness import member as a_member
-from tests.unit.rendezvous_harness import Play, join, member, started
+from tests.unit.rendezvous_harness import BROKEN, Play, join, member, report, started, until_blocked
 from tests.unit.test_heartbeat import LIMIT_S, LONG_S, Receiver, run_server
 
 CRASH = f"{FAILED}: SIGABRT at /home/me/train.py:9 in train\n  File ..."
@@ -168,6 +170,72 @@ def test_failed_starts_do_not_count_while_others_train() -> None:
         attempts.record(harness.membership, name, CRASH, harness.now)
         harness.now += SETTLE_S
         assert attempts.verdict(0, harness.membership, harness.now) is None
+
+
+async def failed_starts(rendezvous: Rendezvous, names: str) -> None:
+    """Workers start one after the other, and die."""
+    for name in names:
+        await rendezvous.heartbeat_address(member(name, 1))
+        await rendezvous._on_failure(f"{name}1", CRASH)
+
+
+def test_failed_starts_end_a_run_whose_survivors_wait_once_they_have_committed(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.rendezvous.attempts.SETTLE_S", 0.0)
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        await failed_starts(rendezvous, "bcdef")  # while both train
+        await report(rendezvous, [ledger_event("first_step", generation=1, seconds=0.1, at=0.0)], {"step": 8})
+        await rendezvous._on_failure("a1", CRASH)
+        waits = asyncio.create_task(join(rendezvous, member("a", 0), 1, 7, failure=BROKEN))
+        await until_blocked(waits)
+        await failed_starts(rendezvous, "gh")
+        while not isinstance(place := await waits, Assignment):
+            waits = asyncio.create_task(join(rendezvous, member("a", 0), 1, 7, failure=BROKEN))
+        assert place.handover_only and place.receivers == (), "it commits"
+        rendezvous._coordinator.tick()
+        assert (await rendezvous.wait_for_update(0)).outcome is None, "it has not committed yet"
+        await report(rendezvous, [ledger_event("commit", step=7, request=1, at=0.0)], None, "a0", 1)
+        answer = None
+        while not isinstance(answer, Ended):
+            answer = await join(rendezvous, member("a", 0), place.generation, 7, committed=7)
+        outcome = (await rendezvous.wait_for_update(0)).outcome
+        assert outcome is not None and outcome["kind"] == "WorkersFailedError"
+        assert "3 times in a row without progress, after 7 steps. The last failure: a worker that" in outcome["error"]
+        assert "SIGABRT at /home/me/train.py:9 in train\n  File" in outcome["error"]
+
+    play(scenario, RendezvousOptions(min_workers=2, max_workers=2, heartbeat_timeout_s=30.0))
+
+
+def test_workers_that_die_while_they_wait_for_others_are_failed_starts() -> None:
+    harness, attempts = harness_of("abz", min_workers=3), Attempts()
+    harness.membership.mark_failed("z", FAILED)
+    harness.all_join("ab", 7)
+    assert harness.form() is None
+    for name in "cde":
+        assert attempts.verdict(7, harness.membership, harness.now) is None
+        harness.all_join(name)
+        attempts.record(harness.membership, name, "not ready to train 120 s after its start", harness.now)
+        harness.membership.mark_failed(name, FAILED)
+        harness.now += SETTLE_S
+    verdict = str(attempts.verdict(7, harness.membership, harness.now))
+    assert "after 7 steps" in verdict and "not ready to train 120 s after its start\nCorrect" in verdict
+
+
+def test_steps_between_failed_starts_are_progress() -> None:
+    harness, attempts = harness_of("ab", min_workers=2), Attempts()
+    for step, peer, starts, replacement in ((3, "b", "c", "d"), (7, "d", "e", "f"), (12, "f", "g", "h")):
+        attempts.record(harness.membership, peer, FAILED, harness.now)
+        harness.membership.mark_failed(peer, FAILED)
+        harness.all_join("a", step)
+        attempts.starting[starts] = a_member(starts)
+        attempts.record(harness.membership, starts, CRASH, harness.now)
+        harness.now += SETTLE_S
+        assert attempts.verdict(step + 1, harness.membership, harness.now) is None
+        harness.all_join(replacement)
+        attempts.generation_formed(harness.formed(), step, 0.0)
 
 
 CRASHES = """

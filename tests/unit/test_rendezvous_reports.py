@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -225,6 +226,23 @@ def test_a_full_disk_leaves_no_partial_event(tmp_path: Path) -> None:
     assert (tmp_path / "events.jsonl").stat().st_size == size
     snapshot.append({"sender": "", "number": 0, "event": {"event": "third"}})
     assert [line["event"]["event"] for line in Snapshot(str(tmp_path)).lines()] == ["first", "third"]
+
+
+def test_a_rendezvous_goes_on_quietly_after_the_driver_has_removed_its_folder(play: Play, tmp_path: Path) -> None:
+    (folder := tmp_path / "snapshot").mkdir()
+    options = RendezvousOptions(min_workers=1, max_workers=4, heartbeat_timeout_s=30.0, snapshot_folder=str(folder))
+
+    async def scenario(rendezvous: Rendezvous) -> None:
+        await started(rendezvous)
+        assert [*folder.iterdir()]
+        shutil.rmtree(folder)
+        await rendezvous.end(member("a", 0), None, {"status": "finished"})
+        await rendezvous.stop()
+        rendezvous._coordinator.tick()
+        assert (await rendezvous.wait_for_update(0)).outcome == {"status": "finished"}
+        assert not folder.exists()
+
+    play(scenario, options)
 
 
 def test_a_restarted_rendezvous_resumes_from_its_snapshot(play: Play, tmp_path: Path) -> None:
