@@ -213,7 +213,7 @@ def share_state(inputs: GenerationInputs, group: ProcessGroup, strategy: Strateg
     source, receivers = group.assignment.source, group.assignment.receivers
     if source is None:
         if (restored := inputs.restore(group, shard)) is not None:
-            changes, uses_code = state.resume(restored)
+            changes, uses_code = state.resume(restored, inputs.activity.tick)
             if changes and group.rank == 0:
                 listed = [change.to_json() for change in changes]
                 inputs.record(HyperparametersDiffer(step=state.position.step, changes=listed, uses_code=uses_code))

@@ -6,8 +6,9 @@ the function now sets another value, that is used. Otherwise the value of the sc
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ Every = Literal["step", "epoch"]
 """When `Step.optimize` steps a scheduler."""
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
 """Settings of an optimizer that schedulers change."""
+_STEPS_PER_TICK = 1000
 
 
 @validated(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -97,11 +99,12 @@ def adopt(
     then: Prepared,
     now: Prepared,
     factors: Mapping[str, Factors],
+    tick: Callable[[], object] = lambda: None,
 ) -> list[Change]:
     """Replaces restored hyperparameters by those of the code where the code has changed. Returns the changes.
 
     If a schedule has changed, the schedulers of its optimizer are stepped from their start to the run's position. So a
-    longer cosine continues from its own value there.
+    longer cosine continues from its own value there. The reductions of a `ReduceLROnPlateau` beside them stay.
 
     Args:
         optimizers: the optimizers, with their restored state.
@@ -109,6 +112,7 @@ def adopt(
         then: what `record` returned in the session that made the commit.
         now: what it returned in this one, before the restore.
         factors: what `factors_of` returned before the restore.
+        tick: called now and then while schedulers are stepped.
 
     Raises:
         ConfigError: a changed scheduler cannot be stepped to the run's position.
@@ -123,25 +127,28 @@ def adopt(
             for keys, saved, group in zip(differing, before, optimizer.param_groups, strict=True)
             for key in keys
         )
+        rates = [copy_of(group["lr"]) for group in optimizer.param_groups]
         for group, own, keys in zip(optimizer.param_groups, after, differing, strict=True):
             group.update({key: copy_of(own[key]) for key in keys})
-        replayed = {}
+        replayed, has_plateau, has_new_form = {}, False, False
         for key, schedule in schedules.items():
             if schedule.scheduler.optimizer is not optimizer:
                 continue
             name = name_of(schedule.scheduler, [other.scheduler for other in schedules.values()])
-            changed = [
-                *_of_schedule(name, schedule, key, then, now),
-                *of_functions(name, schedule.scheduler, factors.get(key, {})),
-            ]
+            functions = list(of_functions(name, schedule.scheduler, factors.get(key, {})))
+            changed = [*_of_schedule(name, schedule, key, then, now), *functions]
             changes += changed
             if schedule.is_replayable:
                 replayed[key] = schedule
                 is_rescheduled |= bool(changed)
+                has_new_form |= bool(functions) or then.kind[key] != now.kind[key]
             else:
+                has_plateau = True
                 _adopt_settings(schedule.scheduler, then.scheduler[key], now.scheduler[key])
         if replayed and is_rescheduled:
-            _replay(optimizer, replayed, then, now, after)
+            # What another class or other functions did cannot be computed any more.
+            restored = rates if has_plateau and not has_new_form else []
+            _replay(optimizer, replayed, then, now, before, after, restored, tick)
     return changes
 
 
@@ -177,28 +184,65 @@ def _replay(
     schedules: Mapping[str, Schedule],
     then: Prepared,
     now: Prepared,
+    before: Sequence[Mapping[str, Any]],
     settings: Sequence[Mapping[str, Any]],
+    rates: Sequence[Any],
+    tick: Callable[[], object],
 ) -> None:
-    """Steps the schedulers of an optimizer from their start to the run's position."""
+    """Steps the schedulers of an optimizer from their start to the run's position.
+
+    Given the restored learning rates, keeps what else has reduced them: their ratio to those of the schedulers of the
+    commit, which start from the settings `before`.
+    """
     loaded = [dict(group) for group in optimizer.param_groups]
     taken = {key: steps_taken(schedule.scheduler) for key, schedule in schedules.items()}
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(copy_of(own))
+    reductions = []
+    if rates:
+        _reset(optimizer, schedules, then.scheduler, before)
+        _step_all(schedules, {key: n - steps_taken(schedules[key].scheduler) for key, n in taken.items()}, tick)
+        reductions = [_ratio(lr, group["lr"]) for lr, group in zip(rates, optimizer.param_groups, strict=True)]
+    _reset(optimizer, schedules, now.scheduler, settings)
+    counts = {}
     for key, schedule in schedules.items():
-        schedule.scheduler.load_state_dict(copy_of(now.scheduler[key]))
         counted = taken[key] - steps_taken(schedule.scheduler)
         is_known = then.every[key] == schedule.every and then.kind[key] == now.kind[key]
-        taken[key] = min(counted, schedule.num_due) if is_known else schedule.num_due
-    total = max(taken.values())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the order of scheduler.step() and optimizer.step()
-        for step in range(total):
-            for key, count in taken.items():  # evenly, as they were stepped in training
-                if (step + 1) * count // total > step * count // total:
-                    _step(schedules[key].scheduler, total)
+        counts[key] = min(counted, schedule.num_due) if is_known else schedule.num_due
+    _step_all(schedules, counts, tick)
     for group, own, values in zip(optimizer.param_groups, settings, loaded, strict=True):
         unscheduled = [key for key in own if key not in _SCHEDULED and is_same(group[key], own[key])]
         group.update({key: values[key] for key in unscheduled if key in values})
+    for group, reduction in zip(optimizer.param_groups, reductions, strict=False):
+        group["lr"] = group["lr"] * reduction
+
+
+def _ratio(restored: Any, scheduled: Any) -> float:
+    ratio = float(restored) / float(scheduled) if scheduled else 1.0
+    return 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
+
+
+def _reset(
+    optimizer: torch.optim.Optimizer,
+    schedules: Mapping[str, Schedule],
+    states: Mapping[str, Mapping[str, Any]],
+    settings: Sequence[Mapping[str, Any]],
+) -> None:
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(copy_of(own))
+    for key, schedule in schedules.items():
+        schedule.scheduler.load_state_dict(copy_of(states[key]))
+
+
+def _step_all(schedules: Mapping[str, Schedule], counts: Mapping[str, int], tick: Callable[[], object]) -> None:
+    """Steps each scheduler as often as `counts` says, evenly, as they were stepped in training."""
+    total = max(counts.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the order of scheduler.step() and optimizer.step()
+        for step in range(total):
+            if step % _STEPS_PER_TICK == 0:
+                tick()
+            for key, count in counts.items():
+                if (step + 1) * count // total > step * count // total:
+                    _step(schedules[key].scheduler, total)
 
 
 def _step(scheduler: LRScheduler, position: int) -> None:

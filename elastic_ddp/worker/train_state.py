@@ -215,8 +215,10 @@ class TrainState:
             **({} if self.loss_scale is None else {"loss_scale": asdict(self.loss_scale)}),
         }
 
-    def resume(self, state: dict[str, Any]) -> tuple[list[Change], bool]:
+    def resume(self, state: dict[str, Any], tick: Callable[[], object] = lambda: None) -> tuple[list[Change], bool]:
         """Loads the state of a commit. Hyperparameters that the code has changed since keep the value in the code.
+
+        `tick` is called now and then if schedulers are stepped to the run's position.
 
         Returns:
             The hyperparameters that differ between the commit and the code, and whether those of the code are used. A
@@ -240,7 +242,8 @@ class TrainState:
         if then is None:
             return hyperparameters.kept(self.optimizers, self._schedules(), now), False
         try:
-            changes = hyperparameters.adopt(self.optimizers, self._schedules(), then=then, now=now, factors=factors)
+            records: dict[str, Any] = {"then": then, "now": now, "factors": factors}
+            changes = hyperparameters.adopt(self.optimizers, self._schedules(), **records, tick=tick)
             self._count_scheduler_steps()
             return changes, True
         except ConfigError:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from elastic_ddp.driver.display import describe_event
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.telemetry.event import parse
+from elastic_ddp.worker import hyperparameters
 from elastic_ddp.worker.run import Run
 from tests.unit.single_worker import Model, NewRun, StepCounter, client_of, compute_gradients
 
@@ -320,6 +321,52 @@ def test_the_patience_of_a_registered_plateau_scheduler_can_be_edited(new_run: N
     run = new_run(steps=8)
     assert with_plateau(run, patience=2) == [0.05, 0.025, 0.025, 0.025]  # the count of bad steps goes on
     assert changes_of(run) == {"ReduceLROnPlateau.patience": (1, 2)}
+
+
+def with_warmup_and_plateau(run: Run, steps: int, reduces: bool, rate: float = 0.1) -> list[float]:
+    """Warms up beside a plateau scheduler. Returns the learning rate after each step."""
+    model: Any = run.prepare(Model())
+    optimizer = run.prepare(SGD(model.parameters(), lr=rate))
+    run.prepare(schedulers.LinearLR(optimizer, 0.1, total_iters=steps))
+    plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+    run.register("plateau", plateau)
+    rates = []
+    for step in run.steps():
+        with step:
+            compute_gradients(step, model)
+            step.optimize()
+            plateau.step(1.0 if reduces and step.index < 6 else -step.index)
+        rates.append(optimizer.param_groups[0]["lr"])
+    run._loop.finish()
+    return rates
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.04])
+def test_a_replayed_warmup_keeps_what_a_plateau_scheduler_has_reduced(new_run: NewRun, rate: float) -> None:
+    assert with_warmup_and_plateau(new_run(steps=6), 3, True)[-1] == pytest.approx(0.025)
+    resumed = with_warmup_and_plateau(new_run(steps=10), 8, True, rate)
+    unreduced = with_warmup_and_plateau(new_run(steps=10, folder="new"), 8, False, rate)[6:]
+    assert resumed == pytest.approx([each / 4 for each in unreduced])
+
+
+def test_a_replay_without_reductions_keeps_the_bits(new_run: NewRun) -> None:
+    with_warmup_and_plateau(new_run(steps=6), 3, False)
+    expected = with_warmup_and_plateau(new_run(steps=10, folder="new"), 8, False)[6:]
+    assert with_warmup_and_plateau(new_run(steps=10), 8, False) == expected
+
+
+def test_a_long_replay_reports_that_it_makes_progress(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_ticks(steps_per_tick: int) -> int:
+        monkeypatch.setattr(hyperparameters, "_STEPS_PER_TICK", steps_per_tick)
+        folder = str(steps_per_tick)
+        trained(new_run(steps=6, folder=folder), schedule=SCHEDULES["cosine"])
+        run = new_run(steps=7, folder=folder)
+        ticks: list[int] = []
+        monkeypatch.setattr(client_of(run).activity, "tick", lambda: ticks.append(1))
+        trained(run, schedule=SCHEDULES["cosine"])
+        return len(ticks)
+
+    assert num_ticks(1) == num_ticks(1000) + 5
 
 
 def test_the_console_lists_each_difference_with_both_values(new_run: NewRun) -> None:
