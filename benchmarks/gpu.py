@@ -53,7 +53,7 @@ SETTINGS = {
 }
 TINY = {
     "large": Setting(layers=2, width=64, heads=2, context=32, micro_batch_size=4, micro_batches=4),
-    "small": Setting(layers=1, width=32, heads=2, context=16, micro_batch_size=4, micro_batches=1),
+    "small": Setting(layers=6, width=32, heads=2, context=16, micro_batch_size=4, micro_batches=1),
 }
 TARGETS = {"native": 0.98, "canonical": 0.95}
 MOST_MEMORY = {"native": 1.05}
@@ -253,7 +253,7 @@ class Benchmark:
 
             def trace(running: RunningSide, label: str = label) -> None:
                 running.ask("trace", with_stack=False, warmup=1, steps=1)  # the first trace starts the profiler
-                plain = running.ask("trace", with_stack=False, warmup=2, steps=8)
+                plain = running.ask("trace", with_stack=False, warmup=2, steps=6)
                 stacks = running.ask("trace", with_stack=True, warmup=1, steps=3)
                 self.keep_trace(plain["path"], f"{setting}-{label}.json")
                 self.keep_trace(stacks["path"], f"{setting}-{label}-stacks.json")
