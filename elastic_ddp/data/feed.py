@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -165,12 +166,15 @@ class MicroBatchFeed:
 
     def _wait_for_batch(self) -> None:
         """Waits until a micro-batch is ready, or there will be none. Call it with the lock held."""
-        poll_s = min(self._hang_timeout_s / 10, _MAX_POLL_S)
+        poll_s, begun_at = min(self._hang_timeout_s / 10, _MAX_POLL_S), time.monotonic()
         while not self._changed.wait_for(
             lambda: self._ready or self._error or self._closed or self._interrupted, timeout=poll_s
         ):
-            call = self._pipeline.hanging_call(self._hang_timeout_s) if self._pipeline is not None else None
-            if call is not None:
+            # A longer time shows that this process was suspended, and the calls may have been as well.
+            waited_s, begun_at = min(time.monotonic() - begun_at, 2 * poll_s), time.monotonic()
+            if self._pipeline is None:
+                continue
+            if (call := self._pipeline.hanging_call(self._hang_timeout_s, waited_s)) is not None:
                 self._error = DataError(f"{call}\nRaise hang_timeout_s if a call may take longer.")
 
     def _await_copy(self, batch: MicroBatch) -> MicroBatch:

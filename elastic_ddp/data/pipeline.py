@@ -94,9 +94,12 @@ class Pipeline(Generic[Content]):
             return self._records.find_fatal(self._locate, " because Ray's memory monitor killed it: memory is short")
         return self._records.find_fatal(self._locate) if isinstance(error, ray.exceptions.WorkerCrashedError) else None
 
-    def hanging_call(self, after_s: float) -> str | None:
-        """Returns the description of a call of the user's function that has run for this long. For any thread."""
-        call = self._records.find_hanging(self._locate, after_s)
+    def hanging_call(self, after_s: float, waited_s: float) -> str | None:
+        """Returns the description of a call of the user's function that does not end; see `CallRecords.find_hanging`.
+
+        For any thread, but one at a time.
+        """
+        call = self._records.find_hanging(self._locate, after_s, waited_s)
         return call.message if call is not None else None
 
     def stop_tasks(self) -> None:

@@ -92,6 +92,8 @@ class CallRecords:
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="elastic_ddp-calls-")
+        self._waited: dict[tuple[str, int], float] = {}
+        """Seconds for which the worker has waited during each running call, by process and the time that it began."""
 
     def find_fatal(self, locate: Callable[[list[int]], str], reason: str = "") -> FatalCall | None:
         """Returns the call in which a process died, or None. Call it after Ray reported that one died.
@@ -114,20 +116,36 @@ class CallRecords:
                 return None
             time.sleep(0.01)
 
-    def find_hanging(self, locate: Callable[[list[int]], str], after_s: float) -> FatalCall | None:
-        """Returns a call that has run for this many seconds, with the stack of its process, or None."""
+    def find_hanging(self, locate: Callable[[list[int]], str], after_s: float, waited_s: float) -> FatalCall | None:
+        """Returns a call for which the worker has waited this many seconds, with the stack of its process, or None.
+
+        Args:
+            locate: describes rows by their row ids.
+            after_s: the limit.
+            waited_s: seconds since the previous call of this method for which the worker itself has run, and waited.
+                Time in which the machine or the worker was suspended is not among them.
+        """
+        before, self._waited = self._waited, {}
         for path in self._paths():
             with suppress(OSError):
-                if time.time() - path.stat().st_mtime < after_s or not path.read_text(errors="replace"):
+                status = path.stat()
+                if not status.st_size:
                     continue
-                os.kill(int(path.name), _SHOW_STACK)
-                deadline = time.monotonic() + _STACK_TIMEOUT_S
-                while time.monotonic() < deadline and not path.read_text(errors="replace").partition("\n")[2]:
-                    time.sleep(0.01)
-                call, _, report = path.read_text(errors="replace").partition("\n")
-                if call:
-                    return _describe(call, report, locate, f"has made no progress for {after_s:g} s")
+                call, age_s = (path.name, status.st_mtime_ns), max(0.0, time.time() - status.st_mtime)
+                is_stopped = process_state(int(path.name)) in "Tt"
+                added_s = 0.0 if is_stopped else waited_s if call in before else min(waited_s, age_s)
+                self._waited[call] = before.get(call, 0.0) + added_s
+                if self._waited[call] >= after_s:
+                    return self._describe_hanging(path, locate, after_s)
         return None
+
+    def _describe_hanging(self, path: Path, locate: Callable[[list[int]], str], after_s: float) -> FatalCall | None:
+        os.kill(int(path.name), _SHOW_STACK)
+        deadline = time.monotonic() + _STACK_TIMEOUT_S
+        while time.monotonic() < deadline and not path.read_text(errors="replace").partition("\n")[2]:
+            time.sleep(0.01)
+        call, _, report = path.read_text(errors="replace").partition("\n")
+        return _describe(call, report, locate, f"has made no progress for {after_s:g} s") if call else None
 
     def _paths(self) -> list[Path]:
         """Returns the records of all processes; none if the pipeline is closed."""
@@ -142,10 +160,15 @@ class CallRecords:
 
 def _is_running(pid: int) -> bool:
     """Returns whether a process has not ended. One that has ended stays in the list until its parent asks for it."""
+    return process_state(pid) not in "ZX"
+
+
+def process_state(pid: int) -> str:
+    """Returns the state of a process as in `ps`: T and t if it is stopped, Z and X if it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"
 
 
 def _signal(report: str) -> str:

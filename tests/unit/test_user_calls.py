@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from elastic_ddp.data.user_calls import CallRecords, describe_rows, record_calls, recorded
+from elastic_ddp.data.user_calls import CallRecords, describe_rows, process_state, record_calls, recorded
 from tests.ranks import PROCESSES
 
 
@@ -111,10 +111,32 @@ def test_a_process_that_died_outside_of_a_call_is_not_blamed_on_the_function(
 
 def test_a_call_that_hangs_is_found_with_its_stack(records: CallRecords, start: Callable[..., object]) -> None:
     start(records, wait_forever)
-    assert records.find_hanging(describe_rows, after_s=1000.0) is None
+    assert records.find_hanging(describe_rows, after_s=1000.0, waited_s=10.0) is None
     call = None
     while call is None or "wait_forever" not in call.message:  # until the call waits
-        call = records.find_hanging(describe_rows, after_s=0.0)
+        call = records.find_hanging(describe_rows, after_s=0.0, waited_s=0.0)
     first, *stack = call.message.splitlines()
     assert re.fullmatch(f"the process that runs the transform has made no progress for 0 s{CALL}", first), first
     assert stack[-1].startswith("  File ")
+
+
+def test_time_in_which_the_machine_was_suspended_is_no_hang(records: CallRecords, start: Callable[..., object]) -> None:
+    start(records, wait_forever)
+    (process,) = os.listdir(records.folder)
+    os.utime(f"{records.folder}/{process}", (0, 0))  # the clock shows many years later
+    found = [records.find_hanging(describe_rows, after_s=60.0, waited_s=20.0) is not None for _ in range(3)]
+    assert found == [False, False, True]
+
+
+def test_a_call_whose_process_is_stopped_does_not_hang(records: CallRecords, start: Callable[..., object]) -> None:
+    start(records, wait_forever)
+    (process,) = os.listdir(records.folder)
+    assert records.find_hanging(describe_rows, after_s=60.0, waited_s=0.0) is None
+    os.kill(int(process), signal.SIGSTOP)
+    while process_state(int(process)) != "T":
+        time.sleep(0.001)
+    assert records.find_hanging(describe_rows, after_s=60.0, waited_s=100.0) is None
+    os.kill(int(process), signal.SIGCONT)
+    while process_state(int(process)) == "T":
+        time.sleep(0.001)
+    assert records.find_hanging(describe_rows, after_s=60.0, waited_s=100.0) is not None
