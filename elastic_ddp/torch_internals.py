@@ -125,6 +125,11 @@ def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks)
 
 
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether a scheduler was built for an optimizer, whose `step` it marks: `_wrapped_by_lr_sched`."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
 def inner_schedulers(scheduler: torch.optim.lr_scheduler.LRScheduler) -> Sequence[Any]:
     """Returns the schedulers that a `SequentialLR` or `ChainedScheduler` runs; none for any other: `_schedulers`."""
     return getattr(scheduler, "_schedulers", ())

@@ -27,7 +27,7 @@ from elastic_ddp.worker.generation import Generation
 from elastic_ddp.worker.job import Job
 from elastic_ddp.worker.loss_scale import LossScale
 from elastic_ddp.worker.membership import RestartTraining, WorkerMembership
-from elastic_ddp.worker.state_checks import warn_about_batch_norm
+from elastic_ddp.worker.state_checks import warn_about_batch_norm, warn_about_schedulers
 from elastic_ddp.worker.step import Step
 from elastic_ddp.worker.train_state import TrainState
 from elastic_ddp.worker.warmup_step import WarmupStep
@@ -121,10 +121,14 @@ class Loop:
         """Rank 0 reports problems that it expects later in the run, in the first generation of the session."""
         generation, shape = self.membership.generation, self.job.shape
         assert generation is not None
-        if self.rank != 0 or generation.number != 1 or self.job.total_steps < shape.steps_per_epoch:
+        if self.rank != 0 or generation.number != 1:
             return
-        if (text := warn_about_batch_norm(self.state.module, shape)) is not None:
-            self.client.record(Warned(text=text))
+        texts = [warn_about_schedulers(self.state.optimizers, self.state.schedulers, self.state.registered)]
+        if self.job.total_steps >= shape.steps_per_epoch:
+            texts.append(warn_about_batch_norm(self.state.module, shape))
+        for text in texts:
+            if text is not None:
+                self.client.record(Warned(text=text))
 
     def _votes(self) -> dict[str, bool]:
         """Returns this rank's votes. Rank 0 decides on a commit or a stop; membership changes when all ranks agree."""

@@ -96,6 +96,24 @@ def warn_about_batch_norm(module: torch.nn.Module, shape: EpochShape) -> str | N
     )
 
 
+def warn_about_schedulers(
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[torch.optim.lr_scheduler.LRScheduler],
+    registered: Mapping[str, Any],
+) -> str | None:
+    """Returns a warning if a prepared optimizer has a scheduler that is neither prepared nor registered, or None."""
+    held = [value for thing in registered.values() for value in (thing, *getattr(thing, "__dict__", {}).values())]
+    saved = [thing for thing in (*schedulers, *held) if isinstance(thing, torch.optim.lr_scheduler.LRScheduler)]
+    for optimizer in optimizers:
+        if torch_internals.has_scheduler(optimizer) and not any(each.optimizer is optimizer for each in saved):
+            return (
+                f"the {type(optimizer).__name__} has a scheduler that is not prepared, so it starts anew when the run "
+                "resumes and on a worker that joins. Use run.prepare(scheduler), which also steps it, or "
+                'run.register("scheduler", scheduler) to step it yourself.'
+            )
+    return None
+
+
 def check_optimizer(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, prepared: Sequence[torch.optim.Optimizer]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from elastic_ddp.errors import CheckpointError, ConfigError
 from elastic_ddp.rendezvous.client import RunStopped
 from elastic_ddp.worker.evaluated_values import as_number
+from elastic_ddp.worker.run import Run
 from elastic_ddp.worker.step import Step
 from tests.unit.commit_helpers import newest_record, wait_for_saves
 from tests.unit.single_worker import (
     Model,
     NewRun,
     PeerFailures,
+    StepCounter,
     client_of,
     compute_gradients,
     expect_config_error,
@@ -315,3 +318,38 @@ def test_a_loss_of_an_evaluation_that_is_not_one_number_is_refused(loss: Any, ca
         as_number(loss)
     assert f"loss_fn of run.evaluate returned {called}" in str(caught.value)
     assert as_number(torch.ones(1, 1)) == as_number(1) == as_number(np.float32(1.0)) == 1.0
+
+
+class Holder(StepCounter):
+    """Registered state that holds a scheduler."""
+
+    def __init__(self, scheduler: StepLR) -> None:
+        super().__init__()
+        self.scheduler = scheduler
+
+
+SAVES: dict[str, tuple[Callable[[Run, StepLR], object], bool]] = {
+    "not": (lambda run, scheduler: None, True),
+    "prepared": (lambda run, scheduler: run.prepare(scheduler), False),
+    "registered": (lambda run, scheduler: run.register("scheduler", scheduler), False),
+    "held": (lambda run, scheduler: run.register("holder", Holder(scheduler)), False),
+    "another": (lambda run, scheduler: run.register("counter", StepCounter()), True),
+}
+
+
+@pytest.mark.parametrize(("save", "warns"), SAVES.values(), ids=SAVES)
+def test_a_note_says_that_a_scheduler_which_is_not_prepared_starts_anew(
+    new_run: NewRun, save: Callable[[Run, StepLR], object], warns: bool
+) -> None:
+    run = new_run(steps=1)
+    model: Any = run.prepare(torch.nn.Linear(3, 1))
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    save(run, StepLR(optimizer, 2))
+    for step in run.steps():
+        with step:
+            compute_gradients(step, model)
+            step.optimize()
+    texts = [event["text"] for event in client_of(run).events_of("warning")]
+    assert len(texts) == warns
+    if warns:
+        assert "the SGD has a scheduler that is not prepared" in texts[0] and "run.prepare(scheduler)" in texts[0]
