@@ -37,6 +37,8 @@ from tests.unit.inprocess_rendezvous import FAKE_RAY, InProcessRendezvous
 from tests.unit.single_worker import FakeFeed, FakeIndex
 
 POLL_S = 0.02
+ENDS_WITHIN_S = 10.0
+"""How long a killed process may take to end: its driver may be busy."""
 STACKS_WITHIN_S = 1.0
 """How long workers have to write their stacks, after the test has waited in vain."""
 LOG_BYTES = 12_000
@@ -207,7 +209,7 @@ class Workers:
         for worker in self.all:
             worker.process.kill()
         for worker in self.all:
-            worker.process.join()
+            worker.process.join(ENDS_WITHIN_S)
         self._listener.close()
         self.rendezvous.close()
 
