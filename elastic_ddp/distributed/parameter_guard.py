@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from elastic_ddp.errors import ConfigError, shorten
+from elastic_ddp.tensors.state_tree import INTEGERS
 from elastic_ddp.torch_internals import version
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The dtypes in which bits are added up, by the size of an element."""
 
 
 def changed_parameters_error(names: Sequence[str], module: torch.nn.Module) -> ConfigError:
@@ -92,5 +90,5 @@ def _sum_bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
         if local.layout is torch.strided:
             bits = torch.view_as_real(local) if local.is_complex() else local
-            sums[name] = bits.view(_INTEGERS[bits.itemsize]).sum(dtype=torch.int64)
+            sums[name] = bits.view(INTEGERS[bits.itemsize]).sum(dtype=torch.int64)
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}

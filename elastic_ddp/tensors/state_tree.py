@@ -24,6 +24,8 @@ Layout = Callable[[str], torch.Tensor | None]
 """Maps a tensor's name in a commit to a DTensor that is sharded as this tensor is; to None if it is not sharded."""
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtype in which bits are compared and added up, by the size of an element."""
 _NUMPY_SCALARS = "biufcmM"
 _NUMPY_ARRAYS = "biufcmMSU"
 _FACTORIES: dict[str, Callable[[], Any]] = {
