@@ -6,6 +6,7 @@ import datetime
 import gc
 import json
 import re
+import time
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 FORM_TIMEOUT_S = 1.0
 """Timeout of the first attempt to connect the ranks of a group, after all of them have arrived."""
+NCCL_CONNECTS_S, _RETRY_S = 10.0, 0.05
+"""How long, and how often, `abort` shuts down the sockets over which NCCL connects the ranks."""
 _PACKAGE_FOLDER, _TORCH_FOLDER = Path(__file__).parents[1], Path(torch.__file__).parent
 
 _NO_GROUP = "default process group has not been initialized"
@@ -96,6 +99,8 @@ class ProcessGroup:
     """Whether ranks may share a GPU that NCCL cannot share. Gloo then copies CUDA tensors to the host."""
     _timeout: datetime.timedelta = field(default=datetime.timedelta(), repr=False)
     _sockets: frozenset[Socket] = field(default=frozenset(), repr=False)
+    _before_nccl: frozenset[Socket] | None = field(default=None, repr=False)
+    """This process's sockets before NCCL began to connect the ranks; None if it does not connect them now."""
     aborted: bool = False
     """Whether this rank aborted the group, because a peer failed."""
     _nccl: Any = field(default=None, repr=False)
@@ -192,9 +197,20 @@ class ProcessGroup:
             raise PeerFailedError("a peer failed while the process group formed")
         dist.barrier()
         if has_nccl and self.world_size > 1:
-            # Torch creates the communicator in the first collective, where `abort` cannot end the wait for a rank that
-            # has failed. Here all ranks have just passed a barrier.
+            store.set_timeout(self._timeout)  # the first use of NCCL in a process may take longer than connecting
+            self._form_communicator()
+
+    def _form_communicator(self) -> None:
+        """Makes NCCL connect the ranks. Torch would do that in the first collective, where nothing ends the wait for a
+        rank that has failed. Here `abort` does."""
+        own, self._before_nccl = self._sockets, frozenset(tcp_sockets())
+        self._sockets = own | self.store.sockets
+        try:
             dist.all_reduce(torch.zeros(1, device=self.device))
+        finally:
+            self._sockets, self._before_nccl = own, None
+        if self.aborted:
+            raise PeerFailedError("a peer failed while NCCL connected the ranks")
 
     def _find_sockets(self, store: dist.Store, before: Collection[Socket]) -> frozenset[Socket]:
         """Returns the group's connections, among those that this process opened since the group began to form.
@@ -244,6 +260,10 @@ class ProcessGroup:
         """Makes every collective in flight fail, on this rank and on its peers. Callable from any thread."""
         self.aborted = True
         shut_down(self._sockets)
+        end = time.monotonic() + NCCL_CONNECTS_S
+        while (before := self._before_nccl) is not None and time.monotonic() < end:
+            shut_down(tcp_sockets().keys() - before)  # repeated, because NCCL opens its sockets one after the other
+            time.sleep(_RETRY_S)
         backend, self._nccl = self._nccl, None  # abort once, and this group's backend, which may not be the default now
         if backend is not None:
             backend.abort()

@@ -42,7 +42,7 @@ LEAK_BYTES = 64 << 20
 FREED_WITHIN_S = 5.0
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 """Makes NCCL use sockets, as between hosts."""
-Place = Literal["forward", "exchange", "optimizer"]
+Place = Literal["forward", "exchange", "optimizer", "connecting"]
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +104,7 @@ def train(run: Run, faults: tuple[Fault, ...] = (), hold: Path | None = None) ->
     optimizer = run.prepare(FaultyAdamW(model.parameters(), lr=0.05))
     run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
     _strike_in_exchanges(lambda: strike("exchange"))
+    _strike_while_nccl_connects(faults)
     for step in run.steps():
         with step:
             for batch in step.micro_batches():
@@ -135,6 +136,20 @@ def _strike_in_exchanges(strike: Callable[[], None]) -> None:
         return scatter(*args, **options)
 
     setattr(dist, name, faulty_scatter)
+
+
+def _strike_while_nccl_connects(faults: tuple[Fault, ...]) -> None:
+    """Lets faults strike before this rank takes part in the collective in which NCCL connects the ranks."""
+    all_reduce = dist.all_reduce
+
+    def faulty_all_reduce(value: torch.Tensor, *args: Any, **options: Any) -> Any:
+        for fault in faults:
+            place = fault.place, fault.rank, fault.world_size
+            if value.is_cuda and value.numel() == 1 and place == ("connecting", dist.get_rank(), dist.get_world_size()):
+                os.kill(os.getpid(), fault.how)
+        return all_reduce(value, *args, **options)
+
+    dist.all_reduce = faulty_all_reduce
 
 
 def _may_go_on(run: Run, hold: Path) -> bool:
@@ -285,6 +300,16 @@ def test_survivors_of_two_killed_ranks_have_the_bits_of_a_calm_run(
     fit: Fit, calm: Any, place: Place, rank: int
 ) -> None:
     assert_same_bits(lose_two(fit, place, signal.SIGKILL, rank), calm(1))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_lost_while_nccl_connects_does_not_block_its_peer(fit: Fit, calm: Any, how: int) -> None:
+    if DEVICE.type == "cpu":
+        pytest.skip("gloo has no such place")
+    first = Fault("forward", signal.SIGKILL, 0, FIRST_FAULT, world_size=3)
+    workers, outcome = fit(3, (first, Fault("connecting", how, 1, FIRST_FAULT, world_size=2)))
+    assert workers.world_sizes() == [3, 1]
+    assert_same_bits(outcome, calm(1))
 
 
 def test_a_worker_joins_with_the_same_bits(fit: Fit, calm: Any, tmp_path: Path) -> None:

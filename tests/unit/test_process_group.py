@@ -17,7 +17,7 @@ import torch.distributed as dist
 from elastic_ddp.distributed import nccl, process_group
 from elastic_ddp.distributed.process_group import Assignment, ProcessGroup, is_peer_failure
 from elastic_ddp.distributed.store import StoreConnection
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, single_rank_group
 
 CPU = torch.device("cpu")
 
@@ -301,3 +301,35 @@ def test_settings_of_nccl_that_the_user_has_set_take_precedence(monkeypatch: pyt
     nccl.set_up()
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def test_an_abort_ends_the_wait_for_a_rank_that_failed_while_nccl_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake collective waits as NCCL does, on a socket of its own that it opens after the abort."""
+    group, begun, aborted = single_rank_group(), threading.Event(), threading.Event()
+    other = socket.create_server(("127.0.0.1", 0))
+
+    def wait_for_a_peer(value: torch.Tensor) -> None:
+        begun.set()
+        assert aborted.wait(10)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(10)
+            try:
+                listener.accept()
+            except OSError as error:
+                raise dist.DistBackendError("NCCL error") from error
+
+    def abort() -> None:
+        assert begun.wait(10)
+        threading.Timer(0.1, aborted.set).start()
+        group.abort()
+
+    monkeypatch.setattr(dist, "all_reduce", wait_for_a_peer)
+    thread = threading.Thread(target=abort)
+    thread.start()
+    since = time.monotonic()
+    with pytest.raises(dist.DistBackendError):
+        group._form_communicator()
+    thread.join(10)
+    assert time.monotonic() - since < 5 and not thread.is_alive()
+    socket.create_connection(other.getsockname()).close()  # it still listens
+    other.close()
