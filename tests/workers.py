@@ -8,7 +8,9 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +43,7 @@ ENDS_WITHIN_S = 10.0
 """How long a killed process may take to end: its driver may be busy."""
 STACKS_WITHIN_S = 1.0
 """How long workers have to write their stacks, after the test has waited in vain."""
+DEBUGGER_WITHIN_S = 15.0
 LOG_BYTES = 12_000
 """How much of a worker's output a failed test shows."""
 Train = Callable[[Run], None]
@@ -203,6 +206,8 @@ class Workers:
             output = worker.log.read_text(errors="replace")[-LOG_BYTES:] if worker.log.exists() else ""
             state = "alive" if worker.process.is_alive() else f"exit code {worker.process.exitcode}"
             lines.append(f"--- {worker.id}: {state}, {places.get(worker.id)}\n{output}")
+        if living := self.alive():
+            lines.append(f"--- native stacks of {living[0].id}\n{_native_stacks(living[0].process.pid or 0)}")
         return "\n".join(lines)
 
     def close(self) -> None:
@@ -233,6 +238,19 @@ def running(
         yield workers
     finally:
         workers.close()
+
+
+def _native_stacks(pid: int) -> str:
+    """Returns the native stacks of a process, if CUDA's debugger is here: Python's do not show where NCCL waits."""
+    command = ["cuda-gdb", "-p", str(pid), "-batch", "-nx", "-ex", "thread apply all bt 15"]
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    if shutil.which(command[0]) is None:
+        return "there is no cuda-gdb"
+    try:
+        options: Any = {"capture_output": True, "text": True, "timeout": DEBUGGER_WITHIN_S, "env": environment}
+        return str(subprocess.run(command, **options, check=False).stdout[-LOG_BYTES:])
+    except subprocess.TimeoutExpired as error:
+        return f"{error}\n{error.stdout!r}"
 
 
 def _work(
