@@ -119,7 +119,7 @@ class DataConfig(Settings):
     is read by one further process, unless this is 1."""
     num_cpus_per_task: Annotated[float, Field(ge=0)] = 0.0
     """CPUs that Ray reserves for each of these tasks. With 0, the tasks share the workers' CPUs; raise it if the
-    transform is heavy and the nodes have spare CPUs."""
+    transform is heavy and the nodes have spare CPUs. The tasks of an evaluation reserve none."""
 
 
 class DDPConfig(Settings):

@@ -67,7 +67,8 @@ def evaluate(
         rows_per_group=index.group_rows,
         shape=shape,
         seed=config.seed,
-        options=config.data.model_copy(update={"shuffle": False}),
+        # Those of the training, which wait meanwhile, may reserve all CPUs that are left.
+        options=config.data.model_copy(update={"shuffle": False, "num_cpus_per_task": 0.0}),
         micro_batches=tuple(strategy.micro_batches),
         first_step=0,
         last_step=shape.steps_per_epoch,

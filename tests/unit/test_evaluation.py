@@ -121,6 +121,25 @@ CALLS: list[tuple[Callable[..., Any], Any]] = [
 ]
 
 
+def reserved_cpus(group: ProcessGroup) -> list[float]:
+    """Returns the CPUs that each task of an evaluation reserves."""
+    reserved: list[float] = []
+
+    class Feed(FakeFeed):
+        def __init__(self, index: FakeIndex, plan: Any, **options: Any) -> None:
+            reserved.append(plan.options.num_cpus_per_task)
+            super().__init__(index, plan, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.unit.test_evaluation.FakeFeed", Feed)
+        on_a_rank(group, config_of(steps=1, data={"num_cpus_per_task": 1.0}), [(mean_loss, None)])
+    return reserved
+
+
+def test_an_evaluation_needs_no_cpus_that_the_data_tasks_of_the_training_reserve() -> None:
+    assert run_ranks(1, reserved_cpus) == [[0.0]]
+
+
 def test_evaluations_are_the_same_at_every_world_size_and_count_each_row_once() -> None:
     [(mean, positive, means, of_all, last_row)] = run_ranks(1, on_a_rank, config_of(steps=1), CALLS)
     x = rows()
