@@ -7,7 +7,7 @@ rather than values: a buffer that no micro-batch changes keeps its bits, even if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,10 +57,9 @@ class StepBuffers:
 
     def begin(self) -> None:
         """Begins a step: saves the values that every micro-batch starts from."""
-        owners = self._module.modules()
-        registered = [(owner, name, buffer) for owner in owners for name, buffer in buffers_of(owner).items()]
+        registered = self._registered()
         self._empty = [(owner, name) for owner, name, buffer in registered if buffer is None or not buffer.numel()]
-        rules = self._check_known()
+        rules = self._check_known(registered)
         self._is_checked = False  # whether `_check_known` ran after a forward of this step
         places = [(owner, name, buffer) for owner, name, buffer in registered if buffer is not None and buffer.numel()]
         # By owner and name: a forward may change a buffer in place, or assign another tensor.
@@ -133,7 +132,7 @@ class StepBuffers:
                 raise _buffer_error(owner, name, "was None or empty until a forward filled it")
         # The first forward of a step is checked before the step is committed or handed over, others in the next step.
         if not self._is_checked:
-            self._check_known()
+            self._check_known(self._registered())
             self._is_checked = True
         if not self._start:
             return [], []
@@ -157,12 +156,19 @@ class StepBuffers:
         current = [buffers_of(owner).get(name) for owner, name, _ in self._places]
         return [(id(buffer), 0 if buffer is None else version(buffer)) for buffer in current]
 
-    def _check_known(self) -> dict[tuple[int, str], tuple[str, str | None]]:
+    def _registered(self) -> list[tuple[torch.nn.Module, str, torch.Tensor | None]]:
+        """Returns the buffers of all modules, each with its module and its name there."""
+        modules = self._module.modules()
+        return [(module, name, buffer) for module in modules for name, buffer in buffers_of(module).items()]
+
+    def _check_known(
+        self, buffers: Sequence[tuple[torch.nn.Module, str, torch.Tensor | None]]
+    ) -> dict[tuple[int, str], tuple[str, str | None]]:
         """Returns the names and rules of all buffers. Raises a ConfigError for a buffer that a forward created.
 
         A worker that resumes or joins does not have it.
         """
-        registered = {(id(owner), name): owner for owner in self._module.modules() for name in buffers_of(owner)}
+        registered = {(id(owner), name): owner for owner, name, _ in buffers}
         if self._rules is None or self._rules.keys() != registered.keys():
             for key in registered.keys() - (registered.keys() if self._rules is None else self._rules):
                 raise _buffer_error(registered[key], key[1], "was created by a forward")

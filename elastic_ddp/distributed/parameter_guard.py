@@ -45,8 +45,8 @@ class ParameterGuard:
         self._num_steps = 0
         self._at_end: dict[str, int] = {}
 
-    def begin(self) -> None:
-        """Begins a step. Raises a ConfigError if parameters or buffers changed since `end`."""
+    def begin(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Begins a step with the model's parameters. Raises a ConfigError if they or buffers changed since `end`."""
         if self._at_end:
             now = self._sum_state()
             if changed := [name for name, total in self._at_end.items() if now.get(name, total) != total]:
@@ -55,7 +55,7 @@ class ParameterGuard:
                     "is repeated. Change the state of the model in the block, after step.optimize()."
                 )
         self._num_steps += 1
-        self._parameters = dict(self._module.named_parameters())
+        self._parameters = parameters
         self._before = [_count_changes(parameter) for parameter in self._parameters.values()]
         compares_bits = not self._num_steps & (self._num_steps - 1)
         self._sums = _sum_bits(self._parameters) if compares_bits else {}

@@ -48,6 +48,9 @@ class Strategy(ABC):
     Every rank creates it, and calls `shard` when all ranks hold the same state. A step then calls `begin_step`, and for
     each micro-batch `prepare_forward` and `backward`. After the last one, parameters (or this rank's shards of them)
     hold the mean gradient of the global batch.
+
+    Attributes:
+        parameters: the model's parameters by name, as the step began.
     """
 
     replicates_state = True
@@ -71,7 +74,9 @@ class Strategy(ABC):
         return None
 
     def _find_trained(self) -> dict[str, torch.nn.Parameter]:
-        return {name: parameter for name, parameter in self._model.module.named_parameters() if parameter.requires_grad}
+        """Sets `parameters` to the model's parameters, and returns those that are trained."""
+        self.parameters = dict(self._model.module.named_parameters())  # a walk through all modules: once in a step
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def begin_step(self, rows: np.ndarray) -> None:
         """Begins a step. `rows` has the number of rows of each of the M micro-batches, shape (M,).
@@ -153,7 +158,12 @@ class Strategy(ABC):
 
     def clip_gradients(self, max_norm: float, norm: torch.Tensor) -> None:
         """Scales the gradients, whose total 2-norm is `norm`, to a norm of at most `max_norm`."""
-        torch.nn.utils.clip_grads_with_norm_(self._model.module.parameters(), max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+
+    def clear_gradients(self) -> None:
+        """Sets the gradients of all parameters to None, also of those in no optimizer."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def nonfinite_gradients(self) -> list[str]:
         """Returns the names of parameters whose gradient has a NaN or an infinity. Collective with FSDP."""
@@ -161,8 +171,7 @@ class Strategy(ABC):
         return [name for name, finite in is_finite.items() if not finite]
 
     def _gradients(self) -> list[tuple[str, torch.Tensor]]:
-        parameters = self._model.module.named_parameters()
-        return [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
+        return [(name, parameter.grad) for name, parameter in self.parameters.items() if parameter.grad is not None]
 
     @abstractmethod
     def close(self) -> None:

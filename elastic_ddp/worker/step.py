@@ -87,7 +87,7 @@ class Step:
         self._state.module.zero_grad(set_to_none=True)
         self.generation.strategy.begin_step(self._control.rows)
         self.generation.buffers.begin()
-        self.generation.parameters.begin()
+        self.generation.parameters.begin(self.generation.strategy.parameters)
         return self
 
     def __exit__(
@@ -376,7 +376,7 @@ class Step:
             state.step_optimizers()
         state.step_schedulers(is_skipped=self.skipped)
         # Of the whole model: a gradient of a parameter in no optimizer would count in the next clipping.
-        state.module.zero_grad(set_to_none=True)
+        generation.strategy.clear_gradients()
         if loss_scale is not None:
             self.log(loss_scale=loss_scale.scale)
             overflow, unit = not math.isfinite(total_norm), generation.weight_unit or 1.0
