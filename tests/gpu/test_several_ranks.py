@@ -28,10 +28,10 @@ import torch.distributed as dist
 from elastic_ddp.distributed import nccl
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
 from elastic_ddp.worker.run import Run
-from tests.ranks import run_ranks
+from tests.ranks import PROCESSES, run_ranks
 from tests.workers import Workers, running
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(60, func_only=True)]
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cuda:0"))
 WITHIN_S = 30.0 if DEVICE.type == "cuda" else 45.0
@@ -43,6 +43,14 @@ FREED_WITHIN_S = 5.0
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 """Makes NCCL use sockets, as between hosts."""
 Place = Literal["forward", "exchange", "optimizer", "connecting"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports() -> None:
+    """Imports what all ranks use, which takes up to a minute on a cold machine, before the first test is timed."""
+    process = PROCESSES.Process(target=int)
+    process.start()
+    process.join()
 
 
 @pytest.fixture(autouse=True)
