@@ -43,6 +43,16 @@ def divide(tensors: list[torch.Tensor], divisor: float) -> None:
     torch._foreach_div_(tensors, divisor)
 
 
+def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the 2-norm over all tensors, whose bits do not depend on where in memory they begin.
+
+    On a GPU, `torch._foreach_norm` adds squares in an order that differs if an address is no multiple of 16. Sums in
+    float64 differ so little that rounding to float32 hides it.
+    """
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack(norms)).float()
+
+
 def version(tensor: torch.Tensor) -> int:
     """Returns a number that every in-place change of the tensor increases: `Tensor._version`."""
     return tensor._version

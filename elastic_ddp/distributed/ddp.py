@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_ddp import torch_internals
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.canonical_reduction import CanonicalReduction
 from elastic_ddp.distributed.comm_hooks import register_comm_hook
@@ -115,6 +116,13 @@ class DDPStrategy(Strategy):
         self._check_used(before)
         if self._options.find_unused_parameters:
             self._reduction.drop_unused_gradients()
+
+    def gradient_norm(self) -> torch.Tensor:
+        # DDP moves gradients to other places after the first step of a generation.
+        gradients = [gradient for _, gradient in self._gradients()]
+        if self._reduction is not None and gradients and gradients[0].is_cuda:
+            return torch_internals.total_norm(gradients)
+        return super().gradient_norm()
 
     def _check_used(self, before: dict[str, tuple[int, int] | None]) -> None:
         """Raises a ConfigError if a parameter got no gradient. DDP itself would raise in the next step."""

@@ -43,6 +43,14 @@ _NO_GROUP_YET = (
     "run.world_size for logging, and run collectives only inside `with step`."
 )
 
+_NONDETERMINISTIC = "does not have a deterministic implementation"
+"""Part of torch's error for an operation that can return other bits each time."""
+_USE_ANOTHER_OPERATION = (
+    'reduction = "canonical" promises the same bits for every run. Use another operation. Or give up the promise by '
+    "torch.use_deterministic_algorithms(True, warn_only=True) at the beginning of the training function. Attention on "
+    "a GPU then has other bits each time, too."
+)
+
 _OF_DDP = {
     "module": "Write `model` instead of `model.module`.",
     "no_sync": "Leave out `no_sync`: step.backward synchronizes in the last micro-batch of a step only.",
@@ -139,6 +147,8 @@ def _end_of(error: BaseException, loop: Loop) -> tuple[Outcome | None, str | Non
     advice = ""
     if is_missing_group(error) and not loop.membership.holds_state:
         advice = _NO_GROUP_YET
+    elif isinstance(error, RuntimeError) and _NONDETERMINISTIC in str(error):
+        advice = _USE_ANOTHER_OPERATION
     elif loop.world_size != 1 and is_peer_failure(error):
         return None, f"the training function raised the failure of another worker: {format_exception(error)}"
     elif isinstance(error, _RAY_ERRORS):
@@ -174,7 +184,7 @@ def _set_up_process(config: RunConfig, context: WorkerContext) -> None:
     torch.set_num_threads(config.num_threads)
     if config.reduction == "canonical":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
     # Otherwise each worker polls Prometheus every ten seconds, and reports to an actor for each pipeline.

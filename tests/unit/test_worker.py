@@ -11,9 +11,11 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from elastic_ddp.checkpoint import CheckpointStore
@@ -36,6 +38,7 @@ from tests.unit.single_worker import (
     compute_gradients,
     prepared,
 )
+from tests.workers import running
 
 Train = Callable[[Run], Any]
 LIMIT_S = 20.0
@@ -102,6 +105,17 @@ def test_an_error_says_that_a_prepared_model_has_no_wrapper(
 ) -> None:
     outcome = outcome_of(lambda run: getattr(run.prepare(Model()), name))
     assert f"run.prepare returned your own model, without a wrapper. {advice}" in outcome["error"]
+
+
+def put(run: Run) -> None:
+    torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))
+
+
+def test_an_operation_with_other_bits_each_time_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    with running(tmp_path, put, CPU, 1, steps=1, global_batch_size=2, micro_batch_size=2) as workers:
+        assert workers.rendezvous.has_ended.wait(LIMIT_S * 2)
+        failed: Any = workers.rendezvous.actor._coordinator.event_log.outcome
+    assert "put_ does not have a deterministic" in failed["error"] and "warn_only=True) at the beg" in failed["error"]
 
 
 def test_a_restart_of_the_training_function_frees_what_it_had_built(
