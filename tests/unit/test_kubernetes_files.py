@@ -1,0 +1,170 @@
+"""The manifests under cluster/kuberay/ are valid, and Ray's autoscaler understands them.
+
+No package registry has KubeRay's own schema, so of its resources only the pod templates are checked against a schema.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightkube.models.apps_v1 as apps
+import lightkube.models.core_v1 as core
+import lightkube.models.policy_v1 as policy
+import msgspec
+import pytest
+import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+from elastic_ddp.ray_internals import RAY_VERSION
+
+ROOT = Path(__file__).parents[2]
+KINDS: dict[str, Any] = {
+    "PodDisruptionBudget": policy.PodDisruptionBudget,
+    "Service": core.Service,
+    "StatefulSet": apps.StatefulSet,
+}
+
+
+def manifests(name: str) -> dict[str, dict[str, Any]]:
+    documents = yaml.safe_load_all((ROOT / "cluster/kuberay" / name).read_text())
+    return {f"{document['kind']}/{document['metadata']['name']}": document for document in documents}
+
+
+CLUSTER = manifests("raycluster.yaml")["RayCluster/elastic-ddp"]
+JOB = manifests("rayjob.yaml")["RayJob/elastic-ddp"]
+REDIS = manifests("redis.yaml")
+SPECS = {"raycluster.yaml": CLUSTER["spec"], "rayjob.yaml": JOB["spec"]["rayClusterSpec"]}
+
+
+def pod_templates() -> Iterator[Any]:
+    for name, spec in SPECS.items():
+        yield pytest.param(spec["headGroupSpec"]["template"], id=f"{name}-head")
+        for group in spec["workerGroupSpecs"]:
+            yield pytest.param(group["template"], id=f"{name}-{group['groupName']}")
+    yield pytest.param(JOB["spec"]["submitterPodTemplate"], id="submitter")
+    yield pytest.param(REDIS["StatefulSet/elastic-ddp-redis"]["spec"]["template"], id="redis")
+
+
+def check(document: Any, model: Any) -> None:
+    """Raises if a value has another type than in Kubernetes' schema, or if the schema lacks a name."""
+    known = msgspec.to_builtins(msgspec.convert(document, model))
+    assert_contains(known, document, "")
+
+
+def assert_contains(known: Any, document: Any, place: str) -> None:
+    if isinstance(document, dict):
+        for name, value in document.items():
+            assert name in known, f"Kubernetes has no {place}.{name}"
+            assert_contains(known[name], value, f"{place}.{name}")
+    elif isinstance(document, list):
+        for index, (have, value) in enumerate(zip(known, document, strict=True)):
+            assert_contains(have, value, f"{place}[{index}]")
+
+
+@pytest.mark.parametrize("template", list(pod_templates()))
+def test_kubernetes_accepts_the_pods(template: dict[str, Any]) -> None:
+    check(template, core.PodTemplateSpec)
+
+
+@pytest.mark.parametrize("document", [*REDIS.values(), *list(manifests("raycluster.yaml").values())[1:]])
+def test_kubernetes_accepts_what_is_beside_the_ray_cluster(document: dict[str, Any]) -> None:
+    check(document, KINDS[document["kind"]])
+
+
+def test_a_misspelled_setting_of_a_pod_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"Kubernetes has no \.spec\.containers\[0\]\.imagee"):
+        check({"spec": {"containers": [{"name": "a", "imagee": "b"}]}}, core.PodTemplateSpec)
+    with pytest.raises(msgspec.ValidationError, match="securityContext"):
+        check({"spec": {"containers": [], "securityContext": {"runAsUser": "ray"}}}, core.PodTemplateSpec)
+
+
+@pytest.mark.parametrize("template", list(pod_templates()))
+def test_pods_keep_the_restricted_security_standard(template: dict[str, Any]) -> None:
+    pod = template["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in pod["containers"]:
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_rays_autoscaler_scales_gpu_workers_and_none_on_the_head(spec: dict[str, Any]) -> None:
+    types = _derive_autoscaling_config_from_ray_cr({"metadata": {"name": "a", "namespace": "b"}, "spec": spec})
+    head, workers = types["available_node_types"]["headgroup"], types["available_node_types"]["gpu"]
+    assert head["resources"]["CPU"] == head["resources"]["GPU"] == head["max_workers"] == 0
+    assert workers["resources"]["CPU"] == 4 and workers["resources"]["GPU"] == 1
+    assert (workers["min_workers"], workers["max_workers"]) == (0, 8)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_ray_ends_before_kubernetes_kills_it(spec: dict[str, Any]) -> None:
+    for group, variable in (
+        (spec["headGroupSpec"], "RAY_JOB_STOP_WAIT_TIME_S"),
+        (spec["workerGroupSpecs"][0], "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"),
+    ):
+        pod = group["template"]["spec"]
+        values = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+        assert 60 <= int(values[variable]) < pod["terminationGracePeriodSeconds"]
+
+
+def test_the_head_is_on_no_spot_node_and_workers_may_be_on_any() -> None:
+    head, worker = (
+        group["template"]["spec"]
+        for group in (CLUSTER["spec"]["headGroupSpec"], CLUSTER["spec"]["workerGroupSpecs"][0])
+    )
+    [term] = head["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    avoided = {expression["key"]: expression["values"] for expression in term["matchExpressions"]}
+    assert {expression["operator"] for expression in term["matchExpressions"]} == {"NotIn"}
+    preferred = worker["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert avoided == {
+        expression["key"]: expression["values"]
+        for entry in preferred
+        for expression in entry["preference"]["matchExpressions"]
+    }
+    assert "tolerations" not in head
+    assert {toleration["key"] for toleration in worker["tolerations"]} >= {
+        "nvidia.com/gpu",
+        "cloud.google.com/gke-spot",
+    }
+
+
+def test_a_job_has_the_same_cluster_without_redis() -> None:
+    without_redis = {key: value for key, value in CLUSTER["spec"].items() if key != "gcsFaultToleranceOptions"}
+    assert JOB["spec"]["rayClusterSpec"] == without_redis
+    assert JOB["spec"]["backoffLimit"] > 0 and "--name" in JOB["spec"]["entrypoint"]
+
+
+def test_the_cluster_names_the_redis_that_exists_and_no_password() -> None:
+    options = CLUSTER["spec"]["gcsFaultToleranceOptions"]
+    host, _, port = options["redisAddress"].partition(":")
+    assert int(port) == REDIS[f"Service/{host}"]["spec"]["ports"][0]["port"]
+    [container] = REDIS[f"StatefulSet/{host}"]["spec"]["template"]["spec"]["containers"]
+    assert options["redisPassword"] == {"valueFrom": container["env"][0]["valueFrom"]}
+
+
+def test_disruption_budgets_select_the_pods() -> None:
+    for document in list(manifests("raycluster.yaml").values())[1:]:
+        labels = dict(document["spec"]["selector"]["matchLabels"])
+        assert labels.pop("ray.io/node-type") in ("head", "worker")  # a label that KubeRay adds
+        for group in (CLUSTER["spec"]["headGroupSpec"], *CLUSTER["spec"]["workerGroupSpecs"]):
+            assert labels == group["template"]["metadata"]["labels"]
+
+
+def test_image_and_ray_version_are_those_of_the_project() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    images = {
+        container["image"]
+        for spec in SPECS.values()
+        for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])
+        for container in group["template"]["spec"]["containers"]
+    }
+    assert images == {f"REGISTRY/elastic-ddp:{version}"}
+    for spec in SPECS.values():
+        assert spec["rayVersion"].startswith(RAY_VERSION)
+        assert f"\nray=={spec['rayVersion']}\n" in (ROOT / "constraints.txt").read_text()
+    script = JOB["spec"]["entrypoint"].split()[1]
+    assert (ROOT / script.removeprefix("/home/ray/elastic_ddp/")).exists()
