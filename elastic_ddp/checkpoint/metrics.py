@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from elastic_ddp.checkpoint.record import Measurement
+from elastic_ddp.errors import shorten
 
 if TYPE_CHECKING:
     from elastic_ddp.checkpoint.manifest import Commit
@@ -50,6 +51,14 @@ def best_commit(commits: Iterable[Commit], metric: str, mode: Mode) -> tuple[Com
         assert measurement is not None
         return by_step[step], measurement.value
     return None
+
+
+def describe_unmeasured(metric: str, measured: Iterable[str]) -> str:
+    """Returns text for a run whose commits have no value of its metric, with the names that have one."""
+    return (
+        f"checkpoint.best_metric={metric!r} has no value, so no commit is the best. Set it to one of the metrics that "
+        f"have a value ({shorten(sorted(measured))}), or give the name to step.log or run.evaluate."
+    )
 
 
 class Metrics:

@@ -153,11 +153,14 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="Export the commit with the best value of the run's checkpoint.best_metric.")
     ] = False,
+    registered: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Export what run.register added under this name, not the model.")
+    ] = None,
 ) -> None:
     """Write the weights of a commit to one file.
 
-    model.load_state_dict accepts its content. Values that are not tensors, such as those of get_extra_state, are left
-    out of .safetensors files.
+    load_state_dict of the model, or of the registered object, accepts its content. Values that are not tensors, such as
+    those of get_extra_state, are left out of .safetensors files.
     """
     check_target(file)
     catalog = _catalog(run)
@@ -170,7 +173,7 @@ def export(
     try:
         if isinstance(commit, StorageError):
             raise commit
-        weights = catalog.load(commit, {"model"})["model"]
+        weights = _state_of(catalog, commit, run, registered)
     except FileNotFoundError as error:
         assert not isinstance(commit, StorageError)
         raise CheckpointError(f"{commit.key} was removed while it was read. Run the command again.") from error
@@ -178,13 +181,29 @@ def export(
         if not older:
             raise
         raise CheckpointError(f"{error}. To export the previous commit, use --step {older[0]}.") from error
-    if not isinstance(weights, dict):
-        raise CheckpointError(f"{commit.key} does not hold the weights of a model")
     note = write_weights(weights, file)
     out = console()
-    out.print(f"the weights of step {commit.step:,} are in {file}")
+    what = "the weights" if registered is None else f"the values of {registered!r}"
+    out.print(printable(f"{what} of step {commit.step:,} are in {file}"))
     if note:
         out.print(printable(note))
+
+
+def _state_of(catalog: CommitCatalog, commit: Commit, run: str, registered: str | None) -> dict[str, Any]:
+    """Returns the weights in a commit, or the state of what the run registered under a name."""
+    if registered is None:
+        state = catalog.load(commit, {"model"})["model"]
+    else:
+        states = catalog.load(commit, {"user"})["user"]
+        if not isinstance(states, dict) or registered not in states:
+            known = ", ".join(map(repr, states)) or "nothing"
+            raise ConfigError(
+                f"{run}: --registered {registered}: step {commit.step:,} has no such name. It has {known}."
+            )
+        state = states[registered]
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{commit.key} does not hold the weights of a model")
+    return state
 
 
 def _print_removals(items: list[Removal], doubtful: dict[int, StorageError], *, dry_run: bool) -> None:

@@ -79,9 +79,10 @@ def run(
 
     Arguments after a script are passed to it.
 
-    The [job] table has the keys train, data and, optionally, transform and sample_weights. train and transform name
-    functions, as "module:function" or "file.py:function"; file.py is relative to the TOML file. data is the training
-    set, and sample_weights a column of it. Local paths in data and storage are relative to the working directory.
+    The [job] table has the keys train, data and, optionally, transform, collate_fn and sample_weights. train, transform
+    and collate_fn name functions, as "module:function" or "file.py:function"; file.py is relative to the TOML file.
+    data is the training set, and sample_weights a column of it. Local paths in data and storage are relative to the
+    working directory.
     """
     if not job.exists():
         raise ConfigError(f"{job}: no such file. Use a Python script or a TOML file.")
@@ -96,14 +97,16 @@ def run(
         raise ConfigError(f"{' '.join(context.args)}: a TOML file takes no arguments. Put settings into {job}.")
     from elastic_ddp.driver.trainer import ElasticTrainer
 
-    optional = {"transform", "sample_weights"}
+    optional = {"transform", "collate_fn", "sample_weights"}
     job_table = read_toml(job).get("job", {})
     if not {"train", "data"} <= set(job_table) <= {"train", "data", *optional}:
         raise ConfigError(
             f"{job}: the [job] table has the keys {sorted(job_table)}. It needs train and data, and can have "
-            'transform and sample_weights: train = "file.py:function", data = "s3://bucket/train/".'
+            'transform, collate_fn and sample_weights: train = "file.py:function", data = "s3://bucket/train/".'
         )
-    functions = {name: _load_function(job_table[name], job) for name in ("train", "transform") if name in job_table}
+    functions = {
+        name: _load_function(job_table[name], job) for name in ("train", "transform", "collate_fn") if name in job_table
+    }
     data = {name: job_table[name] for name in ("data", "sample_weights") if name in job_table}
     result = ElasticTrainer(**functions, **data, config=RunConfig.load(job)).fit()
     console().print(render(result.summary))

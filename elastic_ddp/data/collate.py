@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -89,6 +89,17 @@ class Collator:
         names = [name for name, function in functions.items() if function is not None]
         return recorded(" and ".join(names) or "__getitem__", f"micro-batch {micro_batch} of step {step}", row_ids)
 
+    @contextmanager
+    def naming_rows(
+        self, step: int, micro_batch: int, row_ids: Int64Array, locate: Callable[[list[int]], str]
+    ) -> Iterator[None]:
+        """Adds the rows of a micro-batch to the message of a DataError."""
+        try:
+            yield
+        except DataError as error:
+            place = f"Micro-batch {micro_batch} of step {step}"
+            raise DataError(f"{error}\n{place} has {locate(row_ids.tolist())}.") from error
+
     def _collate(self, rows: list[Any], place: str) -> Any:
         collate: CollateFn
         if self.collate_fn is not None:
@@ -157,7 +168,8 @@ def batches_in_memory(index: MapStyleIndex, collator: Collator, share: int, num_
             numbers = numbers.repeat(plan.shape.micro_batch_size)
         with collator.recorded(step, micro_batch, numbers):
             if isinstance(data, Columns):
-                batch = collator.from_columns(step, micro_batch, data.take(numbers), len(numbers), data.tensors)
+                with collator.naming_rows(step, micro_batch, numbers, index.locate):
+                    batch = collator.from_columns(step, micro_batch, data.take(numbers), len(numbers), data.tensors)
             else:
                 batch = collator.from_map_style(step, micro_batch, data, numbers)
         yield step, micro_batch, counted, batch
@@ -181,8 +193,8 @@ def read_rows(index: DatasetIndex, plan: FeedPlan) -> Iterator[pa.Table]:
         yield wrap([batch.step, batch.index, len(batch.row_ids)], rows)
 
 
-def collate_rows(collator: Collator, block: pa.Table) -> Batches:
-    """Collates the micro-batches of a block of `read_rows`."""
+def collate_rows(collator: Collator, block: pa.Table, locate: Callable[[list[int]], str]) -> Batches:
+    """Collates the micro-batches of a block of `read_rows`. Errors name rows as `locate` does."""
     names = [name for name in block.column_names if name.startswith(COLUMN_PREFIX)]
     for row in range(block.num_rows):
         step, micro_batch, num_counted = block["chunk"][row].as_py()
@@ -191,6 +203,7 @@ def collate_rows(collator: Collator, block: pa.Table) -> Batches:
             name.removeprefix(COLUMN_PREFIX): to_numpy(name.removeprefix(COLUMN_PREFIX), block[name][row].values)
             for name in names
         }
-        with collator.recorded(step, micro_batch, row_ids):
+        naming = collator.naming_rows(step, micro_batch, row_ids, locate)
+        with collator.recorded(step, micro_batch, row_ids), naming:
             batch = collator.from_columns(step, micro_batch, columns, len(row_ids))
         yield step, micro_batch, row_ids[:num_counted], batch

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, Self
@@ -85,6 +85,10 @@ class MicroBatchFeed:
         self.next_step += 1
         for _ in self._plan.micro_batches:
             yield self._take()
+
+    def locate(self, row_ids: Sequence[int]) -> str:
+        """Returns text for rows of the data set, such as "rows 3, 17 of a.parquet"."""
+        return self._index.locate(row_ids)
 
     @property
     def is_ready(self) -> bool:

@@ -155,8 +155,8 @@ def open_batches(
         return read_rows(index, collator.plan)
 
     def collate(tables: Tables) -> Tables:
-        _, collator = ray.get(job)
-        return pack_blocks(chain.from_iterable(collate_rows(collator, table) for table in tables))
+        index, collator = ray.get(job)
+        return pack_blocks(chain.from_iterable(collate_rows(collator, table, index.locate) for table in tables))
 
     stages = _Stages(plan, any_node, _ROW_BYTES if tasks == 1 else _TASK_BYTES)
     if tasks == 1:

@@ -24,6 +24,8 @@ from elastic_ddp.errors import shorten
 from elastic_ddp.signals import FATAL_SIGNALS
 
 _MAX_ROWS = 20
+_MAX_DESCRIBED_ROWS = 64
+"""As many as most micro-batches have, so that one that holds NaN is among them."""
 _EXIT_TIMEOUT_S = 1.0
 """How long a process may take to end after Ray saw its connection close."""
 _STACK_TIMEOUT_S = 1.0
@@ -187,4 +189,5 @@ def _describe(call: str, report: str, locate: Callable[[list[int]], str], what: 
 
 def describe_rows(row_ids: Sequence[int], where: str = "the data set") -> str:
     """Returns text for rows, such as "rows 3, 17 of a.parquet"."""
-    return f"{'row' if len(row_ids) == 1 else 'rows'} {shorten([f'{row:,}' for row in row_ids], _MAX_ROWS)} of {where}"
+    numbers = shorten([f"{row:,}" for row in row_ids], _MAX_DESCRIBED_ROWS)
+    return f"{'row' if len(row_ids) == 1 else 'rows'} {numbers} of {where}"

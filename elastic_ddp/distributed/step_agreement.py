@@ -30,12 +30,16 @@ _SLOT_WORDS = 2 + _DIGEST_WORDS
 class MicroBatchRecord:
     """What a rank records of a micro-batch that it computed."""
 
-    num_rows: int
-    row_digest: bytes
+    row_ids: np.ndarray
+    """The rows' positions in the stored order of the data set, int64 of shape (rows,)."""
     loss: torch.Tensor
     """The mean loss over the rows, one number, as `to_host` returns it."""
     weight: float | None = None
     """The weight of the loss; None for the number of rows."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_ids)
 
 
 def to_host(loss: torch.Tensor) -> torch.Tensor:
@@ -93,7 +97,7 @@ class ControlExchange:
         for micro_batch, record in records.items():
             weight = math.nan if record.weight is None else record.weight
             slots[micro_batch, :2] = struct.unpack("<qq", struct.pack("<dd", _number(record.loss), weight))
-            slots[micro_batch, 2:] = np.frombuffer(record.row_digest, dtype="<i8")
+            slots[micro_batch, 2:] = np.frombuffer(digest_rows(record.row_ids), dtype="<i8")
         self._vector = torch.from_numpy(vector)
         self._work = dist.all_reduce(self._vector, async_op=True) if world_size > 1 else None
 

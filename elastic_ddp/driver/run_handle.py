@@ -16,8 +16,14 @@ from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.rendezvous.actor import NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
 from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry import read_ledger, summarize
 
 _POLL_S = 0.2
+_ENDED = {
+    "finished": "this run has finished",
+    "stopped": "this run was stopped, and the command that started it resumes it",
+    "failed": "this run has failed, and the command that started it resumes it",
+}
 
 
 class RunHandle:
@@ -178,7 +184,9 @@ def get_run(run: str | PathLike[str]) -> RunHandle:
         if driver is not None and driver.is_alive() is False:
             raise ConfigError(f"{run}: the driver of this run was killed, and {RESUMES}. The driver was {driver}.")
         if driver is None or driver.ray_address is None:
-            raise ConfigError(f"{run}: this run has no live driver. Use <storage>/<name> of a live run.")
+            status = summarize(read_ledger(Storage(run)))["status"]
+            ended = _ENDED.get(status, "no run is live in this folder. Use <storage>/<name> of a live run")
+            raise ConfigError(f"{run}: {ended}. `elastic-ddp show {run}` shows the record of a run.")
         address = driver.ray_address
     connect(address)
     try:
@@ -188,5 +196,5 @@ def get_run(run: str | PathLike[str]) -> RunHandle:
         raise ConfigError(
             f"run {name!r} is not live on the cluster at {cluster}. Live runs there: {others}. For another "
             "cluster, set RAY_ADDRESS to the address that the run printed, or use <storage>/<name>. If the run's "
-            f"driver was killed, {RESUMES}."
+            f"driver was killed, {RESUMES}. `elastic-ddp show <storage>/<name>` shows a run that has ended."
         ) from None

@@ -18,7 +18,7 @@ import ray
 
 from elastic_ddp import errors
 from elastic_ddp.checkpoint import Commit, CommitCatalog
-from elastic_ddp.checkpoint.metrics import best_commit
+from elastic_ddp.checkpoint.metrics import best_commit, describe_unmeasured, measurements
 from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import materialize
@@ -166,7 +166,11 @@ class ElasticTrainer:
                 lease.acquire()
             job = self._create_job(lease.session)
             if (result := self._finished_result(job.total_steps)) is not None:
-                print_note(f"run {self.config.name!r} has finished its {result.steps} steps; raise steps to resume it")
+                unit = "steps" if self.config.epochs is None else "epochs"
+                print_note(
+                    f"run {self.config.name!r} has finished its {getattr(self.config, unit)} {unit}. To resume it, "
+                    f"raise {unit}; without that, edited settings and code have no effect."
+                )
                 return result
             lease.acquire()
             resume_from = self._find_commit(job)
@@ -305,6 +309,9 @@ class ElasticTrainer:
             commits = [commit for _, commit in CommitCatalog(self._storage.at(COMMITS)).all_commits()]
             intact = [commit for commit in commits if isinstance(commit, Commit)]
             best = best_commit(intact, settings.best_metric, settings.best_mode)
+            if best is None and intact:
+                measured = {name for commit in intact for name in measurements(commit.record)}
+                print_note(describe_unmeasured(settings.best_metric, measured))
         return {"best_step": best[0].step if best else None, "best_metric": best[1] if best else None}
 
     def _result(self, summary: dict[str, Any]) -> RunResult:

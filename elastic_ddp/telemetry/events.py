@@ -255,7 +255,7 @@ class WeightsLoaded(Event, event="weights_loaded"):
 
 
 class Warned(Event, event="warning"):
-    """A worker expects a problem later in the run. Rank 0 reports it before the first step."""
+    """A worker expects a problem later in the run. Rank 0 reports it, most often before the first step."""
 
     text: str
     """The problem, and the setting that avoids it."""

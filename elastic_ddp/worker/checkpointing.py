@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic_ddp.checkpoint import CheckpointStore, Commit, CommitCatalog, Retention, Save, Saver
-from elastic_ddp.checkpoint.metrics import METRICS, Metrics
+from elastic_ddp.checkpoint.metrics import METRICS, Metrics, describe_unmeasured
 from elastic_ddp.checkpoint.saver import RankFailedError, is_of_storage
 from elastic_ddp.checkpoint.store import SupersededError
 from elastic_ddp.distributed.store import StoreConnection, StoreMailbox
@@ -35,6 +35,7 @@ from elastic_ddp.telemetry.events import (
     CommitStarted,
     CommitSucceeded,
     Resumed,
+    Warned,
 )
 from elastic_ddp.telemetry.versions import versions
 from elastic_ddp.worker.commit_schedule import CommitSchedule
@@ -56,6 +57,8 @@ _log = logging.getLogger(__name__)
 
 OF_RANK_0 = frozenset({"user"})
 """Components of the state that may differ between ranks; rank 0's are saved."""
+METRICS_OF_EVERY_RUN = frozenset({"loss", "grad_norm", "loss_scale"})
+"""What a run measures without being asked."""
 SAVE_POLL_S = 0.05
 """How often a rank that waits for a save checks whether its generation broke."""
 _STOPS_WORKER = (PeerFailedError, DriverReplacedError, ReplicasDifferError)
@@ -94,7 +97,7 @@ class Checkpointer:
         self._num_saves = (0, 0)  # a generation, and the number of saves that this rank began in it
         self._current: int | None = None  # the generation of the newest save, until that generation ends
         self._outcome: Commit | Exception | None = None  # on rank 0: of the newest save that has ended
-        self._num_unmeasured = 0  # commits without a value of `best_metric`
+        self._num_unmeasured = 0  # commits without a value of `best_metric`, until 2 of them are reported
 
     def restart(self) -> None:
         """Prepares for another call of the training function in this process. The running save must have ended."""
@@ -201,14 +204,12 @@ class Checkpointer:
 
     def _warn_if_unmeasured(self, measured: Mapping[str, Any]) -> None:
         metric = self._job.config.checkpoint.best_metric
-        self._num_unmeasured += metric is not None and metric not in measured
-        if metric not in measured and self._num_unmeasured == 2:  # the first may come before the first evaluation
-            _log.warning(
-                "checkpoint.best_metric=%r has no value yet, so no commit is the best. Give it to step.log, or as the "
-                "name of run.evaluate. Metrics that have a value: %s",
-                metric,
-                ", ".join(measured) or "none",
-            )
+        if metric is None or metric in measured or self._num_unmeasured >= 2:
+            return
+        # Without metrics of the user, the first commit may come before the first evaluation.
+        self._num_unmeasured = 2 if measured.keys() - METRICS_OF_EVERY_RUN else self._num_unmeasured + 1
+        if self._num_unmeasured == 2:
+            self._client.record(Warned(text=describe_unmeasured(metric, measured)))
 
     def skip(self, steps_done: int) -> None:
         """Skips a commit that is due while a save is running. Rank 0 calls it."""

@@ -7,11 +7,16 @@ exchange, and the norm of the reduced gradients is equal on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from elastic_ddp.errors import NonFiniteError, shorten
 from elastic_ddp.worker.loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from elastic_ddp.data.feed import MicroBatchFeed
+    from elastic_ddp.distributed.process_group import ProcessGroup
+    from elastic_ddp.distributed.step_agreement import MicroBatchRecord
 
 Policy = Literal["stop", "skip", "ignore"]
 """The values of `on_nonfinite`."""
@@ -22,6 +27,7 @@ def reason_to_skip(
     losses: Sequence[float],
     norm: float,
     find_gradients: Callable[[], list[str]],
+    find_rows: Callable[[int], str],
     policy: Policy,
     loss_scale: LossScale | None,
     clips: bool = False,
@@ -33,6 +39,7 @@ def reason_to_skip(
         losses: of each micro-batch.
         norm: the total 2-norm of the gradients.
         find_gradients: returns the names of parameters whose gradient is not finite. Collective.
+        find_rows: describes the rows of a micro-batch. Collective.
         policy: what to do about values that are not finite.
         loss_scale: of the step. With one, gradients may overflow now and then.
         clips: whether gradients are clipped, which needs a finite norm.
@@ -48,7 +55,7 @@ def reason_to_skip(
         return None
     if bad:
         others = f", and that of {len(bad) - 1} more" if bad[1:] else ""
-        problem = f"the loss of micro-batch {bad[0]} is {losses[bad[0]]}{others}"
+        problem = f"the loss of micro-batch {bad[0]} is {losses[bad[0]]}{others}. It has {find_rows(bad[0])}"
     elif names := find_gradients():
         problem = f"the gradient of {shorten(names, 5)} is NaN or infinite, though the loss is finite"
     elif clips:
@@ -59,10 +66,21 @@ def reason_to_skip(
         activations = ", activations above 65504 (use bf16)" if loss_scale is not None else ""
         raise NonFiniteError(
             f"step {step}: {problem}. The weights were not changed. Common causes are a learning rate that is too "
-            f"high, gradients that need clip_grad_norm{activations}, and rows that hold NaN. Fix the cause, or set "
-            'on_nonfinite = "skip" to leave out such steps; the run then resumes from its newest commit.'
+            f"high, gradients that need clip_grad_norm{activations}, and rows that hold NaN. The run resumes from its "
+            'newest commit with a lower learning rate, or with on_nonfinite = "skip", which leaves out such steps. For '
+            "other data, clip_grad_norm or precision, use another name; run.load_weights can start it from this run's "
+            "weights."
         )
     return problem
+
+
+def rows_of(
+    records: Mapping[int, MicroBatchRecord], feed: MicroBatchFeed, group: ProcessGroup, micro_batch: int
+) -> str:
+    """Returns text for the rows of a micro-batch, which is in the records of one rank. Collective."""
+    own = records.get(micro_batch)
+    text = feed.locate(own.row_ids.tolist()) if own is not None else ""
+    return b"".join(group.all_gather_bytes(text.encode())).decode()
 
 
 def weights_error(step: int, names: Sequence[str]) -> NonFiniteError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 MODEL = "model"
 """The component of a state that holds the weights."""
+_SHOWN = 5
+"""How many names an error shows that only one of the two models has, for each of them."""
 
 
 @dataclass(frozen=True)
@@ -209,18 +212,30 @@ class Fit:
             ],
         )
 
+    def prefix(self) -> str | None:
+        """Returns what the saved weights have before all missing names, such as `module.` of DDP, or None."""
+        first = next(iter(self.missing), "")
+        prefixes = [name.removesuffix(first) for name in self.unexpected if first and name.endswith(f".{first}")]
+        saved = {*self.unexpected}
+        return next((prefix for prefix in prefixes if {prefix + name for name in self.missing} <= saved), None)
+
     def check(self, source: str, *, strict: bool) -> None:
         """Raises ConfigError if the weights of `source` do not fit the model."""
         problems = [*self.reshaped]
         if strict:
-            problems += [f"{name} is missing in the {self.kind}" for name in self.missing]
-            problems += [f"{name} is missing in the model" for name in self.unexpected]
+            missing = [f"{name} is missing in the {self.kind}" for name in self.missing]
+            unexpected = [f"{name} is missing in the model" for name in self.unexpected]
+            problems += [*missing[:_SHOWN], *unexpected[:_SHOWN], *missing[_SHOWN:], *unexpected[_SHOWN:]]
         if not problems and not self.matching:
             saved, built = shorten(self.unexpected), shorten(self.missing)
             problems = [f"no name is in both: the {self.kind} has {saved}, and the model {built}"]
         if problems:
             fix = "Build the same model, map the names with key_mapping, or use strict=False if only some names differ."
-            if self.reshaped:
+            if (prefix := self.prefix()) is not None:
+                others = {*self.unexpected} - {prefix + name for name in self.missing}
+                fix = f'The {self.kind} has them as {prefix}NAME: use key_mapping={{r"^{re.escape(prefix)}": ""}}'
+                fix += ", and strict=False because of the other names." if others else "."
+            elif self.reshaped:
                 fix = (
                     "Build the same model. Or rename what has another shape, such as a new head, and use strict=False: "
                     "it keeps its initial values."

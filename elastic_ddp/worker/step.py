@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,13 @@ import torch
 
 from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.row_gather import RowGather
-from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord, digest_rows, to_host
+from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord, to_host
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
 from elastic_ddp.rendezvous.user_place import frames_of_error
 from elastic_ddp.seeding import seed_all
 from elastic_ddp.worker.logged_values import LoggedValues, Means
 from elastic_ddp.worker.loss_weight import check_weight
-from elastic_ddp.worker.nonfinite import reason_to_skip
+from elastic_ddp.worker.nonfinite import reason_to_skip, rows_of
 
 if TYPE_CHECKING:
     from elastic_ddp.data.micro_batches import MicroBatch
@@ -167,7 +168,7 @@ class Step:
         """Yields one micro-batch and checks that `backward` was called for it."""
         strategy = self.generation.strategy
         self._current, self._is_dummy = batch.index, is_dummy
-        self._records[batch.index] = MicroBatchRecord(batch.num_rows, digest_rows(batch.row_ids), _NO_LOSS)
+        self._records[batch.index] = MicroBatchRecord(batch.row_ids, _NO_LOSS)
         self._activity.enter("forward")
         strategy.prepare_forward(batch.index)
         seed_all(self.generation.seed, self.index, batch.index)
@@ -288,8 +289,7 @@ class Step:
     def gathered(self) -> dict[str, torch.Tensor]:
         """What `gather` collected from the global batch, by name: tensors of shape `(rows, ...)` on the run's device.
 
-        The rows are in the order of the micro-batches, and identical on all ranks and at every world size. Available
-        after `optimize`.
+        In the order of the micro-batches, identical on all ranks and at every world size. Available after `optimize`.
         """
         if self.agreed is None:
             raise ConfigError(f"step.gathered of step {self.index} was read before step.optimize(), which fills it.")
@@ -309,8 +309,7 @@ class Step:
             self._optimize()
 
     def _optimize(self) -> None:
-        generation, state = self.generation, self._state
-        strategy = generation.strategy
+        generation, state, strategy = self.generation, self._state, self.generation.strategy
         done = {m for m, record in self._records.items() if record.loss is not _NO_LOSS and not self._is_dummy}
         missing = [m for m in strategy.to_compute if m not in done]
         if missing:
@@ -365,9 +364,10 @@ class Step:
         if agreed.total_weight == 0:
             self.skip_reason = "the weights of all micro-batches are 0"
         elif norm is not None:
-            find, policy = generation.strategy.nonfinite_gradients, generation.on_nonfinite
+            find_rows = partial(rows_of, self._records, generation.feed, generation.group)
+            finds, policy = (generation.strategy.nonfinite_gradients, find_rows), generation.on_nonfinite
             clips = generation.clip_grad_norm is not None
-            self.skip_reason = reason_to_skip(self.index, agreed.losses, total_norm, find, policy, loss_scale, clips)
+            self.skip_reason = reason_to_skip(self.index, agreed.losses, total_norm, *finds, policy, loss_scale, clips)
         state.is_changing = True
         if self.skip_reason is not None:
             generation.buffers.revert()

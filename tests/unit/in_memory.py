@@ -90,7 +90,7 @@ def read(
     plan = plan_of(index.num_rows, micro_batches, first_step, last_step, **options)
     collator = Collator(plan, transform, collate_fn)
     if is_parquet:
-        batches = [batch for table in read_rows(data, plan) for batch in collate_rows(collator, table)]
+        batches = [batch for table in read_rows(data, plan) for batch in collate_rows(collator, table, data.locate)]
         shares = [iter(batches)]
     else:
         index = replace(index, content=Shared(index.content))

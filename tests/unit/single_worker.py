@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from elastic_ddp.config.run_config import DataConfig
 from elastic_ddp.data.micro_batches import MicroBatch
 from elastic_ddp.data.order import EpochShape, FeedPlan
+from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.distributed.process_group import Assignment
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.hang import Activity
@@ -155,6 +156,9 @@ class FakeFeed:
         self.next_step += 1
         for _ in self.micro_batches:
             yield next(self._stream)
+
+    def locate(self, row_ids: Sequence[int]) -> str:
+        return describe_rows(row_ids)
 
     def wait(self) -> None: ...
 

@@ -84,7 +84,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of a job. `sys.path` is restored afterwards."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "job", raising=False)
-    (tmp_path / "job.py").write_text("def train(run): ...\n\ndef transform(rows, rng): ...\n\nnumber = 3\n")
+    functions = "def train(run): ...\n\ndef transform(rows, rng): ...\n\ndef collate(rows): ...\n\n"
+    (tmp_path / "job.py").write_text(f"{functions}number = 3\n")
     (tmp_path / "run.toml").write_text(SETTINGS + JOB)
     return tmp_path / "run.toml"
 
@@ -324,14 +325,26 @@ def test_a_command_that_succeeds_exits_with_status_0(
     assert "finished" in out
 
 
+def test_a_command_for_a_live_run_tells_how_the_run_has_ended(tmp_path: Path) -> None:
+    ledger_of_a_run(tmp_path)
+    with pytest.raises(ConfigError, match=f"this run has finished. `elastic-ddp show {tmp_path}` shows"):
+        invoke("status", str(tmp_path))
+    write_ledger(tmp_path, "s2", ("session_started", {}), ("finished", {"status": "stopped", "steps": 50}))
+    with pytest.raises(ConfigError, match="this run was stopped, and the command that started it resumes it"):
+        invoke("resize", str(tmp_path), "2")
+    with pytest.raises(ConfigError, match="no run is live in this folder"):
+        invoke("status", str(tmp_path / "other"))
+
+
 def test_run_passes_the_job_of_a_file_to_the_trainer(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "ElasticTrainer", FakeTrainer)
-    job.write_text(SETTINGS + JOB + 'transform = "job.py:transform"')
+    job.write_text(SETTINGS + JOB + 'transform = "job.py:transform"\ncollate_fn = "job.py:collate"')
     invoke("run", str(job))
     import job as loaded  # type: ignore[import-not-found]
 
     made = FakeTrainer.made
     assert (made["train"], made["transform"]) == (loaded.train, loaded.transform)
+    assert made["collate_fn"] is loaded.collate
     assert (made["data"], made["config"].name, made["config"].steps) == ("data/", "lm", 10)
 
 

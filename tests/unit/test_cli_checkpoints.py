@@ -141,6 +141,18 @@ def test_exported_weights_are_those_of_the_commit(tmp_path: Path, commits: list[
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_registered_state_is_exported_by_its_name(tmp_path: Path) -> None:
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1))
+    state = {"model": {"weight": torch.zeros(1)}, "user": {"average": average.state_dict(), "queue": {}}}
+    SingleRankStore(Storage(tmp_path / "lm").at(COMMITS), keep=1).save(state, step=7, record={})
+    run, file = str(tmp_path / "lm"), str(tmp_path / "average.pt")
+    assert "'average' of step 7 are in" in invoke("export", run, file, "--registered", "average").stdout
+    torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1)).load_state_dict(torch.load(file))
+    assert torch.equal(torch.load(file)["module.weight"], average.module.weight)
+    with pytest.raises(ConfigError, match=r"--registered ema: step 7 has no such name. It has 'average', 'queue'"):
+        invoke("export", run, file, "--registered", "ema")
+
+
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
 def test_an_export_is_synced_and_a_symbolic_link_to_it_stays(
     tmp_path: Path, commits: list[Commit], suffix: str, monkeypatch: pytest.MonkeyPatch

@@ -195,6 +195,9 @@ def test_errors_name_the_rows_the_micro_batch_and_the_exception() -> None:
 
     text = message(Noisy(), collate_fn=fail, shuffle=False)
     assert "collate_fn raised ValueError(3) in micro-batch 0 of step 0, rows 0, 1, 2:" in text and "in fail" in text
+    text = message({"x": np.zeros(24)}, collate_fn=fail, shuffle=False)
+    assert "collate_fn raised ValueError(3)" in text
+    assert text.endswith("\nMicro-batch 0 of step 0 has rows 0, 1, 2 of the data set.")
     assert "collate_fn returned None" in message(Noisy(), collate_fn=lambda rows: None)
     text = message(Noisy(), collate_fn=lambda rows: {"lock": threading.Lock()}, shuffle=False)
     assert "micro-batch 0 of step 0 cannot be sent" in text and "lock" in text and "collate_fn" in text
@@ -204,6 +207,17 @@ def test_errors_name_the_rows_the_micro_batch_and_the_exception() -> None:
     assert "one has the keys ['a', 'b']" in text and "['a']" in text
     text = message([{"a": 1}, {"a": 1, "b": 2}] * 12, shuffle=False)
     assert "['a', 'b']" in text
+
+
+def test_the_error_of_a_transform_of_data_in_memory_names_the_step_and_the_rows() -> None:
+    def fail(rows: Any, rng: np.random.Generator) -> Any:
+        if 4 in rows["x"]:
+            raise KeyError("label")
+        return rows
+
+    text = message({"x": np.arange(24)}, transform=fail, shuffle=False)
+    assert "the transform raised KeyError('label')" in text
+    assert text.endswith("\nMicro-batch 0 of step 1 has rows 3, 4, 5 of the data set.")
 
 
 def test_pickled_objects_keep_values_dtypes_and_shapes(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -97,12 +96,19 @@ def test_a_resumed_run_knows_the_metrics_of_its_commit(new_run: NewRun, tmp_path
     assert metrics_by_step(tmp_path)[7]["validation_loss"] == {"value": 0.5, "step": 6}
 
 
-def test_a_best_metric_without_a_value_is_warned_about_once(new_run: NewRun, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_best_metric_without_a_value_is_warned_about_once(new_run: NewRun) -> None:
     run = new_run(checkpoint={"every_steps": 1, "keep_best": 1, "best_metric": "accuracy"})
-    with caplog.at_level(logging.WARNING):
-        train(run, wait_for_saves(run))
-    [warning] = [record.getMessage() for record in caplog.records if "best_metric" in record.getMessage()]
-    assert "'accuracy'" in warning and warning.endswith("loss")
+    train(run, wait_for_saves(run))
+    [warning] = client_of(run).events_of("warning")
+    assert "best_metric='accuracy' has no value" in warning["text"] and "(loss)" in warning["text"]
+
+
+def test_the_first_commit_with_other_metrics_warns_about_the_best_metric(new_run: NewRun) -> None:
+    run = new_run(checkpoint={"every_steps": 6, "keep_best": 1, "best_metric": "val_loss"})
+    train_and_evaluate(run, {2: 0.5})
+    [warning] = client_of(run).events_of("warning")
+    assert "best_metric='val_loss' has no value" in warning["text"]
+    assert "(index, loss, validation_loss)" in warning["text"]
 
 
 def test_a_restart_from_step_0_forgets_the_metrics_of_the_steps_that_it_repeats(

@@ -71,7 +71,7 @@ def train(run: Run, fault: Fault) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        (nan_loss, "the loss of micro-batch 1 is nan"),
+        (nan_loss, r"the loss of micro-batch 1 is nan\. It has rows 17, 21 of the data set\. The weights"),
         (infinite_loss, "the loss of micro-batch 1 is inf"),
         (nan_gradient, "the gradient of 3.bias is NaN or infinite"),
     ],
@@ -82,7 +82,7 @@ def test_a_value_that_is_not_finite_stops_the_run_before_it_changes_anything(
     run = new_run(clip_grad_norm=clip_grad_norm)
     with pytest.raises(NonFiniteError, match=f"^step 2: {what}") as caught:
         train(run, fault)
-    assert 'on_nonfinite = "skip"' in str(caught.value)
+    assert 'on_nonfinite = "skip"' in str(caught.value) and "For other data, " in str(caught.value)
     assert run.position.step == 2
     assert run._loop.state.nonfinite_parameters() == []
 
@@ -139,11 +139,13 @@ def test_weights_that_the_optimizer_made_infinite_are_not_committed(new_run: New
     assert committed_steps(commits_in(tmp_path).sizes()) == [3]
 
 
-def on_a_rank(group: ProcessGroup, config: RunConfig, at: tuple[int, int] = (2, 0)) -> dict[str, Any]:
+def on_a_rank(
+    group: ProcessGroup, config: RunConfig, at: tuple[int, int] = (2, 0), fault: Fault = nan_gradient
+) -> dict[str, Any]:
     torch.manual_seed(7)
 
     def body(step: Step, model: Any) -> bool:
-        compute(step, model, nan_gradient, at)
+        compute(step, model, fault, at)
         step.optimize()
         return step.skipped
 
@@ -169,10 +171,15 @@ def test_ranks_of_fsdp_skip_a_step_when_the_shard_of_one_is_not_finite(clip_grad
         assert result["returned"] == [False, False, True, False, False]
 
 
-def message_of(group: ProcessGroup, config: RunConfig) -> str:
+def message_of(group: ProcessGroup, config: RunConfig, fault: Fault = nan_gradient) -> str:
     with pytest.raises(NonFiniteError) as caught:
-        on_a_rank(group, config)
+        on_a_rank(group, config, fault=fault)
     return str(caught.value)
+
+
+def test_every_rank_names_the_rows_whose_loss_is_not_finite() -> None:
+    for message in run_ranks(2, message_of, config_of(), nan_loss):
+        assert message.startswith("step 2: the loss of micro-batch 0 is nan. It has rows 24, 30 of the data set. ")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

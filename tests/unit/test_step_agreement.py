@@ -43,9 +43,7 @@ def row_ids(micro_batch: int, rows: int) -> np.ndarray:
 def agree(owned: range, rows: list[int], votes: dict[str, bool], losses: list[float], world_size: int) -> Agreement:
     exchange = ControlExchange(np.array(rows), votes)
     records = {
-        m: MicroBatchRecord(
-            rows[m], digest_rows(row_ids(m, rows[m])), to_host(torch.tensor(losses[m], dtype=torch.float64))
-        )
+        m: MicroBatchRecord(row_ids(m, rows[m]), to_host(torch.tensor(losses[m], dtype=torch.float64)))
         for m in owned
         if rows[m]
     }

@@ -208,9 +208,20 @@ def test_weights_that_are_missing_or_damaged_are_an_error_that_names_the_file(st
 def test_weights_in_a_file_that_do_not_fit_are_refused_by_name(start: Start, tmp_path: Path) -> None:
     weights = weights_of()
     save_file({f"module.{name}": value for name, value in weights.items()}, tmp_path / "ddp.safetensors")
-    with pytest.raises(ConfigError, match=r"0\.bias is missing in the file.*map the names with key_mapping"):
+    with pytest.raises(
+        ConfigError, match=r"0\.bias is missing in the file.*module.0.bias is missing in the model"
+    ) as bad:
         start(tmp_path / "ddp.safetensors")
+    assert str(bad.value).endswith(r'as module.NAME: use key_mapping={r"^module\.": ""}.')
     assert equal(start(tmp_path / "ddp.safetensors", key_mapping={r"^module\.": ""}), weights)
+    averaged = torch.optim.swa_utils.AveragedModel(Model()).state_dict()
+    torch.save(averaged, tmp_path / "averaged.pt")
+    with pytest.raises(ConfigError, match=r"as module.NAME: use key_mapping.*, and strict=False because of the other"):
+        start(tmp_path / "averaged.pt")
+    start(tmp_path / "averaged.pt", key_mapping={r"^module\.": ""}, strict=False)
+    torch.save({**weights_of(), "old.bias": torch.zeros(4)}, tmp_path / "renamed.pt")
+    with pytest.raises(ConfigError, match=r"old\.bias is missing in the model\. Build the same model, map the names"):
+        start(tmp_path / "renamed.pt")
     save_file({**weights, "0.bias": torch.zeros(7)}, tmp_path / "other.safetensors")
     with pytest.raises(ConfigError, match=r"0\.bias is \(7,\) in the file and \(4,\) in the model"):
         start(tmp_path / "other.safetensors")
