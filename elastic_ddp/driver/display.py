@@ -97,7 +97,7 @@ def describe_event(event: Event) -> str | None:
                 if event.uses_code
                 else "the saved values are used, because a commit of version 0.1.0 does not tell what the code said"
             )
-            lines = [f"  {each['name']}: {each['saved']} -> {each['now']}" for each in event.changes]
+            lines = [f"  {each['name']}: {_short(each['saved'])} -> {_short(each['now'])}" for each in event.changes]
             return "\n".join(
                 [f"[step {event.step}] hyperparameters differ between the commit and the code; {used}:", *lines]
             )
@@ -126,3 +126,10 @@ def describe_event(event: Event) -> str | None:
         case events.RendezvousRestarted():
             return "the rendezvous process was restarted; training continued"
     return None
+
+
+def _short(value: Any) -> Any:
+    """Returns a hyperparameter with the first six digits of its numbers."""
+    if isinstance(value, list):
+        return f"[{', '.join(str(_short(item)) for item in value)}]"
+    return f"{value:.6g}" if isinstance(value, float) else value

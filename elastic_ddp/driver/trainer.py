@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import ray
 
@@ -29,7 +30,7 @@ from elastic_ddp.driver.checks import check_capacity, check_functions, check_ide
 from elastic_ddp.driver.cluster import connect_or_start
 from elastic_ddp.driver.display import print_note
 from elastic_ddp.driver.session import Session
-from elastic_ddp.errors import ConfigError, StorageError, TrainFunctionError
+from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
 from elastic_ddp.ray_internals import check_ray_version
 from elastic_ddp.rendezvous.actor import RendezvousHandle, start_rendezvous
 from elastic_ddp.rendezvous.messages import RendezvousOptions
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from elastic_ddp.data.transform import Transform
     from elastic_ddp.data.weight_column import Weights
     from elastic_ddp.worker.run import Run
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SUMMARY = "summary.json"
 RAY_LOG = "ray.log"
@@ -78,6 +82,19 @@ class RunResult:
     """The content of `summary.json`: generations, failures, goodput and more."""
 
 
+def _without_frames(method: Callable[P, R]) -> Callable[P, R]:
+    """Leaves out of a traceback what this package called before it raised an error that its message explains."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except (ConfigError, DataError, NonFiniteError, TrainFunctionError) as error:
+            raise error.with_traceback(None) from None
+
+    return call
+
+
 class ElasticTrainer:
     """Runs a training function on a changing number of workers.
 
@@ -104,6 +121,7 @@ class ElasticTrainer:
             not supported.
     """
 
+    @_without_frames
     def __init__(
         self,
         train: Callable[[Run], Any],
@@ -131,6 +149,7 @@ class ElasticTrainer:
         self._storage = Storage(self.config.storage).at(self.config.name)
         self._storage.check_writable()
 
+    @_without_frames
     def fit(self) -> RunResult:
         """Trains until all steps are done, and returns the result.
 

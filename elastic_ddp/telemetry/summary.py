@@ -71,12 +71,11 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
 
 def _outcome(events: list[Event]) -> dict[str, Any]:
     """Returns how the run ended, how far it came and how long it took."""
-    started, steps_event = _last(events, SessionStarted), _last(events, StepsCompleted)
+    started = _last(events, SessionStarted)
     newest = events[events.index(started) :] if started else events  # a run that was resumed has not ended
     failed, finished = _last(newest, RunFailed), _last(newest, RunFinished)
-    samples = finished.samples if finished else None
-    if samples is None and steps_event:
-        samples = steps_event.samples
+    counts = (event.samples for event in reversed(events) if isinstance(event, StepsCompleted | RunFinished))
+    samples = next((count for count in counts if count is not None), None)
     seconds = goodput(events)
     wall_seconds = seconds["total"] or 0.0
     return {

@@ -37,11 +37,12 @@ def of_groups(
 ) -> Iterator[Change]:
     """Yields the changes of an optimizer's settings; one that is the same in all param_groups once."""
     for key in dict.fromkeys(key for keys in differing for key in keys):
-        # The first learning rate of a warm-up follows from `initial_lr`.
+        # With a scheduler, `initial_lr` is what the code sets as `lr`. That of a warm-up's first step follows from it.
         numbers = [n for n, keys in enumerate(differing) if key in keys and not (key == "lr" and "initial_lr" in keys)]
-        changes = [Change(f"{name}.param_groups[{n}].{key}", before[n][key], after[n][key]) for n in numbers]
+        label = "lr" if key == "initial_lr" else key
+        changes = [Change(f"{name}.param_groups[{n}].{label}", before[n][key], after[n][key]) for n in numbers]
         if len(changes) == len(differing) and all(is_same(_values(change), _values(changes[0])) for change in changes):
-            changes = [Change(f"{name}.{key}", *_values(changes[0]))]
+            changes = [Change(f"{name}.{label}", *_values(changes[0]))]
         yield from changes
 
 

@@ -153,13 +153,14 @@ def _end_of(error: BaseException, loop: Loop) -> tuple[Outcome | None, str | Non
         return None, f"the training function raised the failure of another worker: {format_exception(error)}"
     elif isinstance(error, _RAY_ERRORS):
         return None, f"Ray failed on this node: {format_exception(error)}"
+    outcome = {"status": "failed", **(loop.progress() if loop.membership.holds_state else {})}
     if isinstance(error, ElasticDDPError):
         rank = f"rank {loop.rank}: " if isinstance(error, DataError) and loop.world_size else ""
-        return {"status": "failed", "kind": type(error).__name__, "error": f"{rank}{error}"}, None
+        return {**outcome, "kind": type(error).__name__, "error": f"{rank}{error}"}, None
     if isinstance(error, AttributeError) and error.name in _OF_DDP and loop.state.is_model(error.obj):
         advice = f"run.prepare returned your own model, without a wrapper. {_OF_DDP[error.name]}"
     text = "".join(traceback.format_exception(error)) + (advice or environment().advise(error))
-    return {"status": "failed", "kind": TrainFunctionError.__name__, "error": text}, None
+    return {**outcome, "kind": TrainFunctionError.__name__, "error": text}, None
 
 
 def _close(loop: Loop, outcome: Outcome | None, failure: str | None) -> str | None:

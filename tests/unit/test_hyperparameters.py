@@ -161,7 +161,7 @@ def test_an_edited_learning_rate_keeps_the_place_in_the_schedule(new_run: NewRun
     run.prepare(schedulers.CosineAnnealingLR(optimizer, T_max=12))
     assert list(run.steps()) == []
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    assert changes_of(run) == {"SGD.initial_lr": (0.1, 0.2), "CosineAnnealingLR.T_max": (6, 12)}
+    assert changes_of(run) == {"SGD.lr": (0.1, 0.2), "CosineAnnealingLR.T_max": (6, 12)}
 
 
 def test_an_edited_weight_decay_does_not_touch_the_schedule(new_run: NewRun) -> None:
@@ -372,9 +372,9 @@ def test_a_long_replay_reports_that_it_makes_progress(new_run: NewRun, monkeypat
 def test_the_console_lists_each_difference_with_both_values(new_run: NewRun) -> None:
     trained(new_run(), schedule=SCHEDULES["cosine"])
     run = new_run(steps=8)
-    trained(run, partial(SGD, lr=0.1, weight_decay=0.1), SCHEDULES["cosine"])
+    trained(run, partial(SGD, lr=0.1 + 0.2, weight_decay=0.1), SCHEDULES["cosine"])
     [event] = client_of(run).events_of("hyperparameters_differ")
     assert describe_event(parse(event)) == (
         "[step 6] hyperparameters differ between the commit and the code; the values in the code are used from here on:"
-        "\n  SGD.weight_decay: 0 -> 0.1\n  CosineAnnealingLR.T_max: 6 -> 8"
+        "\n  SGD.weight_decay: 0 -> 0.1\n  SGD.lr: 0.1 -> 0.3\n  CosineAnnealingLR.T_max: 6 -> 8"
     )

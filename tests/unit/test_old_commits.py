@@ -133,7 +133,7 @@ def test_an_old_commit_keeps_its_hyperparameters_and_lists_those_of_the_code(new
     assert not event["uses_code"] and "version 0.1.0" in str(describe_event(parse(event)))
     assert {change["name"]: (change["saved"], change["now"]) for change in event["changes"]} == {
         "AdamW.weight_decay": (0.01, 0.5),
-        "AdamW.initial_lr": (0.1, 0.3),
+        "AdamW.lr": (0.1, 0.3),
         "StepLR.step_size": (2, 3),
     }
 

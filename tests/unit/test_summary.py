@@ -186,6 +186,13 @@ def test_a_failed_run_has_an_error_until_it_is_resumed() -> None:
     assert (summarize(resumed)["status"], summarize(resumed)["error"]) == ("unfinished", None)
 
 
+def test_a_failed_session_without_steps_keeps_the_samples_of_the_session_before() -> None:
+    stopped = ("finished", {"status": "stopped", "steps": 5, "samples": 50})
+    events = session("s1", 0.0, STARTED, steps(3), stopped)
+    events += session("s2", 9.0, ("session_started", {"resumed_from_step": 5}), ("failed", {"error": "boom"}))
+    assert (summarize(events)["steps"], summarize(events)["samples"]) == (5, 50)
+
+
 def test_an_error_of_the_training_function_ends_its_generation() -> None:
     """Its peers report a broken connection."""
     ended = ("generation_ended", {"generation": 0, "last_step": 3, "reason": "a worker failed"})

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 import threading
+import traceback
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -170,6 +173,47 @@ def test_a_failing_storage_does_not_hide_why_the_run_failed(tmp_path: Path, caps
     assert "cannot write ledger/1.jsonl" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(StorageError, match="cannot write ledger"):
         trainer._conclude({"status": "finished"}, session, lease)  # type: ignore[arg-type]
+
+
+def test_a_finished_run_says_what_to_raise_and_that_edits_have_no_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"name": "run", "storage": str(tmp_path), "global_batch_size": 8, "micro_batch_size": 8}
+    summary = {"status": "finished", "steps": 16, "total_steps": 16}
+    Storage(tmp_path).at("run").write("summary.json", json.dumps(summary).encode())
+    data = {"x": np.zeros(64)}
+    for amount, text in [({"epochs": 2}, "2 epochs. To resume it, raise epochs;"), ({"steps": 16}, "16 steps. To")]:
+        assert ElasticTrainer(takes_a_run, data, {**settings, **amount}).fit().steps == 16
+        printed = " ".join(capsys.readouterr().err.split())
+        assert f"has finished its {text}" in printed and "edited settings and code have no effect" in printed
+
+
+def test_a_run_whose_commits_lack_the_best_metric_names_those_that_they_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"name": "run", "storage": str(tmp_path), "steps": 1, "global_batch_size": 8, "micro_batch_size": 1}
+    best = {"keep_best": 1, "best_metric": "val_accuracy"}
+    store = SingleRankStore(Storage(tmp_path).at("run").at(COMMITS), keep=1)
+    measured = {"value": 0.5, "step": 1}
+    store.save({"user": {}}, step=1, record={"metrics": {"loss": measured, "validation_accuracy": measured}})
+    trainer = ElasticTrainer(takes_a_run, "data", {**settings, "checkpoint": best})
+    session = SimpleNamespace(close_ledger=lambda: None)
+    trainer._conclude({"status": "finished"}, session, SimpleNamespace(renew=lambda: None))  # type: ignore[arg-type]
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "best_metric='val_accuracy' has no value" in printed and "(loss, validation_accuracy)" in printed
+
+
+def test_the_traceback_of_a_mistake_shows_only_the_users_frames(tmp_path: Path) -> None:
+    settings = {"name": "run", "storage": str(tmp_path), "steps": 1, "global_batch_size": 8, "micro_batch_size": 8}
+    for mistake in (
+        lambda: ElasticTrainer(takes_nothing, "data", settings),
+        lambda: ElasticTrainer(takes_a_run, str(tmp_path / "nowhere"), settings).fit(),
+    ):
+        with pytest.raises((ConfigError, DataError)) as caught:
+            mistake()
+        frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert frames[-1] == "call" and len(frames) == 3, frames
+        assert caught.value.__suppress_context__
 
 
 def test_a_training_function_that_cannot_be_serialized_is_refused(tmp_path: Path) -> None:

@@ -90,6 +90,22 @@ def test_a_training_function_whose_decorator_makes_it_a_generator_is_an_error(
     assert outcome["kind"] == "ConfigError" and "returned a generator" in outcome["error"]
 
 
+def test_the_outcome_of_a_failed_run_has_the_steps_and_samples_that_were_done(
+    outcome_of: Callable[[Train], dict[str, Any]],
+) -> None:
+    def fail(run: Run) -> None:
+        model = prepared(run)
+        for step in run.steps():
+            with step:
+                compute_gradients(step, model)
+                if step.index == 2:
+                    raise ValueError("bad row")
+                step.optimize()
+
+    outcome = outcome_of(fail)
+    assert (outcome["status"], outcome["steps"], outcome["samples"]) == ("failed", 2, 16)
+
+
 def test_an_error_of_the_data_names_the_rank(outcome_of: Callable[[Train], dict[str, Any]]) -> None:
     def read(run: Run) -> None:
         prepared(run)
