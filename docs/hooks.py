@@ -21,9 +21,15 @@ ROOT = Path(__file__).parents[1]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the generated pages; MkDocs calls this before it reads any page."""
+    """Puts the generated pages in place of their stand-ins; MkDocs calls this before it reads any page.
+
+    Links to a stand-in also work where the site is not built, such as on GitHub.
+    """
     for name, page in (("configuration", configuration), ("cli", command_line), ("events", ledger_events)):
-        files.append(File.generated(config, f"reference/{name}.md", content=page()))
+        path = f"reference/{name}.md"
+        if (stand_in := files.get_file_from_path(path)) is not None:
+            files.remove(stand_in)
+        files.append(File.generated(config, path, content=page()))
     return files
 
 

@@ -98,7 +98,7 @@ class Collator:
             yield
         except DataError as error:
             place = f"Micro-batch {micro_batch} of step {step}"
-            raise DataError(f"{error}\n{place} has {locate(row_ids.tolist())}.") from error
+            raise DataError(f"{error}\n{place} has {locate(row_ids.tolist())}.") from error.__cause__
 
     def _collate(self, rows: list[Any], place: str) -> Any:
         collate: CollateFn
