@@ -156,7 +156,8 @@ def _change_error(indexed: Sequence[DataFile], listed: Sequence[DataFile]) -> Da
         differences = ["the order of the files changed"]
     return DataError(
         f"the data set changed since this run began: {shorten(differences, 3)}. A run uses the same data set "
-        "in every step. Restore the files, or use another run name."
+        "in every step. Restore the files, or use another run name; run.load_weights can start that run from the "
+        "weights of this one."
     )
 
 

@@ -111,7 +111,7 @@ def check_identity(job: Job, *, may_replace: bool) -> None:
     if changes:
         raise ConfigError(
             f"run {config.name!r} in {config.storage} began with other settings: {'; '.join(changes)}. Restore these "
-            "settings, or use another name."
+            "settings, or use another name; run.load_weights can start that run from the weights of this one."
         )
 
 
