@@ -56,8 +56,8 @@ def best_commit(commits: Iterable[Commit], metric: str, mode: Mode) -> tuple[Com
 def describe_unmeasured(metric: str, measured: Iterable[str]) -> str:
     """Returns text for a run whose commits have no value of its metric, with the names that have one."""
     return (
-        f"checkpoint.best_metric={metric!r} has no value, so no commit is the best. Set it to one of the metrics that "
-        f"have a value ({shorten(sorted(measured))}), or give the name to step.log or run.evaluate."
+        f"checkpoint.best_metric={metric!r} has no value so far, so no commit is the best. Metrics that have one: "
+        f"{shorten(sorted(measured))}. Correct the setting, unless a later step.log or run.evaluate has this name."
     )
 
 

@@ -100,7 +100,7 @@ def test_a_best_metric_without_a_value_is_warned_about_once(new_run: NewRun) -> 
     run = new_run(checkpoint={"every_steps": 1, "keep_best": 1, "best_metric": "accuracy"})
     train(run, wait_for_saves(run))
     [warning] = client_of(run).events_of("warning")
-    assert "best_metric='accuracy' has no value" in warning["text"] and "(loss)" in warning["text"]
+    assert "best_metric='accuracy' has no value" in warning["text"] and "have one: loss. " in warning["text"]
 
 
 def test_the_first_commit_with_other_metrics_warns_about_the_best_metric(new_run: NewRun) -> None:
@@ -108,7 +108,7 @@ def test_the_first_commit_with_other_metrics_warns_about_the_best_metric(new_run
     train_and_evaluate(run, {2: 0.5})
     [warning] = client_of(run).events_of("warning")
     assert "best_metric='val_loss' has no value" in warning["text"]
-    assert "(index, loss, validation_loss)" in warning["text"]
+    assert "have one: index, loss, validation_loss. " in warning["text"]
 
 
 def test_a_restart_from_step_0_forgets_the_metrics_of_the_steps_that_it_repeats(

@@ -200,7 +200,7 @@ def test_a_run_whose_commits_lack_the_best_metric_names_those_that_they_have(
     session = SimpleNamespace(close_ledger=lambda: None)
     trainer._conclude({"status": "finished"}, session, SimpleNamespace(renew=lambda: None))  # type: ignore[arg-type]
     printed = " ".join(capsys.readouterr().err.split())
-    assert "best_metric='val_accuracy' has no value" in printed and "(loss, validation_accuracy)" in printed
+    assert "best_metric='val_accuracy' has no value" in printed and "have one: loss, validation_accuracy. " in printed
 
 
 def test_the_traceback_of_a_mistake_shows_only_the_users_frames(tmp_path: Path) -> None:
