@@ -13,7 +13,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 ROOT = Path(__file__).parents[2]
-FILES = ["cluster.yaml", "onprem.yaml"]
+FILES = ["cluster.yaml", "gcp.yaml", "onprem.yaml"]
 TOKEN = "~/.ray/auth_token"
 
 
@@ -65,7 +65,8 @@ def test_the_project_is_installed_on_every_node_with_the_tested_versions(config:
     prepared = prepare_config(copy.deepcopy(config))
     for commands in (prepared["head_setup_commands"], prepared["worker_setup_commands"]):
         [install] = [command for command in commands if "pip install" in command]
-        assert "--constraint constraints.txt '.[cluster]'" in install
+        extra = "gcp" if config["provider"]["type"] == "gcp" else "cluster"
+        assert f"--constraint constraints.txt '.[{extra}]'" in install
 
 
 def test_every_command_is_valid_shell(config: dict[str, Any]) -> None:
@@ -94,3 +95,17 @@ def test_aws_nodes_use_the_configured_security_group() -> None:
 def test_aws_workers_have_a_profile_for_the_bucket() -> None:
     for node_type in load("cluster.yaml")["available_node_types"].values():
         assert node_type["node_config"]["IamInstanceProfile"]["Name"]
+
+
+def test_gcp_workers_are_spot_and_the_head_is_not() -> None:
+    types = load("gcp.yaml")["available_node_types"]
+    assert types["gpu-spot"]["node_config"]["scheduling"]["provisioningModel"] == "SPOT"
+    assert types["gpu-spot"]["resources"]["GPU"] >= 1
+    assert "scheduling" not in types["head"]["node_config"]
+
+
+def test_gcp_nodes_use_the_configured_network_and_workers_have_an_account_for_the_bucket() -> None:
+    # Without networkInterfaces, Ray takes a network whose firewall opens ssh to the internet.
+    types = load("gcp.yaml")["available_node_types"]
+    assert all(node_type["node_config"]["networkInterfaces"] for node_type in types.values())
+    assert types["gpu-spot"]["node_config"]["serviceAccounts"]
