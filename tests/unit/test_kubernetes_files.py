@@ -36,6 +36,7 @@ def manifests(name: str) -> dict[str, dict[str, Any]]:
 CLUSTER = manifests("raycluster.yaml")["RayCluster/elastic-ddp"]
 JOB = manifests("rayjob.yaml")["RayJob/elastic-ddp"]
 REDIS = manifests("redis.yaml")
+BUDGETS = manifests("disruption-budgets.yaml")
 SPECS = {"raycluster.yaml": CLUSTER["spec"], "rayjob.yaml": JOB["spec"]["rayClusterSpec"]}
 
 
@@ -69,7 +70,7 @@ def test_kubernetes_accepts_the_pods(template: dict[str, Any]) -> None:
     check(template, core.PodTemplateSpec)
 
 
-@pytest.mark.parametrize("document", [*REDIS.values(), *list(manifests("raycluster.yaml").values())[1:]])
+@pytest.mark.parametrize("document", [*REDIS.values(), *BUDGETS.values()])
 def test_kubernetes_accepts_what_is_beside_the_ray_cluster(document: dict[str, Any]) -> None:
     check(document, KINDS[document["kind"]])
 
@@ -147,11 +148,12 @@ def test_the_cluster_names_the_redis_that_exists_and_no_password() -> None:
 
 
 def test_disruption_budgets_select_the_pods() -> None:
-    for document in list(manifests("raycluster.yaml").values())[1:]:
+    for document in BUDGETS.values():
         labels = dict(document["spec"]["selector"]["matchLabels"])
         assert labels.pop("ray.io/node-type") in ("head", "worker")  # a label that KubeRay adds
-        for group in (CLUSTER["spec"]["headGroupSpec"], *CLUSTER["spec"]["workerGroupSpecs"]):
-            assert labels == group["template"]["metadata"]["labels"]
+        for spec in SPECS.values():
+            for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+                assert labels == group["template"]["metadata"]["labels"]
 
 
 def test_image_and_ray_version_are_those_of_the_project() -> None:

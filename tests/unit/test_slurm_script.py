@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from ray.scripts.scripts import start as start_command
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 SCRIPT = Path(__file__).parents[2] / "cluster/slurm/train.sbatch"
@@ -103,6 +104,8 @@ def test_the_head_is_on_the_first_node_and_the_others_join_it(start: Start, tmp_
     [head] = [call for call in calls if "--head" in call]
     assert head.startswith("0 token secret start --head --port=6379 --node-ip-address=198.51.100.1 ")
     assert head.endswith("--block")
+    for call in (head, *joins):  # raises if `ray start` lacks an option
+        start_command.make_context("start", call.partition(" start ")[2].split())
     assert job.poll() is None
 
 
