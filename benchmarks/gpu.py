@@ -1,6 +1,8 @@
 """Measures training on one GPU: `python benchmarks/gpu.py` prints tables and writes the figures as JSON.
 
     steps        whole steps of elastic_ddp, next to plain PyTorch: DDP, a DataLoader with 4 processes, autocast
+    modes        the same steps without torch's deterministic algorithms, with warnings about others, and with errors
+    host         where the host spends the time of a step, without a trace, and the CPU time of each thread
     bits         whether the gradients of a micro-batch have the same bits each time
     gaps         a trace of some steps: when the device was idle, and where the host waited for it
     save         how long a commit to a local folder holds up a step, and how long a restore takes
@@ -39,14 +41,14 @@ sys.path[:0] = FOLDERS
 import torch  # noqa: E402
 from gpu_parts import shared_gpu  # noqa: E402
 from gpu_parts.gate import write_json  # noqa: E402
+from gpu_parts.host import MODES  # noqa: E402
 from gpu_parts.trace import Trace  # noqa: E402
-from gpu_parts.train import Setting, Side, make_data, run  # noqa: E402
+from gpu_parts.train import SIDES, Setting, Side, make_data, run  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from steps import describe_machine, signal_all  # noqa: E402
 
-PARTS = ("steps", "bits", "gaps", "save", "evaluation", "overlap")
-SIDES = ("plain", "native", "canonical", "fsdp")
+PARTS = ("steps", "modes", "host", "bits", "gaps", "save", "evaluation", "overlap")
 SETTINGS = {
     "large": Setting(layers=12, width=768, heads=12, context=1024, micro_batch_size=16, micro_batches=4),
     "small": Setting(layers=6, width=384, heads=6, context=256, micro_batch_size=16, micro_batches=1),
@@ -179,7 +181,10 @@ class Benchmark:
     def start(self) -> None:
         """Starts all sides, and waits until each has run its first steps."""
         compiled = [
-            (name, side, True) for name in self.options.compile for side in self.options.sides if side != "fsdp"
+            (name, side, True)
+            for name in self.options.compile
+            for side in self.options.sides
+            if side not in ("deterministic", "fsdp")
         ]
         eager = [(name, side, False) for name in self.settings for side in self.options.sides]
         started: list[tuple[str, RunningSide, int]] = []
@@ -248,8 +253,46 @@ class Benchmark:
         self.figures(setting, "steps").update(summarize(turns, self.settings[setting]))
         print_steps(str(self.settings[setting]), self.figures(setting, "steps"))
 
-    def gaps(self, setting: str) -> None:
+    def modes(self, setting: str) -> None:
+        """In the processes of two sides: the same steps with each mode, in turns."""
+        labels = [label for label in ("deterministic", "canonical") if label in self.sides[setting]]
+        turns: dict[str, dict[str, list[float]]] = {label: {mode: [] for mode in MODES} for label in labels}
+        for _ in range(max(2, self.options.rounds // 2)):
+            for label in labels:
+
+                def turn(running: RunningSide, label: str = label) -> None:
+                    step_s = running.ask("steps", warmup=2, steps=3)["seconds"] / 3
+                    steps = max(4, min(200, round(self.options.turn_s / step_s)))
+                    for mode in MODES:
+                        answer = running.ask("steps", warmup=3, steps=steps, mode=mode)
+                        turns[label][mode].append(1000 * answer["seconds"] / steps)
+
+                self.with_side(setting, label, turn)
+        for label in labels:
+            medians = {mode: statistics.median(each) for mode, each in turns[label].items() if each}
+            self.figures(setting, "modes")[label] = {"ms": medians, "ms_by_round": turns[label]}
+            values = ", ".join(f"{mode} {milliseconds:.2f}" for mode, milliseconds in medians.items())
+            print(f"{setting}, {label}: ms a step with deterministic algorithms {values}", flush=True)
+
+    def host(self, setting: str) -> None:
         for label in ("plain", "native", "canonical"):
+
+            def measure(running: RunningSide, label: str = label) -> None:
+                step_s = running.ask("steps", warmup=2, steps=3)["seconds"] / 3
+                steps = max(4, min(200, round(self.options.turn_s / step_s)))
+                answer = running.ask("host", warmup=3, steps=steps)
+                calls = {
+                    name: {"per_step": len(each) / steps, "ms": 1000 * sum(each) / steps}
+                    for name, each in answer["calls_s"].items()
+                }
+                self.figures(setting, "host")[label] = {"step_ms": 1000 * answer["seconds"] / steps, "calls": calls}
+                parts = [f"{each['ms']:.2f} in {each['per_step']:.0f} {name}" for name, each in calls.items()]
+                print(f"{setting}, {label}: {1000 * answer['seconds'] / steps:.2f} ms a step: {', '.join(parts)}")
+
+            self.with_side(setting, label, measure)
+
+    def gaps(self, setting: str) -> None:
+        for label in self.options.gap_sides:
 
             def trace(running: RunningSide, label: str = label) -> None:
                 running.ask("trace", with_stack=False, warmup=1, steps=1)  # the first trace starts the profiler
@@ -260,6 +303,7 @@ class Benchmark:
                 without, with_stacks = Trace(plain["path"]), Trace(stacks["path"])
                 self.figures(setting, "gaps")[label] = {
                     **without.idle(),
+                    "kernels_ms": without.kernels(),
                     "waits": without.waits(),
                     "waits_with_places": with_stacks.waits(),
                     "idle_places": with_stacks.idle_places(),
@@ -367,6 +411,7 @@ def summarize(turns: dict[str, list[dict[str, Any]]], setting: Setting) -> dict[
             "step_ms": step_ms,
             "step_ms_by_round": milliseconds[label],
             "steps_per_turn": len(taken[0]["each_s"]),
+            **host_figures(taken),
             "bytes_per_s": 1000 * setting.bytes_per_step / step_ms,
             "peak_bytes": max(peaks, default=None),
             "reserved_bytes": taken[-1]["reserved_bytes"],
@@ -379,6 +424,21 @@ def summarize(turns: dict[str, list[dict[str, Any]]], setting: Setting) -> dict[
             figures[label]["peak_to_plain"] = max(peaks) / plain
             figures[label]["copies_beyond_plain"] = (max(peaks) - plain) / setting.parameter_bytes
     return figures
+
+
+def host_figures(taken: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the median and the 90th percentile of single steps, and the CPU milliseconds of a step by thread."""
+    each = sorted(1000 * step_s for turn in taken for step_s in turn["each_s"])
+    threads: dict[str, float] = {}
+    for turn in taken:
+        for name, seconds in turn["cpu_s"].items():
+            threads[name] = threads.get(name, 0.0) + 1000 * seconds / len(each)
+    busiest = sorted(threads.items(), key=lambda item: -item[1])
+    return {
+        "single_step_ms": each[len(each) // 2],
+        "single_step_ms_90": each[len(each) * 9 // 10],
+        "cpu_ms_by_thread": {name: value for name, value in busiest if value > 0.01},
+    }
 
 
 # Tables.
@@ -405,6 +465,13 @@ def print_steps(title: str, figures: dict[str, Any]) -> None:
         )
     table.caption = "copies: peak memory beyond that of plain, in copies of the gradients"
     show(table)
+    for label, side in figures.items():
+        threads = ", ".join(f"{name} {value:.2f}" for name, value in [*side["cpu_ms_by_thread"].items()][:6])
+        print(
+            f"    {label}: single steps {side['single_step_ms']:.2f} ms, of ten one above "
+            f"{side['single_step_ms_90']:.2f}; CPU ms a step by thread: {threads}",
+            flush=True,
+        )
 
 
 def print_gaps(title: str, figures: dict[str, Any], untraced_ms: float | None) -> None:
@@ -416,6 +483,8 @@ def print_gaps(title: str, figures: dict[str, Any], untraced_ms: float | None) -
     if figures["busy_ms"] is not None and untraced_ms is not None:
         rest_ms = untraced_ms - figures["busy_ms"]
         print(f"    without the trace it takes {untraced_ms:.2f} ms, so the device idles {rest_ms:.3f} ms of that")
+    for name, milliseconds in [*figures["kernels_ms"].items()][:6]:
+        print(f"    {milliseconds:.3f} ms a step in {name[:110]}")
     for wait in figures["waits"][:6]:
         print(
             f"    {wait['call']} ({wait['thread']} thread): {wait['per_step']:.2f} a step, {wait['ms']:.3f} ms; the "
@@ -454,6 +523,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", help="the parts to run, separated by commas; by default all that --ranks allows")
     parser.add_argument("--settings", help="the models: large, small; by default both, and on a CPU small")
     parser.add_argument("--sides", default=",".join(SIDES), help="the sides that train")
+    parser.add_argument("--gap-sides", help="the sides that the part gaps traces; by default plain, native, canonical")
     parser.add_argument(
         "--compile",
         help="the models that are compiled as well: large, small, none; by default small, and none on a CPU",
@@ -482,6 +552,7 @@ def parse() -> argparse.Namespace:
     options.parts = chosen("parts", ",".join(default_parts), PARTS)
     options.settings = chosen("settings", "large,small" if on_gpu else "small", tuple(SETTINGS))
     options.sides = chosen("sides", ",".join(SIDES), SIDES)
+    options.gap_sides = chosen("gap_sides", "plain,native,canonical", SIDES)
     options.compile = [
         name for name in chosen("compile", "small" if on_gpu else "", tuple(SETTINGS)) if name in options.settings
     ]

@@ -11,12 +11,14 @@ import itertools
 import json
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from gpu_parts.host import Place, deterministic, thread_seconds, timed
 
 STEP_LABEL = "benchmark step"
 """The annotation of each step in a trace."""
@@ -36,9 +38,10 @@ def write_json(path: Path, value: Any) -> None:
 class Gate:
     """Runs the commands of a folder. Call it before every step."""
 
-    def __init__(self, folder: str, device: torch.device) -> None:
-        self._folder, self._device = Path(folder), device
-        self._handlers: dict[str, Handler] = {"steps": self.steps, "trace": self.trace}
+    def __init__(self, folder: str, device: torch.device, places: Sequence[Place] = ()) -> None:
+        """`places` are the functions that the command `host` times."""
+        self._folder, self._device, self._places = Path(folder), device, places
+        self._handlers: dict[str, Handler] = {"steps": self.steps, "host": self.host, "trace": self.trace}
         self._numbers = itertools.count()
         self._number = 0
         self._command: Command | None = None
@@ -83,21 +86,41 @@ class Gate:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def steps(self, command: dict[str, Any]) -> Command:
-        """Runs `warmup` steps, then `steps` steps. Answers the seconds of all, and of each as the host sees it."""
-        for _ in range(command["warmup"]):
-            yield
-        self.reset_peak()
-        self.synchronize()
-        begin = time.perf_counter()
-        ends = []
-        for _ in range(command["steps"]):
-            yield
-            ends.append(time.perf_counter())
-        self.synchronize()
-        seconds = time.perf_counter() - begin
+        """Runs `warmup` steps, then `steps` steps, with `mode` of `deterministic`.
+
+        Answers the seconds of all, of each as the host sees it, and of CPU time by thread.
+        """
+        with deterministic(command.get("mode")):
+            for _ in range(command["warmup"]):
+                yield
+            self.reset_peak()
+            self.synchronize()
+            cpu_before, begin = thread_seconds(), time.perf_counter()
+            ends = []
+            for _ in range(command["steps"]):
+                yield
+                ends.append(time.perf_counter())
+            self.synchronize()
+            seconds = time.perf_counter() - begin
+        cpu = {name: after - cpu_before.get(name, 0.0) for name, after in thread_seconds().items()}
         each = [end - before for before, end in itertools.pairwise([begin, *ends])]
         reserved = torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else None
-        return {"seconds": seconds, "each_s": each, "peak_bytes": self.peak_bytes(), "reserved_bytes": reserved}
+        return {
+            "seconds": seconds,
+            "each_s": each,
+            "peak_bytes": self.peak_bytes(),
+            "reserved_bytes": reserved,
+            "cpu_s": cpu,
+        }
+
+    def host(self, command: dict[str, Any]) -> Command:
+        """Runs steps as `steps` does. Answers also the seconds of each call of the chosen functions."""
+        with timed(self._places) as seconds:
+            for _ in range(command["warmup"]):
+                yield
+            seconds.clear()
+            answer = yield from self.steps({**command, "warmup": 0})
+            return {**answer, "calls_s": dict(seconds)}
 
     def trace(self, command: dict[str, Any]) -> Command:
         """Traces `steps` steps into a file, `with_stack` or without. The first steps of a trace are not labeled."""

@@ -128,6 +128,14 @@ class Trace:
             "longest_gaps_ms": sorted((round((end - begin) / 1000, 3) for begin, end in gaps), reverse=True)[:10],
         }
 
+    def kernels(self, most: int = 40) -> dict[str, float]:
+        """Returns the milliseconds per step of the kernels, copies and fills that take longest, by name."""
+        totals: dict[str, float] = defaultdict(float)
+        for event in self.device:
+            totals[event["name"]] += length(clip([interval_of(event)], self.window))
+        longest = sorted(totals.items(), key=lambda item: -item[1])[:most]
+        return {name: total / len(self.steps) / 1000 for name, total in longest}
+
     def idle_places(self, most: int = 12) -> list[dict[str, Any]]:
         """Returns where the host was, in the middle of each gap of the device, with the idle milliseconds per step."""
         gaps = [gap for gap in gaps_between(self.busy, self.window) if gap[1] - gap[0] > GAP_US]
@@ -145,8 +153,8 @@ class Trace:
     def waits(self) -> list[dict[str, Any]]:
         """Returns the calls in which the host may wait, by name, thread and place, per step.
 
-        `ms` is the time in the call. `idle_ms` is the length of the device's gap in which the call returns: from the
-        last kernel before to the first one after. That is what the wait costs the device.
+        `ms` is the time in the call. `idle_ms` is the length of the device's gap that began during the call: from the
+        last kernel before its return to the first one after. That is what the wait costs the device.
         """
         calls = [
             event
@@ -165,7 +173,7 @@ class Trace:
         for event in calls:
             begin, end = interval_of(event)
             thread = "main" if event["tid"] == self.main_thread else "other"
-            totals[event["name"], thread, places[id(event)]].append((end - begin, self._gap_at(end)))
+            totals[event["name"], thread, places[id(event)]].append((end - begin, self._gap_since(begin, end)))
         count = len(self.steps)
         return [
             {
@@ -179,14 +187,12 @@ class Trace:
             for (name, thread, place), each in sorted(totals.items(), key=lambda item: -sum(d for d, _ in item[1]))
         ]
 
-    def _gap_at(self, time: float) -> float:
-        """Returns the length of the gap of the device at a time, 0 if it is busy then."""
+    def _gap_since(self, begin: float, time: float) -> float:
+        """Returns the length of the device's gap at a time; 0 if it is busy then, or was idle at `begin`."""
         index = bisect.bisect_right(self.busy, (time, float("inf")))
-        if index and self.busy[index - 1][1] > time:
-            return 0.0
-        begin = self.busy[index - 1][1] if index else self.window[0]
-        end = self.busy[index][0] if index < len(self.busy) else self.window[1]
-        return end - begin
+        idle_from = self.busy[index - 1][1] if index else self.window[0]
+        idle_to = self.busy[index][0] if index < len(self.busy) else self.window[1]
+        return idle_to - idle_from if begin <= idle_from <= time else 0.0
 
     def exchange(self) -> dict[str, Any]:
         """Returns, per step, how long kernels of NCCL ran, and for how much of that other kernels ran as well."""

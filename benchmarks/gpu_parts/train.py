@@ -21,11 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from gpu_parts.gate import Command, Gate
+from gpu_parts.host import Place
 
 MANY_STEPS = 1_000_000
 LOG_EVERY_STEPS = 10
 LOADER_PROCESSES = 4
 CLIP_NORM = 1.0
+PLACES: list[Place] = [(GPT, "forward"), (torch.Tensor, "backward"), (torch.optim.AdamW, "step")]
+"""Functions of every side that the part `host` times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +66,13 @@ class Setting:
         return f"GPT of {self.layers} x {self.width}, context {self.context}, micro-batches {batch}"
 
 
+SIDES = ("plain", "deterministic", "native", "canonical", "fsdp")
+"""`deterministic` is `plain` with the settings of torch and cuBLAS that `canonical` trains with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A way to train: `plain`, `native`, `canonical` or `fsdp`. Folders are those of this side."""
+    """A way to train: one of `SIDES`. Folders are those of this side."""
 
     name: str
     is_compiled: bool
@@ -99,7 +106,7 @@ def run(side: Side) -> None:
         os._exit(1)
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    if side.name == "plain":
+    if side.name in ("plain", "deterministic"):
         run_plain(side)
     else:
         run_elastic(side)
@@ -111,6 +118,10 @@ def run(side: Side) -> None:
 def run_plain(side: Side) -> None:
     setting, device = side.setting, torch.device(side.device)
     on_gpu = device.type == "cuda"
+    if side.name == "deterministic":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if on_gpu:
         torch.cuda.set_device(0)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
@@ -137,7 +148,7 @@ def run_plain(side: Side) -> None:
         with torch.autocast(device.type, dtype=torch.bfloat16):
             return next_byte_loss(model, batch)
 
-    gate = Gate(side.folder, device)
+    gate = Gate(side.folder, device, PLACES)
     gate.add({"repeat": repeat_backward(loss_of, replica, side)})
     for step in range(MANY_STEPS):
         gate()
@@ -169,7 +180,7 @@ def run_elastic(side: Side) -> None:
     def train(run: ed.Run) -> None:
         model = run.prepare(side.build(), shard=Block if side.name == "fsdp" else None)
         run.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
-        gate = Gate(side.folder, run.device)
+        gate = Gate(side.folder, run.device, [*PLACES, *elastic_places()])
         gate.add(elastic_commands(run, model, gate, side))
         for step in run.steps():
             gate()
@@ -198,6 +209,27 @@ def run_elastic(side: Side) -> None:
         "local", num_cpus=2, include_dashboard=False, logging_level=logging.WARNING, object_store_memory=store_bytes
     )
     ed.ElasticTrainer(train, side.data, config).fit()
+
+
+def elastic_places() -> list[Place]:
+    from elastic_ddp.data.feed import MicroBatchFeed
+    from elastic_ddp.distributed.canonical_reduction import CanonicalReduction
+    from elastic_ddp.distributed.process_group import ProcessGroup
+    from elastic_ddp.worker.loop import Loop
+    from elastic_ddp.worker.step import Step
+
+    return [
+        (Step, "__enter__"),
+        (MicroBatchFeed, "_take"),
+        (Step, "_backward"),
+        (CanonicalReduction, "fold"),
+        (CanonicalReduction, "_bucket_sums"),
+        (Step, "_optimize"),
+        (ProcessGroup, "settle"),
+        (Step, "_update"),
+        (Step, "__exit__"),
+        (Loop, "_end_step"),
+    ]
 
 
 def elastic_commands(run: Any, model: torch.nn.Module, gate: Gate, side: Side) -> dict[str, Callable[..., Command]]:

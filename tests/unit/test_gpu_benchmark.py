@@ -59,6 +59,15 @@ def test_a_trace_tells_what_each_wait_of_the_host_costs_the_device(trace: Trace)
     assert (other["call"], other["thread"], other["idle_ms"]) == ("cudaEventSynchronize", "other", 0)
 
 
+def test_a_call_that_begins_while_the_device_idles_did_not_cause_that(trace: Trace) -> None:
+    trace._by_category["cuda_runtime"] = [event("cuda_runtime", "cudaEventSynchronize", MAIN, 7.2, 7.3)]
+    assert [wait["idle_ms"] for wait in trace.waits()] == [0]
+
+
+def test_a_trace_tells_which_kernels_take_longest(trace: Trace) -> None:
+    assert trace.kernels() == {"gemm": 5, "ncclDevKernel_SendRecv": 2, "adam": 1}
+
+
 def test_a_trace_tells_how_much_of_the_exchange_overlaps_other_kernels(trace: Trace) -> None:
     exchange = trace.exchange()
     assert (exchange["exchange_ms"], exchange["compute_ms"], exchange["overlap_ms"]) == (2, 6, 1)
