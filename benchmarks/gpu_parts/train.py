@@ -225,7 +225,7 @@ def elastic_places() -> list[Place]:
         (CanonicalReduction, "fold"),
         (CanonicalReduction, "_bucket_sums"),
         (Step, "_optimize"),
-        (ProcessGroup, "settle"),
+        (ProcessGroup, "synchronize"),
         (Step, "_update"),
         (Step, "__exit__"),
         (Loop, "_end_step"),

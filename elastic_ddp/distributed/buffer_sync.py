@@ -17,7 +17,7 @@ from elastic_ddp.distributed.process_group import ProcessGroup, all_gather_singl
 from elastic_ddp.distributed.reduction_tree import Node, fold_in, fold_to_root, maximal_subtrees
 from elastic_ddp.errors import ConfigError, shorten
 from elastic_ddp.tensors.state_tree import INTEGERS, ravel
-from elastic_ddp.torch_internals import buffers_of, version
+from elastic_ddp.torch_internals import buffers_of, modules_of, version
 
 Changes = list[torch.Tensor | None]
 """The change that a subtree of micro-batches makes to each combined buffer; None where it makes none."""
@@ -158,7 +158,7 @@ class StepBuffers:
 
     def _registered(self) -> list[tuple[torch.nn.Module, str, torch.Tensor | None]]:
         """Returns the buffers of all modules, each with its module and its name there."""
-        modules = self._module.modules()
+        modules = modules_of(self._module)
         return [(module, name, buffer) for module in modules for name, buffer in buffers_of(module).items()]
 
     def _check_known(

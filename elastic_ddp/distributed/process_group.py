@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from elastic_ddp import torch_internals
 from elastic_ddp.distributed import nccl
+from elastic_ddp.distributed.host_number import read
 from elastic_ddp.distributed.sockets import Socket, shut_down, tcp_sockets
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.errors import PeerFailedError
@@ -268,13 +269,17 @@ class ProcessGroup:
         if backend is not None:
             backend.abort()
 
-    def synchronize(self) -> None:
-        """Waits until the device has finished its work. An aborted NCCL collective leaves arbitrary values, so the call
-        raises PeerFailedError if the group was aborted."""
+    def synchronize(self, number: torch.Tensor | None = None) -> float | None:
+        """Waits until the device has finished its work; with a number of `to_host`, the work before that copy. Returns
+        the number. An aborted NCCL collective leaves arbitrary values, so the call raises PeerFailedError if the group
+        was aborted."""
+        value = None if number is None else read(number)
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+            if number is None:
+                torch.cuda.current_stream(self.device).synchronize()
             if self.aborted:
                 raise PeerFailedError("a peer failed before the device had reduced the gradients")
+        return value
 
     def begin_send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         """Starts to send a tensor to a rank, which receives it with the same tag."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from elastic_ddp.distributed.host_number import read
 from elastic_ddp.distributed.reduction_tree import Node, fold_to_root
 from elastic_ddp.errors import ConfigError
 
@@ -40,24 +41,6 @@ class MicroBatchRecord:
     @property
     def num_rows(self) -> int:
         return len(self.row_ids)
-
-
-def to_host(loss: torch.Tensor) -> torch.Tensor:
-    """Starts to copy one number to the host. Reading it waits for the forward only, not for the backward after it."""
-    if loss.device.type != "cuda":
-        return loss
-    host = torch.empty(1, dtype=loss.dtype, pin_memory=True)
-    host.copy_(loss.reshape(1), non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    host.copied = copied  # type: ignore[attr-defined]
-    return host
-
-
-def _number(host: torch.Tensor) -> float:
-    if hasattr(host, "copied"):
-        host.copied.synchronize()
-    return float(host)
 
 
 @dataclass(frozen=True)
@@ -96,7 +79,7 @@ class ControlExchange:
         slots = vector[len(VOTES) :].reshape(len(self.rows), _SLOT_WORDS)
         for micro_batch, record in records.items():
             weight = math.nan if record.weight is None else record.weight
-            slots[micro_batch, :2] = struct.unpack("<qq", struct.pack("<dd", _number(record.loss), weight))
+            slots[micro_batch, :2] = struct.unpack("<qq", struct.pack("<dd", read(record.loss), weight))
             slots[micro_batch, 2:] = np.frombuffer(digest_rows(record.row_ids), dtype="<i8")
         self._vector = torch.from_numpy(vector)
         self._work = dist.all_reduce(self._vector, async_op=True) if world_size > 1 else None

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from elastic_ddp.distributed.host_number import to_host
 from elastic_ddp.distributed.process_group import is_peer_failure
 from elastic_ddp.distributed.row_gather import RowGather
-from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord, to_host
+from elastic_ddp.distributed.step_agreement import Agreement, ControlExchange, MicroBatchRecord
 from elastic_ddp.errors import ConfigError, PeerFailedError, format_exception
 from elastic_ddp.rendezvous.user_place import frames_of_error
 from elastic_ddp.seeding import seed_all
@@ -85,8 +86,8 @@ class Step:
     def __enter__(self) -> Step:
         self._is_in_block = True
         self._activity.begin(f"step {self.index}", is_users=True)
-        self._state.module.zero_grad(set_to_none=True)
         self.generation.strategy.begin_step(self._control.rows)
+        self.generation.strategy.clear_gradients()
         self.generation.buffers.begin()
         self.generation.parameters.begin(self.generation.strategy.parameters)
         return self
@@ -311,8 +312,7 @@ class Step:
     def _optimize(self) -> None:
         generation, state, strategy = self.generation, self._state, self.generation.strategy
         done = {m for m, record in self._records.items() if record.loss is not _NO_LOSS and not self._is_dummy}
-        missing = [m for m in strategy.to_compute if m not in done]
-        if missing:
+        if missing := [m for m in strategy.to_compute if m not in done]:
             raise ConfigError(
                 f"step.optimize of step {self.index} was called before micro-batches {missing} were computed. Loop "
                 "over all of step.micro_batches() first."
@@ -328,16 +328,16 @@ class Step:
         agreed = self._control.wait()
         rows, signatures = self._control.rows, agreed.votes["gathered"]
         self._gathered = self._gather.exchange(signatures, rows, strategy.ranges, generation.group)
-        norm = self._clip_gradients()
         if agreed.votes["buffers_changed"]:
             ranges, num_leaves, divisor = strategy.ranges, strategy.num_leaves, strategy.divisor
             generation.buffers.combine(ranges=ranges, num_leaves=num_leaves, divisor=divisor, group=generation.group)
+        norm = self._clip_gradients()
         if self._is_logged:
             with self._activity.within("collective"):
                 self._logged.gather(generation.group, rows, strategy.ranges)
-        generation.group.synchronize()
+        total_norm = generation.group.synchronize(norm)  # the only wait for the end of the backward
         self._activity.enter("optimizer")
-        self._update(agreed, norm)
+        self._update(agreed, total_norm)
         self.loss = agreed.loss
         state.position = state.position.after(int(rows.sum()), agreed.row_digests)
         self.agreed = agreed
@@ -345,29 +345,29 @@ class Step:
         self._activity.begin(f"the code after step {self.index}", is_users=True)
 
     def _clip_gradients(self) -> torch.Tensor | None:
-        """Clips the gradients. Returns their norm before, or None if nothing needs it."""
+        """Clips the gradients. Returns their norm before, as `to_host` does, or None if nothing needs it."""
         strategy, max_norm = self.generation.strategy, self.generation.clip_grad_norm
         ignores = self.generation.on_nonfinite == "ignore"
         if max_norm is None and ignores and self._state.loss_scale is None:
             return None
         norm = strategy.gradient_norm()
+        norm_on_host = to_host(norm)  # before the clipping, which the device does while the host launches the optimizer
         if max_norm is not None:
             self.log(grad_norm=norm)
             # Multiplied by a norm that is NaN, all gradients would be, and the error could not name those that were.
             strategy.clip_gradients(max_norm, norm if ignores else norm.nan_to_num(0.0, posinf=0.0))
-        return norm
+        return norm_on_host
 
-    def _update(self, agreed: Agreement, norm: torch.Tensor | None) -> None:
+    def _update(self, agreed: Agreement, norm: float | None) -> None:
         """Changes the state, unless a value is not finite."""
         generation, state, loss_scale = self.generation, self._state, self._state.loss_scale
-        total_norm = 0.0 if norm is None else float(norm)
         if agreed.total_weight == 0:
             self.skip_reason = "the weights of all micro-batches are 0"
         elif norm is not None:
             find_rows = partial(rows_of, self._records, generation.feed, generation.group)
             finds, policy = (generation.strategy.nonfinite_gradients, find_rows), generation.on_nonfinite
             clips = generation.clip_grad_norm is not None
-            self.skip_reason = reason_to_skip(self.index, agreed.losses, total_norm, *finds, policy, loss_scale, clips)
+            self.skip_reason = reason_to_skip(self.index, agreed.losses, norm, *finds, policy, loss_scale, clips)
         state.is_changing = True
         if self.skip_reason is not None:
             generation.buffers.revert()
@@ -379,7 +379,7 @@ class Step:
         generation.strategy.clear_gradients()
         if loss_scale is not None:
             self.log(loss_scale=loss_scale.scale)
-            overflow, unit = not math.isfinite(total_norm), generation.weight_unit or 1.0
+            overflow, unit = not math.isfinite(norm or 0.0), generation.weight_unit or 1.0
             state.loss_scale = replace(loss_scale, weight_unit=unit).after(overflow=overflow)
 
     @property

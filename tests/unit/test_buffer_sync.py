@@ -13,6 +13,7 @@ from elastic_ddp.distributed.process_group import Assignment, ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges, processing_order
 from elastic_ddp.distributed.store import StoreConnection
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.torch_internals import modules_of
 from tests.ranks import run_ranks
 
 ALONE = ProcessGroup(
@@ -296,3 +297,11 @@ def combine_int16(group: ProcessGroup) -> list[int]:
 
 def test_a_buffer_of_a_dtype_that_gloo_does_not_support_is_combined() -> None:
     assert run_ranks(2, combine_int16) == [[2, 2, 2], [2, 2, 2]]
+
+
+def test_modules_are_listed_once_each_and_in_the_order_of_torch() -> None:
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.nn.BatchNorm1d(2))
+    model.again, model.absent = model[0], None
+    model.register_module("empty", None)
+    model[0].append(model[1])
+    assert modules_of(model) == list(model.modules())

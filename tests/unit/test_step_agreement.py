@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from elastic_ddp.distributed.host_number import to_host
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.distributed.reduction_tree import micro_batch_ranges
 from elastic_ddp.distributed.step_agreement import (
@@ -20,7 +21,6 @@ from elastic_ddp.distributed.step_agreement import (
     MicroBatchRecord,
     digest_rows,
     extend_samples_digest,
-    to_host,
 )
 from elastic_ddp.worker.train_state import Position
 from tests.ranks import run_ranks
