@@ -140,7 +140,7 @@ class CanonicalReduction:
         )
         if self._group.world_size == 1:
             # There is no peer, and gloo's all_to_all_single hangs at world size 1.
-            mean = fold_to_root(sums, self._num_leaves, torch.Tensor.add_).div_(self._divisor)
+            mean = self._mean(sums)
             done.set_result(mean)
             if self._may_be_unused:
                 self._means.append((bucket.parameters(), mean))
@@ -155,6 +155,11 @@ class CanonicalReduction:
         else:
             self._pending_gathers.append(reduce_and_gather)
         return done
+
+    def _mean(self, sums: dict[Node, torch.Tensor]) -> torch.Tensor:
+        """Returns the mean gradient, from subtree sums that together cover all micro-batches. It works in place."""
+        total = fold_to_root(sums, self._num_leaves, torch.Tensor.add_)
+        return total if self._divisor == 1.0 else total.div_(self._divisor)
 
     def _bucket_sums(self, bucket: dist.GradBucket) -> dict[Node, torch.Tensor]:
         """Returns this rank's subtree sums of a bucket, laid out like the bucket's buffer."""
@@ -193,7 +198,7 @@ class CanonicalReduction:
         def reduce_and_gather() -> None:
             exchange.wait()
             chunks = dict(zip(nodes, received.to(buffer.device).split(chunk), strict=True))
-            own_mean = fold_to_root(chunks, self._num_leaves, torch.Tensor.add_).div_(self._divisor)
+            own_mean = self._mean(chunks)
             mean = buffer if size == chunk * world_size else buffer.new_empty(world_size * chunk)
             if self._may_be_unused:
                 self._means.append((parameters, mean))
