@@ -1,7 +1,7 @@
 """Measures training on one GPU: `python benchmarks/gpu.py` prints tables and writes the figures as JSON.
 
     steps        whole steps of elastic_ddp, next to plain PyTorch: DDP, a DataLoader with 4 processes, autocast
-    modes        the same steps without torch's deterministic algorithms, with warnings about others, and with errors
+    modes        the same steps with torch's deterministic algorithms and without
     host         where the host spends the time of a step, without a trace, and the CPU time of each thread
     bits         whether the gradients of a micro-batch have the same bits each time
     gaps         a trace of some steps: when the device was idle, and where the host waited for it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -16,7 +17,7 @@ import torch
 
 Place = tuple[Any, str]
 """A class or module, and the name of a function in it."""
-MODES = ("off", "warn", "strict")
+MODES = ("off", "strict")
 
 
 @contextmanager
@@ -62,14 +63,21 @@ def thread_seconds() -> dict[str, float]:
     return dict(seconds)
 
 
+def use_deterministic_algorithms() -> None:
+    """Sets what a worker sets for `reduction = "canonical"`."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 @contextmanager
 def deterministic(mode: str | None) -> Iterator[None]:
-    """Sets torch's deterministic algorithms: `off`, `warn` as `reduction = "canonical"` does, or `strict`."""
+    """Switches torch's deterministic algorithms `off`, or to `strict` as `reduction = "canonical"` does."""
     if mode is None:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(mode != "off", warn_only=mode == "warn")
+    torch.use_deterministic_algorithms(mode == "strict")
     try:
         yield
     finally:

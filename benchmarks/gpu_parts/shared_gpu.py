@@ -20,6 +20,7 @@ from gpt import GPT, next_byte_loss
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gpu_parts.gate import STEP_LABEL
+from gpu_parts.host import use_deterministic_algorithms
 from gpu_parts.trace import Trace
 from gpu_parts.train import CLIP_NORM, Side, random_batch
 
@@ -97,9 +98,7 @@ def train(side: Side, rank: int, ranks: int, port: int, steps: int) -> dict[str,
     if on_gpu:
         torch.cuda.set_device(device)
     if side.name == "canonical":  # as a worker does
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        use_deterministic_algorithms()
     config = RunConfig(
         name="overlap",
         storage=side.folder,

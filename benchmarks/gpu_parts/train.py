@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from gpu_parts.gate import Command, Gate
-from gpu_parts.host import Place
+from gpu_parts.host import Place, use_deterministic_algorithms
 
 MANY_STEPS = 1_000_000
 LOG_EVERY_STEPS = 10
@@ -119,9 +119,7 @@ def run_plain(side: Side) -> None:
     setting, device = side.setting, torch.device(side.device)
     on_gpu = device.type == "cuda"
     if side.name == "deterministic":
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        use_deterministic_algorithms()
     if on_gpu:
         torch.cuda.set_device(0)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
@@ -335,11 +333,7 @@ def random_batch(side: Side) -> dict[str, torch.Tensor]:
 def repeat_backward(
     loss_of: Callable[[dict[str, torch.Tensor]], torch.Tensor], model: torch.nn.Module, side: Side
 ) -> Callable[[dict[str, Any]], Command]:
-    """Returns a command that computes the gradients of one micro-batch several times, and compares their bits.
-
-    It does so as the side has set torch and, if that only warns of algorithms that are not deterministic, once more
-    with an error for them: some operations, such as attention, choose another algorithm then.
-    """
+    """Returns a command that computes the gradients of one micro-batch several times, and compares their bits."""
 
     def compute(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         model.zero_grad(set_to_none=True)
@@ -365,14 +359,6 @@ def repeat_backward(
         yield from ()
         batch, answer = random_batch(side), {}
         answer["as it trains"] = compare(batch, command["rounds"])
-        if torch.is_deterministic_algorithms_warn_only_enabled():
-            try:
-                torch.use_deterministic_algorithms(True)
-                answer["with warn_only=False"] = compare(batch, command["rounds"])
-            except RuntimeError as error:
-                answer["with warn_only=False"] = {"error": str(error)}
-            finally:
-                torch.use_deterministic_algorithms(True, warn_only=True)
         model.zero_grad(set_to_none=True)
         return answer
 
