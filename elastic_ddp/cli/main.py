@@ -1,4 +1,4 @@
-"""The command line: `elastic-ddp run | status | resize | drain | checkpoint | stop | show | checkpoints`."""
+"""The command line: `elastic-ddp run | status | resize | drain | checkpoint | stop | ...`, one function each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import os
 import runpy
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -203,6 +204,32 @@ def drain(
     out.print(f"run {run}: {plural(num_left, 'worker')} left {node}")
     if handle.status()["state"] == "waiting":
         out.print("The run has no other node. It is committed and waits for one; `elastic-ddp stop` ends it.")
+
+
+@app.command("watch-notices")
+def watch_notices(
+    drain_on_rebalance: Annotated[
+        bool, typer.Option("--drain-on-rebalance", help="Also drain on AWS's rebalance recommendation.")
+    ] = False,
+) -> None:
+    """Drain this machine's Ray node when its cloud announces that the machine goes away.
+
+    Run it on each spot node. It polls the metadata service for AWS's spot interruption notice and for GCP's preemption
+    and host maintenance notices until SIGTERM ends it. Every run on the Ray cluster then moves its workers off the node
+    before the deadline.
+    """
+    from elastic_ddp.notices.metadata import find_service
+    from elastic_ddp.notices.watch import DrainError, Watch, drain_in_ray, find_ray_nodes
+
+    def log(line: str) -> None:
+        print(f"{format_time(time.time())} {line}", flush=True)
+
+    service = find_service(os.environ)
+    try:
+        log(f"watching the notices of {service.name} at {service.url} for Ray node {find_ray_nodes()}")
+    except DrainError as error:
+        log(f"watching the notices of {service.name} at {service.url}, but a drain would fail now: {error}")
+    Watch(service, drain_in_ray, log, drain_on_rebalance=drain_on_rebalance).run()
 
 
 @app.command()

@@ -80,7 +80,7 @@ def use_token_on_this_machine(address: str) -> None:
         with suppress(ConnectionError):  # no cluster, or several; `ray.init` reports that better
             address = ray._private.services.canonicalize_bootstrap_address_or_die("auto")
     host = address.rpartition(":")[0].strip("[]")
-    if "RAY_AUTH_MODE" in os.environ or not host or not _is_local(host) or not _requires_token(address):
+    if "RAY_AUTH_MODE" in os.environ or not host or not is_local(host) or not _requires_token(address):
         return
     use_private_token()
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
@@ -113,7 +113,7 @@ def _silenced_stderr() -> Iterator[None]:
         os.close(original)
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

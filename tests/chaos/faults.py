@@ -19,6 +19,7 @@ import ray
 
 import elastic_ddp as ed
 from elastic_ddp.distributed import state_transfer
+from elastic_ddp.ray_internals.drain import drain
 from tests.chaos import hosts
 from tests.integration import jobs
 from tests.integration.clusters import parent_of
@@ -26,7 +27,10 @@ from tests.integration.clusters import parent_of
 DRAIN_S = 8.0
 """Deadline of a drained node in seconds."""
 
-LINGERING = ("SIGTERM", "drain")
+NOTICE_S = 20.0
+"""Seconds from a spot interruption notice to its deadline."""
+
+LINGERING = ("SIGTERM", "drain", "notice")
 """Faults whose victims continue for a while."""
 END_STEPS = 5
 """Number of steps before its end at which a run waits for such victims to leave."""
@@ -48,7 +52,7 @@ class Fault:
     """`SIGKILL`, `SIGSTOP` or `SIGTERM`; `SIGSEGV`, by an invalid access; `gil`, a deadlock that holds the interpreter
     lock; `hang`, one that does not; `raise`, an error of user code; `rendezvous` or `driver`: that process is killed;
     `node`: the node dies with all its processes; `cut`: its network is disconnected (see `hosts`); `drain`: Ray drains
-    the node."""
+    the node; `notice`: a fake metadata service announces a spot interruption to the node, which watches it."""
     later: bool = False
     """Whether it happens in a later generation than the previous fault."""
     along: tuple[int, ...] = ()
@@ -239,6 +243,8 @@ def _fail(fault: Fault, run: ed.Run) -> None:
         hosts.cut()
     elif fault.how == "drain":
         _drain_node(DRAIN_S)
+    elif fault.how == "notice":
+        _announce_interruption(NOTICE_S)
     else:
         raise ValueError(fault.how)
 
@@ -253,11 +259,15 @@ def _kill_node(raylet: int) -> None:
 def _drain_node(within_s: float) -> None:
     """Does what `ray drain-node` does."""
     context = ray.get_runtime_context()
-    deadline_ms = int((time.time() + within_s) * 1000)
-    preemption = ray.core.generated.autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    ray._raylet.GcsClient(address=context.gcs_address).drain_node(
-        context.get_node_id(), preemption, "a spot notice", deadline_ms
-    )
+    client = ray._raylet.GcsClient(address=context.gcs_address)
+    drain(client, [context.get_node_id()], "a spot notice", int((time.time() + within_s) * 1000))
+
+
+def _announce_interruption(within_s: float) -> None:
+    """Starts a metadata service with a notice, and `elastic-ddp watch-notices`."""
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "tests.metadata_server", str(within_s)]
+    subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": address}, start_new_session=True)
 
 
 def drive(arguments: dict[str, Any], *, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""A node whose network is disconnected while its processes run on."""
+"""Nodes on hosts of their own: one is disconnected while its processes run on, one receives a spot notice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.faults import Fault
+from tests.chaos.faults import NOTICE_S, Fault
 from tests.chaos.hosts import Hosts, can_be_made, two_hosts
 from tests.chaos.runs import Trial
 from tests.integration import jobs
@@ -56,3 +56,15 @@ def test_a_worker_counts_as_failed_after_its_node_was_disconnected(folder: Path)
     assert len(run.happened()) == 2 and facts["workers_lost"] == 2
     assert [generation["world_size"] for generation in facts["generations"]][:3] == [2, 1, 2]
     run.check_steps(facts["generations"])
+
+
+def test_the_workers_of_a_node_leave_it_after_its_spot_interruption_notice(
+    folder: Path, calm: Mapping[str, Any]
+) -> None:
+    with two_hosts() as hosts:
+        run = Trial(folder, "noticed", [Fault(1, 10, "reduction", "notice")], {"max_workers": 2})
+        facts = finish(run, start(hosts, run))
+    (notice,) = run.events("notice")
+    assert notice.by == "Ray" and 0 < notice.within_s <= NOTICE_S
+    assert [generation["world_size"] for generation in facts["generations"]] == [2, 1]
+    run.check(facts, calm)

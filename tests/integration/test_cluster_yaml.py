@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 ROOT = Path(__file__).parents[2]
 FILES = ["cluster.yaml", "gcp.yaml", "onprem.yaml"]
+WITH_SPOT_WORKERS = ["cluster.yaml", "gcp.yaml"]
 TOKEN = "~/.ray/auth_token"
 
 
@@ -109,3 +112,26 @@ def test_gcp_nodes_use_the_configured_network_and_workers_have_an_account_for_th
     types = load("gcp.yaml")["available_node_types"]
     assert all(node_type["node_config"]["networkInterfaces"] for node_type in types.values())
     assert types["gpu-spot"]["node_config"]["serviceAccounts"]
+
+
+@pytest.mark.parametrize("name", WITH_SPOT_WORKERS)
+def test_spot_workers_watch_for_the_notice_that_takes_their_machine(name: str, tmp_path: Path) -> None:
+    *_, watch = load(name)["worker_start_ray_commands"]
+    watcher = tmp_path / "elastic-ddp"
+    watcher.write_text("#!/bin/sh\necho $$ $* $RAY_ADDRESS $RAY_AUTH_MODE\nexec sleep 60\n")
+    watcher.chmod(0o755)
+    os.mkfifo(tmp_path / "watch-notices.log")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "RAY_HEAD_IP": "10.0.0.1"}
+    subprocess.run(["bash", "-c", f"({watch})"], check=True, env=environment, timeout=60)
+    with open(tmp_path / "watch-notices.log") as log:
+        pid, *words = log.readline().split()
+    os.kill(int(pid), signal.SIGTERM)  # it has outlived the shell
+    assert words == ["watch-notices", "10.0.0.1:6379", "token"]
+
+
+@pytest.mark.parametrize("name", WITH_SPOT_WORKERS)
+def test_a_second_ray_up_replaces_the_watch_of_a_spot_worker(name: str) -> None:
+    stop, *_ = load(name)["worker_start_ray_commands"]
+    (pattern,) = re.findall(r"pkill -f '(.*?)'", stop)
+    assert re.search(pattern, "/home/ubuntu/venv/bin/python /home/ubuntu/venv/bin/elastic-ddp watch-notices")
+    assert not re.search(pattern, stop), "it would end its own shell"

@@ -34,6 +34,7 @@ ORDER = [
     "tensors",
     "config",
     "torch_internals",
+    "notices",
     "signals",
     "console",
     "seeding",
@@ -111,7 +112,9 @@ def test_imports_make_no_circle() -> None:
     TopologicalSorter({name: imported_modules(name) for name in modules()}).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("name", ["cli.main", "data.transform", "data.pipeline"])
+@pytest.mark.parametrize(
+    "name", ["cli.main", "data.transform", "data.pipeline", "notices.watch", "ray_internals.drain"]
+)
 def test_what_starts_often_does_not_wait_for_torch(name: str) -> None:
     """A worker that joins waits for the processes that read its data."""
     told = f"import sys, {PACKAGE}.{name}; print('torch' in sys.modules)"

@@ -1,0 +1,197 @@
+"""The metadata services of AWS and GCP, which tell a machine that it will be interrupted."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from email.message import Message
+from http.client import HTTPException
+from typing import Protocol
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from elastic_ddp.errors import ConfigError
+
+ADDRESS = "169.254.169.254"
+"""Of the metadata service, in both clouds."""
+TIMEOUT_S = 2.0
+ATTEMPTS = 3
+_TOKEN = "X-aws-ec2-metadata-token"
+_TOKEN_TTL_S = 6 * 3600
+_GCP_PREEMPTION_S = 30.0
+"""Seconds from GCP's notice to the end of a spot VM."""
+_GCP_MAINTENANCE_S = 60.0
+"""Seconds from GCP's notice to host maintenance; an hour on some machine types."""
+_GCP_WAIT_S = 5
+"""How long one request waits for a preemption. Maintenance is looked up in between."""
+
+FAILURES = (OSError, HTTPException, ValueError, LookupError)
+"""What a request raises: no connection or a status such as 503, and responses that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a cloud announces for this machine."""
+
+    text: str
+    """A sentence without its full stop."""
+    deadline: float | None
+    """Unix time in seconds when the machine goes away, if the cloud gives one."""
+    is_advice: bool = False
+    """Whether the machine may also stay, as after a rebalance recommendation."""
+
+
+def most_urgent(notices: Sequence[Notice]) -> Notice | None:
+    """Returns the notice to act on. A later drain of a node replaces an earlier one, so only its deadline may count."""
+    return min(notices, key=lambda each: (each.is_advice, each.deadline or math.inf), default=None)
+
+
+class MetadataService(Protocol):
+    """A cloud's metadata service. Methods raise `FAILURES` if it fails."""
+
+    name: str
+    url: str
+
+    def responds(self) -> bool:
+        """Returns whether this is the metadata service of this cloud."""
+
+    def poll(self) -> list[Notice]:
+        """Returns the notices that hold now, at once or after a few seconds in which none changed."""
+
+
+class AWS:
+    """Reads spot interruption notices and rebalance recommendations, with IMDSv2's token."""
+
+    name = "AWS"
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._token = ""
+
+    def responds(self) -> bool:
+        ttl = {f"{_TOKEN}-ttl-seconds": str(_TOKEN_TTL_S)}
+        answer = _fetch(f"{self.url}/latest/api/token", ttl, method="PUT")
+        self._token = answer[0] if answer else ""
+        return bool(self._token)
+
+    def poll(self) -> list[Notice]:
+        notices = []
+        if (found := self._get("spot/instance-action")) is not None:
+            action = {"stop": "stop", "hibernate": "hibernate"}.get(found["action"], "terminate")
+            notices.append(Notice(f"AWS will {action} this machine at {found['time']}", _parse_time(found["time"])))
+        if (found := self._get("events/recommendations/rebalance")) is not None:
+            text = f"AWS recommends to leave this machine (rebalance recommendation of {found['noticeTime']})"
+            notices.append(Notice(text, None, is_advice=True))
+        return notices
+
+    def _get(self, path: str) -> dict[str, str] | None:
+        try:
+            answer = _fetch(f"{self.url}/latest/meta-data/{path}", {_TOKEN: self._token})
+        except HTTPError as error:
+            if error.code != 401 or not self.responds():  # the token has expired
+                raise
+            answer = _fetch(f"{self.url}/latest/meta-data/{path}", {_TOKEN: self._token})
+        if answer is None:
+            return None
+        fields = json.loads(answer[0])
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path} is {answer[0]!r:.80}, not a JSON object")
+        return fields
+
+
+class GCP:
+    """Reads preemption and host maintenance notices."""
+
+    name = "GCP"
+
+    def __init__(self, url: str, clock: Callable[[], float]) -> None:
+        self.url, self._clock = url, clock
+        self._etag = "0"  # the first request does not wait
+        self._deadlines: dict[str, float] = {}
+        """Of notices that hold now: GCP gives none, so they count from when a notice was first read."""
+
+    def responds(self) -> bool:
+        answer = self._get("instance/preempted")
+        return answer is not None and answer[1].get("Metadata-Flavor") == "Google"
+
+    def poll(self) -> list[Notice]:
+        maintenance = self._get("instance/maintenance-event")
+        changed = f"instance/preempted?wait_for_change=true&last_etag={self._etag}&timeout_sec={_GCP_WAIT_S}"
+        answer = self._get(changed, timeout_s=_GCP_WAIT_S + TIMEOUT_S)
+        self._etag = (answer and answer[1].get("ETag")) or "0"
+        return [
+            *self._notice("GCP preempts this machine", answer, "TRUE", _GCP_PREEMPTION_S),
+            # A machine that GCP migrates keeps running.
+            *self._notice(
+                "GCP stops this machine for host maintenance",
+                maintenance,
+                "TERMINATE_ON_HOST_MAINTENANCE",
+                _GCP_MAINTENANCE_S,
+            ),
+        ]
+
+    def _notice(self, text: str, answer: tuple[str, Message] | None, announced: str, within_s: float) -> list[Notice]:
+        if answer is None or answer[0].strip() != announced:
+            self._deadlines.pop(text, None)
+            return []
+        return [Notice(text, self._deadlines.setdefault(text, self._clock() + within_s))]
+
+    def _get(self, path: str, timeout_s: float = TIMEOUT_S) -> tuple[str, Message] | None:
+        return _fetch(f"{self.url}/computeMetadata/v1/{path}", {"Metadata-Flavor": "Google"}, timeout_s=timeout_s)
+
+
+def find_service(
+    environment: Mapping[str, str],
+    *,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> MetadataService:
+    """Returns the metadata service of this machine.
+
+    Args:
+        environment: `AWS_EC2_METADATA_SERVICE_ENDPOINT` (a URL) and `GCE_METADATA_HOST` (host[:port]) override the
+            address, as for these clouds' own libraries.
+        clock: Unix time in seconds, to which the deadlines of notices refer.
+        sleep: waits between attempts.
+
+    Raises:
+        ConfigError: the machine has none, so it is not in one of these clouds.
+    """
+    aws = AWS(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{ADDRESS}").rstrip("/"))
+    gcp = GCP(f"http://{environment.get('GCE_METADATA_HOST', ADDRESS)}", clock)
+    services: list[MetadataService] = [aws, gcp]
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            sleep(1.0)
+        for service in services:
+            try:
+                if service.responds():
+                    return service
+            except FAILURES:  # also if this is the other cloud, whose service rejects the request
+                continue
+    raise ConfigError(
+        f"no metadata service of AWS ({aws.url}) or GCP ({gcp.url}) responds, so this machine gets no notices. Run "
+        "watch-notices on machines of these clouds only; in a container on AWS, set HttpPutResponseHopLimit to 2."
+    )
+
+
+def _parse_time(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _fetch(
+    url: str, headers: Mapping[str, str], *, method: str = "GET", timeout_s: float = TIMEOUT_S
+) -> tuple[str, Message] | None:
+    """Returns the body and the headers of a response, or None for status 404."""
+    opener = build_opener(ProxyHandler({}))  # a proxy would answer for its own machine
+    try:
+        with opener.open(Request(url, headers=dict(headers), method=method), timeout=timeout_s) as response:
+            return response.read().decode(), response.headers
+    except HTTPError as error:
+        if error.code != 404:
+            raise
+        return None
