@@ -27,7 +27,8 @@ def timed(places: Sequence[Place]) -> Iterator[dict[str, list[float]]]:
     Nested functions count in each other. Waits for the device count where they happen.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
-    originals = [(owner, name, owner.__dict__[name]) for owner, name in places]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in places]
+    inherited = [(owner, name) for owner, name in places if name not in owner.__dict__]
 
     def timing(function: Any, label: str) -> Any:
         @wraps(function)
@@ -47,6 +48,8 @@ def timed(places: Sequence[Place]) -> Iterator[dict[str, list[float]]]:
     finally:
         for owner, name, function in originals:
             setattr(owner, name, function)
+        for owner, name in inherited:
+            delattr(owner, name)
 
 
 def thread_seconds() -> dict[str, float]:
