@@ -5,6 +5,7 @@ No package registry has KubeRay's own schema, so of its resources only the pod t
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,11 @@ import lightkube.models.core_v1 as core
 import lightkube.models.policy_v1 as policy
 import msgspec
 import pytest
+import typer
 import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
+from elastic_ddp.cli.main import app
 from elastic_ddp.ray_internals import RAY_VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +76,18 @@ def test_kubernetes_accepts_the_pods(template: dict[str, Any]) -> None:
 @pytest.mark.parametrize("document", [*REDIS.values(), *BUDGETS.values()])
 def test_kubernetes_accepts_what_is_beside_the_ray_cluster(document: dict[str, Any]) -> None:
     check(document, KINDS[document["kind"]])
+
+
+def test_kubernetes_accepts_the_container_that_watches_spot_notices() -> None:
+    text = (ROOT / "cluster/kuberay/raycluster.yaml").read_text()
+    with_container = re.sub(r"^( +)# (- name: watch|  )", r"\1\2", text, flags=re.MULTILINE)
+    [group] = yaml.safe_load(with_container)["spec"]["workerGroupSpecs"]
+    check(group["template"], core.PodTemplateSpec)
+    _, container = group["template"]["spec"]["containers"]
+    assert container["image"] == group["template"]["spec"]["containers"][0]["image"]
+    assert container["command"][1] in typer.main.get_command(app).commands
+    address = container["env"][0]["value"]
+    assert address == f"{CLUSTER['metadata']['name']}-head-svc:6379"  # KubeRay's name for the head's service
 
 
 def test_a_misspelled_setting_of_a_pod_is_found() -> None:
