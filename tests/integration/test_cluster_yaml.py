@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,14 @@ def test_every_command_is_valid_shell(config: dict[str, Any]) -> None:
     for key in ("setup_commands", "head_start_ray_commands", "worker_start_ray_commands"):
         for command in config[key]:
             subprocess.run(["bash", "-n", "-c", command], check=True)
+
+
+def test_the_autoscaler_waits_for_a_machine_until_it_is_repaired() -> None:
+    assignments = re.findall(r"(\w+=\S+) (?=.*ray start)", load("onprem.yaml")["head_start_ray_commands"][-1])
+    environment = {**os.environ, **dict(each.split("=") for each in assignments)}
+    waits_s = "from ray.autoscaler._private import updater; print(updater.AUTOSCALER_NODE_START_WAIT_S)"
+    run = subprocess.run([sys.executable, "-c", waits_s], env=environment, check=True, capture_output=True, text=True)
+    assert int(run.stdout) > 30 * 24 * 3600
 
 
 def test_aws_workers_are_spot_and_the_head_is_not() -> None:
