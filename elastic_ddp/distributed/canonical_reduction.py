@@ -11,6 +11,9 @@ the step. None of these depends on the world size W. Each rank owns a contiguous
 3. Reduce. Rank r adds chunk r of all subtree sums up to the root of the tree, and divides by d.
 4. Gather. `all_gather` returns the mean gradient to all ranks.
 
+With NCCL, steps 3 and 4 run on a CUDA stream of their own, beside the backward. DDP waits for the result of each bucket
+at the end of the backward.
+
 For a bucket of n elements, each rank sends (S + 1) n (W-1)/W elements. S is 1 if M and W are powers of two.
 
 Sources: N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput. 14 (1993); R. Rabenseifner,
@@ -20,6 +23,7 @@ https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 
 # No `from __future__ import annotations`: DDP checks the hook's annotations as objects.
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -54,6 +58,9 @@ class CanonicalReduction:
         self._position = {id(parameter): position for position, parameter in enumerate(self._parameters)}
         self._ranges = list(ranges)
         self._group = group
+        # With NCCL, a stream of its own waits for the exchanges and adds the chunks, so that the backward continues.
+        has_stream = group.device.type == "cuda" and not group.shares_device and group.world_size > 1
+        self._stream = torch.cuda.Stream(group.device) if has_stream else None
         self._sums: dict[Node, list[torch.Tensor]] = {}  # of each subtree, a tensor or `_MOVED` for each parameter
         self._pending_gathers: list[Callable[[], None]] = []
         self._last_micro_batch: int | None = None
@@ -189,6 +196,9 @@ class CanonicalReduction:
         chunk = -(-size // world_size)
         transfer_device = self._group.transfer_device
         num_own = len(self._subtrees[self._group.rank])
+        # Allocated before the exchange begins. The exchange, and so the gather, waits for all that the stream of the
+        # backward was given until now, which includes kernels that still use this memory for freed tensors.
+        mean = buffer if size == chunk * world_size else buffer.new_empty(world_size * chunk)
         send = self._chunks_to_send(buffer, sums, chunk).to(transfer_device)
         output_sizes = [len(subtrees) * chunk for subtrees in self._subtrees]
         received = send.new_empty(sum(output_sizes))
@@ -196,14 +206,19 @@ class CanonicalReduction:
         nodes = [node for subtrees in self._subtrees for node in subtrees]
 
         def reduce_and_gather() -> None:
-            exchange.wait()
-            chunks = dict(zip(nodes, received.to(buffer.device).split(chunk), strict=True))
-            own_mean = self._mean(chunks)
-            mean = buffer if size == chunk * world_size else buffer.new_empty(world_size * chunk)
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                exchange.wait()
+                if self._stream is not None:
+                    # After `wait`, the exchange no longer keeps its tensors. Their memory is from the stream of the
+                    # backward, which has not waited. So it is not reused until this stream is past its work so far.
+                    send.record_stream(self._stream)
+                    received.record_stream(self._stream)
+                chunks = dict(zip(nodes, received.to(buffer.device).split(chunk), strict=True))
+                own_mean = self._mean(chunks)
+                gathered = torch.empty_like(mean, device=transfer_device) if self._group.shares_device else mean
+                gather = all_gather_single(gathered, own_mean.to(transfer_device), async_op=True)
             if self._may_be_unused:
                 self._means.append((parameters, mean))
-            gathered = torch.empty_like(mean, device=transfer_device) if self._group.shares_device else mean
-            gather = all_gather_single(gathered, own_mean.to(transfer_device), async_op=True)
 
             def finish(work: torch.futures.Future[object]) -> None:
                 try:
