@@ -5,6 +5,8 @@ NCCL 2.30 or newer can share a GPU. A newer library than torch's own is preloade
     LD_PRELOAD=/path/to/libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=1 \\
         pytest tests/gpu/test_several_ranks.py -s
 
+The memory that generations leave behind is read off the device, so run that test without others beside it.
+
 With `TEST_DEVICE=cpu`, the same tests run on the CPU over gloo.
 """
 
