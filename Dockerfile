@@ -11,7 +11,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 # With an empty package, the dependencies are a layer that changes of the code do not rebuild.
 RUN mkdir elastic_ddp && touch elastic_ddp/__init__.py \
-    && /opt/venv/bin/pip install --constraint constraints.txt '.[cluster,examples]'
+    && /opt/venv/bin/pip install --constraint constraints.txt '.[gcp,examples]'
 COPY elastic_ddp elastic_ddp
 RUN /opt/venv/bin/pip install --no-deps --force-reinstall .
 

@@ -83,9 +83,14 @@ class AWS:
         if (found := self._get("spot/instance-action")) is not None:
             action = {"stop": "stop", "hibernate": "hibernate"}.get(found["action"], "terminate")
             notices.append(Notice(f"AWS will {action} this machine at {found['time']}", _parse_time(found["time"])))
-        if (found := self._get("events/recommendations/rebalance")) is not None:
-            text = f"AWS recommends to leave this machine (rebalance recommendation of {found['noticeTime']})"
-            notices.append(Notice(text, None, is_advice=True))
+        try:
+            found = self._get("events/recommendations/rebalance")
+            if found is not None:
+                text = f"AWS recommends to leave this machine (rebalance recommendation of {found['noticeTime']})"
+                notices.append(Notice(text, None, is_advice=True))
+        except FAILURES:
+            if not notices:  # otherwise advice adds nothing
+                raise
         return notices
 
     def _get(self, path: str) -> dict[str, str] | None:

@@ -162,13 +162,21 @@ def test_the_cluster_names_the_redis_that_exists_and_no_password() -> None:
     assert options["redisPassword"] == {"valueFrom": container["env"][0]["valueFrom"]}
 
 
-def test_disruption_budgets_select_the_pods() -> None:
-    for document in BUDGETS.values():
-        labels = dict(document["spec"]["selector"]["matchLabels"])
-        assert labels.pop("ray.io/node-type") in ("head", "worker")  # a label that KubeRay adds
-        for spec in SPECS.values():
-            for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-                assert labels == group["template"]["metadata"]["labels"]
+def test_disruption_budgets_hold_the_head_and_redis_and_no_worker() -> None:
+    head, redis = (document["spec"] for document in BUDGETS.values())
+    # For owners without a `scale` subresource, any other kind of budget refuses every eviction.
+    assert head["minAvailable"] == 1 and "maxUnavailable" not in head
+    labels = dict(head["selector"]["matchLabels"])
+    added = {"ray.io/node-type": "head", "ray.io/cluster": CLUSTER["metadata"]["name"]}  # by KubeRay
+    assert labels == added | CLUSTER["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+    [stateful] = [document for name, document in REDIS.items() if name.startswith("StatefulSet/")]
+    assert redis["selector"] == stateful["spec"]["selector"]
+
+
+def test_head_and_redis_are_on_no_spot_node() -> None:
+    head = CLUSTER["spec"]["headGroupSpec"]["template"]["spec"]
+    [stateful] = [document for name, document in REDIS.items() if name.startswith("StatefulSet/")]
+    assert stateful["spec"]["template"]["spec"]["affinity"] == head["affinity"]
 
 
 def test_image_and_ray_version_are_those_of_the_project() -> None:

@@ -148,6 +148,14 @@ def test_a_notice_that_cannot_be_read_is_logged_and_read_again(body: str) -> Non
     assert watched.deadlines == [NOW + 120]
 
 
+def test_advice_that_cannot_be_read_does_not_hide_an_interruption() -> None:
+    with aws() as watched:
+        watched.server.put(REBALANCE, "oops")
+        watched.server.put(INTERRUPTION, interruption(IN_TWO_MINUTES))
+        watched.poll(2)
+    assert watched.deadlines == [NOW + 120]
+
+
 def test_a_drain_that_fails_is_repeated_and_logged_once() -> None:
     with aws() as watched:
         watched.error = "Ray does not respond"
