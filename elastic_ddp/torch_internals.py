@@ -200,15 +200,16 @@ class CollectiveCounter:
         self._backends = {default_backend(torch.device("cpu")), default_backend(device)}
         self._num_messages = self._num_within = 0
         self._number_within: int | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         CollectiveCounter._newest = weakref.ref(self)
         for name, function in _MESSAGES.items():
             setattr(dist.ProcessGroup, name, _excluding(function))
 
     def __call__(self) -> int:
         """Returns the number. Callable from any thread."""
-        number = self._number_within
-        return self._num_begun() - self._num_messages if number is None else number
+        with self._lock:
+            number = self._number_within
+            return self._num_begun() - self._num_messages if number is None else number
 
     def _num_begun(self) -> int:
         return sum(backend._get_sequence_number_for_group() for backend in self._backends)

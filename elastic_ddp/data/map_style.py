@@ -6,7 +6,8 @@ process unpickles its own copy of other objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from os import PathLike
@@ -20,7 +21,7 @@ from elastic_ddp.data.columns import Array, check_nulls, to_numpy, widen
 from elastic_ddp.data.files import Source
 from elastic_ddp.data.fingerprint import of_columns, of_rows
 from elastic_ddp.data.order import Int64Array
-from elastic_ddp.data.packing import Parts, dump, load
+from elastic_ddp.data.packing import dump, load
 from elastic_ddp.data.transform import check_tensors
 from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.errors import ConfigError, DataError, format_exception
@@ -88,11 +89,8 @@ class MapStyleIndex:
                 first = to_numpy(name, values[:1]) if isinstance(values, pa.Array) else values
                 check_tensors({name: first}, transformed=False)
 
-    def share(self, shared: Iterable[Shipped] = ()) -> MapStyleIndex:
-        """Returns the index with its content in Ray's object store, as one of `shared` if that is equal.
-
-        Raises a DataError if it cannot be pickled.
-        """
+    def share(self) -> MapStyleIndex:
+        """Returns the index with its content in Ray's object store. Raises a DataError if it cannot be pickled."""
         try:
             parts = dump(self.content)
         except Exception as error:  # objects raise what they like
@@ -100,12 +98,7 @@ class MapStyleIndex:
                 f"data ({self.name}) cannot be sent to the processes that read it: {format_exception(error)}. Open "
                 "files and connections in __getitem__, on its first call, instead of keeping them in the data set."
             ) from error
-        equal = (one for one in shared if _are_equal(one.load(), parts))
-        return replace(self, content=next(equal, None) or ship(parts, "data"))
-
-
-def _are_equal(left: Parts, right: Parts) -> bool:
-    return len(left) == len(right) and all(map(np.array_equal, left, right))
+        return replace(self, content=ship(parts, "data"))
 
 
 @lru_cache(maxsize=CACHED_DATA_SETS)
@@ -194,7 +187,8 @@ def index_in_memory(data: Any, columns: Sequence[str] | None = None, *, identify
     try:
         num_rows = len(content)
     except Exception as error:  # raised by the data set
-        raise DataError(f"len(data) raised {error!r}. Return the number of rows from __len__.") from error
+        text = f"{traceback.format_exc().rstrip()}\nReturn the number of rows from __len__."
+        raise DataError(f"len(data) raised {error!r}:\n{text}") from error
     if num_rows < 1:
         raise DataError(f"data ({name}) has no rows. Pass a data set that has some.")
     fingerprint, varying_row = "", None

@@ -19,7 +19,7 @@ def changed_parameters_error(names: Sequence[str], module: torch.nn.Module) -> C
     """Returns the error for parameters of a model that changed in a step before `optimize`."""
     problem = f"parameters {shorten(names, 5)} changed in the step before step.optimize()"
     owner = module.get_submodule(names[0].rpartition(".")[0])
-    if (max_norm := getattr(owner, "max_norm", None)) is not None:
+    if isinstance(owner, torch.nn.Embedding | torch.nn.EmbeddingBag) and (max_norm := owner.max_norm) is not None:
         return ConfigError(
             f"{problem}: {type(owner).__name__}(max_norm={max_norm}) changes its weight in every forward. Leave out "
             "max_norm, and limit the norms once per step, in the block after step.optimize(): "

@@ -207,6 +207,8 @@ class ProcessGroup:
         own, self._before_nccl = self._sockets, frozenset(tcp_sockets())
         self._sockets = own | self.store.sockets
         try:
+            if self.aborted:  # before `abort` could see these sockets
+                raise PeerFailedError("a peer failed before NCCL connected the ranks")
             dist.all_reduce(torch.zeros(1, device=self.device))
         finally:
             self._sockets, self._before_nccl = own, None

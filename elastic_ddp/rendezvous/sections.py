@@ -55,12 +55,14 @@ def find_mismatch(
 ) -> TrainFunctionError | None:
     """Returns the error of ranks that wait for each other at different places; None if there are none.
 
-    Ranks at the same place are compared by their numbers of collectives.
+    Ranks at the same place are compared by their numbers of collectives, once all have begun one of the same number: a
+    report may be from an earlier section of the same name.
     """
     sections = {report.section for report in reports.values()}
     if not any(differ(one, other) for one in sections for other in sections):
         numbers = {rank: report.section.first for rank, report in sorted(reports.items())}
-        if len({*numbers.values()}) > 1 and len({section[:2] for section in sections}) == 1:
+        has_begun = max(numbers.values(), default=0) < min((section.last for section in sections), default=0)
+        if len({*numbers.values()}) > 1 and has_begun and len({section[:2] for section in sections}) == 1:
             return TrainFunctionError(
                 f"ranks wait for each other in {next(iter(sections)).name}: they have run different numbers of "
                 f"collectives before it, by rank: {numbers}. {_SAME_CALLS}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,19 +13,12 @@ import torch
 from elastic_ddp.data.feed import MicroBatchFeed
 from elastic_ddp.data.files import Source, entries_of
 from elastic_ddp.data.index import DatasetIndex, open_index
-from elastic_ddp.data.map_style import (
-    CACHED_DATA_SETS,
-    MapStyleIndex,
-    check_data,
-    has_columns,
-    index_in_memory,
-    is_parquet,
-)
+from elastic_ddp.data.map_style import MapStyleIndex, check_data, has_columns, index_in_memory, is_parquet
 from elastic_ddp.data.order import EpochShape, FeedPlan
 from elastic_ddp.distributed.buffer_sync import StepBuffers
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.seeding import preserve_rng_state, seed_all
-from elastic_ddp.user_code import Shipped, environment
+from elastic_ddp.user_code import environment
 from elastic_ddp.worker.evaluated_values import Collected, CollectedMeans, CollectedRows
 from elastic_ddp.worker.job import has_commits
 
@@ -38,8 +30,6 @@ if TYPE_CHECKING:
     from elastic_ddp.worker.job import Job
 
 
-_shared: deque[Shipped] = deque(maxlen=CACHED_DATA_SETS)
-"""The newest data sets in memory that this worker has evaluated."""
 LossFunction = Callable[[Any, Any], Any]
 """Maps a model and a batch to the batch's mean loss, or to another value that `Run.evaluate` lists."""
 
@@ -112,9 +102,7 @@ def _share_index(
     if not is_parquet(data):
         own = index_in_memory(data, job.config.data.columns if has_columns(data) else None, identify=False)
         own.check_columns(is_converted=is_converted)
-        own = own.share(_shared)
-        if own.content not in _shared:
-            _shared.append(own.content)
+        own = own.share()
         generation.activity.enter("collective")
         num_rows = int(generation.group.broadcast_bytes(str(own.num_rows).encode()))
         if num_rows != own.num_rows:

@@ -208,13 +208,13 @@ class Step:
 
     def _backward(self, loss: torch.Tensor, micro_batch: int, weight: float | None) -> None:
         generation, record = self.generation, self._records[micro_batch]
+        unit = generation.unit_of_weights(self.index, weight)  # before the section, which begins later on other ranks
         is_last = micro_batch == generation.strategy.to_compute[-1] and not self._is_dummy
         self._activity.enter("reduction" if is_last else "backward")
         if is_last:
             self._activity.begin(f"the reduction of step {self.index}")
         value, counts = to_host(loss.detach()), record.num_rows and not self._is_dummy
         scale = self._state.loss_scale.scale if self._state.loss_scale is not None else 1.0
-        unit = generation.unit_of_weights(self.index, weight)
         divided = None if weight is None else weight / unit
         if self._is_dummy:
             generation.strategy.dummy_backward(loss)

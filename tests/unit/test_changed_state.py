@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_ddp.distributed.parameter_guard import changed_parameters_error
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.worker.generation import strategy_of
@@ -388,3 +389,9 @@ def test_with_fsdp_changed_parameters_and_other_backwards_are_errors_too() -> No
     for wrong, message in (("parameter", "average.weight changed"), ("backward", "without step.backward")):
         for text in run_ranks(2, wrong_fsdp_step, wrong):
             assert message in text, wrong
+
+
+def test_a_layer_of_the_user_that_limits_its_norms_is_named_with_what_to_do() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer.max_norm = 1.0  # type: ignore[assignment]
+    assert "Change parameters after step.optimize()" in str(changed_parameters_error(["weight"], layer))

@@ -140,17 +140,6 @@ class Stored:
         return self.parts
 
 
-def test_equal_data_is_shared_once_and_changed_data_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(map_style, "ship", Stored)
-    data = {"x": np.arange(3.0), "y": np.arange(3)}
-    for content in (data, [{"x": torch.ones(2)}, {"x": torch.zeros(2)}], TensorDataset(torch.ones(3))):
-        first = index_in_memory(content, identify=False).share().content
-        assert index_in_memory(content, identify=False).share([first]).content is first
-    first = index_in_memory(data, identify=False).share().content
-    data["x"][1] = 7
-    assert index_in_memory(data, identify=False).share([first]).content is not first
-
-
 def test_an_evaluation_of_data_in_memory_reads_the_selected_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(map_style, "ship", Stored)
     generation: Any = SimpleNamespace(group=single_rank_group(), activity=Activity())

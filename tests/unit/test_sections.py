@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.distributed.process_group import ProcessGroup
 from elastic_ddp.rendezvous import hang
 from elastic_ddp.rendezvous.actor import Rendezvous
@@ -21,7 +22,9 @@ from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.rendezvous.sections import RankReport, Section, differ, find_mismatch
 from elastic_ddp.rendezvous.user_place import Frame, collective_of, user_place
 from elastic_ddp.torch_internals import default_backend
+from elastic_ddp.worker.step import Step
 from tests.ranks import run_ranks
+from tests.unit import rank_steps
 from tests.unit.rendezvous_harness import BROKEN, Play, join, member, started
 
 EVALUATION, REDUCTION = "run.evaluate(name='val') after 6 steps", "the reduction of step 6"
@@ -65,6 +68,39 @@ def test_ranks_in_one_section_that_ran_other_numbers_of_collectives_are_named() 
     assert find_mismatch({0: reports[0], 1: reports[0]}, 2, 4) is None
     reports[2] = reports[1]
     assert numbers in str(find_mismatch(reports, 3, 4))
+
+
+def sections_of_steps(group: ProcessGroup, config: RunConfig) -> list[Section]:
+    sections: list[Section] = []
+
+    class Recorded(Activity):
+        def __init__(self) -> None:
+            super().__init__()
+            self.begin_generation(1, group.num_collectives)
+
+        def begin(self, name: str, *, is_users: bool = False) -> None:
+            sections.append(self.report().section)
+            super().begin(name, is_users=is_users)
+
+    def body(step: Step, model: Any) -> None:
+        for batch in step.micro_batches():
+            step.backward(model(batch["x"]).float().square().mean(), weight=3000.0)
+        step.optimize()
+
+    rank_steps.Activity = Recorded  # type: ignore[misc]
+    torch.manual_seed(0)
+    rank_steps.run_steps(group, config, torch.nn.Linear(3, 1), body)
+    return sections
+
+
+@pytest.mark.parametrize(
+    "settings", [{"precision": "fp16"}, {"reduction": "native", "ddp": {"comm_hook": "fp16"}}], ids=["fp16", "hook"]
+)
+def test_ranks_with_unequal_numbers_of_micro_batches_wait_in_the_same_sections(settings: dict[str, Any]) -> None:
+    of_ranks = run_ranks(4, sections_of_steps, rank_steps.config_of(steps=2, **settings))
+    assert all(any(section.last > section.first for section in sections) for sections in of_ranks)
+    for one, other in itertools.combinations(of_ranks, 2):
+        assert not [pair for pair in itertools.product(one, other) if differ(*pair)]
 
 
 def options() -> RendezvousOptions:
