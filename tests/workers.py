@@ -42,7 +42,7 @@ POLL_S = 0.02
 ENDS_WITHIN_S = 10.0
 """How long a killed process may take to end: its driver may be busy."""
 STACKS_WITHIN_S = 1.0
-"""How long workers have to write their stacks, after the test has waited in vain."""
+"""How long workers have to write their stacks, after a test has reached its time limit."""
 DEBUGGER_WITHIN_S = 15.0
 LOG_BYTES = 12_000
 """How much of a worker's output a failed test shows."""

@@ -27,7 +27,7 @@ from elastic_ddp.data.user_calls import describe_rows
 from elastic_ddp.errors import ConfigError, DataError, format_exception
 from elastic_ddp.user_code import Shipped, environment, ship, uninterrupted
 
-CACHED_DATA_SETS = 4
+_CACHED_DATA_SETS = 4
 """How many data sets in memory a process keeps."""
 
 
@@ -101,7 +101,7 @@ class MapStyleIndex:
         return replace(self, content=ship(parts, "data"))
 
 
-@lru_cache(maxsize=CACHED_DATA_SETS)
+@lru_cache(maxsize=_CACHED_DATA_SETS)
 def load_shared(content: Shipped) -> Any:
     """Returns the content that `MapStyleIndex.share` shared. A process unpickles it once.
 
