@@ -79,7 +79,7 @@ class DriverEnvironment:
 
     def advise(self, error: BaseException) -> str:
         """Returns a sentence about an error of the user's code that a difference to the driver explains, or ""."""
-        node = ray.util.get_node_ip_address() if ray.is_initialized() else "this node"
+        node = this_node()
         if isinstance(error, ModuleNotFoundError):
             return f"{node} has no module {error.name!r}. {_FIX}"
         path = error.filename if isinstance(error, FileNotFoundError) else None
@@ -100,6 +100,11 @@ _entered: DriverEnvironment | None = None
 def environment() -> DriverEnvironment:
     """Returns the driver's environment: the one that this process has entered, or its own."""
     return _entered or DriverEnvironment.capture()
+
+
+def this_node() -> str:
+    """Returns the address of this process's Ray node."""
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "this node"
 
 
 def uninterrupted(function: Callable[[], T]) -> T:
@@ -150,8 +155,9 @@ class Shipped:
     def _explain(self, cause: BaseException) -> ConfigError:
         missing = [path for path in (*self._driver.first, *self._driver.last) if not os.path.exists(path)]
         where = f" Of the driver's sys.path, it lacks {shorten(missing, 3)}." if missing else ""
-        node = ray.util.get_node_ip_address()
-        return ConfigError(f"{self._name} cannot be loaded on node {node}: {format_exception(cause)}.{where} {_FIX}")
+        return ConfigError(
+            f"{self._name} cannot be loaded on node {this_node()}: {format_exception(cause)}.{where} {_FIX}"
+        )
 
 
 def ship(value: Any, name: str) -> Shipped:

@@ -17,6 +17,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+import ray
 from fsspec.core import has_magic
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import merge_offset_ranges
@@ -25,6 +26,7 @@ from elastic_ddp.config.storage_uri import mistyped_uri
 from elastic_ddp.data.local_files import is_hidden, list_local_files, matches
 from elastic_ddp.errors import DataError, format_exception
 from elastic_ddp.storage.errors import suggest_fix
+from elastic_ddp.user_code import this_node
 
 _MAX_GAP_BYTES = 64 * 1024  # reading so many unwanted bytes is cheaper than another request
 _PYARROWS_OPTIONS = re.compile(r"^\w+://.*\?\w+=")
@@ -169,8 +171,9 @@ def check_version(path: str, size: int, version: str) -> None:
     is_comparable = current.version.partition("=")[0] == version.partition("=")[0]
     if current.size != size or (is_comparable and current.version != version):
         raise DataError(
-            f"{path} changed since it was indexed ({size} bytes, {version} -> {current.size} bytes, {current.version})"
-            ". A run uses the same data set in every step. Restore the file, or use another run name."
+            f"{path} changed since it was indexed ({size} bytes, {version} -> {current.size} bytes, {current.version} "
+            f"on {this_node()}). A run uses the same data set in every step. Restore the file, or use another run "
+            "name. Copies on several nodes must have the same time of change, as with rsync -t."
         )
 
 
@@ -210,10 +213,14 @@ def _named_errors(path: str, detail: str = "") -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(
-            f"{path} does not exist any more. A run uses the same data set in every step. Restore the file, or use "
-            "another run name."
-        ) from error
+        reason, fix = f"{path} does not exist any more.", "Restore the file, or use another run name."
+        if ray.is_initialized() and "://" not in path:
+            reason = (
+                f"node {this_node()} cannot read {path}: it does not exist there, or does not exist any more. All "
+                "nodes must see the data: use a folder that they share, or a bucket."
+            )
+            fix = "If the file was deleted, restore it, or use another run name."
+        raise DataError(f"{reason} A run uses the same data set in every step. {fix}") from error
     except (PermissionError, IsADirectoryError) as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}. Allow this user to read it, or leave it out of the "

@@ -1,0 +1,147 @@
+"""Whether every node reads the data and uses the storage, and what is said about nodes that do not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_ddp import RunConfig
+from elastic_ddp.data.access import SESSION, check_access, check_data, check_storage, files_to_check
+from elastic_ddp.data.files import DataFile, list_files
+from elastic_ddp.data.index import build_index
+from elastic_ddp.data.map_style import index_in_memory
+from elastic_ddp.driver import node_access
+from elastic_ddp.driver.node_access import NodeAccess, check_nodes, explain_access, nodes_for_workers
+from elastic_ddp.errors import ConfigError, DataError
+from elastic_ddp.storage.storage import Storage
+
+HEAD, OTHER = "203.0.113.1", "203.0.113.2"
+
+
+def node(address: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"NodeID": f"id of {address}", "NodeManagerAddress": address, "Alive": alive, "Resources": resources}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[DataFile]:
+    """Two listed files in one folder."""
+    (tmp_path / "data").mkdir()
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"x": range(4)}), tmp_path / f"data/{name}.parquet")
+    return list_files(str(tmp_path / "data"))
+
+
+def test_a_node_without_the_drivers_storage_is_told_to_share_it(tmp_path: Path) -> None:
+    drivers, others = Storage(tmp_path / "drivers"), Storage(tmp_path / "others")
+    drivers.write(SESSION, b"today")
+    check_storage(drivers, "today")
+    with pytest.raises(ConfigError, match=r"does not see storage='.*/others'.* a folder that they share, or a bucket"):
+        check_storage(others, "today")
+    others.write(SESSION, b"yesterday")  # a run of the same name was started on that node
+    with pytest.raises(ConfigError, match="does not see storage"):
+        check_storage(others, "today")
+
+
+def test_a_node_whose_copy_of_the_data_differs_or_is_missing_names_the_file(
+    files: list[DataFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ddp.data.files.ray.is_initialized", lambda: True)
+    monkeypatch.setattr("elastic_ddp.data.files.this_node", lambda: OTHER)
+    check_data(files)
+    os.utime(files[0].path, ns=(0, 0))
+    with pytest.raises(DataError, match=rf"a\.parquet changed .* on {OTHER}.* rsync -t"):
+        check_data(files)
+    os.unlink(files[0].path)
+    with pytest.raises(DataError, match=rf"node {OTHER} cannot read {files[0].path}: .* All nodes must see the data"):
+        check_data(files)
+
+
+def test_a_worker_ignores_an_error_of_its_storage_that_may_be_temporary(
+    tmp_path: Path, files: list[DataFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(tmp_path / "run")
+    storage.write(SESSION, b"today")
+
+    def fail(*_: Any) -> None:
+        raise TimeoutError("the server does not answer")
+
+    monkeypatch.setattr("elastic_ddp.data.access.check_version", fail)
+    check_access(storage, "today", files)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ConfigError, match="does not see storage"):
+        check_access(storage, "today", files)
+
+
+def test_one_file_of_each_folder_is_checked_unless_the_storage_holds_it(tmp_path: Path, files: list[DataFile]) -> None:
+    (tmp_path / "more").mkdir()
+    shutil.copy(files[0].path, tmp_path / "more/c.parquet")
+    index = build_index([str(tmp_path / "data"), str(tmp_path / "more")])
+    chosen = files_to_check(index, Storage(tmp_path / "runs/run"))
+    assert [Path(file.path).name for file in chosen] == ["a.parquet", "c.parquet"]
+    assert [Path(file.path).name for file in files_to_check(index, Storage(tmp_path / "data/run"))] == ["c.parquet"]
+    assert files_to_check(index_in_memory([1, 2]), Storage(tmp_path / "runs/run")) == ()
+
+
+def test_only_live_nodes_with_room_for_a_worker_are_checked() -> None:
+    nodes = [node(HEAD), node("203.0.113.3", CPU=4.0), node("203.0.113.4", alive=False, CPU=4.0, GPU=1.0)]
+    nodes.append(node(OTHER, CPU=4.0, GPU=1.0))
+    assert nodes_for_workers(nodes, {"CPU": 1.0, "GPU": 1.0}) == {f"id of {OTHER}": OTHER}
+
+
+def test_the_error_names_every_node_without_access() -> None:
+    assert explain_access([NodeAccess(HEAD), NodeAccess(OTHER, has_answered=False)]) is None
+    text = explain_access(
+        [NodeAccess(HEAD, storage="node 1 does not see it."), NodeAccess(OTHER, "node 2 does not see it.", "No data.")]
+    )
+    assert text == f"node 1 does not see it. The same holds for {OTHER}. No data."
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Checks the nodes of a driver on `HEAD`, of which others report this. Returns what it has printed."""
+    config = RunConfig(name="a", storage=str(tmp_path), steps=1, global_batch_size=1, micro_batch_size=1)
+    monkeypatch.setattr(node_access.ray.util, "get_node_ip_address", lambda: HEAD)
+    context: Any = type("Context", (), {"runtime_env": {}})
+    monkeypatch.setattr(node_access.ray, "get_runtime_context", lambda: context)
+
+    def check(nodes: list[dict[str, Any]], reports: list[NodeAccess]) -> list[str]:
+        probed: list[str] = []
+
+        def probe(nodes: dict[str, str], *_: Any, **__: Any) -> list[NodeAccess]:
+            probed.extend(nodes.values())
+            return reports
+
+        monkeypatch.setattr(node_access, "probe_nodes", probe)
+        printed: list[str] = []
+        check_nodes(Storage(tmp_path), "today", [], printed.append, nodes=nodes, config=config)
+        assert probed == [report.node for report in reports]
+        return printed
+
+    return check
+
+
+def test_a_cluster_of_one_machine_is_not_checked(check: Any, tmp_path: Path) -> None:
+    assert check([node(HEAD, CPU=1.0), node(HEAD, CPU=2.0), node(OTHER, CPU=0.0)], []) == []
+    assert Storage(tmp_path).read(SESSION) == b"today", "for workers on nodes that join later"
+
+
+def test_a_run_does_not_start_with_a_node_that_lacks_storage_or_data(check: Any) -> None:
+    nodes = [node(HEAD, CPU=1.0), node(OTHER, CPU=1.0)]
+    with pytest.raises(ConfigError, match="no storage"):
+        check(nodes, [NodeAccess(OTHER, storage="no storage")])
+    with pytest.raises(DataError, match="no data"):
+        check(nodes, [NodeAccess(OTHER, data="no data")])
+
+
+def test_a_silent_node_is_noted_and_is_an_error_if_there_is_no_other(check: Any) -> None:
+    silent = [NodeAccess(OTHER, has_answered=False)]
+    (line,) = check([node(HEAD, CPU=1.0), node(OTHER, CPU=1.0)], silent)
+    assert f"Ray started no process within 60 s on {OTHER}" in line
+    with pytest.raises(ConfigError, match=f"no process .* {OTHER}.* Repair the node"):
+        check([node(HEAD, CPU=0.0), node(OTHER, CPU=1.0)], silent)
