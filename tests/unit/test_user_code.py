@@ -113,8 +113,7 @@ def test_a_function_that_a_node_cannot_import_is_one_sentence_with_the_fix(
 
     monkeypatch.setattr(ray, "put", lambda value: value)
     monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.3")
+    monkeypatch.setattr(user_code, "this_node", lambda: "10.0.0.3")
     monkeypatch.setattr(user_code, "environment", lambda: driver_in(tmp_path, (tmp_path / "lib",)))
     message = rf"^train cannot be loaded on node 10\.0\.0\.3: .*'our_training'.* lacks {tmp_path}/lib\. .*runtime_env"
     with pytest.raises(ConfigError, match=message):
