@@ -1,4 +1,4 @@
-"""Runs on Ray that read a map-style data set with a collate function."""
+"""Runs on Ray that read a map-style data set with a collate function, drop short batches and weight micro-batches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Augmented(Dataset[dict[str, Any]]):
 def pad(rows: list[dict[str, Any]]) -> dict[str, Any]:
     tokens = torch.nn.utils.rnn.pad_sequence([row["tokens"] for row in rows], batch_first=True)
     x = torch.tensor(np.stack([row["x"] for row in rows])) + 0.01 * tokens.float().mean(1, keepdim=True)
-    return {"x": x + 0.01 * torch.rand(()), "y": torch.tensor([row["y"] for row in rows]), "names": rows[0]["name"]}
+    y = torch.tensor([row["y"] for row in rows])
+    return {"x": x + 0.01 * torch.rand(()), "y": y, "names": rows[0]["name"], "num_tokens": tokens.count_nonzero()}
 
 
 def fit(folder: Path, name: str, workers: int, *, fault: Any = None, data: Any = None, concurrency: int = 1) -> Any:
@@ -57,13 +58,15 @@ def fit(folder: Path, name: str, workers: int, *, fault: Any = None, data: Any =
             with step:
                 for batch in step.micro_batches():
                     assert batch["names"].startswith("row ")
-                    step.backward(jobs.loss_fn(model, batch))
+                    step.backward(jobs.loss_fn(model, batch), weight=batch["num_tokens"])
                     if fault is not None:
                         fault(run, step.index)
                 step.optimize()
         run.evaluate(jobs.loss_fn, Augmented(), collate_fn=pad)
 
-    config = jobs.settings(str(folder), name, workers, steps=STEPS, data={"concurrency": concurrency})
+    config = jobs.settings(
+        str(folder), name, workers, steps=STEPS, data={"concurrency": concurrency, "drop_last": True}
+    )
     return ed.ElasticTrainer(train, data or Augmented(), config, collate_fn=pad).fit()
 
 
@@ -72,6 +75,7 @@ def test_a_killed_worker_changes_neither_weights_nor_samples_of_map_style_data(t
     marker = tmp_path / "killed"
     disturbed = fit(tmp_path, "disturbed", 2, fault=jobs.kill_once(str(marker), rank=1, step=13))
     assert marker.exists() and len(disturbed.summary["generations"]) > 1
+    assert calm.samples == STEPS * 48  # ROWS is no multiple of it: the rest of each epoch is dropped
     assert disturbed.samples_sha256 == calm.samples_sha256
     assert disturbed.weights_sha256 == calm.weights_sha256
     assert disturbed.metrics["validation_loss"] == calm.metrics["validation_loss"]
