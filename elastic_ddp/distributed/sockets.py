@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -94,13 +94,52 @@ def _opened(key: Socket) -> Iterator[socket.socket]:
 
 
 def use_interface_of(address: str) -> None:
-    """Makes gloo listen on the network interface that has this address. Call it before a process group forms.
+    """Makes gloo and NCCL use the network interface that has this address. Call it before a process group forms.
 
-    By default gloo listens on the interface of the host name. On many hosts that is the loopback interface, which
-    other hosts cannot reach. `GLOO_SOCKET_IFNAME` takes precedence. An address of no interface changes nothing.
+    By default gloo uses the interface of the host name, which often is the loopback interface, and NCCL the first one
+    that it finds, such as a container bridge. See `choose_interface` for what the user can set.
     """
+    os.environ.update(choose_interface(address, _interfaces(), os.environ))
+
+
+def choose_interface(
+    address: str, interfaces: Mapping[str, str], environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Returns the variables to set, so that gloo and NCCL use the same network interface.
+
+    Either of `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME`, set by the user, decides for both backends. Without them it
+    is the interface that has `address`, the node's address in Ray; if there is none, nothing is set.
+
+    Args:
+        address: an IPv4 address.
+        interfaces: the IPv4 address of each interface, by name.
+        environment: the variables that are set.
+    """
+    gloo, nccl = (environment.get(f"{backend}_SOCKET_IFNAME") for backend in ("GLOO", "NCCL"))
+    if gloo and nccl:
+        return {}
+    if gloo:
+        return {"NCCL_SOCKET_IFNAME": f"={gloo}"}
+    names = [name for name in interfaces if nccl is None or _matches(nccl, name)]
+    names.sort(key=lambda name: interfaces[name] != address)
+    if not names or (not nccl and interfaces[names[0]] != address):
+        return {}
+    return {"GLOO_SOCKET_IFNAME": names[0]} | ({} if nccl else {"NCCL_SOCKET_IFNAME": f"={names[0]}"})
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether `NCCL_SOCKET_IFNAME` selects an interface: a list of prefixes, after `^` to exclude, `=` for names."""
+    excludes = pattern.startswith("^")
+    choices = pattern.removeprefix("^").removeprefix("=").split(",")
+    is_exact = pattern.removeprefix("^").startswith("=")
+    return excludes != any(name == each if is_exact else name.startswith(each) for each in choices if each)
+
+
+def _interfaces() -> dict[str, str]:
+    """Returns the IPv4 address of each interface that has one, by name."""
+    found = {}
     for _, interface in socket.if_nameindex():
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:  # no IPv4 address
             answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-            if socket.inet_ntoa(answer[20:24]) == address:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            found[interface] = socket.inet_ntoa(answer[20:24])
+    return found

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from elastic_ddp.distributed import store as store_module
 from elastic_ddp.distributed.process_group import ProcessGroup, is_peer_failure
-from elastic_ddp.distributed.sockets import shut_down, use_interface_of
+from elastic_ddp.distributed.sockets import choose_interface, shut_down, use_interface_of
 from elastic_ddp.distributed.store import StoreConnection, StoreMailbox
 from elastic_ddp.errors import PeerFailedError
 from tests.ranks import empty_store, run_ranks
@@ -130,13 +130,42 @@ def test_a_worker_keeps_its_connection_until_a_group_fails_to_form() -> None:
     assert run_ranks(2, go_through_generations) == [[True, True, False, False]] * 2
 
 
-def test_gloo_listens_on_the_interface_of_the_node_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # monkeypatch restores it
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+INTERFACES = {
+    "lo": "127.0.0.1",
+    "docker0": "172.17.0.1",
+    "eth0": "203.0.113.7",
+    "eth1": "198.51.100.7",
+    "ib0": "10.9.0.7",
+}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "gloo", "nccl"),
+    [
+        ({}, "eth0", "=eth0"),
+        ({GLOO: "eth1"}, "eth1", "=eth1"),
+        ({GLOO: "eth0,eth1"}, "eth0,eth1", "=eth0,eth1"),
+        ({NCCL: "ib"}, "ib0", "ib"),
+        ({NCCL: "=eth1"}, "eth1", "=eth1"),
+        ({NCCL: "eth"}, "eth0", "eth"),  # of several, the one with the node's address
+        ({NCCL: "^docker,lo"}, "eth0", "^docker,lo"),
+        ({NCCL: "^=eth0,lo,docker0"}, "eth1", "^=eth0,lo,docker0"),
+        ({GLOO: "eth1", NCCL: "ib"}, "eth1", "ib"),
+        ({NCCL: "wlan"}, None, "wlan"),
+    ],
+)
+def test_gloo_and_nccl_use_the_same_interface(chosen: dict[str, str], gloo: str | None, nccl: str) -> None:
+    """By default the one that has the node's address."""
+    found = {**chosen, **choose_interface("203.0.113.7", INTERFACES, chosen)}
+    assert (found.get(GLOO), found[NCCL]) == (gloo, nccl)
+
+
+def test_an_address_of_no_interface_leaves_the_choice_to_the_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (GLOO, NCCL):
+        monkeypatch.setenv(name, "")  # monkeypatch restores it
+        monkeypatch.delenv(name)
     use_interface_of("203.0.113.7")
-    assert "GLOO_SOCKET_IFNAME" not in os.environ, "no interface has it"
+    assert not {GLOO, NCCL} & os.environ.keys()
     use_interface_of("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    use_interface_of("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert (os.environ[GLOO], os.environ[NCCL]) == ("lo", "=lo")
