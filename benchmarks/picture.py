@@ -48,7 +48,7 @@ def fit(folder: Path) -> None:
     """Runs the driver, in a process of its own: killed workers do not touch the one that draws."""
     from text import text_windows
 
-    data, _ = text_windows(None, context=64)
+    data, _ = text_windows(None, context=64, storage=str(folder / "runs"))
     ray.init("local", num_cpus=WORKERS + 1, include_dashboard=False, logging_level="error")
     config = {"name": NAME, "storage": str(folder / "runs"), "steps": STEPS, "log_every_steps": 1}
     config |= {"global_batch_size": 48, "micro_batch_size": 8, "min_workers": 1, "max_workers": WORKERS}

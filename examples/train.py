@@ -1,7 +1,8 @@
 """Trains a small GPT on text: `python examples/train.py`.
 
 It uses the Ray cluster at RAY_ADDRESS or on this machine, or starts one on this machine. By default the text is the
-source code of Python's standard library. Run it again with the same --name to resume.
+source code of Python's standard library. Run it again with the same --name to resume. On a cluster of several nodes,
+set --storage to a folder that they share, or to a bucket.
 """
 
 import argparse
@@ -18,7 +19,7 @@ def main() -> None:
     options = parse()
     data, held_out = options.data, options.held_out
     if is_text(data):
-        data, held_out = text_windows(data, options.context)
+        data, held_out = text_windows(data, options.context, options.storage)
 
     def train(run: ed.Run) -> None:
         model = run.prepare(GPT(context=options.context, width=128, layers=4, heads=4), shard=Block)
@@ -73,12 +74,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="gpt", help="name of the run; the same name resumes it")
     parser.add_argument(
-        "--storage", default="runs", help="folder of all runs: a path, or a URI such as s3://bucket/runs"
+        "--storage",
+        default="runs",
+        help="folder of all runs, which all nodes must see: a path, or a URI such as s3://bucket/runs",
     )
     parser.add_argument(
         "--data",
-        help="folder of Parquet files with a `window` column, or of text files, which are converted into ./data; by "
-        "default the source code of the standard library",
+        help="folder of Parquet files with a `window` column, or of text files, which are converted into a folder in "
+        "--storage; by default the source code of the standard library",
     )
     parser.add_argument("--held-out", help="Parquet files to evaluate on, if --data is Parquet")
     parser.add_argument("--steps", type=int, default=200)

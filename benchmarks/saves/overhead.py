@@ -4,7 +4,6 @@ alternate."""
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -59,25 +58,20 @@ def train_in_turns(folder: str) -> Any:
 def measure(storage: str, *, rounds: int) -> dict[str, Any]:
     """Returns samples/s of neighboring stretches, with and without saves, and the number of commits."""
     with tempfile.TemporaryDirectory() as folder:
-        before = os.getcwd()
-        os.chdir(folder)  # the example keeps its text there
-        try:
-            data, _ = text_windows(None, CONTEXT)
-            config = ed.RunConfig(
-                name="overhead",
-                storage=storage,
-                steps=2 * STRETCH_STEPS * (rounds + 1),
-                global_batch_size=GLOBAL_BATCH_SIZE,
-                micro_batch_size=MICRO_BATCH_SIZE,
-                min_workers=WORKERS,
-                max_workers=WORKERS,
-                clip_grad_norm=1.0,
-                checkpoint=ed.CheckpointConfig(every_steps=EVERY_STEPS),
-            )
-            with redirect_stdout(sys.stderr):  # stdout is for the table
-                result = ed.ElasticTrainer(train_in_turns(folder), data, config).fit()
-        finally:
-            os.chdir(before)
+        data, _ = text_windows(None, CONTEXT, folder)
+        config = ed.RunConfig(
+            name="overhead",
+            storage=storage,
+            steps=2 * STRETCH_STEPS * (rounds + 1),
+            global_batch_size=GLOBAL_BATCH_SIZE,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            min_workers=WORKERS,
+            max_workers=WORKERS,
+            clip_grad_norm=1.0,
+            checkpoint=ed.CheckpointConfig(every_steps=EVERY_STEPS),
+        )
+        with redirect_stdout(sys.stderr):  # stdout is for the table
+            result = ed.ElasticTrainer(train_in_turns(folder), data, config).fit()
         ends = dict(json.loads(Path(folder, "ends.json").read_text()))
     events = read_ledger(Storage(result.uri))
     rates: dict[bool, list[float]] = {True: [], False: []}
