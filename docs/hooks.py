@@ -78,9 +78,9 @@ def _type(field: dict[str, Any]) -> str:
         return " or ".join(choices)
     if "enum" in field or "const" in field:
         return " or ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
-    name = {"array": "list of strings", "object": "table of numbers", "boolean": "true or false"}.get(
-        field["type"], field["type"]
-    )
+    values = field.get("additionalProperties", True)
+    table = f"table of {values['type']}s" if isinstance(values, dict) else "table"
+    name = {"array": "list of strings", "object": table, "boolean": "true or false"}.get(field["type"], field["type"])
     if "minimum" in field:
         name += f", at least {field['minimum']:g}"
     elif "exclusiveMinimum" in field:
@@ -94,7 +94,7 @@ def _type(field: dict[str, Any]) -> str:
 def _default(model: str, name: str) -> str:
     """Returns a setting's default as TOML has it, or `optional` if it has none."""
     value = getattr(run_config, model).model_fields[name].get_default(call_default_factory=True)
-    if value in (None, ()):
+    if value in (None, (), {}):
         return "optional"
     if isinstance(value, dict):
         value = f"{{{', '.join(f'{key} = {number:g}' for key, number in value.items())}}}"

@@ -20,8 +20,8 @@ import ray
 from elastic_ddp.errors import ConfigError, format_exception, shorten
 
 _FIX = (
-    "Put the code on a file system that all nodes share, install it on all nodes, or pass it to Ray before fit(): "
-    'ray.init(runtime_env={"working_dir": "."}), or "pip" or "py_modules" in the runtime_env.'
+    "Put the code on a file system that all nodes share, install it on all nodes, or let Ray copy it: "
+    'runtime_env = {working_dir = "."} in the configuration, or pip or py_modules there.'
 )
 _PYTHONS_OWN = re.compile(r"(site|dist)-packages|python\d+\.zip$")
 """Folders of `sys.path` that belong to an installation of Python, which every node has for itself."""

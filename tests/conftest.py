@@ -72,7 +72,7 @@ def s3(_s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ENDPOINT_URL", _s3_endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret-key-of-the-tests")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)

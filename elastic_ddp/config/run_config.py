@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from elastic_ddp.config.environment import check_env, check_runtime_env
 from elastic_ddp.config.settings import MAX_STEP, Names, PositiveFloat, PositiveInt, Seconds, Settings
 from elastic_ddp.config.storage_uri import check_storage_uri
 from elastic_ddp.errors import ConfigError
@@ -226,6 +227,15 @@ class RunConfig(Settings):
     """Seconds that a collective may wait for a slow rank."""
     num_threads_per_worker: PositiveInt | None = None
     """Value of `torch.set_num_threads` in every worker. Default: the worker's CPUs."""
+    env: Annotated[dict[str, str], BeforeValidator(check_env)] = Field(default_factory=dict, repr=False)
+    """Environment variables of the workers and of the processes that read and transform their data, such as
+    `{NCCL_DEBUG = "INFO"}`. They are set before Python starts. Credentials are refused, because Ray writes the values
+    to its logs. The ledger records the names only."""
+    runtime_env: Annotated[dict[str, Any], BeforeValidator(check_runtime_env)] = Field(default_factory=dict, repr=False)
+    """Code that Ray copies to the nodes or installs there, such as `{working_dir = "."}` or `{pip = ["einops"]}`: the
+    fields of Ray's [runtime environment](https://docs.ray.io/en/latest/ray-core/handling-dependencies.html). `fit`
+    passes them to `ray.init`; a program that calls `ray.init` itself passes them there. The ledger records the names of
+    the fields only."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When the run commits, and which commits it keeps."""
     data: DataConfig = Field(default_factory=DataConfig)
@@ -335,6 +345,10 @@ class RunConfig(Settings):
         if self.data.drop_last:  # commits of version 0.1.0 do not have it
             settings["data.drop_last"] = True
         return settings
+
+    def recorded(self) -> dict[str, Any]:
+        """Returns all settings for the ledger; of `env` and `runtime_env` the names, in case a value is a secret."""
+        return {**self.model_dump(), "env": sorted(self.env), "runtime_env": sorted(self.runtime_env)}
 
     @classmethod
     def load(cls, config: RunConfig | Mapping[str, Any] | str | os.PathLike[str]) -> RunConfig:

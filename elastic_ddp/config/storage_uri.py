@@ -6,6 +6,7 @@ import re
 
 import fsspec
 
+from elastic_ddp.config.environment import check_uri_is_public
 from elastic_ddp.errors import ConfigError
 
 
@@ -18,8 +19,9 @@ def check_storage_uri(storage: str) -> str:
     """Returns a storage address if its form is right.
 
     Raises:
-        ConfigError: the address is empty or malformed, or its protocol is unknown.
+        ConfigError: the address is empty or malformed, has a credential in it, or its protocol is unknown.
     """
+    check_uri_is_public(storage, "storage")
     protocol, separator, rest = storage.partition("://")
     if not storage.strip() or (separator and protocol != "memory" and not rest.strip("/")):
         raise ConfigError(

@@ -5,6 +5,6 @@
 `pipeline` (runs them in Ray Data) -> `split` (cuts chunks into micro-batches) -> `micro_batches` (copies them to the
 device) -> `feed` (prefetches in the background) -> `feed_cache` (prepares the next feed).
 
-Beside them: `files` and `local_files` list and read files, `weights` samples rows by weight, and `user_calls` reports
-the call of the user's function in which a data process died or hangs.
+Beside them: `files` and `local_files` list and read files, `access` checks whether a node reads them, `weights` samples
+rows by weight, and `user_calls` reports the call of the user's function in which a data process died or hangs.
 """

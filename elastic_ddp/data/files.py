@@ -22,6 +22,7 @@ from fsspec.core import has_magic
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import merge_offset_ranges
 
+from elastic_ddp.config.environment import check_uri_is_public
 from elastic_ddp.config.storage_uri import mistyped_uri
 from elastic_ddp.data.local_files import is_hidden, list_local_files, matches
 from elastic_ddp.errors import DataError, format_exception
@@ -49,6 +50,7 @@ class DataFile:
 
 def filesystem_of(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """Returns the fsspec file system of a URI or local path, and the path in it."""
+    check_uri_is_public(uri, "data")
     if _PYARROWS_OPTIONS.search(uri):
         raise DataError(
             f"data={uri!r} has pyarrow options after its path. Remove them, and set environment variables instead: "
@@ -109,7 +111,9 @@ def _list(source: str) -> list[DataFile]:
         raise
     except FileNotFoundError:
         resolved = "" if source == path else f" ({path})"
-        raise DataError(f"data={source!r}{resolved} does not exist. Check the path.") from None
+        raise DataError(
+            f"data={source!r}{resolved} does not exist on {this_node()}. Check the path, and whether all nodes see it."
+        ) from None
     except Exception as error:  # file systems raise whatever their client library does
         raise DataError(f"data={source!r} cannot be listed: {format_exception(error)}; {suggest_fix(error)}") from error
     if not files:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ray.runtime_env import RuntimeEnv
 from ray.util import inspect_serializability
 
 from elastic_ddp.config.capacity import check_cpus, explain_shortage
@@ -77,6 +78,19 @@ def _check_is_plain(function: Any, name: str) -> None:
             f"{name}={function!r} is a generator or async function, and calling it does not run its code. Define it "
             "with `def`, and without `yield`."
         )
+
+
+def check_runtime_env(runtime_env: Mapping[str, Any]) -> None:
+    """Raises ConfigError for fields or values of a runtime environment that Ray does not have."""
+    known = sorted(name for name in RuntimeEnv.known_fields - {"env_vars"} if not name.startswith("_"))
+    if unknown := [name for name in runtime_env if name not in known]:
+        raise ConfigError(
+            f"runtime_env.{unknown[0]}: Ray's runtime environment has no such field; its fields are {', '.join(known)}"
+        )
+    try:
+        RuntimeEnv(**runtime_env)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"runtime_env={dict(runtime_env)!r} is not valid: {error}") from error
 
 
 def check_identity(job: Job, *, may_replace: bool) -> None:

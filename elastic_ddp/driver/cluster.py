@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import ray
 
@@ -21,16 +22,24 @@ from elastic_ddp.rendezvous.actor import ANSWERS_WITHIN_S, NAMESPACE
 
 _started: list[str] = []
 """Addresses of the clusters that this process has started."""
+_runtime_envs: dict[str, Mapping[str, Any]] = {}
+"""The runtime environment that `connect_or_start` gave to each Ray job of this process."""
 RESUMES = "the same command resumes it from its newest commit"
 
 
-def connect_or_start(note: Callable[[str], None]) -> bool:
+def connect_or_start(note: Callable[[str], None], runtime_env: Mapping[str, Any] | None = None) -> bool:
     """Connects a driver to the Ray cluster at `RAY_ADDRESS` or on this machine, or starts one on this machine.
 
     Returns whether this process has started the cluster, which then consists of this machine alone. `note` prints which
-    cluster is used. Does nothing if the process is connected already.
+    cluster is used. All processes of this driver get Ray's `runtime_env`. If this process is connected already, this
+    only checks that it has that one.
     """
     if ray.is_initialized():
+        if runtime_env and _runtime_envs.get(ray.get_runtime_context().get_job_id()) != runtime_env:
+            raise ConfigError(
+                f"runtime_env with {', '.join(sorted(runtime_env))} comes too late: this process is connected to Ray "
+                "already, with another one. Pass it to the program's own ray.init, or remove that call."
+            )
         return ray.get_runtime_context().gcs_address in _started
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
@@ -41,13 +50,20 @@ def connect_or_start(note: Callable[[str], None]) -> bool:
     try:
         _prepare_connection(address)
         with separate_daemons():
-            init_ray(log_to_driver=True, logging_level=logging.WARNING)
+            given = {"runtime_env": dict(runtime_env)} if runtime_env else {}
+            init_ray(log_to_driver=True, logging_level=logging.WARNING, **given)
+    except ValueError as error:
+        if not runtime_env:
+            raise
+        raise ConfigError(f"Ray refuses runtime_env with {', '.join(sorted(runtime_env))}: {error}") from error
     except ConnectionError as error:
         cluster = f"RAY_ADDRESS={address!r}: no Ray cluster responds" if address else "Ray on this machine fails"
         raise ConfigError(
             f"{cluster} ({error}). Set RAY_ADDRESS to the address of a cluster, or to local to start one on this "
             "machine."
         ) from error
+    if runtime_env:
+        _runtime_envs[ray.get_runtime_context().get_job_id()] = dict(runtime_env)
     address = ray.get_runtime_context().gcs_address
     if not has_started_ray():
         note(f"using Ray at {address} (RAY_ADDRESS selects another cluster, RAY_ADDRESS=local starts one)")

@@ -73,11 +73,12 @@ def probe_nodes(
     Raises:
         ConfigError: a node lacks this package or another module.
     """
-    task = ray.remote(_report_access).options(num_cpus=0, max_retries=0)
+    task = ray.remote(_report_access)
     pending = {}
     for node_id, address in nodes.items():
-        on_node = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        pending[on_node.remote(address, storage.uri, session, files)] = node_id
+        on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        options = task.options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
+        pending[options.remote(address, storage.uri, session, files)] = node_id
     done, late = ray.wait(list(pending), num_returns=len(pending), timeout=timeout_s)
     reports = []
     for reference in done:

@@ -67,6 +67,8 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
         }
     for name, value in _RAY_TRAIN_SETTINGS.items():
         os.environ.setdefault(name, value)
+    # The tasks that workers start for their data inherit it.
+    environment: dict[str, Any] = {"worker_runtime_env": {"env_vars": dict(config.env)}}
     # Imported late: with another Ray version the import fails, and `check_ray_version` explains that better.
     from elastic_ddp.ray_internals.controller import ElasticTorchTrainer
 
@@ -86,6 +88,7 @@ def run_workers(job: Job, rendezvous: RendezvousHandle, on_controller: Callable[
             storage_path=path,
             storage_filesystem=filesystem,
             failure_config=ray.train.FailureConfig(max_failures=config.max_restarts),
+            **environment,
         ),
     )
     try:

@@ -67,7 +67,7 @@ class Session:
             SessionStarted(
                 at=started_at,
                 resumed_from_step=resume_from.step if resume_from else None,
-                config=job.config.model_dump(),
+                config=job.config.recorded(),
                 versions=versions(),
             )
         )

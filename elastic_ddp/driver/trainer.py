@@ -21,14 +21,23 @@ from elastic_ddp import errors
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.checkpoint.metrics import best_commit, describe_unmeasured, measurements
 from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.data.access import files_to_check
 from elastic_ddp.data.index import DatasetIndex, open_index
 from elastic_ddp.data.ingest import materialize
 from elastic_ddp.data.map_style import MapStyleIndex, check_data, index_in_memory, is_parquet
 from elastic_ddp.data.transform import check_columns
 from elastic_ddp.data.weight_column import weights_of
-from elastic_ddp.driver.checks import check_capacity, check_functions, check_identity, check_steps, warn_about_data
+from elastic_ddp.driver.checks import (
+    check_capacity,
+    check_functions,
+    check_identity,
+    check_runtime_env,
+    check_steps,
+    warn_about_data,
+)
 from elastic_ddp.driver.cluster import connect_or_start
 from elastic_ddp.driver.display import print_note
+from elastic_ddp.driver.node_access import check_nodes
 from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
 from elastic_ddp.ray_internals import check_ray_version
@@ -135,6 +144,7 @@ class ElasticTrainer:
         check_ray_version()
         check_functions(train, transform, collate_fn)
         self.config = RunConfig.load(config)
+        check_runtime_env(self.config.runtime_env)
         check_data(data, transform, self.config.data.columns)
         self._train = train
         self._data = data
@@ -163,8 +173,9 @@ class ElasticTrainer:
             The result, after `summary.json` is written.
 
         Raises:
-            ConfigError: the run began with other settings, another driver of it is live, or Ray cannot be reached.
-            DataError: the data cannot be read, or is not the data that the run began with.
+            ConfigError: the run began with other settings, another driver of it is live, Ray cannot be reached, or a
+                node does not see the storage.
+            DataError: a node cannot read the data, or it is not the data that the run began with.
             TrainFunctionError: the training function raised, and the message holds its traceback; it hung on all
                 workers for `hang_timeout_s`, or three times in a row at the same step; or ranks wait for each other at
                 different places.
@@ -198,6 +209,8 @@ class ElasticTrainer:
             if isinstance(job.index, MapStyleIndex):
                 job = replace(job, index=job.index.share())
             with self._collect_ray_messages():
+                files = files_to_check(job.index, self._storage)
+                check_nodes(self._storage, lease.session, files, print_note, nodes=ray.nodes(), config=self.config)
                 return self._run_session(job, resume_from, lease, started_at, snapshot_folder)
 
     def _run_session(
@@ -258,7 +271,7 @@ class ElasticTrainer:
 
     def _connect(self, lease: DriverLease, num_data_tasks: int) -> None:
         """Connects to the Ray cluster, records its address for other processes, and checks its capacity."""
-        is_own_cluster = connect_or_start(print_note)
+        is_own_cluster = connect_or_start(print_note, self.config.runtime_env)
         lease.renew(ray_address=ray.get_runtime_context().gcs_address)
         check_capacity(
             [node["Resources"] for node in ray.nodes() if node["Alive"]],

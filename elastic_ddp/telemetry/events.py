@@ -20,7 +20,7 @@ class SessionStarted(Event, event="session_started"):
     resumed_from_step: int | None = None
     """Steps done in the newest commit; null for a new run."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The run's configuration."""
+    """The run's configuration; of `env` and `runtime_env` the names only."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of Python, elastic-ddp, torch, ray and pyarrow in the driver."""
 

@@ -15,6 +15,7 @@ import torch
 from elastic_ddp import signals
 from elastic_ddp.config.capacity import check_cpus
 from elastic_ddp.config.run_config import RunConfig
+from elastic_ddp.data.access import check_access, files_to_check
 from elastic_ddp.distributed.process_group import is_missing_group, is_peer_failure
 from elastic_ddp.distributed.sockets import use_interface_of
 from elastic_ddp.errors import (
@@ -99,6 +100,8 @@ def _train(loop: Loop, context: WorkerContext) -> tuple[Outcome | None, str | No
             options=config.data,
             num_tasks=job.num_data_tasks,
         )
+        if job.session:
+            check_access(job.storage, job.session, files_to_check(job.index, job.storage))
         while True:
             seed_all(config.seed, "init")
             try:

@@ -29,8 +29,16 @@ def test_the_quickstart_trains_and_the_run_handle_controls_it(tmp_path: Path) ->
         r"^```python\n(.*?)^```$", (DOCS / "guides/elasticity.md").read_text(), re.MULTILINE | re.DOTALL
     )
     assert controls is not None
+    # Also with code that Ray copies to the nodes, and with an environment variable.
+    settings = (
+        """"demo", "runtime_env": {"working_dir": ".", "excludes": ["data", "runs"]}, "env": {"OURS": "is set"}"""
+    )
+    show = 'import os; from pathlib import Path; print("here:", Path("make_data.py").resolve(), os.environ["OURS"])'
     quickstart["first.py"] = (
-        quickstart["first.py"].replace('"first"', '"demo"').replace('"steps": 200', '"steps": 10**6')
+        quickstart["first.py"]
+        .replace('"first"', settings)
+        .replace('"steps": 200', '"steps": 10**6')
+        .replace("ed.Run) -> None:\n", f"ed.Run) -> None:\n    {show}\n")
     )
     for name, code in {**quickstart, "controls.py": controls[1]}.items():
         (tmp_path / name).write_text(code)
@@ -52,6 +60,7 @@ def test_the_quickstart_trains_and_the_run_handle_controls_it(tmp_path: Path) ->
         driver.kill()
         driver.wait()
     assert re.search(r"^stopped \d+ None$", log.read_text(), re.MULTILINE), log.read_text()
+    assert re.search(r"here: \S+/working_dir_files/\S+/make_data\.py is set$", log.read_text(), re.MULTILINE)
 
 
 def wait_for_steps(run: Path, driver: subprocess.Popen[bytes], log: Path) -> None:

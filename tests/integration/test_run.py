@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ import ray
 import torch
 
 import elastic_ddp as ed
+from elastic_ddp.data.access import SESSION
+from elastic_ddp.data.files import list_files
+from elastic_ddp.driver.node_access import NodeAccess, probe_nodes
 from elastic_ddp.errors import ConfigError, DataError, ReplicasDifferError, TrainFunctionError, WorkersFailedError
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger
@@ -130,11 +134,13 @@ def test_an_evaluation_is_the_mean_over_all_rows_counted_once(folder: Path, calm
 
 
 OUR_TRAINING = """
+import os
 import torch
 from pathlib import Path
 import tests.integration.jobs as jobs
 
 def train(run):
+    assert os.environ["OURS"] == "is set"
     model = run.prepare(jobs.Model())
     run.load_weights("runs/calm")
     run.prepare(torch.optim.SGD(model.parameters(), lr=float(Path("rate.txt").read_text())))
@@ -146,20 +152,21 @@ def train(run):
     run.evaluate(jobs.loss_fn, Path("held-out"))
 
 def transform(rows, rng):
+    assert os.environ["OURS"] == "is set"
     return {**rows, "x": rows["x"] * float(Path("rate.txt").read_text())}
 """
 
 
-def test_workers_have_the_modules_and_relative_paths_of_the_driver(
+def test_workers_have_the_modules_relative_paths_and_variables_of_the_driver(
     cluster: None, calm: ed.RunResult, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray was started in another folder, with another `sys.path`."""
+    """Ray was started in another folder, with another `sys.path`, and without the variable."""
     (folder / "rate.txt").write_text("0.5")
     (tmp_path / "our_training.py").write_text(OUR_TRAINING)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(tmp_path)
     ours = importlib.import_module("our_training")
-    config = jobs.settings("runs", "relative", 1, steps=2) | {"storage": Path("runs")}
+    config = jobs.settings("runs", "relative", 1, steps=2, env={"OURS": "is set"}) | {"storage": Path("runs")}
     result = ed.ElasticTrainer(ours.train, Path("data"), config, transform=ours.transform).fit()
     assert result.status == "finished" and result.uri == f"{folder}/runs/relative" and result.metrics
 
@@ -169,6 +176,23 @@ def test_workers_have_the_modules_and_relative_paths_of_the_driver(
     with pytest.raises(ConfigError, match=r"^transform cannot be loaded on node .*'nowhere'.*runtime_env"):
         ed.ElasticTrainer(ours.train, "data", config, transform=ours.transform).fit()
     assert "cannot be loaded" in json.loads((folder / "runs/nowhere/summary.json").read_text())["error"]
+
+
+def test_each_node_reports_whether_it_sees_the_data_and_the_storage(calm: ed.RunResult, folder: Path) -> None:
+    storage = Storage(calm.uri)
+    session = storage.read(SESSION).decode()
+    files = list_files(str(folder / "data"))
+    missing = replace(files[0], path=str(folder / "data/none.parquet"))
+    here = ray.util.get_node_ip_address()
+    nodes = {ray.get_runtime_context().get_node_id(): here, "0" * 56: "203.0.113.9"}  # the second has left
+
+    assert probe_nodes(nodes, storage, session, files) == [NodeAccess(here)]
+    (report,) = probe_nodes(nodes, storage, "another session", [missing])
+    assert f"node {here} does not see storage=" in report.storage
+    assert f"node {here} cannot read {missing.path}: " in report.data
+    (late,) = probe_nodes(nodes, storage, session, files, timeout_s=0.0)
+    assert late == NodeAccess(here, has_answered=False)
+    assert not [key for key in storage.list() if "writable" in key], "nothing is left behind"
 
 
 def test_the_summary_has_the_facts_of_the_run(calm: ed.RunResult) -> None:

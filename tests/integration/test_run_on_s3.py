@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,3 +37,11 @@ def test_a_run_on_s3_has_the_same_bits_as_a_local_run(undisturbed: Mapping[str, 
         event.resumed_from_step for event in read_ledger(Storage(f"{s3}/runs/run")) if event.event == "session_started"
     ]
     assert resumed[0] is None and resumed[1] >= 20
+
+    secret = os.environ["AWS_SECRET_ACCESS_KEY"].encode()
+    runs = Storage(f"{s3}/runs")
+    stored = {key: runs.read(key) for key in runs.list()}
+    logs = [path.read_bytes() for path in Path("/tmp/ray/session_latest/logs").glob("*.*")]
+    assert {"ledger", "checkpoints"} <= {key.split("/")[1] for key in stored} and logs
+    output = "".join((first.stdout, first.stderr, second.stdout, second.stderr)).encode()
+    assert not any(secret in content for content in [*stored.values(), *logs, output])

@@ -35,15 +35,18 @@ def ray_is(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A fake Ray: `is_head` if this process started it, and `error` is raised by `ray.init`."""
     ray_is = SimpleNamespace(is_head=True, address="10.0.0.9:6379", error=None, up=False)
 
-    def init(**_: Any) -> None:
+    def init(**options: Any) -> None:
         if ray_is.error is not None:
             raise ray_is.error
+        ray_is.options = options
         ray_is.up = True
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr("ray._private.worker._global_node", SimpleNamespace(is_head=lambda: ray_is.is_head))
     monkeypatch.setattr(ray, "is_initialized", lambda: ray_is.up)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=ray_is.address))
+    context = lambda: SimpleNamespace(gcs_address=ray_is.address, get_job_id=lambda: "01000000")  # noqa: E731
+    monkeypatch.setattr(ray, "get_runtime_context", context)
+    monkeypatch.setattr(cluster, "_runtime_envs", {})
     monkeypatch.setattr(cluster, "_started", [])
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return ray_is
@@ -88,6 +91,22 @@ def test_a_cluster_that_another_process_started_may_grow(ray_is: Any) -> None:
     ray_is.is_head = False
     assert not connect_or_start(notes.append) and not connect_or_start(notes.append)
     assert len(notes) == 1 and notes[0].startswith("using Ray at 10.0.0.9:6379 ")
+
+
+def test_ray_gets_the_runtime_env_once_and_another_one_comes_too_late(ray_is: Any) -> None:
+    given = {"working_dir": "."}
+    connect_or_start(print, given)
+    assert ray_is.options["runtime_env"] == given
+    connect_or_start(print, {"working_dir": "."})
+    connect_or_start(print)
+    with pytest.raises(ConfigError, match=r"runtime_env with pip comes too late: .*own ray\.init"):
+        connect_or_start(print, {"pip": ["einops"]})
+
+
+def test_a_runtime_env_that_ray_refuses_is_an_error_of_the_configuration(ray_is: Any) -> None:
+    ray_is.error = ValueError("Failed to merge the Job's runtime env")  # as of `ray job submit --working-dir`
+    with pytest.raises(ConfigError, match=r"Ray refuses runtime_env with working_dir: Failed to merge"):
+        connect_or_start(print, {"working_dir": "."})
 
 
 @pytest.mark.parametrize("version", ["2.59.1", "2.61.0", "2.600.0", "3.0.0.dev0"])

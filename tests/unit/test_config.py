@@ -351,6 +351,8 @@ def test_the_identity_ignores_settings_that_a_resumed_run_may_change() -> None:
         checkpoint={"every_steps": 1, "keep": 9},
         data={"prefetch_micro_batches": 9, "concurrency": 2},
         ddp={"bucket_cap_mb": 1},
+        env={"NCCL_DEBUG": "INFO"},
+        runtime_env={"pip": ["einops"]},
     )
     assert other.identity() == config().identity()
 

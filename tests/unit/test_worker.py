@@ -60,10 +60,11 @@ def outcome_of(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tr
     monkeypatch.setattr(FakeClient, "end", lambda client, **outcome: reported.append(outcome) or True, raising=False)
     monkeypatch.setattr(FakeClient, "close", lambda client: None, raising=False)
 
-    def end_of(train: Train) -> dict[str, Any]:
+    def end_of(train: Train, session: str = "") -> dict[str, Any]:
         run = new_run()
         job: Any = run._loop.job
         object.__setattr__(job, "train", train)
+        object.__setattr__(job, "session", session)
         monkeypatch.setattr(main, "RendezvousClient", lambda *_: run._loop.client)
         monkeypatch.setattr(main, "Loop", lambda *_: run._loop)
         main.work(job, None, CONTEXT)
@@ -88,6 +89,14 @@ def test_a_training_function_whose_decorator_makes_it_a_generator_is_an_error(
 ) -> None:
     outcome = outcome_of(lambda run: (None for _ in ()))
     assert outcome["kind"] == "ConfigError" and "returned a generator" in outcome["error"]
+
+
+def test_a_worker_on_a_node_without_the_runs_storage_reports_it_before_it_trains(
+    outcome_of: Callable[..., dict[str, Any]],
+) -> None:
+    outcome = outcome_of(lambda run: pytest.fail("it trains"), session="today")
+    assert outcome["kind"] == "ConfigError"
+    assert re.search(r"^node .* does not see storage=.*a folder that they share, or a bucket", outcome["error"])
 
 
 def test_the_outcome_of_a_failed_run_has_the_steps_and_samples_that_were_done(

@@ -1,0 +1,79 @@
+"""Checks of what reaches workers from the configuration: variables, Ray's runtime environment. Finds credentials."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ddp.errors import ConfigError
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CREDENTIAL = re.compile(
+    r"(^|_)(SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|APIKEY|CONNECTION_STRING|(API|ACCESS|SECRET|PRIVATE|ACCOUNT)_KEY)"
+    r"(_|$)(?!.*(FILE|PATH|DIR|URI|URL)$)",
+    re.IGNORECASE,
+)
+"""Names of variables whose value is a credential, and not where one is kept."""
+_IN_URI = re.compile(
+    r"://[^/?#\s@]*:[^/?#\s@]+@|https?://[^/?#\s@]+@|[?&](sig|X-Amz-Signature|X-Goog-Signature)=", re.IGNORECASE
+)
+"""A password or token before the host of a URI, or a signature after its path."""
+_USE_INSTEAD = (
+    "Give nodes credentials by a role of the machine, by files such as ~/.aws/credentials, or by the environment of "
+    "`ray start`"
+)
+
+
+def has_credential(text: str) -> bool:
+    """Returns whether a URI in this text has a password, a token or a signature in it."""
+    return _IN_URI.search(text) is not None
+
+
+def check_env(env: Any) -> Any:
+    """Returns environment variables if Ray can set them and none is a credential. The error shows no value.
+
+    Raises:
+        ValueError: a name or value is invalid, or a credential.
+    """
+    if not isinstance(env, Mapping):
+        raise ValueError('env is not a table; give variables and their values, such as env = {NCCL_DEBUG = "INFO"}')
+    for name, value in env.items():
+        if not isinstance(name, str) or _VARIABLE.fullmatch(name) is None:
+            raise ValueError(
+                f"env.{name}: this is no name of an environment variable; use letters, digits and '_', beginning with "
+                "a letter or '_'"
+            )
+        if not isinstance(value, str) or "\0" in value:
+            raise ValueError(f'env.{name}: give text in quotes without NUL characters, such as {name} = "1"')
+        if _CREDENTIAL.search(name) or has_credential(value):
+            raise ValueError(f"env.{name} looks like a credential, and Ray writes env to its logs. {_USE_INSTEAD}")
+    return dict(env)
+
+
+def check_runtime_env(runtime_env: Any) -> Any:
+    """Returns Ray's runtime environment if it has no credential. `driver.checks` checks its fields.
+
+    Raises:
+        ValueError: it has a credential, or variables, which belong into `env`.
+    """
+    if not isinstance(runtime_env, Mapping):
+        raise ValueError('runtime_env is not a table; give fields, such as runtime_env = {working_dir = "."}')
+    if "env_vars" in runtime_env:
+        raise ValueError("runtime_env.env_vars: give environment variables in env instead")
+    for name, value in runtime_env.items():
+        if has_credential(str(value)):
+            raise ValueError(
+                f"runtime_env.{name} has a credential in a URI, and Ray writes it to its logs. {_USE_INSTEAD}"
+            )
+    return dict(runtime_env)
+
+
+def check_uri_is_public(uri: str, setting: str) -> None:
+    """Raises ConfigError, without the URI, if it has a credential: addresses are in ledgers, logs and messages."""
+    if has_credential(uri):
+        protocol = uri.partition("://")[0]
+        raise ConfigError(
+            f"{setting}='{protocol}://…' has a credential in it, and the run would record it. {_USE_INSTEAD}; fsspec "
+            f"also reads FSSPEC_{protocol.upper()}_PASSWORD and ~/.config/fsspec"
+        )
