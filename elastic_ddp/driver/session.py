@@ -12,6 +12,7 @@ import ray
 from elastic_ddp.checkpoint import Commit, CommitCatalog
 from elastic_ddp.distributed.step_agreement import EMPTY_SAMPLES_DIGEST
 from elastic_ddp.driver.display import RunDisplay
+from elastic_ddp.driver.gcs_watch import GcsWatch
 from elastic_ddp.driver.ray_train import run_workers
 from elastic_ddp.driver.wait_watch import WaitWatch
 from elastic_ddp.errors import ConfigError, WorkersFailedError
@@ -37,7 +38,7 @@ RETRY_S = 0.5
 
 
 class RayEndedError(Exception):
-    """Ray's processes, which this process has started, have ended."""
+    """Ray's processes on this machine, or its GCS on the head node, have ended."""
 
 
 class Session:
@@ -48,7 +49,13 @@ class Session:
     """
 
     def __init__(
-        self, job: Job, rendezvous: RendezvousHandle, resume_from: Commit | None, lease: DriverLease, started_at: float
+        self,
+        job: Job,
+        rendezvous: RendezvousHandle,
+        resume_from: Commit | None,
+        lease: DriverLease,
+        started_at: float,
+        gcs: GcsWatch,
     ) -> None:
         self._job = job
         self._lease = lease
@@ -56,6 +63,7 @@ class Session:
         self._ledger = Ledger(job.storage, lease.session)
         self._display = RunDisplay(job.total_steps, job.config.min_workers, resume_from)
         self._wait_watch = WaitWatch(job.config)
+        self._gcs = gcs
         self.stop_requests = StopRequests()
         """Must be entered before `run`, and left at the end of the session."""
         self._num_events = 0
@@ -101,7 +109,8 @@ class Session:
         stopping = False
         while True:
             self._check_ownership()
-            if self.stop_requests.requested and not stopping:
+            self._check_ray()
+            if (self.stop_requests.requested or self._gcs.is_lost) and not stopping:
                 self._call(self._rendezvous.stop)
             running = self._thread.is_alive()  # before the update, or its last events could be missed
             update = self._receive_update()
@@ -109,7 +118,9 @@ class Session:
                 stopping = True
                 self._display.announce_stop(update.num_alive)
             self._display.show_update(update)
-            if running and not stopping and update.outcome is None:
+            if self._gcs.is_lost and (update.outcome or not update.num_alive or self._gcs.is_over):
+                raise RayEndedError
+            if running and not stopping and update.outcome is None and not self._gcs.is_away:
                 self._show_wait(update)
             if not running:
                 return update.outcome or (self._outcome_of_newest_commit() if stopping else self._failure())
@@ -164,6 +175,13 @@ class Session:
                 if has_ray_ended(is_ending=self.stop_requests.requested and number >= MAX_CHECKS):
                     raise RayEndedError from None
 
+    def _check_ray(self) -> None:
+        """Prints whether the GCS has gone away or come back. Once it is lost, the run has to commit and end."""
+        if not self.stop_requests.requested and has_ray_ended(is_ending=False):
+            self._gcs.is_lost = True  # no process restarts it
+        if (line := self._gcs.check()) is not None:
+            self._display.note(line)
+
     def _check_ownership(self) -> None:
         self._lease.check()
         if self.stop_requests.at_once:
@@ -185,6 +203,9 @@ class Session:
 
     def end_workers(self) -> None:
         """Kills workers that are left, and ends the thread: a process that exits with a thread in Ray crashes."""
+        if self._gcs.is_lost:
+            ray.shutdown()  # at the exit of this process, Ray would wait for the GCS and then print a line of its own
+            return
         self._thread.join(EXIT_TIMEOUT_S)
         for controller in self._controllers:
             ray.kill(controller)
@@ -215,7 +236,13 @@ class Session:
                 "the driver alone, and let fit start Ray or use RAY_ADDRESS."
             )
             return self._outcome_of_newest_commit()
-        error = "Ray's processes on this machine have ended. The same command resumes the run from its newest commit."
+        what = "Ray's processes on this machine have ended."
+        if self._gcs.is_away:
+            what = (
+                f"Ray's GCS at {self._gcs.address} has not responded for {self._gcs.patience_s:g} s. Restart the "
+                "cluster with ray up, or with ray start --head on its head node."
+            )
+        error = f"{what} The same command resumes the run from its newest commit."
         return {"status": "failed", "kind": WorkersFailedError.__name__, "error": error}
 
     def _failure(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from elastic_ddp.driver.checks import (
 )
 from elastic_ddp.driver.cluster import connect_or_start
 from elastic_ddp.driver.display import print_note
+from elastic_ddp.driver.gcs_watch import GcsWatch
 from elastic_ddp.driver.node_access import check_nodes
 from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
@@ -217,7 +218,8 @@ class ElasticTrainer:
         self, job: Job, resume_from: Commit | None, lease: DriverLease, started_at: float, snapshot_folder: str
     ) -> RunResult:
         rendezvous = self._start_rendezvous(job, resume_from, snapshot_folder)
-        session = Session(job, rendezvous, resume_from, lease, started_at)
+        gcs = GcsWatch(ray.get_runtime_context().gcs_address)
+        session = Session(job, rendezvous, resume_from, lease, started_at, gcs)
         with session.stop_requests:
             try:
                 outcome = session.run()

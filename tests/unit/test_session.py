@@ -16,6 +16,7 @@ import ray
 
 from elastic_ddp.driver import session as session_module
 from elastic_ddp.driver.display import WORKER_FAILED, RunDisplay, describe_event
+from elastic_ddp.driver.gcs_watch import GcsWatch
 from elastic_ddp.driver.session import Session
 from elastic_ddp.rendezvous.event_log import EventLog
 from elastic_ddp.rendezvous.members import JoinRequest
@@ -32,6 +33,8 @@ from tests.unit.single_worker import NewRun
 
 WORKER = member("a", 0, size=1)
 LIMIT_S = 20.0
+
+GCS = "10.0.0.1:6379"
 
 Drive = Callable[[Callable[[InProcessRendezvous], Any]], list[Event]]
 
@@ -54,7 +57,8 @@ def drive(
         monkeypatch.setattr(session_module, "run_workers", work)
         with DriverLease(job.storage, "test", "session", print) as lease:
             lease.acquire()
-            assert Session(job, rendezvous, None, lease, time.time()).run()["error"] == "the loss is no number"
+            session = Session(job, rendezvous, None, lease, time.time(), GcsWatch(GCS))
+            assert session.run()["error"] == "the loss is no number"
         return read_ledger(job.storage)
 
     return run
@@ -103,9 +107,37 @@ def test_a_session_ends_soon_if_ray_has_ended_on_this_machine(
     job: Any = new_run()._loop.job
     with DriverLease(job.storage, "test", "session", print) as lease:
         lease.acquire()
-        session = Session(job, cast(Any, SilentRendezvous()), None, lease, time.time())
+        session = Session(job, cast(Any, SilentRendezvous()), None, lease, time.time(), GcsWatch(GCS))
         session.stop_requests.requested = requested
         assert session.run()["status"] == status
+
+
+def test_a_run_whose_gcs_does_not_return_commits_and_ends_with_what_to_do(
+    new_run: NewRun, inprocess_rendezvous: Callable[..., InProcessRendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself ends the driver after a minute, with its own line only."""
+    job, rendezvous, clock = new_run()._loop.job, inprocess_rendezvous(), iter(range(0, 10**6, 10))
+
+    def refuse(_: str) -> None:
+        raise ConnectionRefusedError
+
+    def train_until_stopped(*_: Any) -> None:
+        rendezvous.ask("join", JoinRequest(member=WORKER, step=None, between_steps=True), 0, None)
+        while not rendezvous.actor._coordinator.state.stop:
+            time.sleep(0.01)
+        rendezvous.ask("end", WORKER, None, {"status": "stopped"})
+        assert rendezvous.has_ended.wait(LIMIT_S)
+        threading.Event().wait(LIMIT_S)  # without the GCS, Ray Train waits
+
+    monkeypatch.setattr(session_module, "has_ray_ended", lambda is_ending: False)
+    monkeypatch.setattr(session_module, "run_workers", train_until_stopped)
+    with DriverLease(job.storage, "test", "session", print) as lease:
+        lease.acquire()
+        gcs = GcsWatch(GCS, refuse, lambda: next(clock))
+        outcome = Session(job, rendezvous, None, lease, time.time(), gcs).run()
+    assert outcome["status"] == "failed"
+    assert f"Ray's GCS at {GCS}" in outcome["error"] and "the same command" in outcome["error"].lower()
+    assert rendezvous.has_ended.is_set(), "the worker has left, after its commit"
 
 
 def test_shown_progress_never_returns_to_an_earlier_generation(monkeypatch: pytest.MonkeyPatch) -> None:
