@@ -15,6 +15,7 @@ from elastic_ddp.config.environment import has_credential
 from elastic_ddp.data.files import list_files
 from elastic_ddp.driver import session as session_module
 from elastic_ddp.driver.checks import check_identity, check_runtime_env
+from elastic_ddp.driver.gcs_watch import GcsWatch
 from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.lease import DriverLease
@@ -125,7 +126,8 @@ def test_no_credential_is_in_a_file_of_the_run_or_in_its_output(
     check_identity(job, may_replace=False)
     with DriverLease(job.storage, "test", "session", print) as lease:
         lease.acquire()
-        session: Any = Session(job, rendezvous, None, lease, time.time())
+        gcs = GcsWatch("127.0.0.1:1")
+        session: Any = Session(job, rendezvous, None, lease, time.time(), gcs)
         session.run()
         session.close_ledger()
     print(job, job.config)

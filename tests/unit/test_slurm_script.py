@@ -64,6 +64,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def start_job(*arguments: str) -> subprocess.Popen[bytes]:
         environment = {**os.environ, **slurm, "CALLS": str(tmp_path)}
+        environment.pop("VENV", None)  # make passes its own to the tests
         job = subprocess.Popen(["bash", str(SCRIPT), *arguments], env=environment, start_new_session=True)
         jobs.append(job)
         return job
