@@ -24,6 +24,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from elastic_ddp.cli import checkpoints
+from elastic_ddp.cli.doctor import doctor
 from elastic_ddp.cli.output import console, format_time, plural, table
 from elastic_ddp.cli.run_summary import render
 from elastic_ddp.config.run_config import RunConfig, read_toml
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(checkpoints.app, name="checkpoints")
+app.command()(doctor)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 LiveRun = Annotated[str, typer.Argument(metavar="RUN", help="A live run: its name, or <storage>/<name>.")]

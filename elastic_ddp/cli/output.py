@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 
-def console() -> Console:
-    """Returns the console for standard output. It prints names as they are, without markup or emoji."""
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200  # long lines can be searched
-    return Console(width=width, markup=False, emoji=False, highlight=False)
+def console(*, stderr: bool = False) -> Console:
+    """Returns the console for standard output or error. It prints names as they are, without markup or emoji."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else 200  # long lines can be searched
+    return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
 
 def table(*columns: str, text: tuple[str, ...] = ()) -> Table:

@@ -99,7 +99,7 @@ def use_interface_of(address: str) -> None:
     By default gloo uses the interface of the host name, which often is the loopback interface, and NCCL the first one
     that it finds, such as a container bridge. See `choose_interface` for what the user can set.
     """
-    os.environ.update(choose_interface(address, _interfaces(), os.environ))
+    os.environ.update(choose_interface(address, interface_addresses(), os.environ))
 
 
 def choose_interface(
@@ -120,22 +120,25 @@ def choose_interface(
         return {}
     if gloo:
         return {"NCCL_SOCKET_IFNAME": f"={gloo}"}
-    names = [name for name in interfaces if nccl is None or _matches(nccl, name)]
+    names = [name for name in interfaces if nccl is None or selects(nccl, name)]
     names.sort(key=lambda name: interfaces[name] != address)
     if not names or (not nccl and interfaces[names[0]] != address):
         return {}
     return {"GLOO_SOCKET_IFNAME": names[0]} | ({} if nccl else {"NCCL_SOCKET_IFNAME": f"={names[0]}"})
 
 
-def _matches(pattern: str, name: str) -> bool:
-    """Whether `NCCL_SOCKET_IFNAME` selects an interface: a list of prefixes, after `^` to exclude, `=` for names."""
+def selects(pattern: str, name: str) -> bool:
+    """Returns whether a value of `NCCL_SOCKET_IFNAME` selects an interface.
+
+    It is a list of prefixes, after `^` to exclude, `=` for names.
+    """
     excludes = pattern.startswith("^")
     choices = pattern.removeprefix("^").removeprefix("=").split(",")
     is_exact = pattern.removeprefix("^").startswith("=")
     return excludes != any(name == each if is_exact else name.startswith(each) for each in choices if each)
 
 
-def _interfaces() -> dict[str, str]:
+def interface_addresses() -> dict[str, str]:
     """Returns the IPv4 address of each interface that has one, by name."""
     found = {}
     for _, interface in socket.if_nameindex():

@@ -19,10 +19,15 @@ def placement_group_prefix(run: str, unique: str) -> str:
     return f"elastic_ddp-{run}-{unique}-"
 
 
+def free_resources() -> dict[str, dict[str, float]]:
+    """Returns the resources of each node that no task, actor or placement group holds, by the node's id."""
+    return ray._private.state.available_resources_per_node()
+
+
 def read_cluster_use(run: str, avoid: Collection[str]) -> ClusterUse:
     """Returns what nodes have, without those with the ids `avoid`, and what is reserved for the workers of each run."""
     total = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    free = ray._private.state.available_resources_per_node()
+    free = free_resources()
     held: dict[str, Counter[str]] = {}
     num_own = 0
     for group in placement_group_table().values():

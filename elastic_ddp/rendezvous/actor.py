@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import re
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -20,6 +19,7 @@ from typing import Any
 import ray
 
 from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.distributed.store import host_store
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.coordinator import Coordinator
 from elastic_ddp.rendezvous.hang import AT_THE_START, ActivityReport
@@ -67,17 +67,10 @@ class Rendezvous:
     """An asyncio actor on the driver's node, one for each run. Every method returns within a few long polls."""
 
     def __init__(self, run_name: str, total_steps: int, options: RendezvousOptions) -> None:
-        import torch.distributed as dist
-
         self._run_name, self._total_steps, self._options = run_name, total_steps, options
         self._host = ray.util.get_node_ip_address()
-        listener = socket.create_server((self._host, 0))
-        port = listener.getsockname()[1]
-        # The store takes over the socket, so that it listens on the node's own address only.
-        self._store = dist.TCPStore(
-            self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        self._coordinator = Coordinator(options, (self._host, port))
+        self._store = host_store(self._host)
+        self._coordinator = Coordinator(options, (self._host, self._store.port))
         self._heartbeats = HeartbeatServer(
             options.heartbeat_timeout_s, self._on_failure, self._coordinator.membership.has_joined
         )

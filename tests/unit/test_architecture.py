@@ -22,6 +22,7 @@ SOURCE = Path(elastic_ddp.__file__).parent
 ORDER = [
     "cli",
     "driver",
+    "doctor",
     "worker",
     "data",
     "user_code",
@@ -42,7 +43,7 @@ ORDER = [
 ]
 """Top to bottom. A folder imports from those after it only; imports for type annotations count too."""
 
-MAY_IMPORT_RAY = {"cli", "driver", "worker", "data", "user_code", "ray_internals", "rendezvous"}
+MAY_IMPORT_RAY = {"cli", "doctor", "driver", "worker", "data", "user_code", "ray_internals", "rendezvous"}
 
 KNOWS_RAYS_INTERNALS = "elastic_ddp.ray_internals"
 """They change with every release of Ray, so one package has them all, and no other Ray than its own is shown to it."""

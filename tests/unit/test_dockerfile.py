@@ -6,6 +6,10 @@ import re
 import tomllib
 from pathlib import Path
 
+import torch
+
+from elastic_ddp.doctor.node_checks import MINIMUM_DRIVER
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -54,3 +58,21 @@ def test_the_image_copies_files_that_the_repository_has_and_docker_may_read() ->
 
 def test_the_comment_names_the_version_of_the_package() -> None:
     assert set(re.findall(r"elastic-ddp:(\S+)", TEXT)) == {PROJECT["version"]}
+
+
+CUDA_OF_TORCH = {"2.13.0": 13}
+"""The major version of CUDA in torch's wheels on PyPI: `cuda-toolkit` in their metadata. Look it up for a new torch."""
+
+
+def test_image_cluster_files_and_docs_name_the_driver_that_the_torch_of_the_constraints_needs() -> None:
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned
+    cuda = CUDA_OF_TORCH[pinned[1]]
+    if torch.version.cuda and torch.__version__.startswith(pinned[1]):
+        assert torch.version.cuda.startswith(f"{cuda}.")
+    files = [ROOT / "Dockerfile", *(ROOT / "cluster").glob("*.*"), ROOT / "docs/guides/cluster.md"]
+    named = {file.name: set(re.findall(r"\bR(\d{3})\b|-nvidia-(\d{3})\b", file.read_text())) for file in files}
+    drivers = {name: {"".join(each) for each in found} for name, found in named.items() if found}
+    assert drivers.keys() >= {"Dockerfile", "README.md", "cluster.yaml", "gcp.yaml", "onprem.yaml", "cluster.md"}
+    assert set.union(*drivers.values()) == {str(MINIMUM_DRIVER[cuda])}
+    assert {each for file in files for each in re.findall(r"\bCUDA (\d+)", file.read_text())} == {str(cuda)}

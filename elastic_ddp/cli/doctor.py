@@ -1,0 +1,58 @@
+"""`elastic-ddp doctor`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from elastic_ddp.cli.output import console, plural, table
+from elastic_ddp.storage.storage import Storage
+
+if TYPE_CHECKING:
+    from elastic_ddp.doctor.findings import Finding
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def doctor(
+    data: Annotated[str | None, typer.Option(metavar="PATH", help="The training data, which all nodes read.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(metavar="URI", help="The runs' storage, which all nodes write and read.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Check a cluster before a run: from versions and clocks to the speed of links and devices.
+
+    Call it on any node. It uses no CPU or GPU of Ray's, and leaves GPUs alone that a process uses. The exit status is 1
+    if a check fails; warnings do not change it.
+    """
+    from elastic_ddp.doctor.checks import judge  # imports torch
+    from elastic_ddp.doctor.cluster import examine
+    from elastic_ddp.driver.cluster import connect
+
+    folder = None if storage is None else Storage(storage)
+    connect()
+    err = console(stderr=True)
+    with err.status("") as status:
+        facts = examine(data=data, storage=folder, note=status.update)
+    findings = judge(facts)
+    if as_json:
+        print(json.dumps({"findings": [asdict(each) for each in findings], "facts": asdict(facts)}, indent=1))
+    else:
+        _print(findings)
+    if any(finding.verdict == "fail" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _print(findings: list[Finding]) -> None:
+    out, rows = console(), table("check", "node", "", "finding", text=("check", "node", "finding"))
+    for each in findings:
+        rows.add_row(each.check, each.node, Text(each.verdict, style=_STYLES[each.verdict]), each.text)
+    out.print(rows)
+    counts = Counter(each.verdict for each in findings)
+    out.print(f"\n{counts['ok']} ok, {plural(counts['warn'], 'warning')}, {plural(counts['fail'], 'failure')}")

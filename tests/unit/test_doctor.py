@@ -1,0 +1,200 @@
+"""How the doctor gathers facts on a node, measures, and reports."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from elastic_ddp.cli.main import app
+from elastic_ddp.distributed.process_group import ProcessGroup
+from elastic_ddp.distributed.store import host_store
+from elastic_ddp.doctor import measure
+from elastic_ddp.doctor.checks import judge
+from elastic_ddp.doctor.cluster import node_names, sample
+from elastic_ddp.doctor.facts import Cluster, Group, Link, Reduced, Token
+from elastic_ddp.doctor.gather import find_token, gather, list_gpus
+from elastic_ddp.doctor.measure import Network, matmul_speeds, pairs, read_speed, write_speed
+from elastic_ddp.storage.storage import Storage
+from tests.ranks import run_ranks
+from tests.unit.doctor_facts import BAD, NAMES, cluster, with_node
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
+def test_each_pair_of_nodes_is_measured_once_and_no_node_twice_at_a_time(num_ranks: int) -> None:
+    rounds = pairs(num_ranks)
+    assert sorted(chain(*rounds)) == sorted(combinations(range(num_ranks), 2))
+    assert all(count == 1 for matches in rounds for count in Counter(chain(*matches)).values())
+
+
+def test_a_large_cluster_measures_some_links_of_every_node() -> None:
+    rounds = pairs(64)
+    assert set(Counter(chain(*chain(*rounds))).values()) == {len(rounds)} == {measure.MAX_ROUNDS}
+
+
+def network(group: ProcessGroup, breaks: bool) -> tuple[Reduced, list[Link]]:
+    """Measures with the store of a group that is closed first. With `breaks`, one value of rank 1's sum is wrong."""
+    group.barrier()
+    group.close(intact=True)
+    if breaks and group.rank == 1:
+        all_reduce = dist.all_reduce
+        dist.all_reduce = lambda tensor: (all_reduce(tensor), tensor[-1:].add_(1))
+    found = Network((group.assignment.store_host, group.assignment.store_port), CPU)
+    reduced = found.all_reduce(NAMES[: group.world_size], group.rank, generation=2)
+    measured = found.links()
+    found.close(intact=True)
+    return reduced, measured
+
+
+def test_an_all_reduce_and_all_links_are_measured_over_gloo() -> None:
+    results = run_ranks(3, network, False)
+    assert [reduced for reduced, _ in results] == [Reduced(smallest=6.0, largest=6.0)] * 3
+    found = [link for _, measured in results for link in measured]
+    assert sorted(link.nodes for link in found) == sorted(combinations(NAMES, 2))
+    assert all(link.backend == "gloo" and link.mib_per_s > 1 and 0 < link.latency_ms < 1e3 for link in found)
+
+
+def test_an_all_reduce_that_is_broken_on_one_rank_fails_there() -> None:
+    results = tuple(reduced for reduced, _ in run_ranks(2, network, True))
+    found = judge(cluster(groups={"gloo": Group(nodes=NAMES[:2], results=results), "nccl": cluster().groups["nccl"]}))
+    assert [(each.check, each.node) for each in found if each.verdict == "fail"] == [("gloo", BAD)]
+
+
+def test_a_group_that_a_node_does_not_join_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "FORM_S", 0.2)
+    store = host_store("127.0.0.1")
+    found = Network(("127.0.0.1", store.port), CPU)
+    with pytest.raises(dist.DistStoreError, match="timeout"):
+        found.all_reduce(NAMES[:2], 0, generation=1)
+    found.close(intact=False)
+
+
+def test_a_store_that_cannot_be_reached_is_an_error_at_once() -> None:
+    with pytest.raises(dist.DistNetworkError, match=r"cannot connect to the store at 127\.0\.0\.1:1"):
+        Network(("127.0.0.1", 1), CPU)
+
+
+def test_speeds_of_the_storage_and_of_a_cpu_are_measured(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    assert write_speed(storage, "node-0") > 0 and read_speed(storage, "node-0") > 0
+    threads = torch.get_num_threads()
+    (speed,) = matmul_speeds((), "Xeon")
+    assert (speed.device, speed.model) == ("CPU", "Xeon") and speed.tflops > 0
+    assert torch.get_num_threads() == threads
+
+
+def test_the_facts_of_this_node_are_found() -> None:
+    facts = gather("127.0.0.1")
+    assert facts.interface == "lo" and facts.interfaces
+    assert facts.versions["torch"] == torch.__version__.partition("+")[0]
+    assert re.fullmatch(r"\S+ \(source [0-9a-f]{8}\)", facts.versions["elastic_ddp"])
+    assert facts.usable_cpus > 0 and facts.shm_bytes > 0
+    assert gather("203.0.113.9").interface is None
+
+
+def test_the_token_is_found_where_ray_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mode, default = {"RAY_AUTH_MODE": "token"}, str(tmp_path / ".ray/auth_token")
+    assert find_token(mode) == Token(auth_mode="token", path=default, permissions=None)
+    (tmp_path / "elsewhere").touch(mode=0o640)
+    named = {**mode, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "elsewhere")}
+    assert find_token(named) == Token(auth_mode="token", path=named["RAY_AUTH_TOKEN_PATH"], permissions=0o640)
+    assert find_token({**named, "RAY_AUTH_TOKEN": "secret"}) == Token(auth_mode="token", path="", permissions=None)
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Installs a program `nvidia-smi` of these lines."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+
+    def install(*lines: str) -> None:
+        (tmp_path / "nvidia-smi").write_text("\n".join(["#!/bin/sh", *lines, ""]))
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    return install
+
+
+def test_gpus_are_listed_by_nvidia_smi(nvidia_smi: Any) -> None:
+    nvidia_smi("echo 'NVIDIA L4, 4, 23034, 580.95.05'", "echo 'NVIDIA L4, [N/A], 23034, 580.95.05'", 'echo "$@" >&2')
+    gpus, driver, error = list_gpus({})
+    assert [(gpu.index, gpu.model, gpu.used_mib, gpu.total_mib) for gpu in gpus] == [
+        (0, "NVIDIA L4", 4, 23034),
+        (1, "NVIDIA L4", 0, 23034),
+    ]
+    assert (driver, error) == ("580.95.05", None)
+
+
+def test_only_visible_gpus_are_listed(nvidia_smi: Any) -> None:
+    nvidia_smi('case "$*" in *--id=1*) echo "NVIDIA L4, 4, 23034, 580.95.05";; *) exit 1;; esac')
+    assert len(list_gpus({"CUDA_VISIBLE_DEVICES": "1"})[0]) == 1
+    assert list_gpus({})[0] == ()
+
+
+def test_why_nvidia_smi_lists_no_gpu_is_kept(nvidia_smi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    assert list_gpus({}) == ((), None, "nvidia-smi fails (Failed to initialize NVML: Driver/library version mismatch)")
+    nvidia_smi("exit 0")
+    assert list_gpus({}) == ((), None, "nvidia-smi lists no GPU")
+    monkeypatch.setenv("PATH", "")
+    assert "nvidia-smi does not run" in str(list_gpus({})[2])
+
+
+def test_nodes_are_named_by_their_address_and_by_their_id_where_it_is_not_unique() -> None:
+    names = node_names({"aaaaaaaa": "203.0.113.1", "bbbbbbbb": "203.0.113.2", "cccccccc": "203.0.113.2"})
+    assert [*names.values()] == ["203.0.113.1", "203.0.113.2 (bbbbbb)", "203.0.113.2 (cccccc)"]
+
+
+def test_a_few_data_files_stand_for_all() -> None:
+    assert sample(range(3), 8) == [0, 1, 2]
+    assert sample(range(100), 4) == [0, 33, 66, 99]
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the command on a cluster with these facts."""
+
+    def run(facts: Cluster, *arguments: str) -> Any:
+        monkeypatch.setattr("elastic_ddp.driver.cluster.connect", lambda: None)
+        monkeypatch.setattr("elastic_ddp.doctor.cluster.examine", lambda **_: facts)
+        return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200"})
+
+    return run
+
+
+def test_the_command_prints_a_table_and_succeeds_without_a_failure(doctor: Any) -> None:
+    done = doctor(cluster())
+    assert done.exit_code == 0
+    assert re.search(r"^nodes +all +ok +3 in Ray", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith("16 ok, 0 warnings, 0 failures\n")
+
+
+def test_the_exit_status_is_1_if_a_check_fails_and_not_for_a_warning(doctor: Any) -> None:
+    failed = doctor(with_node(data_problem="cannot read part-0.parquet"))
+    assert failed.exit_code == 1
+    assert re.search(rf"^data +{BAD} +fail +cannot read part-0", failed.stdout, re.MULTILINE)
+    warned = doctor(cluster(groups={"gloo": cluster().groups["gloo"]}))
+    assert warned.exit_code == 0 and "15 ok, 1 warning, 0 failures" in warned.stdout
+
+
+def test_json_has_the_findings_and_the_facts(doctor: Any) -> None:
+    done = doctor(with_node(facts=None, problem="died"), "--json")
+    printed = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert {"check": "nodes", "verdict": "fail", "node": BAD} in [
+        {key: each[key] for key in ("check", "verdict", "node")} for each in printed["findings"]
+    ]
+    assert printed["facts"]["nodes"][0]["facts"]["cuda"] == "13.0"
+
+
+def test_a_storage_that_is_no_address_is_refused(doctor: Any) -> None:
+    assert "did you mean s3://bucket?" in str(doctor(cluster(), "--storage", "s3:/bucket").exception)
