@@ -169,7 +169,16 @@ def ship(value: Any, name: str) -> Shipped:
 
 
 def import_failure(error: BaseException | None) -> ConfigError | None:
-    """Returns the error to raise if a process of Ray did not start because its node lacks a module; otherwise None."""
+    """Returns the error to raise if a process of Ray did not start because of its node; otherwise None.
+
+    The node lacks a module, or Ray cannot set up the runtime environment there.
+    """
+    if isinstance(error, ray.exceptions.RuntimeEnvSetupError):
+        node, reason = re.search(r"\[Node (\S+)\]", str(error)), str(error).strip().rpartition("\n")[2].strip()
+        return ConfigError(
+            f"Ray cannot set up runtime_env on node {node[1] if node else 'unknown'} ({reason}). "
+            "/tmp/ray/session_latest/logs/runtime_env_setup-*.log there has more."
+        )
     found = re.search(r"No module named '[^']+'", str(error))
     return ConfigError(f"a process of this run cannot start on some node: {found[0]}. {_FIX}") if found else None
 

@@ -155,7 +155,7 @@ class Session:
         while True:
             try:
                 return self._get(method.remote(*arguments))
-            except ray.exceptions.RayActorError as error:
+            except (ray.exceptions.RayActorError, ray.exceptions.RuntimeEnvSetupError) as error:
                 if (missing := import_failure(error)) is None:
                     raise
                 raise missing from None  # Ray's text is long

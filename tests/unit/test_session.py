@@ -18,6 +18,7 @@ from elastic_ddp.driver import session as session_module
 from elastic_ddp.driver.display import WORKER_FAILED, RunDisplay, describe_event
 from elastic_ddp.driver.gcs_watch import GcsWatch
 from elastic_ddp.driver.session import Session
+from elastic_ddp.errors import ConfigError
 from elastic_ddp.rendezvous.event_log import EventLog
 from elastic_ddp.rendezvous.members import JoinRequest
 from elastic_ddp.rendezvous.messages import DriverUpdate
@@ -138,6 +139,22 @@ def test_a_run_whose_gcs_does_not_return_commits_and_ends_with_what_to_do(
     assert outcome["status"] == "failed"
     assert f"Ray's GCS at {GCS}" in outcome["error"] and "the same command" in outcome["error"].lower()
     assert rendezvous.has_ended.is_set(), "the worker has left, after its commit"
+
+
+def test_a_runtime_env_that_ray_cannot_set_up_is_an_error_of_the_configuration(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ray.exceptions.RuntimeEnvSetupError("[Node 10.0.0.3] Traceback\nERROR: no such package")
+
+    monkeypatch.setattr(session_module, "ray", SimpleNamespace(get=fail, exceptions=ray.exceptions))
+    monkeypatch.setattr(session_module, "run_workers", lambda *_: None)
+    job: Any = new_run()._loop.job
+    with DriverLease(job.storage, "test", "session", print) as lease:
+        lease.acquire()
+        session = Session(job, cast(Any, SilentRendezvous()), None, lease, time.time(), GcsWatch(GCS))
+        with pytest.raises(ConfigError, match=r"cannot set up runtime_env on node 10\.0\.0\.3 \(ERROR: no such"):
+            session.run()
 
 
 def test_shown_progress_never_returns_to_an_earlier_generation(monkeypatch: pytest.MonkeyPatch) -> None:

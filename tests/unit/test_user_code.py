@@ -18,7 +18,7 @@ import ray
 
 from elastic_ddp import user_code
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.user_code import DriverEnvironment, ship, uninterrupted
+from elastic_ddp.user_code import DriverEnvironment, import_failure, ship, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +124,13 @@ def test_a_function_that_a_node_cannot_import_is_one_sentence_with_the_fix(
 def test_a_module_that_a_node_lacks_is_named_with_the_fix() -> None:
     advice = driver_in(Path.cwd()).advise(ModuleNotFoundError("No module named 'sentencepiece'", name="sentencepiece"))
     assert "has no module 'sentencepiece'" in advice and "runtime_env" in advice
+
+
+def test_a_runtime_env_that_a_node_cannot_set_up_is_one_sentence_with_the_reason() -> None:
+    text = "Could not create the actor.\n[Node 10.0.0.3] Traceback\n  File\n    ERROR: no such package\n"
+    error = import_failure(ray.exceptions.RuntimeEnvSetupError(text))
+    assert str(error).startswith("Ray cannot set up runtime_env on node 10.0.0.3 (ERROR: no such package). ")
+    assert import_failure(ValueError("another error")) is None
 
 
 def test_an_interrupt_does_not_stop_an_import_half_way() -> None:
