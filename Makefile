@@ -7,7 +7,7 @@ NEWEST_PYTHON ?= python3.14
 SIDE_BY_SIDE := --numprocesses=auto --maxprocesses=4 # tests that need no Ray do not disturb each other
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test unit chaos s3 compat compat-with lint format docs bench soak clean
+.PHONY: help install train test unit chaos s3 hosts compat compat-with lint format docs bench soak clean
 
 help: ## list what there is to make
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  make \1	\2/' | expand -t 18
@@ -29,6 +29,9 @@ chaos: $(VENV)/.installed-dev ## more faults than `make test` injects
 
 s3: $(VENV)/.installed-dev ## commits on a real S3 server, Ceph's from Debian's packages, which it starts and ends
 	$(VENV)/bin/python -m pytest tests/s3 -m s3 $(ARGS)
+
+hosts: $(VENV)/.installed-dev ## the guide to clusters, word for word, on machines made of namespaces
+	$(VENV)/bin/python -m pytest tests/chaos/test_own_machines.py -m chaos --durations=0 --durations-min=1 -rP $(ARGS)
 
 compat: ## the unit tests and a short elastic run with the oldest and the newest versions, 6 GB each in .venv-compat-*
 	$(MAKE) compat-with PYTHON=$(OLDEST_PYTHON) VENV=.venv-compat-oldest VERSIONS="--resolution lowest-direct"

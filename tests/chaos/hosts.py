@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-ADDRESSES = ("198.51.100.1", "198.51.100.2")
+ADDRESSES = ("198.51.100.253", "198.51.100.254")
 """Of the head and the other host, from a block reserved for documentation."""
 PORT = 6391
 START_S = 60.0
@@ -92,7 +92,7 @@ def two_hosts() -> Iterator[Hosts]:
         subprocess.run(["ip", "link", "add", *ends[0], *ends[1]], check=True)
         for name, address in zip(names, ADDRESSES, strict=True):
             subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
-            subprocess.run(["ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0"], check=True)
+            subprocess.run(["ip", "-n", name, "addr", "add", f"{address}/25", "dev", "eth0"], check=True)
         hosts = Hosts(names, folder)
         hosts.reconnect()
         hosts.start_ray()

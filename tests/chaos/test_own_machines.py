@@ -1,0 +1,176 @@
+"""docs/guides/cluster.md, "Your own machines", followed word for word on machines made of namespaces.
+
+`make hosts` runs it and prints how long each stage takes. Each test is a stage: one short run, which must end with the
+weights and samples of an undisturbed run. `make hosts ARGS="-k power"` runs one stage.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from tests.chaos.machines import SHARED, missing, site
+from tests.chaos.onprem import GCS_PORT, NOTICE_S, ON_A_NODE, Cluster, Supervisor, world_sizes
+from tests.integration import jobs
+
+Summary = Mapping[str, Any]
+WHY_NOT = missing()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.chaos,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster after `ray up`. Its second worker is off."""
+    with site(tmp_path_factory.mktemp("machines") / "site", 3) as machines:
+        cluster = Cluster(machines)
+        cluster.install_program()
+        machines.boot(cluster.head, cluster.workers[0])
+        cluster.install()
+        cluster.up()
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def calm(cluster: Cluster) -> Summary:
+    """The summary of an undisturbed run."""
+    run = cluster.start("calm")
+    run.release()
+    run.driver.finish()
+    return jobs.summary(cluster.site.shared, "calm")
+
+
+@pytest.fixture(autouse=True)
+def no_driver_is_left(cluster: Cluster) -> Iterator[None]:
+    yield
+    cluster.kill_drivers()
+
+
+@pytest.fixture
+def both(cluster: Cluster, calm: Summary) -> Cluster:
+    """The cluster with Ray on both workers."""
+    cluster.wait_for_nodes()
+    return cluster
+
+
+def test_a_machine_that_is_switched_on_joins_the_run(cluster: Cluster, calm: Summary) -> None:
+    cluster.workers[1].kill()
+    run = cluster.start("added")
+    run.wait_for(1)
+    cluster.site.boot(cluster.workers[1])
+    run.wait_for(2)
+    assert world_sizes(run.finish(calm))[-2:] == [1, 2]
+
+
+def test_the_example_trains_on_all_machines(both: Cluster) -> None:
+    """The guide's command, with the folder that these machines share."""
+    line = f"cd elastic_ddp && python examples/train.py --workers 1:2 --storage {SHARED}/runs --steps 60"
+    printed = both.laptop(f"ray exec cluster/onprem.yaml '{line}'")
+    facts = jobs.summary(both.site.shared, "gpt")
+    assert facts["steps"] == 60 and world_sizes(facts)[-1] == 2
+    assert f"gpt finished after 60 steps; weights {facts['weights_sha256']}" in printed
+
+
+def test_workers_leave_a_machine_after_its_spot_notice(both: Cluster, calm: Summary) -> None:
+    machine = both.workers[1]
+    run = both.start("noticed")
+    run.wait_for(2)
+    environment = f"{ON_A_NODE} RAY_ADDRESS={both.head.address}:{GCS_PORT}"
+    watch = both.site.start(machine, f"cd {SHARED}/job && {environment} python -m tests.metadata_server {NOTICE_S}")
+    run.wait_for(1)
+    facts = run.finish(calm)
+    watch.process.kill()
+    assert world_sizes(facts)[-2:] == [2, 1] and facts["workers_lost"] == 0
+    both.start_ray_by_hand(machine)
+
+
+def test_workers_leave_a_node_that_ray_drains(both: Cluster, calm: Summary) -> None:
+    machine = both.workers[1]
+    run = both.start("drained-by-ray")
+    run.wait_for(2)
+    (node,) = [member["node_id"] for member in run.status()["members"] if member["node"] == machine.address]
+    drain = f"ray drain-node --node-id {node} --reason DRAIN_NODE_REASON_PREEMPTION --reason-message repair"
+    both.laptop(f"ray exec cluster/onprem.yaml '{drain} --deadline-remaining-seconds {NOTICE_S}'")
+    run.wait_for(1)
+    facts = run.finish(calm)
+    assert world_sizes(facts)[-2:] == [2, 1] and facts["workers_lost"] == 0
+    both.start_ray_by_hand(machine)
+
+
+def test_workers_leave_a_machine_that_is_drained_for_the_run(both: Cluster, calm: Summary) -> None:
+    run = both.start("drained")
+    run.wait_for(2)
+    both.laptop(f"ray exec cluster/onprem.yaml 'elastic-ddp drain drained {both.workers[1].address}'")
+    run.wait_for(1)
+    facts = run.finish(calm)
+    assert world_sizes(facts)[-2:] == [2, 1] and facts["workers_lost"] == 0
+
+
+def test_a_run_survives_a_power_failure_and_uses_the_repaired_machine(both: Cluster, calm: Summary) -> None:
+    run = both.start("power")
+    run.wait_for(2)
+    both.workers[1].kill()
+    run.wait_for(1)
+    both.site.boot(both.workers[1])
+    run.wait_for(2)
+    facts = run.finish(calm)
+    assert world_sizes(facts)[-3:] == [2, 1, 2] and facts["workers_lost"] == 1
+
+
+def test_a_run_survives_a_cut_link_and_uses_the_machine_once_it_is_mended(both: Cluster, calm: Summary) -> None:
+    run = both.start("cut")
+    run.wait_for(2)
+    both.site.cut(both.workers[1])
+    run.wait_for(1)
+    both.site.mend(both.workers[1])
+    run.wait_for(2)
+    facts = run.finish(calm)
+    assert world_sizes(facts)[-3:] == [2, 1, 2] and facts["workers_lost"] == 1
+
+
+def test_under_systemd_a_mended_machine_returns_and_a_stopped_one_drains(both: Cluster, calm: Summary) -> None:
+    service = Supervisor(both, both.workers[1])
+    run = both.start("service")
+    run.wait_for(2)
+    both.site.cut(both.workers[1])
+    run.wait_for(1)
+    both.site.mend(both.workers[1])
+    run.wait_for(2)
+    service.stop()
+    run.wait_for(1)
+    facts = run.finish(calm)
+    assert world_sizes(facts)[-4:] == [2, 1, 2, 1] and facts["workers_lost"] == 1, "only the cut lost a worker"
+    both.start_ray_by_hand(both.workers[1])
+
+
+def test_the_same_command_resumes_a_run_whose_driver_was_killed(both: Cluster, calm: Summary) -> None:
+    run = both.start("driver")
+    run.wait_for(2)
+    for pid in both.head.pids("program.py driver"):
+        os.kill(pid, signal.SIGKILL)
+    run.driver.finish(succeeds=False)
+    facts = both.start("driver").finish(calm)
+    assert len(facts["generations"]) >= 2
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs Debian's redis-server")
+def test_with_redis_a_crash_of_the_gcs_loses_no_step_and_no_worker(cluster: Cluster, calm: Summary) -> None:
+    cluster.start_redis()
+    cluster.up()
+    cluster.wait_for_nodes()
+    run = cluster.start("redis")
+    run.wait_for(2)
+    gcs, num_generations = cluster.gcs, len(run.events("generation"))
+    os.kill(gcs[0], signal.SIGKILL)
+    run.driver.wait_until(lambda: cluster.gcs not in ([], gcs), "the GCS is not started again")
+    facts = run.finish(calm)
+    assert len(facts["generations"]) == num_generations and facts["workers_lost"] == 0
