@@ -17,7 +17,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -25,29 +25,21 @@ from rich.text import Text
 
 from elastic_ddp.cli import checkpoints
 from elastic_ddp.cli.doctor import doctor
+from elastic_ddp.cli.live_run import LiveRun, get_run
 from elastic_ddp.cli.output import console, format_time, plural, table
 from elastic_ddp.cli.run_summary import render
+from elastic_ddp.cli.undrain import undrain
 from elastic_ddp.config.run_config import RunConfig, read_toml
 from elastic_ddp.errors import ConfigError, ElasticDDPError, format_exception, printable
 from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import read_ledger, summarize
 
-if TYPE_CHECKING:
-    from elastic_ddp.driver.run_handle import RunHandle
-
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command()(doctor)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-LiveRun = Annotated[str, typer.Argument(metavar="RUN", help="A live run: its name, or <storage>/<name>.")]
-
-
-def _get_run(run: str) -> RunHandle:
-    from elastic_ddp.driver.run_handle import get_run  # imports Ray
-
-    return get_run(run)
 
 
 def _show_version(requested: bool) -> None:
@@ -123,7 +115,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show the live runs of a cluster, or one run and its workers."""
-    from elastic_ddp.driver.run_handle import get_run, live_runs
+    from elastic_ddp.driver.run_handle import live_runs
 
     runs = [get_run(run).status()] if run is not None else []
     for name in live_runs() if run is None else ():
@@ -168,6 +160,9 @@ def _describe_workers(facts: Mapping[str, Any]) -> RenderableType:
     for node_id, node in dict.fromkeys((member["node_id"], member["node"]) for member in facts["members"]):
         draining = " (draining)" if node_id in facts["draining"] else ""
         nodes.add_row(node_id, node + draining)
+    for node_id in facts["draining"]:
+        if all(member["node_id"] != node_id for member in facts["members"]):
+            nodes.add_row(node_id, "(drained)")
     parts: list[RenderableType] = [Text(), workers, Text(), nodes]
     if (failure := facts["last_worker_failure"]) is not None:
         reason = failure["error"].splitlines()[0]
@@ -184,7 +179,7 @@ def resize(
     The run trains on N workers, or on as many as fit on the cluster. The command returns at once. Surplus workers leave
     at the next step boundary; new workers join when they are ready.
     """
-    _get_run(run).resize(num_workers)
+    get_run(run).resize(num_workers)
     console().print(
         f"run {run}: {plural(num_workers, 'worker')} requested (`elastic-ddp status` shows the current ones)"
     )
@@ -198,14 +193,17 @@ def drain(
 ) -> None:
     """Move the workers of a live run off a node.
 
-    The command returns when they have left.
+    The command returns when they have left. Use undrain to let workers start on the node again.
     """
-    handle = _get_run(run)
+    handle = get_run(run)
     num_left = handle.drain(node, deadline_s=deadline_s)
     out = console()
     out.print(f"run {run}: {plural(num_left, 'worker')} left {node}")
     if handle.status()["state"] == "waiting":
         out.print("The run has no other node. It is committed and waits for one; `elastic-ddp stop` ends it.")
+
+
+app.command()(undrain)
 
 
 @app.command("watch-notices")
@@ -240,7 +238,7 @@ def checkpoint(run: LiveRun) -> None:
 
     The command returns when the commit is durable.
     """
-    console().print(f"run {run}: committed step {_get_run(run).checkpoint():,}")
+    console().print(f"run {run}: committed step {get_run(run).checkpoint():,}")
 
 
 @app.command()
@@ -249,7 +247,7 @@ def stop(run: LiveRun) -> None:
 
     Ctrl-C in the run's driver does the same. The command returns at once.
     """
-    _get_run(run).stop()
+    get_run(run).stop()
     console().print(f"run {run}: stopping after a commit at the next step boundary; the same command resumes it")
 
 

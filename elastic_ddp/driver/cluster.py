@@ -12,19 +12,24 @@ import ray
 
 from elastic_ddp.errors import ConfigError
 from elastic_ddp.ray_internals import (
+    ANSWERS_WITHIN_S,
     check_ray_version,
     has_started_ray,
     separate_daemons,
     use_token_on_this_machine,
 )
+from elastic_ddp.ray_internals.nodes import nodes_if_none_is_here
 from elastic_ddp.ray_internals.private_token import init_ray
-from elastic_ddp.rendezvous.actor import ANSWERS_WITHIN_S, NAMESPACE
+from elastic_ddp.rendezvous.actor import NAMESPACE
 
 _started: list[str] = []
 """Addresses of the clusters that this process has started."""
 _runtime_envs: dict[str, Mapping[str, Any]] = {}
 """The runtime environment that `connect_or_start` gave to each Ray job of this process."""
 RESUMES = "the same command resumes it from its newest commit"
+_NODES_SHOWN = 5
+"""Number of node addresses in an error message."""
+_SUBMIT = "with `elastic-ddp submit SCRIPT -- ARGS` or `ray job submit`"
 
 
 def connect_or_start(note: Callable[[str], None], runtime_env: Mapping[str, Any] | None = None) -> bool:
@@ -45,10 +50,10 @@ def connect_or_start(note: Callable[[str], None], runtime_env: Mapping[str, Any]
     if address.startswith("ray://"):
         raise ConfigError(
             f"RAY_ADDRESS={address!r}: Ray Client cannot drive a run. Run the program on a node of the cluster, or "
-            "with `ray job submit`."
+            f"{_SUBMIT}."
         )
     try:
-        _prepare_connection(address)
+        _prepare_connection(address, f"Run the program on one of them, or {_SUBMIT}.")
         with separate_daemons():
             given = {"runtime_env": dict(runtime_env)} if runtime_env else {}
             init_ray(log_to_driver=True, logging_level=logging.WARNING, **given)
@@ -85,7 +90,12 @@ def connect(address: str | None = None) -> None:
     if address == "local":
         raise ConfigError("RAY_ADDRESS=local does not name a cluster. Set it to the address that the run printed.")
     try:
-        _prepare_connection(address)
+        _prepare_connection(
+            address,
+            "Run this command on one of them, for example `ray exec CLUSTER.yaml 'elastic-ddp status'`. `elastic-ddp "
+            "logs` and `stop` also find submitted runs from other machines, if RAY_API_SERVER_ADDRESS is the address "
+            "of the dashboard.",
+        )
         ray.init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
     except OSError:
         place = "on this machine" if address == "auto" else f"at {address}"
@@ -96,12 +106,22 @@ def connect(address: str | None = None) -> None:
         ) from None
 
 
-def _prepare_connection(address: str) -> None:
-    """Loads the cluster's token, or raises ConnectionError if no process listens, where Ray would retry for minutes."""
+def _prepare_connection(address: str, elsewhere: str) -> None:
+    """Loads the cluster's token, and finds out early what Ray would wait for during a minute or more.
+
+    Raises:
+        ConnectionError: no process listens at the address.
+        ConfigError: this machine is not a node of the cluster; the message ends with `elsewhere`.
+    """
     host, _, port = address.rpartition(":")
-    if "/" not in host and port.isdecimal():
+    has_port = "/" not in host and port.isdecimal()
+    if has_port:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN_S).close()
         except (OSError, OverflowError) as error:  # unknown host, or a port above 65535
             raise ConnectionError(str(error)) from error
     use_token_on_this_machine(address)
+    if has_port and (nodes := nodes_if_none_is_here(address)) is not None:
+        shown = ", ".join(nodes[:_NODES_SHOWN]) + (", ..." if len(nodes) > _NODES_SHOWN else "")
+        which = f" Its nodes are {shown}." if nodes else ""
+        raise ConfigError(f"this machine is not a node of the Ray cluster at {address}.{which} {elsewhere}")

@@ -13,6 +13,7 @@ import ray
 from elastic_ddp.config.settings import MAX_DURATION_S
 from elastic_ddp.driver.cluster import RESUMES, connect
 from elastic_ddp.errors import ConfigError, ElasticDDPError
+from elastic_ddp.ray_internals.nodes import draining_nodes
 from elastic_ddp.rendezvous.actor import NAMESPACE, RENDEZVOUS_PREFIX, RendezvousHandle
 from elastic_ddp.storage.lease import find_holder
 from elastic_ddp.storage.storage import Storage
@@ -91,8 +92,8 @@ class RunHandle:
 
         The workers leave at the next step boundary if at least `min_workers` others remain. Otherwise training
         continues until replacements have joined, for half of the deadline at most. Then the workers leave anyway; the
-        last one hands its state to a new worker or commits it. No worker starts on the node until the driver is
-        restarted.
+        last one hands its state to a new worker or commits it. No worker starts on the node until `undrain`, or a
+        restart of the driver.
 
         Args:
             node: the node's address or Ray's id of it, as in `status()["members"]`.
@@ -125,6 +126,31 @@ class RunHandle:
                 )
             time.sleep(_POLL_S)
         return len(leaving)
+
+    def undrain(self, node: str) -> None:
+        """Lets the run use a node again after `drain`. Returns once the run has accepted the request.
+
+        Workers that have not left stay. New ones start within `resize_interval_s`, up to `max_workers`.
+
+        Args:
+            node: the node's address or Ray's id of it, as in `status()["draining"]`.
+
+        Raises:
+            ConfigError: the run does not avoid the node, or Ray itself drains it, which cannot be undone.
+        """
+        addresses = {each["NodeID"]: each["NodeManagerAddress"] for each in ray.nodes()}
+        draining = {node_id: addresses.get(node_id, "?") for node_id in self.status()["draining"]}
+        node_ids = [node_id for node_id, address in draining.items() if node in (node_id, address)]
+        if not node_ids:
+            known = ", ".join(f"{address} ({node_id})" for node_id, address in draining.items()) or "none"
+            raise ConfigError(f"run {self.name!r} does not avoid node {node!r}. Drained nodes: {known}.")
+        if by_ray := set(node_ids) & draining_nodes().keys():
+            raise ConfigError(
+                f"Ray itself drains node {node} ({', '.join(by_ray)}), because of a spot notice, its autoscaler or "
+                "`ray drain-node`. That cannot be undone; restart Ray on the node: `ray stop`, then `ray start`."
+            )
+        for node_id in node_ids:
+            self._call("undrain", node_id)
 
     def checkpoint(self) -> int:
         """Requests a commit at the next step boundary. Blocks until it is durable; a failed save is retried.

@@ -42,8 +42,9 @@ from elastic_ddp.driver.node_access import check_nodes
 from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
 from elastic_ddp.ray_internals import check_ray_version
-from elastic_ddp.rendezvous.actor import RendezvousHandle, start_rendezvous
+from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.messages import RendezvousOptions
+from elastic_ddp.rendezvous.start import start_rendezvous
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.telemetry import new_session, read_ledger, summarize

@@ -37,6 +37,7 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, Wo
 
 from elastic_ddp.ray_internals.cluster_use import placement_group_prefix
 from elastic_ddp.ray_internals.messages import mark_messages
+from elastic_ddp.ray_internals.nodes import draining_nodes
 from elastic_ddp.ray_internals.scaling import NODE_ID, LimitedScalingPolicy, autoscaled_nodes, shorten_intervals
 from elastic_ddp.ray_internals.worker_group import ElasticWorkerGroup, actor_id, release_placement_groups
 from elastic_ddp.ray_internals.worker_states import classify_workers
@@ -294,12 +295,11 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
 
 
 def _draining_nodes() -> dict[str, float]:
-    """Seconds left to each node that Ray drains (spot notice, autoscaler, `ray drain-node`), by node id."""
-    deadlines: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    """Seconds left to each node that Ray drains, by node id."""
     now_ms = time.time() * 1000
     return {
         node: max(MIN_DRAIN_S, (deadline_ms - now_ms) / 1000) if deadline_ms else DEFAULT_DRAIN_S
-        for node, deadline_ms in deadlines.items()
+        for node, deadline_ms in draining_nodes().items()
     }
 
 

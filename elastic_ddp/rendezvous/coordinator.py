@@ -300,6 +300,13 @@ class Coordinator:
                 self.record(events.DrainNoticed(node_id=node_id, within_s=within_s, by=by))
             self.apply_request()
 
+    def undrain(self, node_id: str) -> None:
+        """Admits members from a node again that was drained."""
+        if node_id in self.membership.draining:
+            self.membership.undrain(node_id)
+            self.record(events.DrainCancelled(node_id=node_id))
+            self.apply_request()
+
     def fulfill_requests(self, newest: int) -> None:
         """Marks all commit requests up to this one as fulfilled."""
         if newest > self.state.fulfilled_requests:

@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from elastic_ddp.distributed.process_group import Assignment
+from elastic_ddp.telemetry.event import STARTED, WORKER_FAILED
 from elastic_ddp.telemetry.events import GenerationFormed
 
 DRAIN, RESIZE = "drain", "resize"
 """Why a member leaves: its node or process is going to stop, or the run needs fewer workers."""
+OVERDUE = "the drain deadline of a member was near"
+"""Why a generation ended inside a step although no member failed."""
 
 GROUP_WAIT_S = 10.0
 """How long the first generation waits for all workers that started together."""
@@ -135,6 +138,15 @@ def describe_change(before: Set[str], after: Set[str]) -> str:
     moved = {"joined": after - before, "left": before - after}
     changes = [change for change, members in moved.items() if members]
     return f"workers {' and '.join(changes)}" if changes else "formed again"
+
+
+def reason_for(before: FormedGeneration | None, failure: str | None, after: Set[str], *, handover_only: bool) -> str:
+    """Returns why a generation with the members `after` follows `before`, which has ended with `failure`."""
+    if before is None:
+        return STARTED
+    if failure not in (None, OVERDUE):
+        return WORKER_FAILED
+    return "workers leave" if handover_only else describe_change(before.ids, after)
 
 
 def newest_step(requests: list[JoinRequest]) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic_ddp.rendezvous.members import (
     DRAIN,
+    OVERDUE,
     RESIZE,
     DrainNotice,
     FormedGeneration,
@@ -14,19 +15,17 @@ from elastic_ddp.rendezvous.members import (
     Member,
     by_node,
     by_seniority,
-    describe_change,
     evenly,
     has_group_joined,
     is_committed,
     keeps_state,
     newest_step,
+    reason_for,
     select_with_newest,
 )
-from elastic_ddp.telemetry.event import STARTED, WORKER_FAILED
 
 LEFT = "it left"
 PROCESS_GONE = "its process is gone"
-OVERDUE = "the drain deadline of a member was near"
 BATCH_S = 0.5
 """How long a newcomer waits for others before it asks training to let it join."""
 STARTING_WAIT_S = 5.0
@@ -134,6 +133,13 @@ class Membership:
         self.draining[node_id] = notice
         self.ask_to_leave([member.id for member in self.known() if member.node_id == node_id], notice)
         return True
+
+    def undrain(self, node_id: str) -> None:
+        """Admits members from a draining node again. Those that have not left stay."""
+        notice = self.draining.pop(node_id, None)
+        for member in self.known():
+            if member.node_id == node_id and self._leaving.get(member.id) == notice:
+                self._leaving.pop(member.id, None)
 
     def mark_trained(self, generation: int) -> None:
         """Records that the members of a generation have completed a step, if it is the current one."""
@@ -350,7 +356,7 @@ class Membership:
             source=None if newest is None else [request.step for request in chosen].index(newest),
             receivers=tuple(rank for rank, request in enumerate(chosen) if newest is None or request.step != newest),
             first_step=newest,
-            reason=self._reason(ids, handover_only=handover_only),
+            reason=reason_for(self.current, self.failure, ids, handover_only=handover_only),
             handover_only=handover_only,
             same_members=self.current is not None and self.current.ids == ids,
             in_collective_task=not handover_only and any(not request.between_steps for request in chosen),
@@ -361,13 +367,6 @@ class Membership:
             del self._waiting[member]
         self.current, self.failure = formed, None
         return formed
-
-    def _reason(self, chosen: set[str], *, handover_only: bool) -> str:
-        if self.current is None:
-            return STARTED
-        if self.failure not in (None, OVERDUE):
-            return WORKER_FAILED
-        return "workers leave" if handover_only else describe_change(self.current.ids, chosen)
 
     def _alive(self) -> list[Member]:
         """Members of the current generation that have not failed or left, in rank order."""

@@ -305,6 +305,13 @@ class DrainNoticed(Event, event="notice"):
     """Ray's id of the node; null if the notice is for one worker."""
 
 
+class DrainCancelled(Event, event="drain_cancelled"):
+    """A person lets the run use a drained node again."""
+
+    node_id: str
+    """Ray's id of the node."""
+
+
 class DrainOverdue(GenerationEvent, event="overdue"):
     """A worker's drain deadline is near, so the rendezvous interrupts the step in flight."""
 

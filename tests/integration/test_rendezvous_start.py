@@ -14,9 +14,9 @@ import pytest
 import ray
 
 from elastic_ddp.errors import ConfigError
-from elastic_ddp.rendezvous import actor as rendezvous_module
-from elastic_ddp.rendezvous.actor import start_rendezvous
+from elastic_ddp.rendezvous import start as start_module
 from elastic_ddp.rendezvous.messages import RendezvousOptions
+from elastic_ddp.rendezvous.start import start_rendezvous
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.storage.storage import Storage
 
@@ -54,7 +54,7 @@ def test_a_new_driver_waits_until_ray_has_ended_the_rendezvous_of_a_dead_one(
         original(seconds)
 
     original = time.sleep
-    monkeypatch.setattr(rendezvous_module.time, "sleep", sleep)
+    monkeypatch.setattr(start_module.time, "sleep", sleep)
     new = start_rendezvous(name, 20, driven_from(f"file:///runs/{name}"))
     assert waits
     assert ray.get(new.status.remote())["total_steps"] == 20
@@ -101,7 +101,7 @@ def test_token_authentication_is_enabled_only_for_clusters_that_require_it(mode:
 
 
 def test_a_rendezvous_that_does_not_end_is_a_live_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_module, "OLD_ACTOR_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(start_module, "OLD_ACTOR_TIMEOUT_S", 0.5)
     held = start_rendezvous(name, 10, driven_from(f"file:///runs/{name}"))
     with pytest.raises(ConfigError, match=rf"{name}.* is live .*file:///runs/{name}.* pid 123 on old-head"):
         start_rendezvous(name, 20, driven_from(f"file:///runs/{name}"))

@@ -219,7 +219,7 @@ LONG_STATUS: dict[str, Any] = {
     "generation": 1234,
     "world_size": 1024,
     "last_commit": 12_345_600,
-    "draining": ["f" * 56],
+    "draining": ["f" * 56, "e" * 56],
     "waiting_for": None,
     "last_worker_failure": {"time": 1_795_169_703.0, "error": "exit signal SIGKILL"},
     "members": [
@@ -242,6 +242,7 @@ def test_status_fits_80_columns_with_long_values(monkeypatch: pytest.MonkeyPatch
     if arguments == ["status", "lm"]:
         assert "1023  4194304" in text and "SIGKILL" in text
         assert text.replace("\n", "").replace(" ", "").count("f" * 17) >= 3, "the node id is complete, perhaps folded"
+        assert "eeee" in text, "a drained node is shown after its workers have left"
 
 
 STARTING = {"state": "starting", "members": [], "waiting_for": "waiting for resources: in use by run 'gpt' (CPU=4)."}
@@ -297,6 +298,7 @@ def test_show_fits_80_columns_with_long_values(tmp_path: Path, monkeypatch: pyte
             ("drain", "10.0.0.1", 9.0),
             "run lm: 1 worker left 10.0.0.1",
         ),
+        (["undrain", "lm", "10.0.0.1"], ("undrain", "10.0.0.1"), "run lm: workers may start on 10.0.0.1 again"),
     ],
     ids=lambda value: value[0],
 )
@@ -309,6 +311,7 @@ def test_commands_for_a_live_run_call_its_handle(
         checkpoint=lambda: calls.append(("checkpoint",)) or 40,  # type: ignore[func-returns-value]
         stop=lambda: calls.append(("stop",)),
         drain=lambda node, deadline_s: calls.append(("drain", node, deadline_s)) or 1,  # type: ignore[func-returns-value]
+        undrain=lambda node: calls.append(("undrain", node)),
         status=lambda: {"state": "training"},
     )
     monkeypatch.setattr("elastic_ddp.driver.run_handle.get_run", {"lm": run}.__getitem__)

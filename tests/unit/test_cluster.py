@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from elastic_ddp.driver import cluster
 from elastic_ddp.driver.cluster import connect, connect_or_start
 from elastic_ddp.driver.trainer import ElasticTrainer
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.ray_internals import nodes
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{port}", "[::1]:{port}", "127.0.0.1:70000", "no-such-host.invalid:1"])
@@ -118,3 +120,59 @@ def test_another_ray_version_is_refused_with_the_version_to_install(
     for start in (connect, lambda: ElasticTrainer(print, "data", {})):
         with pytest.raises(ConfigError, match=message):
             start()
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A cluster of two nodes at `address`; nodes in `here` run on this machine. `error` is raised by its GCS."""
+    away = SimpleNamespace(here=set(), error=None, nodes=["10.0.0.2", "10.0.0.1"])
+
+    def nodes_of(**_: Any) -> dict[Any, Any]:
+        if away.error is not None:
+            raise away.error
+        return {bytes([n]): SimpleNamespace(node_manager_address=each) for n, each in enumerate(away.nodes, 1)}
+
+    monkeypatch.setattr("ray._raylet.GcsClient", lambda **_: SimpleNamespace(get_all_node_info=nodes_of))
+    monkeypatch.setattr("ray._private.services.find_node_ids", lambda: away.here)
+    monkeypatch.setattr(nodes, "ANSWERS_WITHIN_S", 0.0)
+    monkeypatch.setattr(cluster, "use_token_on_this_machine", lambda address: None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        away.address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", away.address)
+        yield away
+
+
+def test_a_driver_that_is_on_no_node_of_the_cluster_is_refused_with_the_nodes(away: SimpleNamespace) -> None:
+    """Ray would wait for a minute for a node on this machine."""
+    message = rf"not a node of .* at {away.address}\. Its nodes are 10\.0\.0\.1, 10\.0\.0\.2\. .*`elastic-ddp submit"
+    with pytest.raises(ConfigError, match=message):
+        connect_or_start(print)
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1, 10\.0\.0\.2\. Run this command on one of them"):
+        connect()
+    away.nodes = [f"10.0.0.{n}" for n in range(10, 90)]
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.14, \.\.\.\. Run"):
+        connect()
+
+
+def test_a_driver_elsewhere_is_refused_although_it_lacks_the_token_that_the_nodes_need(away: SimpleNamespace) -> None:
+    away.error = ray.exceptions.AuthenticationError("no token")
+    with pytest.raises(ConfigError, match=r"not a node of the Ray cluster at \S+\. Run the program"):
+        connect_or_start(print)
+
+
+@pytest.mark.parametrize(
+    ("here", "error", "addresses"),
+    [
+        ({"02", "ff"}, None, ["10.0.0.2", "10.0.0.1"]),
+        (set(), RuntimeError("the GCS is busy"), []),
+        ({"ff"}, ray.exceptions.AuthenticationError("no token"), []),
+        (set(), None, []),
+    ],
+)
+def test_a_driver_is_refused_only_if_surely_no_node_is_on_its_machine(
+    away: SimpleNamespace, ray_is: Any, monkeypatch: pytest.MonkeyPatch, here: Any, error: Any, addresses: Any
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", away.address)
+    ray_is.is_head, away.here, away.error, away.nodes = False, here, error, addresses
+    connect_or_start(print)
+    assert ray_is.up

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from elastic_ddp.rendezvous.members import DRAIN, RESIZE, DrainNotice
-from elastic_ddp.rendezvous.membership import LEFT, STARTING_WAIT_S, WORKER_FAILED
+from elastic_ddp.rendezvous.membership import LEFT, STARTING_WAIT_S
+from elastic_ddp.telemetry.event import WORKER_FAILED
 from tests.unit.membership_harness import AT_ONCE, BROKEN, FAILED, harness_of, ids_of
 
 
@@ -198,6 +199,24 @@ def test_members_of_a_drained_node_leave_and_none_joins_from_it() -> None:
     harness.all_join("abc", 5)
     assert harness.names() == ["a", "b"]
     assert harness.membership.dismissed == {"d": DRAIN, "c": DRAIN}
+
+
+def test_members_stay_on_a_node_that_is_no_longer_drained_and_others_join_from_it() -> None:
+    harness = harness_of("abc", nodes={"c": "x"})
+    harness.membership.drain("id of x", AT_ONCE)
+    harness.membership.undrain("id of x")
+    assert not harness.wants_change and not harness.membership.leaving
+    assert harness.join("d", node="x") is None
+    harness.all_join("abc", 5)
+    assert harness.names() == ["a", "b", "c", "d"]
+
+
+def test_a_member_with_a_notice_of_its_own_leaves_although_its_node_is_no_longer_drained() -> None:
+    harness = harness_of("ab", nodes={"b": "x"})
+    harness.membership.ask_to_leave("b", DrainNotice(harness.now, 20.0))
+    harness.membership.drain("id of x", DrainNotice(harness.now, 60.0))
+    harness.membership.undrain("id of x")
+    assert harness.membership.leaving == ["b"]
 
 
 def test_a_newcomer_with_a_notice_leaves_at_once() -> None:

@@ -192,6 +192,14 @@ def test_a_node_is_drained_by_its_address_or_by_its_id(play: Play) -> None:
         assert status["draining"] == ["id1", "id2"]
         assert len(status["members"]) == 3, "the members are still there"
 
+        for node_id in ("id1", "elsewhere"):
+            await rendezvous.undrain(node_id)
+        assert (await rendezvous.status())["draining"] == ["id2"]
+        directives = await rendezvous.supervise(["a0", "a1", "a2"], 0, {})
+        assert directives is not None and (directives.avoid, directives.leaving) == (["id2"], ["a2"])
+        events = (await rendezvous.wait_for_update(0)).events
+        assert [event.node_id for event in events if event.event == "drain_cancelled"] == ["id1"]
+
     play(scenario)
 
 
