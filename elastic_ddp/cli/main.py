@@ -28,6 +28,7 @@ from elastic_ddp.cli.doctor import doctor
 from elastic_ddp.cli.live_run import LiveRun, get_run
 from elastic_ddp.cli.output import console, format_time, plural, table
 from elastic_ddp.cli.run_summary import render
+from elastic_ddp.cli.submit import logs, stop_submitted, submit
 from elastic_ddp.cli.undrain import undrain
 from elastic_ddp.config.run_config import RunConfig, read_toml
 from elastic_ddp.errors import ConfigError, ElasticDDPError, format_exception, printable
@@ -149,6 +150,7 @@ def _describe_run(facts: Mapping[str, Any]) -> RenderableType:
         f"  loss {number('loss')}, {number('steps_per_s')} steps/s\n",
         f"  {plural(facts['world_size'] or 0, 'worker')}, generation {number('generation')}",
         f"\n  {facts['waiting_for']}" if facts["waiting_for"] else "",
+        f"\n  submitted as job {job}" if (job := facts["driver"].get("job")) else "",
     )
 
 
@@ -204,6 +206,8 @@ def drain(
 
 
 app.command()(undrain)
+app.command()(submit)
+app.command()(logs)
 
 
 @app.command("watch-notices")
@@ -245,9 +249,13 @@ def checkpoint(run: LiveRun) -> None:
 def stop(run: LiveRun) -> None:
     """Commit and stop a live run at its next step boundary.
 
-    Ctrl-C in the run's driver does the same. The command returns at once.
+    Ctrl-C in the run's driver does the same. The command returns at once. A submitted driver is not restarted.
     """
-    get_run(run).stop()
+    try:
+        get_run(run).stop()
+    except ConfigError:  # not live, or this machine is not a node of the cluster
+        if not stop_submitted(run):
+            raise
     console().print(f"run {run}: stopping after a commit at the next step boundary; the same command resumes it")
 
 

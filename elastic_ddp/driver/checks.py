@@ -16,6 +16,7 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.index import DatasetIndex
 from elastic_ddp.data.map_style import MapStyleIndex
 from elastic_ddp.errors import ConfigError
+from elastic_ddp.ray_internals.this_job import COPIES
 from elastic_ddp.worker.job import Job
 
 _IDENTITY = "run.json"
@@ -91,6 +92,15 @@ def check_runtime_env(runtime_env: Mapping[str, Any]) -> None:
         RuntimeEnv(**runtime_env)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"runtime_env={dict(runtime_env)!r} is not valid: {error}") from error
+
+
+def check_is_kept(storage: str, uri: str) -> None:
+    """Raises ConfigError if the storage is in a copy of the working directory that Ray has made, and will remove."""
+    if COPIES in uri:
+        raise ConfigError(
+            f"storage={storage!r} is in a copy of the working directory, {uri}, which Ray removes after the job. Use a "
+            "bucket, or the absolute path of a folder that all nodes share."
+        )
 
 
 def check_identity(job: Job, *, may_replace: bool) -> None:

@@ -58,7 +58,8 @@ class RunHandle:
             - `draining`: ids of nodes that are being drained.
             - `last_commit`: steps done in the newest commit.
             - `last_worker_failure`: `time` and `error` of the last worker failure.
-            - `driver`: `host` and `pid` of the driver, and the `uri` of the run's folder.
+            - `driver`: `host` and `pid` of the driver, the `uri` of the run's folder, and the id of the `job` of Ray
+              Jobs that the driver is, or None.
             - `pid`: process id of the rendezvous.
         """
         status: Mapping[str, Any] = self._call("status")

@@ -31,6 +31,7 @@ from elastic_ddp.driver.checks import (
     check_capacity,
     check_functions,
     check_identity,
+    check_is_kept,
     check_runtime_env,
     check_steps,
     warn_about_data,
@@ -42,6 +43,7 @@ from elastic_ddp.driver.node_access import check_nodes
 from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
 from elastic_ddp.ray_internals import check_ray_version
+from elastic_ddp.ray_internals.this_job import record_run, this_job
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.messages import RendezvousOptions
 from elastic_ddp.rendezvous.start import start_rendezvous
@@ -159,6 +161,7 @@ class ElasticTrainer:
                 "that all nodes share, or a URI such as s3://bucket/runs."
             )
         self._storage = Storage(self.config.storage).at(self.config.name)
+        check_is_kept(self.config.storage, self._storage.uri)
         self._storage.check_writable()
 
     @_without_frames
@@ -276,6 +279,7 @@ class ElasticTrainer:
         """Connects to the Ray cluster, records its address for other processes, and checks its capacity."""
         is_own_cluster = connect_or_start(print_note, self.config.runtime_env)
         lease.renew(ray_address=ray.get_runtime_context().gcs_address)
+        record_run(self.config.name, self._storage.uri)
         check_capacity(
             [node["Resources"] for node in ray.nodes() if node["Alive"]],
             self.config,
@@ -305,7 +309,7 @@ class ElasticTrainer:
                 max_failed_saves=self.config.checkpoint.max_failed_saves,
                 snapshot_folder=snapshot_folder,
                 last_commit=resume_from.step if resume_from is not None else None,
-                driver={"host": socket.gethostname(), "pid": os.getpid(), "uri": self._storage.uri},
+                driver={"host": socket.gethostname(), "pid": os.getpid(), "uri": self._storage.uri, "job": this_job()},
             ),
         )
 

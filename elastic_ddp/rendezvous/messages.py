@@ -103,7 +103,7 @@ class RendezvousOptions:
     last_commit: int | None = None
     """Steps done in the commit that the run resumes from; None if there is none."""
     driver: dict[str, Any] = field(default_factory=dict)
-    """Host and process id of the driver and the run's URI, for `status`."""
+    """Host, process id and job of the driver, and the run's URI, for `status`."""
 
     @property
     def evenly_divided(self) -> int | None:

@@ -221,6 +221,7 @@ LONG_STATUS: dict[str, Any] = {
     "last_commit": 12_345_600,
     "draining": ["f" * 56, "e" * 56],
     "waiting_for": None,
+    "driver": {"host": "head", "pid": 1, "uri": "s3://runs/lm", "job": None},
     "last_worker_failure": {"time": 1_795_169_703.0, "error": "exit signal SIGKILL"},
     "members": [
         {"rank": 1023, "pid": 4_194_304, "node": "2001:0db8:85a3:0000:0000:8a2e:0370:7334", "node_id": "f" * 56}

@@ -1,0 +1,256 @@
+"""Drivers that run on the cluster as jobs of Ray Jobs: submission, restarts, logs.
+
+A driver that is restarted gets a new job. The jobs of one submission have the ids `ID`, `ID-1`, `ID-2`, ..., and their
+metadata says how many there may be, so no process has to remember it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ray.job_submission import JobDetails, JobErrorType, JobStatus, JobSubmissionClient
+
+from elastic_ddp.errors import ConfigError, ElasticDDPError
+from elastic_ddp.ray_internals.jobs import follow_log
+from elastic_ddp.ray_internals.this_job import RUN
+
+FIRST, NUMBER, RESTARTS, CPUS = (f"elastic_ddp.{name}" for name in ("first", "number", "restarts", "cpus"))
+"""Keys of a job's metadata: the id of the first job of its submission, how many restarts came before it, how many there
+may be, and the CPUs that its driver reserves."""
+STOP_WAIT_S = 600
+"""How long a driver may take to commit after a request to stop its job. Ray's default is 3 s, and then SIGKILL."""
+POLL_S = 1.0
+SILENT_S = 120.0
+"""How long the job server may be silent, as after a restart of the head, while a log is followed."""
+_DEATHS = {
+    JobErrorType.JOB_SUPERVISOR_ACTOR_DIED: "its node or its job's supervisor died",
+    JobErrorType.JOB_SUPERVISOR_ACTOR_START_FAILURE: "its node or its job's supervisor died",
+    JobErrorType.JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE: "its job's supervisor failed",
+    JobErrorType.JOB_SUPERVISOR_ACTOR_START_TIMEOUT: "no node had room for it",
+}
+"""Ends of a job that are not the program's own."""
+
+
+def submit(
+    client: JobSubmissionClient,
+    program: Path,
+    arguments: Sequence[str],
+    *,
+    working_dir: Path | None,
+    restarts: int = 0,
+    num_cpus: float = 0.0,
+) -> str:
+    """Submits a driver, and returns the id of its job.
+
+    Args:
+        client: the job server.
+        program: a Python script, or a TOML file for `elastic-ddp run`.
+        arguments: passed to the script.
+        working_dir: a folder of this machine that contains the program. The driver and the workers start in copies of
+            it. None if the program is a path on the cluster's nodes.
+        restarts: how often the driver is restarted if it dies, see `how_it_died`.
+        num_cpus: CPUs that the driver reserves on any node. 0 places it on the head.
+
+    Raises:
+        ConfigError: the program or the arguments are not valid, or Ray rejects the job.
+    """
+    path = _path_on_the_cluster(program, working_dir)
+    job = f"{program.stem}-{uuid.uuid4().hex[:6]}"
+    metadata = {FIRST: job, NUMBER: "0", RESTARTS: str(restarts), CPUS: str(num_cpus)}
+    runtime_env = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}}
+    if working_dir is not None:
+        runtime_env["working_dir"] = str(working_dir.resolve())  # type: ignore[assignment]
+    try:
+        return client.submit_job(
+            entrypoint=entrypoint(path, arguments, restarts),
+            submission_id=job,
+            runtime_env=runtime_env,
+            metadata=metadata,
+            entrypoint_num_cpus=num_cpus or None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"Ray rejects the job: {error} If the folder is too large, use another --working-dir, or list files that "
+            "are not needed in its .rayignore; with --no-working-dir nothing is copied."
+        ) from error
+
+
+def _path_on_the_cluster(program: Path, working_dir: Path | None) -> str:
+    if working_dir is None:
+        if not program.is_absolute():
+            raise ConfigError(f"{program}: with --no-working-dir, use the absolute path on the cluster's nodes.")
+        return str(program)
+    if not program.is_file():
+        raise ConfigError(f"{program}: no such file. Use a Python script or a TOML file.")
+    if not program.resolve().is_relative_to(working_dir.resolve()):
+        raise ConfigError(f"{program} is not in --working-dir {working_dir}, the folder that the cluster gets.")
+    return program.resolve().relative_to(working_dir.resolve()).as_posix()
+
+
+def entrypoint(program: str, arguments: Sequence[str], restarts: int) -> str:
+    """Returns the shell command of a job."""
+    if program.endswith(".toml"):
+        if arguments:
+            raise ConfigError(f"{shlex.join(arguments)}: a TOML file takes no arguments. Put settings into {program}.")
+        words = ["-m", "elastic_ddp.cli.main", "run", program]
+    else:
+        words = [program, *arguments]
+    # The shell would return 128 + the signal's number, and keep signals to itself.
+    command = f"exec {shlex.join(['python', *words])}"
+    return f"python -m elastic_ddp.driver.job_restarts && {command}" if restarts else command
+
+
+def how_it_died(job: JobDetails) -> str | None:
+    """Returns how a driver died; None if it runs, has returned, was stopped, or failed by an error of its program.
+
+    A driver dies if its node, the supervisor of its job, or a signal ends it. An exit status is an error of its
+    program, as is SIGINT.
+    """
+    if job.status != JobStatus.FAILED or job.error_type is None:
+        return None
+    code = job.driver_exit_code or 0
+    number = -code if code < 0 else code - 128
+    if job.error_type == JobErrorType.JOB_ENTRYPOINT_COMMAND_ERROR:
+        is_signal = number in {*signal.Signals} - {signal.SIGINT}
+        return f"{signal.Signals(number).name} ended it" if is_signal else None
+    return _DEATHS.get(JobErrorType(job.error_type))
+
+
+def following(job: JobDetails) -> str | None:
+    """Returns the id of the job that restarts the driver of a job; None if it is not restarted."""
+    metadata = job.metadata or {}
+    number = int(metadata.get(NUMBER, 0)) + 1
+    if number > int(metadata.get(RESTARTS, 0)) or how_it_died(job) is None:
+        return None
+    return f"{metadata[FIRST]}-{number}"
+
+
+def restart(client: JobSubmissionClient, job: JobDetails) -> str | None:
+    """Submits the job that restarts the driver of a job. Returns its id; None if the driver is not restarted."""
+    if (next_job := following(job)) is None:
+        return None
+    metadata = {name: value for name, value in (job.metadata or {}).items() if not name.startswith(RUN)}
+    metadata[NUMBER] = next_job.rpartition("-")[2]
+    return client.submit_job(
+        entrypoint=job.entrypoint,
+        submission_id=next_job,
+        runtime_env=job.runtime_env,
+        metadata=metadata,
+        entrypoint_num_cpus=float(metadata[CPUS]) or None,
+    )
+
+
+def all_jobs(client: JobSubmissionClient) -> dict[str, JobDetails]:
+    """Returns the jobs of Ray Jobs on the cluster by their ids, newest first."""
+    jobs = sorted(client.list_jobs(), key=lambda job: job.start_time or 0, reverse=True)
+    return {job.submission_id: job for job in jobs if job.submission_id is not None}
+
+
+def newest_of(jobs: Mapping[str, JobDetails], job: JobDetails) -> JobDetails:
+    """Returns the newest job of a job's submission: itself, or that of the last restart of its driver."""
+    while (next_job := following(job)) is not None and next_job in jobs:
+        job = jobs[next_job]
+    return job
+
+
+def find_job(client: JobSubmissionClient, run: str) -> JobDetails:
+    """Returns the newest job of a run, given by its name, its folder, or the id of a job.
+
+    Raises:
+        ConfigError: the cluster has no such job.
+    """
+    jobs, name = all_jobs(client), run.rstrip("/").rpartition("/")[2]
+    if run in jobs:
+        return jobs[run]
+    for job in jobs.values():
+        if RUN + name in (job.metadata or {}):
+            return newest_of(jobs, job)
+    known = ", ".join(f"{id} ({describe(job)})" for id, job in jobs.items()) or "none"
+    raise ConfigError(
+        f"the cluster at {client.get_address()} has no submitted job of run {run!r}. Jobs: {known}. A job is known by "
+        "the name of its run once `fit` has begun, and by its id before."
+    )
+
+
+def describe(job: JobDetails) -> str:
+    """Returns the state of a job in a few words."""
+    if job.status != JobStatus.FAILED:
+        return job.status.lower()
+    if job.error_type == JobErrorType.JOB_ENTRYPOINT_COMMAND_ERROR and how_it_died(job) is None:
+        return f"failed: exit status {job.driver_exit_code}"
+    first_line = next(iter((job.message or "").splitlines()), "no reason is known")
+    return f"failed: {how_it_died(job) or first_line}"
+
+
+def stop_job(client: JobSubmissionClient, run: str) -> str | None:
+    """Asks the driver of a submitted run to commit and stop. Returns the id of its job; None if it has none that runs.
+
+    The driver gets SIGTERM, and is not restarted.
+    """
+    jobs = all_jobs(client)
+    try:
+        job = newest_of(jobs, find_job(client, run))
+    except ConfigError:
+        return None
+    if job.status.is_terminal() or job.submission_id is None:
+        return None
+    client.stop_job(job.submission_id)
+    return job.submission_id
+
+
+def follow(
+    client: JobSubmissionClient,
+    job: str,
+    write: Callable[[str], None],
+    note: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> JobDetails:
+    """Passes the log of a job to `write` until the job ends, then those of its restarts. Returns the last job.
+
+    `note` gets a line for each restart.
+
+    Raises:
+        ElasticDDPError: the job server has not responded for `SILENT_S`.
+    """
+    num_written, heard_at = 0, clock()
+    while True:
+        num_written = _follow_from(client, job, num_written, write)
+        try:
+            jobs = all_jobs(client)
+            heard_at = clock()
+        except (OSError, RuntimeError) as error:
+            if clock() - heard_at > SILENT_S:
+                raise ElasticDDPError(
+                    f"the dashboard at {client.get_address()} has not responded for {SILENT_S:g} s: {error}"
+                ) from error
+            sleep(POLL_S)
+            continue
+        details = jobs[job]
+        if details.status.is_terminal():
+            if (next_job := following(details)) is None:
+                return details
+            if next_job in jobs:
+                note(f"{job} {describe(details)}. {next_job} restarts it.")
+                job, num_written = next_job, 0
+                continue
+        sleep(POLL_S)
+
+
+def _follow_from(client: JobSubmissionClient, job: str, start: int, write: Callable[[str], None]) -> int:
+    """Follows a log, whose first `start` characters were written already. Returns how many have been written now."""
+    position = 0
+
+    def write_new(text: str) -> None:
+        nonlocal position
+        position += len(text)
+        if position > start:
+            write(text[start - position :])
+
+    follow_log(client, job, write_new)
+    return max(start, position)
