@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ _FIX = "Set RAY_AUTH_TOKEN_PATH to a file that can be written, or HOME to a fold
 
 
 def init_ray(**options: Any) -> None:
-    """Calls `ray.init`, once more with a token in the folder for temporary files if Ray cannot write one to ~/.ray."""
+    """Calls `ray.init`, once more with a token in the folder for temporary files if Ray cannot write one to ~/.ray.
+
+    A token in ~/.ray is then readable by this user alone. Ray creates it readable by all users.
+    """
     try:
         ray.init(**options)
     except (OSError, RuntimeError) as error:
@@ -30,6 +34,10 @@ def init_ray(**options: Any) -> None:
         os.environ[_PATH] = str(_create_token())
         _forget_token()
         ray.init(**options)
+    with suppress(OSError, RuntimeError):  # it is another user's, or there is no token or no home folder
+        token = Path.home() / ".ray" / "auth_token"
+        if token.stat().st_mode & 0o077:
+            token.chmod(0o600)
 
 
 def use_private_token() -> None:

@@ -23,7 +23,7 @@ from elastic_ddp.ray_internals.private_token import init_ray
 ray.init = ensure_token_if_auth_enabled  # what fails in it
 init_ray()
 assert AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
-print(os.environ["RAY_AUTH_TOKEN_PATH"])
+print(os.environ.get("RAY_AUTH_TOKEN_PATH"))
 """
 FIND = """
 import os
@@ -51,6 +51,11 @@ def test_ray_starts_without_a_home_folder_and_other_processes_find_its_token(tmp
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray/auth_token").write_text("a" * 64)
     assert run(FIND, HOME=str(tmp_path), TMPDIR=str(tmp_path)) == "None", "the home folder has a token"
+
+
+def test_the_token_that_ray_creates_is_readable_by_its_user_alone(tmp_path: Path) -> None:
+    assert run(START, HOME=str(tmp_path)) == "None"
+    assert os.stat(tmp_path / ".ray/auth_token").st_mode & 0o777 == 0o600
 
 
 def test_a_folder_that_others_can_write_gets_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
