@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.faults import NOTICE_S, Fault
-from tests.chaos.hosts import Hosts, can_be_made, two_hosts
+from tests.chaos.hosts import ADDRESSES, PORT, Hosts, can_be_made, two_hosts
 from tests.chaos.runs import Trial
 from tests.integration import jobs
 from tests.integration.clusters import until
@@ -56,6 +56,20 @@ def test_a_worker_counts_as_failed_after_its_node_was_disconnected(folder: Path)
     assert len(run.happened()) == 2 and facts["workers_lost"] == 2
     assert [generation["world_size"] for generation in facts["generations"]][:3] == [2, 1, 2]
     run.check_steps(facts["generations"])
+
+
+def test_a_machine_that_is_no_node_of_the_cluster_is_refused_in_seconds_with_the_nodes() -> None:
+    """Ray itself would wait for a minute."""
+    drive = [sys.executable, "-c", "from elastic_ddp.driver.cluster import connect_or_start; connect_or_start(print)"]
+    show = [sys.executable, "-m", "elastic_ddp.cli.main", "status"]
+    elsewhere = ["unshare", "--pid", "--fork", "--mount-proc"]  # a process of no node is visible there
+    message = f"not a node of the Ray cluster at {ADDRESSES[0]}:{PORT}. Its nodes are {', '.join(ADDRESSES)}. Run "
+    with two_hosts() as hosts:
+        for command in (drive, show):
+            output, _ = hosts.start(1, *elsewhere, *command, stdout=subprocess.PIPE).communicate(timeout=40)
+            assert message in output
+        output, _ = hosts.start(1, *show, stdout=subprocess.PIPE).communicate(timeout=40)
+        assert "No run is live" in output
 
 
 def test_the_workers_of_a_node_leave_it_after_its_spot_interruption_notice(

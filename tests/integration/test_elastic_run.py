@@ -42,7 +42,9 @@ def test_a_run_grows_when_a_node_joins_and_ends_with_the_same_bits(
 
 
 @pytest.mark.chaos
-def test_a_run_without_capacity_waits_can_be_stopped_and_finishes_later(cluster: Cluster, folder: Path) -> None:
+def test_a_run_without_capacity_names_who_holds_it_can_be_stopped_and_finishes_later(
+    cluster: Cluster, folder: Path
+) -> None:
     data, storage = str(folder / "data"), str(folder / "runs")
     with jobs.driver(data, storage, "waits", "2", RAY_ADDRESS=cluster.address) as run:
         until(lambda: status(cluster, "waits")["state"] == "starting", run)
@@ -57,9 +59,14 @@ def test_a_run_without_capacity_waits_can_be_stopped_and_finishes_later(cluster:
     hold = folder / "hold"
     with jobs.driver(data, storage, "waits", "2", "wait", str(hold), "25", RAY_ADDRESS=cluster.address) as run:
         until(lambda: status(cluster, "waits")["step"] == 25, run)
-        hold.touch()
-        _, errors = run.communicate(timeout=120)
-    assert run.returncode == 0, errors
+        with jobs.driver(data, storage, "next", "1", RAY_ADDRESS=cluster.address) as other:
+            reason = "0 of min_workers=1 workers of CPU=1 fit. In use: run 'waits' (CPU=2)"
+            until(lambda: reason in (status(cluster, "next").get("waiting_for") or ""), other)
+            hold.touch()
+            _, errors = run.communicate(timeout=120)
+            assert run.returncode == 0, errors
+            _, errors = other.communicate(timeout=120)
+            assert other.returncode == 0 and reason in " ".join(errors.split()), errors
     facts = jobs.summary(folder, "waits")
     assert (facts["status"], facts["steps"], facts["sessions"]) == ("finished", 44, 2)
 

@@ -161,7 +161,7 @@ def test_the_last_worker_commits_before_ray_drains_its_node(
 
 
 @pytest.mark.chaos
-def test_a_drained_node_is_not_used_by_a_run_whose_workers_have_all_failed(
+def test_a_drained_node_is_not_used_by_a_run_whose_workers_have_all_failed_until_it_is_undrained(
     undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
 ) -> None:
     connected.add_node(num_cpus=1, object_store_memory=10**8)
@@ -177,6 +177,12 @@ def test_a_drained_node_is_not_used_by_a_run_whose_workers_have_all_failed(
         connected.add_node(num_cpus=1, object_store_memory=10**8)
         until(lambda: holds_with(2)(handle.status()), run)
         assert drained["node_id"] not in {member["node_id"] for member in handle.status()["members"]}
+
+        assert drained["node_id"] in command(connected, "status", NAME)
+        command(connected, "undrain", NAME, drained["node_id"])
+        handle.drain(handle.status()["members"][1]["node_id"])
+        until(lambda: holds_with(2)(handle.status()), run)
+        assert drained["node_id"] in {member["node_id"] for member in handle.status()["members"]}
         facts = finish(folder, run)
     assert jobs.same_bits(facts, undisturbed)
-    assert [event.kind for event in events(folder, "worker_left")] == ["drain"]
+    assert [event.kind for event in events(folder, "worker_left")] == ["drain", "drain"]

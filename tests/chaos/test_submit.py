@@ -1,0 +1,139 @@
+"""A submitted driver on a real job server: it outlives its submitter, a signal, and its node. Needs `ray[default]`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from elastic_ddp.driver.jobs import all_jobs, find_job, how_it_died
+from elastic_ddp.ray_internals.jobs import connect_to_jobs
+from tests.integration import jobs
+from tests.integration.clusters import kill, status
+
+pytest.importorskip("ray.dashboard.optional_deps", reason="needs ray[default]", exc_type=ImportError)
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+NAME = "submitted"
+PROGRAM = """
+from neighbour import main
+main()
+"""
+NEIGHBOUR = "from tests.integration.jobs import main\n"
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: Mapping[str, Any]) -> Iterator[Cluster]:
+    """A head without CPUs and two nodes with two CPUs each, which check a token. Jobs find this Python and `tests`."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    (tmp_path / "token").write_text("a" * 64)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "PATH": path}
+    for name, value in {**settings, "PYTHONPATH": paths}.items():
+        monkeypatch.setenv(name, value)
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    cluster = Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": True, "object_store_memory": 2 * 10**8})
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, object_store_memory=10**8)
+    yield cluster
+    cluster.shutdown()
+    monkeypatch.undo()
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """A script that imports a module of its own folder."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "neighbour.py").write_text(NEIGHBOUR)
+    program = tmp_path / "code" / "train.py"
+    program.write_text(PROGRAM)
+    return program
+
+
+def call(*arguments: str | Path, status: int = 0) -> str:
+    """Returns what an `elastic-ddp` command prints."""
+    line = [sys.executable, "-m", "elastic_ddp.cli.main", *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=240, cwd="/")
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def until(condition: Callable[[], Any], client: JobSubmissionClient, timeout_s: float = 180) -> None:
+    """Waits for a condition; fails with the logs of all jobs."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            pytest.fail("\n".join(f"{id}: {job.status} {job.message}" for id, job in all_jobs(client).items()))
+        time.sleep(0.5)
+
+
+def test_a_submitted_run_survives_its_submitter_a_kill_of_its_driver_and_the_death_of_its_node(
+    nodes: Cluster, folder: Path, program: Path, undisturbed: Mapping[str, Any], tmp_path: Path
+) -> None:
+    marker = tmp_path / "marker"
+    arguments = [folder / "data", tmp_path / "runs", NAME, "1:2", "ask", marker, "20"]
+    shown = call("submit", program, "--restarts", "2", "--entrypoint-num-cpus", "1", "--", *arguments)
+    first = shown.split()[2]
+    client = connect_to_jobs()
+
+    def driver() -> Mapping[str, Any]:
+        """The driver of the run, once it trains at step 20; empty before."""
+        facts = status(nodes, NAME)
+        return facts["driver"] if (facts["step"] or 0) >= 20 else {}
+
+    until(driver, client)
+    assert driver()["job"] == first and f"submitted as job {first}" in call("status", NAME)
+    assert "generation 1" in call("logs", NAME)
+    os.kill(driver()["pid"], signal.SIGKILL)
+
+    until(lambda: driver().get("job") == f"{first}-1", client)
+    assert how_it_died(client.get_job_info(first)) == "SIGKILL ended it"
+    node_id = client.get_job_info(f"{first}-1").driver_node_id
+    (node,) = [node for node in nodes.list_all_nodes() if node.node_id == node_id]
+    kill(nodes, node)
+
+    until(lambda: driver().get("job") == f"{first}-2", client)
+    marker.touch()
+    assert f"job {first}-2 succeeded" in call("logs", NAME, "--follow")
+    facts = jobs.summary(tmp_path, NAME)
+    assert facts["sessions"] == 3 and jobs.same_bits(facts, undisturbed)
+    assert find_job(client, NAME).submission_id == f"{first}-2"
+
+
+def test_a_submitted_program_that_fails_is_not_restarted_and_one_that_is_stopped_commits(
+    nodes: Cluster, folder: Path, program: Path, tmp_path: Path
+) -> None:
+    wrong = [folder / "no-data", tmp_path / "runs", NAME, "1"]
+    shown = call("submit", program, "--restarts", "2", "--follow", "--", *wrong, status=1)
+    assert "no-data" in shown and "failed: exit status 1" in shown
+    client = connect_to_jobs()
+    relative = [folder / "data", "runs", NAME, "1"]
+    assert "in a copy of the working directory" in call("submit", program, "--follow", "--", *relative, status=1)
+    assert len(all_jobs(client)) == 2
+
+    arguments = [folder / "data", tmp_path / "runs", NAME, "1", "ask", tmp_path / "marker", "20"]
+    job = call("submit", program, "--restarts", "2", "--", *arguments).split()[2]
+    until(lambda: (status(nodes, NAME)["step"] or 0) >= 20, client)
+    client.stop_job(job)  # as `ray job stop` does
+    until(lambda: client.get_job_status(job).is_terminal(), client)
+    assert client.get_job_status(job) == JobStatus.STOPPED
+    facts = jobs.summary(tmp_path, NAME)
+    assert facts["status"] == "stopped" and facts["steps"] > 20, "it has committed"
+    assert len(all_jobs(client)) == 3
