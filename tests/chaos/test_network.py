@@ -58,7 +58,7 @@ def test_a_worker_counts_as_failed_after_its_node_was_disconnected(folder: Path)
     run.check_steps(facts["generations"])
 
 
-def test_a_machine_that_is_no_node_of_the_cluster_is_refused_in_seconds_with_the_nodes() -> None:
+def test_a_machine_that_is_no_node_of_the_cluster_is_refused_with_the_nodes() -> None:
     """Ray itself would wait for a minute."""
     drive = [sys.executable, "-c", "from elastic_ddp.driver.cluster import connect_or_start; connect_or_start(print)"]
     show = [sys.executable, "-m", "elastic_ddp.cli.main", "status"]

@@ -84,7 +84,7 @@ def until(condition: Callable[[], Any], client: JobSubmissionClient, timeout_s: 
         time.sleep(0.5)
 
 
-def test_a_submitted_run_survives_its_submitter_a_kill_of_its_driver_and_the_death_of_its_node(
+def test_a_submitted_run_survives_a_kill_of_its_driver_and_the_death_of_its_node(
     nodes: Cluster, folder: Path, program: Path, undisturbed: Mapping[str, Any], tmp_path: Path
 ) -> None:
     marker = tmp_path / "marker"
@@ -117,7 +117,7 @@ def test_a_submitted_run_survives_its_submitter_a_kill_of_its_driver_and_the_dea
     assert find_job(client, NAME).submission_id == f"{first}-2"
 
 
-def test_a_submitted_program_that_fails_is_not_restarted_and_one_that_is_stopped_commits(
+def test_a_failed_program_is_not_restarted_and_a_stopped_one_commits(
     nodes: Cluster, folder: Path, program: Path, tmp_path: Path
 ) -> None:
     wrong = [folder / "no-data", tmp_path / "runs", NAME, "1"]

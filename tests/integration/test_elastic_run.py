@@ -42,9 +42,7 @@ def test_a_run_grows_when_a_node_joins_and_ends_with_the_same_bits(
 
 
 @pytest.mark.chaos
-def test_a_run_without_capacity_names_who_holds_it_can_be_stopped_and_finishes_later(
-    cluster: Cluster, folder: Path
-) -> None:
+def test_a_run_without_capacity_names_who_holds_it_and_finishes_later(cluster: Cluster, folder: Path) -> None:
     data, storage = str(folder / "data"), str(folder / "runs")
     with jobs.driver(data, storage, "waits", "2", RAY_ADDRESS=cluster.address) as run:
         until(lambda: status(cluster, "waits")["state"] == "starting", run)

@@ -161,7 +161,7 @@ def test_the_last_worker_commits_before_ray_drains_its_node(
 
 
 @pytest.mark.chaos
-def test_a_drained_node_is_not_used_by_a_run_whose_workers_have_all_failed_until_it_is_undrained(
+def test_a_drained_node_is_not_used_after_a_failure_until_it_is_undrained(
     undisturbed: Mapping[str, Any], connected: Cluster, folder: Path
 ) -> None:
     connected.add_node(num_cpus=1, object_store_memory=10**8)

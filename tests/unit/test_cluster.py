@@ -154,7 +154,7 @@ def test_a_driver_that_is_on_no_node_of_the_cluster_is_refused_with_the_nodes(aw
         connect()
 
 
-def test_a_driver_elsewhere_is_refused_although_it_lacks_the_token_that_the_nodes_need(away: SimpleNamespace) -> None:
+def test_a_driver_elsewhere_is_refused_also_without_the_token(away: SimpleNamespace) -> None:
     away.error = ray.exceptions.AuthenticationError("no token")
     with pytest.raises(ConfigError, match=r"not a node of the Ray cluster at \S+\. Run the program"):
         connect_or_start(print)

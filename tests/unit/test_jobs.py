@@ -104,9 +104,7 @@ def invoke(*arguments: str | Path) -> Result:
 # Submission.
 
 
-def test_a_submitted_script_runs_in_a_copy_of_its_folder_with_the_arguments_after_the_dashes(
-    server: JobServer, script: Path
-) -> None:
+def test_a_submitted_script_runs_in_a_copy_of_its_folder_with_its_arguments(server: JobServer, script: Path) -> None:
     shown = invoke("submit", script, "--", "--name", "two words", "--workers", "1:8").output
     (request,) = server.submitted
     words = shlex.split(request["entrypoint"])
@@ -204,7 +202,7 @@ def test_storage_in_rays_copy_of_the_working_directory_is_refused() -> None:
         (None, 0, None),
     ],
 )
-def test_a_driver_dies_by_a_signal_or_with_its_node_and_not_by_an_error_of_its_program(
+def test_a_driver_dies_by_a_signal_or_with_its_node_not_by_an_exit_status(
     error: JobErrorType | None, code: int | None, how: str | None
 ) -> None:
     server = JobServer()
@@ -221,9 +219,7 @@ def test_a_stopped_driver_is_not_restarted() -> None:
     assert not server.submitted
 
 
-def test_a_driver_that_dies_is_restarted_with_the_same_command_until_its_restarts_are_used_up(
-    server: JobServer, script: Path
-) -> None:
+def test_a_driver_that_dies_is_restarted_until_its_restarts_are_used_up(server: JobServer, script: Path) -> None:
     invoke("submit", script, "--restarts", "2", "--entrypoint-num-cpus", "1", "--", "--steps", "9")
     first = server.submitted[0]["submission_id"]
     assert server.submitted[0]["entrypoint"].endswith(" && exec python train.py --steps 9")
@@ -241,9 +237,7 @@ def test_a_driver_that_dies_is_restarted_with_the_same_command_until_its_restart
     assert RUN + "gpt" not in server.submitted[1]["metadata"], "its driver has not begun the run yet"
 
 
-def test_restarts_continue_after_a_silent_job_server_and_after_a_restart_of_their_own_process(
-    server: JobServer, script: Path
-) -> None:
+def test_restarts_continue_after_a_silent_job_server_and_in_a_new_process(server: JobServer, script: Path) -> None:
     invoke("submit", script, "--restarts", "3")
     first = server.submitted[0]["submission_id"]
     server.end(first, DIED)
@@ -288,9 +282,7 @@ def restarted(server: JobServer) -> None:
     ("run", "job"),
     [("gpt", "train-1-1"), ("s3://runs/gpt/", "train-1-1"), ("train-1", "train-1"), ("lm", "old-1")],
 )
-def test_a_job_is_found_by_the_name_of_its_run_also_before_a_restarted_driver_has_begun_it(
-    server: JobServer, run: str, job: str
-) -> None:
+def test_the_newest_job_is_found_by_the_name_of_its_run_or_by_its_id(server: JobServer, run: str, job: str) -> None:
     restarted(server)
     assert find_job(server, run).submission_id == job  # type: ignore[arg-type]
 

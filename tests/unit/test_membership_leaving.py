@@ -211,7 +211,7 @@ def test_members_stay_on_a_node_that_is_no_longer_drained_and_others_join_from_i
     assert harness.names() == ["a", "b", "c", "d"]
 
 
-def test_a_member_with_a_notice_of_its_own_leaves_although_its_node_is_no_longer_drained() -> None:
+def test_a_member_with_a_notice_of_its_own_leaves_also_after_an_undrain() -> None:
     harness = harness_of("ab", nodes={"b": "x"})
     harness.membership.ask_to_leave("b", DrainNotice(harness.now, 20.0))
     harness.membership.drain("id of x", DrainNotice(harness.now, 60.0))
