@@ -28,9 +28,10 @@ HEAD = "node:__internal_head__"
 
 def watch(first: str, connect: Callable[[], JobSubmissionClient], sleep: Callable[[float], None] = time.sleep) -> None:
     """Restarts the driver of a submission, given by the id of its first job, until it ends by itself."""
+    client: JobSubmissionClient | None = None
     while True:
         try:
-            client = connect()
+            client = client or connect()
             jobs = all_jobs(client)
             if first not in jobs:
                 return  # a person has deleted it
@@ -38,6 +39,7 @@ def watch(first: str, connect: Callable[[], JobSubmissionClient], sleep: Callabl
             if job.status.is_terminal() and restart(client, job) is None:
                 return
         except (ConfigError, OSError, RuntimeError) as error:  # the job server may be restarting
+            client = None
             print(f"the job server does not respond, retrying: {error}", flush=True)
         sleep(POLL_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -41,7 +42,8 @@ def record_run(name: str, folder: str) -> None:
     worker: Any = ray._private.worker.global_worker
     gcs = worker.gcs_client
     key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=job).encode()
-    if (stored := gcs.internal_kv_get(key, KV_NAMESPACE_JOB, ANSWERS_WITHIN_S)) is not None:
-        info = json.loads(stored)
-        info["metadata"] = {**(info.get("metadata") or {}), RUN + name: folder}
-        gcs.internal_kv_put(key, json.dumps(info).encode(), True, KV_NAMESPACE_JOB, ANSWERS_WITHIN_S)
+    with suppress(ray.exceptions.RayError):  # the GCS is busy: the job is then known by its id alone
+        if (stored := gcs.internal_kv_get(key, KV_NAMESPACE_JOB, ANSWERS_WITHIN_S)) is not None:
+            info = json.loads(stored)
+            info["metadata"] = {**(info.get("metadata") or {}), RUN + name: folder}
+            gcs.internal_kv_put(key, json.dumps(info).encode(), True, KV_NAMESPACE_JOB, ANSWERS_WITHIN_S)
