@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,10 +36,13 @@ def submit(
     no_working_dir: Annotated[
         bool, typer.Option("--no-working-dir", help="Copy nothing. JOB is a path on the cluster's nodes.")
     ] = False,
-    entrypoint_num_cpus: Annotated[
-        float,
-        typer.Option(min=0.0, help="CPUs that the driver reserves, on any node. With 0 it runs on the head."),
-    ] = 0.0,
+    entrypoint_resources: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='Custom resources of the node that the driver runs on, such as {"driver": 0.01}; default: the head.',
+        ),
+    ] = None,
 ) -> None:
     """Run a Python script, or the job of a TOML file, on the cluster.
 
@@ -58,11 +62,21 @@ def submit(
         raise ConfigError(f"--no-working-dir and --working-dir {working_dir}: use one of them.")
     folder = None if no_working_dir else working_dir or program.parent
     client = connect_to_jobs()
-    options = {"working_dir": folder, "restarts": restarts, "num_cpus": entrypoint_num_cpus}
+    options = {"working_dir": folder, "restarts": restarts, "resources": _parse(entrypoint_resources)}
     job = jobs.submit(client, program, arguments or [], **options)  # type: ignore[arg-type]
     console().print(f"submitted job {job} to {client.get_address()}; `elastic-ddp logs {job} --follow` shows its log")
     if follow:
         _follow(client, job)
+
+
+def _parse(resources: str | None) -> dict[str, float] | None:
+    try:
+        amounts = json.loads(resources or "null")
+        return None if amounts is None else {str(name): float(amount) for name, amount in amounts.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError(
+            f"--entrypoint-resources {resources} is not a JSON object of amounts by name. Use '{{\"driver\": 0.01}}'."
+        ) from None
 
 
 def logs(

@@ -6,6 +6,7 @@ metadata says how many there may be, so no process has to remember it.
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import time
@@ -19,9 +20,9 @@ from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.ray_internals.jobs import follow_log
 from elastic_ddp.ray_internals.this_job import RUN
 
-FIRST, NUMBER, RESTARTS, CPUS = (f"elastic_ddp.{name}" for name in ("first", "number", "restarts", "cpus"))
+FIRST, NUMBER, RESTARTS, RESOURCES = (f"elastic_ddp.{name}" for name in ("first", "number", "restarts", "resources"))
 """Keys of a job's metadata: the id of the first job of its submission, how many restarts came before it, how many there
-may be, and the CPUs that its driver reserves."""
+may be, and the custom resources that its driver reserves, as JSON."""
 STOP_WAIT_S = 600
 """How long a driver may take to commit after a request to stop its job. Ray's default is 3 s, and then SIGKILL."""
 POLL_S = 1.0
@@ -43,7 +44,7 @@ def submit(
     *,
     working_dir: Path | None,
     restarts: int = 0,
-    num_cpus: float = 0.0,
+    resources: Mapping[str, float] | None = None,
 ) -> str:
     """Submits a driver, and returns the id of its job.
 
@@ -54,14 +55,14 @@ def submit(
         working_dir: a folder of this machine that contains the program. The driver and the workers start in copies of
             it. None if the program is a path on the cluster's nodes.
         restarts: how often the driver is restarted if it dies, see `how_it_died`.
-        num_cpus: CPUs that the driver reserves on any node. 0 places it on the head.
+        resources: custom resources of the node on which the driver runs. None places it on the head.
 
     Raises:
         ConfigError: the program or the arguments are not valid, or Ray rejects the job.
     """
     path = _path_on_the_cluster(program, working_dir)
     job = f"{program.stem}-{uuid.uuid4().hex[:6]}"
-    metadata = {FIRST: job, NUMBER: "0", RESTARTS: str(restarts), CPUS: str(num_cpus)}
+    metadata = {FIRST: job, NUMBER: "0", RESTARTS: str(restarts), RESOURCES: json.dumps(resources)}
     runtime_env = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}}
     if working_dir is not None:
         runtime_env["working_dir"] = str(working_dir.resolve())  # type: ignore[assignment]
@@ -71,7 +72,7 @@ def submit(
             submission_id=job,
             runtime_env=runtime_env,
             metadata=metadata,
-            entrypoint_num_cpus=num_cpus or None,
+            entrypoint_resources=dict(resources) if resources else None,
         )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -141,7 +142,7 @@ def restart(client: JobSubmissionClient, job: JobDetails) -> str | None:
         submission_id=next_job,
         runtime_env=job.runtime_env,
         metadata=metadata,
-        entrypoint_num_cpus=float(metadata[CPUS]) or None,
+        entrypoint_resources=json.loads(metadata[RESOURCES]),
     )
 
 

@@ -34,8 +34,8 @@ NEIGHBOUR = "from tests.integration.jobs import main\n"
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: Mapping[str, Any]) -> Iterator[Cluster]:
-    """A head without CPUs and two nodes with two CPUs each, which check a token. Jobs find this Python and `tests`."""
+def head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: Mapping[str, Any]) -> Iterator[Cluster]:
+    """A head with one CPU, which checks a token. Jobs find this Python and `tests`."""
     from ray._raylet import AuthenticationTokenLoader, Config
 
     (tmp_path / "token").write_text("a" * 64)
@@ -46,10 +46,8 @@ def nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: Mapping[
         monkeypatch.setenv(name, value)
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
-    cluster = Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": True, "object_store_memory": 2 * 10**8})
+    cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": True, "object_store_memory": 2 * 10**8})
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    for _ in range(2):
-        cluster.add_node(num_cpus=2, object_store_memory=10**8)
     yield cluster
     cluster.shutdown()
     monkeypatch.undo()
@@ -79,24 +77,29 @@ def until(condition: Callable[[], Any], client: JobSubmissionClient, timeout_s: 
     """Waits for a condition; fails with the logs of all jobs."""
     end = time.monotonic() + timeout_s
     while not condition():
-        if time.monotonic() > end:
-            pytest.fail("\n".join(f"{id}: {job.status} {job.message}" for id, job in all_jobs(client).items()))
+        newest, *_ = (known := all_jobs(client)).values()
+        if time.monotonic() > end or (newest.driver_exit_code or 0) > 0:
+            pytest.fail("\n".join(f"{id}: {job.status} {job.message}" for id, job in known.items()))
         time.sleep(0.5)
 
 
 def test_a_submitted_run_survives_a_kill_of_its_driver_and_the_death_of_its_node(
-    nodes: Cluster, folder: Path, program: Path, undisturbed: Mapping[str, Any], tmp_path: Path
+    head: Cluster, folder: Path, program: Path, undisturbed: Mapping[str, Any], tmp_path: Path
 ) -> None:
+    # These nodes share folders, in which one replaces the copy of a working directory that another uses.
+    for _ in range(2):
+        head.add_node(num_cpus=1, object_store_memory=10**8, resources={"driver": 1})
     marker = tmp_path / "marker"
     arguments = [folder / "data", tmp_path / "runs", NAME, "1:2", "ask", marker, "20"]
-    shown = call("submit", program, "--restarts", "2", "--entrypoint-num-cpus", "1", "--", *arguments)
+    options = ["--no-working-dir", "--restarts", "2", "--entrypoint-resources", '{"driver": 1}']
+    shown = call("submit", program, *options, "--", *arguments)
     first = shown.split()[2]
     client = connect_to_jobs()
 
     def driver() -> Mapping[str, Any]:
-        """The driver of the run, once it trains at step 20; empty before."""
-        facts = status(nodes, NAME)
-        return facts["driver"] if (facts["step"] or 0) >= 20 else {}
+        """The driver of the run, once it trains at step 20, where it stays; empty before."""
+        facts = status(head, NAME)
+        return facts["driver"] if facts["state"] == "training" and facts["last_commit"] == 20 else {}
 
     until(driver, client)
     assert driver()["job"] == first and f"submitted as job {first}" in call("status", NAME)
@@ -106,8 +109,8 @@ def test_a_submitted_run_survives_a_kill_of_its_driver_and_the_death_of_its_node
     until(lambda: driver().get("job") == f"{first}-1", client)
     assert how_it_died(client.get_job_info(first)) == "SIGKILL ended it"
     node_id = client.get_job_info(f"{first}-1").driver_node_id
-    (node,) = [node for node in nodes.list_all_nodes() if node.node_id == node_id]
-    kill(nodes, node)
+    (node,) = [node for node in head.list_all_nodes() if node.node_id == node_id]
+    kill(head, node)
 
     until(lambda: driver().get("job") == f"{first}-2", client)
     marker.touch()
@@ -118,7 +121,7 @@ def test_a_submitted_run_survives_a_kill_of_its_driver_and_the_death_of_its_node
 
 
 def test_a_failed_program_is_not_restarted_and_a_stopped_one_commits(
-    nodes: Cluster, folder: Path, program: Path, tmp_path: Path
+    head: Cluster, folder: Path, program: Path, tmp_path: Path
 ) -> None:
     wrong = [folder / "no-data", tmp_path / "runs", NAME, "1"]
     shown = call("submit", program, "--restarts", "2", "--follow", "--", *wrong, status=1)
@@ -130,7 +133,7 @@ def test_a_failed_program_is_not_restarted_and_a_stopped_one_commits(
 
     arguments = [folder / "data", tmp_path / "runs", NAME, "1", "ask", tmp_path / "marker", "20"]
     job = call("submit", program, "--restarts", "2", "--", *arguments).split()[2]
-    until(lambda: (status(nodes, NAME)["step"] or 0) >= 20, client)
+    until(lambda: (status(head, NAME)["step"] or 0) >= 20, client)
     client.stop_job(job)  # as `ray job stop` does
     until(lambda: client.get_job_status(job).is_terminal(), client)
     assert client.get_job_status(job) == JobStatus.STOPPED

@@ -111,7 +111,7 @@ def test_a_submitted_script_runs_in_a_copy_of_its_folder_with_its_arguments(serv
     assert words == ["exec", "python", "train.py", "--name", "two words", "--workers", "1:8"]
     assert request["runtime_env"]["working_dir"] == str(script.parent)
     assert request["submission_id"].startswith("train-") and f"logs {request['submission_id']}" in shown
-    assert request["entrypoint_num_cpus"] is None, "the driver runs on the head"
+    assert request["entrypoint_resources"] is None, "the driver runs on the head"
 
 
 def test_a_stopped_job_has_the_time_to_commit(server: JobServer, script: Path) -> None:
@@ -120,11 +120,11 @@ def test_a_stopped_job_has_the_time_to_commit(server: JobServer, script: Path) -
 
 
 def test_the_path_of_a_script_is_relative_to_the_working_directory(server: JobServer, script: Path) -> None:
-    invoke("submit", script, "--working-dir", script.parents[1], "--entrypoint-num-cpus", "2")
+    invoke("submit", script, "--working-dir", script.parents[1], "--entrypoint-resources", '{"driver": 1}')
     (request,) = server.submitted
     assert request["entrypoint"] == "exec python code/train.py"
     assert request["runtime_env"]["working_dir"] == str(script.parents[1])
-    assert request["entrypoint_num_cpus"] == 2.0
+    assert request["entrypoint_resources"] == {"driver": 1.0}
 
 
 def test_without_a_working_directory_nothing_is_copied(server: JobServer) -> None:
@@ -149,6 +149,8 @@ def test_a_toml_file_is_submitted_with_the_command_that_runs_it(server: JobServe
         (["missing.py"], r"missing\.py: no such file"),
         (["train.py", "--no-working-dir"], "use the absolute path on the cluster's nodes"),
         (["/opt/train.py", "--no-working-dir", "--working-dir", "."], "use one of them"),
+        (["/opt/train.py", "--no-working-dir", "--entrypoint-resources", "driver"], "driver is not a JSON object"),
+        (["/opt/train.py", "--no-working-dir", "--entrypoint-resources", "[1]"], r"\[1\] is not a JSON object"),
     ],
 )
 def test_a_program_that_the_cluster_would_not_find_is_refused(
@@ -220,7 +222,7 @@ def test_a_stopped_driver_is_not_restarted() -> None:
 
 
 def test_a_driver_that_dies_is_restarted_until_its_restarts_are_used_up(server: JobServer, script: Path) -> None:
-    invoke("submit", script, "--restarts", "2", "--entrypoint-num-cpus", "1", "--", "--steps", "9")
+    invoke("submit", script, "--restarts", "2", "--entrypoint-resources", '{"driver": 1}', "--", "--steps", "9")
     first = server.submitted[0]["submission_id"]
     assert server.submitted[0]["entrypoint"].endswith(" && exec python train.py --steps 9")
     server.begin_run(first, "gpt")
