@@ -58,7 +58,7 @@ def connect_or_start(note: Callable[[str], None], runtime_env: Mapping[str, Any]
             given = {"runtime_env": dict(runtime_env)} if runtime_env else {}
             init_ray(log_to_driver=True, logging_level=logging.WARNING, **given)
     except ValueError as error:
-        if not runtime_env:
+        if not runtime_env or isinstance(error, ConfigError):
             raise
         raise ConfigError(f"Ray refuses runtime_env with {', '.join(sorted(runtime_env))}: {error}") from error
     except ConnectionError as error:

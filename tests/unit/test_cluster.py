@@ -147,6 +147,8 @@ def test_a_driver_that_is_on_no_node_of_the_cluster_is_refused_with_the_nodes(aw
     message = rf"not a node of .* at {away.address}\. Its nodes are 10\.0\.0\.1, 10\.0\.0\.2\. .*`elastic-ddp submit"
     with pytest.raises(ConfigError, match=message):
         connect_or_start(print)
+    with pytest.raises(ConfigError, match=r"^this machine is not a node"):
+        connect_or_start(print, {"pip": ["wandb"]})
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1, 10\.0\.0\.2\. Run this command on one of them"):
         connect()
     away.nodes = [f"10.0.0.{n}" for n in range(10, 90)]
