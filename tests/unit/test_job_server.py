@@ -114,6 +114,7 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_MODE", "")
     monkeypatch.delenv("RAY_AUTH_MODE")
+    Config.initialize("")  # Ray's C++ code keeps the mode and the token of earlier tests
     loader = AuthenticationTokenLoader.instance()
     loader.reset_cache()
     yield "secret"
