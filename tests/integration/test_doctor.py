@@ -33,7 +33,7 @@ def check(folder: Path, stdout: str, exit_code: int, *, num_nodes: int) -> dict[
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.usefixtures("local_ray")
 def test_the_doctor_examines_a_node_and_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)

@@ -80,7 +80,7 @@ def test_status_finds_a_run_on_a_cluster_that_requires_a_token(name: str, by: st
     assert not result.stderr
 
 
-@pytest.mark.parametrize("mode", ["token", "disabled"])
+@pytest.mark.parametrize("mode", ["token", pytest.param("disabled", marks=pytest.mark.chaos)])
 def test_token_authentication_is_enabled_only_for_clusters_that_require_it(mode: str) -> None:
     """This machine has a token of another cluster in both cases."""
     start = "import ray; ray.init('local', num_cpus=1, include_dashboard=False, logging_level='ERROR'); print('at', "
