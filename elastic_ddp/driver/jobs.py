@@ -217,22 +217,26 @@ def follow(
     `note` gets a line for each restart.
 
     Raises:
-        ElasticDDPError: the job server has not responded for `SILENT_S`.
+        ElasticDDPError: the job server has not responded for `SILENT_S`, or does not know the job any more.
     """
-    num_written, heard_at = 0, clock()
+    num_written, silent_since = 0, None
     while True:
         num_written = _follow_from(client, job, num_written, write)
         try:
-            jobs = all_jobs(client)
-            heard_at = clock()
+            jobs, silent_since = all_jobs(client), None
         except (OSError, RuntimeError) as error:
-            if clock() - heard_at > SILENT_S:
+            silent_since = clock() if silent_since is None else silent_since
+            if clock() - silent_since > SILENT_S:
                 raise ElasticDDPError(
                     f"the dashboard at {client.get_address()} has not responded for {SILENT_S:g} s: {error}"
                 ) from error
             sleep(POLL_S)
             continue
-        details = jobs[job]
+        if (details := jobs.get(job)) is None:
+            raise ElasticDDPError(
+                f"the cluster at {client.get_address()} does not know job {job} any more: it was deleted, or the head "
+                "was restarted without Redis. The same command resumes the run from its newest commit."
+            )
         if details.status.is_terminal():
             if (next_job := following(details)) is None:
                 return details

@@ -331,6 +331,31 @@ def test_following_ends_with_an_error_if_the_job_server_stays_silent(server: Job
         follow(server, "train-1", print, print, lambda _: None, lambda: next(now))  # type: ignore[arg-type]
 
 
+def test_a_job_server_that_restarts_after_hours_of_a_log_is_waited_for(
+    server: JobServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.add("train-1")
+    now = 0.0
+
+    def follow_for_hours(*_: Any) -> int:
+        nonlocal now
+        now += 10_000
+        server.is_down = not server.is_down
+        return 0
+
+    monkeypatch.setattr(jobs, "_follow_from", follow_for_hours)
+
+    def sleep(_: float) -> None:
+        server.end("train-1")
+
+    assert follow(server, "train-1", print, print, sleep, lambda: now).status == JobStatus.SUCCEEDED  # type: ignore[arg-type]
+
+
+def test_a_followed_job_that_a_new_head_does_not_know_is_an_error_that_says_so(server: JobServer) -> None:
+    with pytest.raises(ElasticDDPError, match=r"does not know job train-1 any more: .* restarted without Redis"):
+        follow(server, "train-1", print, print, lambda _: None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("code", "status"), [(None, 0), (3, 1)])
 def test_the_exit_status_of_follow_tells_whether_the_job_succeeded(
     server: JobServer, script: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, status: int
