@@ -121,7 +121,8 @@ def choose_interface(
     if gloo:
         return {"NCCL_SOCKET_IFNAME": f"={gloo}"}
     names = [name for name in interfaces if nccl is None or selects(nccl, name)]
-    names.sort(key=lambda name: interfaces[name] != address)
+    # The loopback interface last: `^docker0` selects it, and it reaches no other node.
+    names.sort(key=lambda name: (interfaces[name] != address, interfaces[name].startswith("127.")))
     if not names or (not nccl and interfaces[names[0]] != address):
         return {}
     return {"GLOO_SOCKET_IFNAME": names[0]} | ({} if nccl else {"NCCL_SOCKET_IFNAME": f"={names[0]}"})

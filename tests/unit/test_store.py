@@ -151,6 +151,7 @@ INTERFACES = {
         ({NCCL: "eth"}, "eth0", "eth"),  # of several, the one with the node's address
         ({NCCL: "^docker,lo"}, "eth0", "^docker,lo"),
         ({NCCL: "^=eth0,lo,docker0"}, "eth1", "^=eth0,lo,docker0"),
+        ({NCCL: "^=eth0,docker0"}, "eth1", "^=eth0,docker0"),  # `lo` is selected, too
         ({GLOO: "eth1", NCCL: "ib"}, "eth1", "ib"),
         ({NCCL: "wlan"}, None, "wlan"),
     ],
