@@ -14,8 +14,8 @@ from elastic_ddp.user_code import this_node
 
 _log = logging.getLogger(__name__)
 
-SESSION = "session"
-"""The key of an object in the run's folder: the name of the newest session. A node that sees it shares the storage."""
+_SESSIONS = "sessions"
+"""A folder in the run's folder, with an object for the newest session. A node that sees it shares the storage."""
 _MAX_FOLDERS = 4
 
 
@@ -31,17 +31,26 @@ def files_to_check(index: DatasetIndex | MapStyleIndex, storage: Storage) -> tup
     return tuple(file for file in list(first.values())[:_MAX_FOLDERS] if not file.path.startswith(beside))
 
 
+def announce(storage: Storage, session: str) -> None:
+    """Writes the object that `check_storage` reads, in the driver of a session.
+
+    Its name is new: a mounted bucket (gcsfuse, blobfuse) shows the old content of a replaced object for minutes.
+    """
+    earlier = storage.list(_SESSIONS)
+    storage.write(f"{_SESSIONS}/{session}", b"")
+    for key in earlier:
+        storage.delete(key)
+
+
 def check_storage(storage: Storage, session: str) -> None:
-    """Raises ConfigError unless this node sees the object `SESSION` that the driver of a session has written."""
+    """Raises ConfigError unless this node sees what the driver of a session has written with `announce`."""
     try:
-        is_shared = storage.read(SESSION) == session.encode()
+        storage.read(f"{_SESSIONS}/{session}")
     except FileNotFoundError:
-        is_shared = False
-    if not is_shared:
         raise ConfigError(
             f"node {this_node()} does not see storage={storage.uri!r}: what the driver wrote there is missing. All "
             "nodes must see the storage: use a folder that they share, or a bucket, such as s3://bucket/runs."
-        )
+        ) from None
 
 
 def check_data(files: Sequence[DataFile]) -> None:

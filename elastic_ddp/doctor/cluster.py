@@ -15,7 +15,7 @@ import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic_ddp.data.access import SESSION, check_data, check_storage
+from elastic_ddp.data.access import announce, check_data, check_storage
 from elastic_ddp.data.files import DataFile, list_files
 from elastic_ddp.distributed.sockets import use_interface_of
 from elastic_ddp.distributed.store import host_store
@@ -240,7 +240,7 @@ class Examination:
             storage.check_writable()
             with ExitStack() as stack:
                 stack.callback(storage.delete_tree, session)
-                folder.write(SESSION, session.encode())
+                announce(folder, session)
                 for name, result in self._probes.call("check_storage", self._all(folder, session), STORAGE_S).items():
                     if isinstance(result, Failed):
                         self._set(name, storage_problem=result.reason.replace(folder.uri, storage.uri))

@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ddp.config.capacity import workers_that_fit
 from elastic_ddp.config.run_config import RunConfig
-from elastic_ddp.data.access import SESSION, check_data, check_storage
+from elastic_ddp.data.access import announce, check_data, check_storage
 from elastic_ddp.data.files import DataFile
 from elastic_ddp.errors import ConfigError, DataError, ElasticDDPError, format_exception, shorten
 from elastic_ddp.storage.errors import suggest_fix
@@ -65,7 +65,7 @@ def probe_nodes(
 
     Args:
         nodes: addresses by Ray's node id.
-        storage: a folder in the storage. The caller has written `session` to the object `SESSION` in it.
+        storage: a folder in the storage. The caller has called `announce` with it and `session`.
         session: any unique text.
         files: the files to read.
         timeout_s: how long to wait for all nodes together, in seconds.
@@ -144,7 +144,7 @@ def check_nodes(
     noted, and is an error only if workers can start nowhere else.
 
     Args:
-        storage: the run's folder. `session` is written to it, for workers on nodes that join later as well.
+        storage: the run's folder. `session` is announced in it, for workers on nodes that join later as well.
         session: the driver's session.
         files: from `files_to_check`.
         note: prints a line.
@@ -155,7 +155,7 @@ def check_nodes(
         ConfigError: a node cannot use the storage, or no node runs the check.
         DataError: a node cannot read the data.
     """
-    storage.write(SESSION, session.encode())
+    announce(storage, session)
     suitable = nodes_for_workers(nodes, config.resources_per_worker)
     here = ray.util.get_node_ip_address()
     others = {node_id: address for node_id, address in suitable.items() if address != here}

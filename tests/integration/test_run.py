@@ -23,7 +23,6 @@ import ray
 import torch
 
 import elastic_ddp as ed
-from elastic_ddp.data.access import SESSION
 from elastic_ddp.data.files import list_files
 from elastic_ddp.driver.node_access import NodeAccess, probe_nodes
 from elastic_ddp.errors import ConfigError, DataError, ReplicasDifferError, TrainFunctionError, WorkersFailedError
@@ -180,7 +179,7 @@ def test_workers_have_the_modules_relative_paths_and_variables_of_the_driver(
 
 def test_each_node_reports_whether_it_sees_the_data_and_the_storage(calm: ed.RunResult, folder: Path) -> None:
     storage = Storage(calm.uri)
-    session = storage.read(SESSION).decode()
+    session = storage.list("sessions")[0].rpartition("/")[2]
     files = list_files(str(folder / "data"))
     missing = replace(files[0], path=str(folder / "data/none.parquet"))
     here = ray.util.get_node_ip_address()

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_ddp import RunConfig
-from elastic_ddp.data.access import SESSION, check_access, check_data, check_storage, files_to_check
+from elastic_ddp.data.access import announce, check_access, check_data, check_storage, files_to_check
 from elastic_ddp.data.files import DataFile, list_files
 from elastic_ddp.data.index import build_index
 from elastic_ddp.data.map_style import index_in_memory
@@ -39,13 +39,21 @@ def files(tmp_path: Path) -> list[DataFile]:
 
 def test_a_node_without_the_drivers_storage_is_told_to_share_it(tmp_path: Path) -> None:
     drivers, others = Storage(tmp_path / "drivers"), Storage(tmp_path / "others")
-    drivers.write(SESSION, b"today")
+    announce(drivers, "today")
     check_storage(drivers, "today")
     with pytest.raises(ConfigError, match=r"does not see storage='.*/others'.* a folder that they share, or a bucket"):
         check_storage(others, "today")
-    others.write(SESSION, b"yesterday")  # a run of the same name was started on that node
+    announce(others, "yesterday")  # a run of the same name was started on that node
     with pytest.raises(ConfigError, match="does not see storage"):
         check_storage(others, "today")
+
+
+def test_a_session_is_announced_under_a_name_that_no_node_has_read_before(tmp_path: Path) -> None:
+    """A mounted bucket shows the old content of a replaced object for a while."""
+    storage = Storage(tmp_path)
+    for session in ("yesterday", "today"):
+        announce(storage, session)
+        assert storage.list() == [f"sessions/{session}"]
 
 
 def test_a_node_whose_copy_of_the_data_differs_or_is_missing_names_the_file(
@@ -66,7 +74,7 @@ def test_a_worker_ignores_an_error_of_its_storage_that_may_be_temporary(
     tmp_path: Path, files: list[DataFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = Storage(tmp_path / "run")
-    storage.write(SESSION, b"today")
+    announce(storage, "today")
 
     def fail(*_: Any) -> None:
         raise TimeoutError("the server does not answer")
@@ -128,7 +136,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_cluster_of_one_machine_is_not_checked(check: Any, tmp_path: Path) -> None:
     assert check([node(HEAD, CPU=1.0), node(HEAD, CPU=2.0), node(OTHER, CPU=0.0)], []) == []
-    assert Storage(tmp_path).read(SESSION) == b"today", "for workers on nodes that join later"
+    check_storage(Storage(tmp_path), "today")  # by workers on nodes that join later
 
 
 def test_a_run_does_not_start_with_a_node_that_lacks_storage_or_data(check: Any) -> None:
