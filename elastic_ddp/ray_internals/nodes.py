@@ -16,7 +16,8 @@ def nodes_if_none_is_here(address: str) -> list[str] | None:
     """Returns the addresses of a cluster's live nodes if none is on this machine; None if one is, or that is unknown.
 
     A process joins a cluster through a node on its own machine. Ray finds it by the processes of this machine, and
-    waits for one for a minute. This function waits for `ANSWERS_WITHIN_S`: a node may be starting.
+    waits for one for a minute. This function waits for `ANSWERS_WITHIN_S`: a node may be starting. A cluster whose head
+    node has not joined yet is starting, and this machine may be its head.
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
@@ -33,7 +34,8 @@ def nodes_if_none_is_here(address: str) -> list[str] | None:
             return None if here else []
         except Exception:  # of many types; `ray.init` reports it better
             return None
-        if not nodes or here.intersection(node_id.hex() for node_id in nodes):
+        has_head = any(node.is_head_node for node in nodes.values())
+        if not has_head or here.intersection(node_id.hex() for node_id in nodes):
             return None
         if time.monotonic() >= end:
             return sorted({node.node_manager_address for node in nodes.values()})

@@ -125,12 +125,15 @@ def test_another_ray_version_is_refused_with_the_version_to_install(
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A cluster of two nodes at `address`; nodes in `here` run on this machine. `error` is raised by its GCS."""
-    away = SimpleNamespace(here=set(), error=None, nodes=["10.0.0.2", "10.0.0.1"])
+    away = SimpleNamespace(here=set(), error=None, nodes=["10.0.0.2", "10.0.0.1"], has_head=True)
 
     def nodes_of(**_: Any) -> dict[Any, Any]:
         if away.error is not None:
             raise away.error
-        return {bytes([n]): SimpleNamespace(node_manager_address=each) for n, each in enumerate(away.nodes, 1)}
+        return {
+            bytes([n]): SimpleNamespace(node_manager_address=each, is_head_node=away.has_head and n == 1)
+            for n, each in enumerate(away.nodes, 1)
+        }
 
     monkeypatch.setattr("ray._raylet.GcsClient", lambda **_: SimpleNamespace(get_all_node_info=nodes_of))
     monkeypatch.setattr("ray._private.services.find_node_ids", lambda: away.here)
@@ -176,5 +179,15 @@ def test_a_driver_is_refused_only_if_surely_no_node_is_on_its_machine(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", away.address)
     ray_is.is_head, away.here, away.error, away.nodes = False, here, error, addresses
+    connect_or_start(print)
+    assert ray_is.up
+
+
+def test_a_driver_is_not_refused_while_the_head_of_its_cluster_starts(
+    away: SimpleNamespace, ray_is: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GCS responds, and other nodes join, seconds before the head's own raylet has started."""
+    monkeypatch.setenv("RAY_ADDRESS", away.address)
+    ray_is.is_head, away.has_head = False, False
     connect_or_start(print)
     assert ray_is.up
