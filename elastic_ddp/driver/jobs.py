@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ray.job_submission import JobDetails, JobErrorType, JobStatus, JobSubmissionClient
 
+from elastic_ddp.config.environment import has_credential
 from elastic_ddp.errors import ConfigError, ElasticDDPError
 from elastic_ddp.ray_internals.jobs import follow_log
 from elastic_ddp.ray_internals.this_job import RUN
@@ -94,7 +95,12 @@ def _path_on_the_cluster(program: Path, working_dir: Path | None) -> str:
 
 
 def entrypoint(program: str, arguments: Sequence[str], restarts: int) -> str:
-    """Returns the shell command of a job."""
+    """Returns the shell command of a job. Raises ConfigError if an argument has a credential in it."""
+    if any(map(has_credential, arguments)):
+        raise ConfigError(
+            "an argument of the job has a credential in a URI, and Ray records the command of a job. Give credentials "
+            "by a role of the machine, by files such as ~/.aws/credentials, or by the environment of `ray start`."
+        )
     if program.endswith(".toml"):
         if arguments:
             raise ConfigError(f"{shlex.join(arguments)}: a TOML file takes no arguments. Put settings into {program}.")

@@ -167,6 +167,12 @@ def test_a_program_outside_the_working_directory_is_refused(server: JobServer, s
         invoke("submit", script, "--working-dir", tmp_path / "other")
 
 
+def test_a_credential_in_an_argument_is_refused_before_ray_records_it(server: JobServer, script: Path) -> None:
+    with pytest.raises(ConfigError, match="an argument of the job has a credential") as error:
+        invoke("submit", script, "--", "--storage=sftp://user:hunter2@host/runs")
+    assert not server.submitted and "hunter2" not in str(error.value)
+
+
 def test_a_working_directory_that_ray_rejects_is_an_error_with_what_to_change(
     server: JobServer, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
