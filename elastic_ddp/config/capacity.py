@@ -63,15 +63,20 @@ def explain_wait(
 ) -> str | None:
     """Returns what a run with fewer than `min_workers` waits for; None if its workers are starting.
 
-    With `is_late`, resources that are free should have been used by now.
+    With `is_late`, resources that are free should have been used by now, and workers with resources should train.
     """
     needs = {name: amount for name, amount in resources_per_worker.items() if amount}
     drained = f" ({use.num_draining} nodes are being drained)" if use.num_draining else ""
     if (shortage := explain_shortage(use.total, needs, min_workers)) is not None:
         return f"waiting for nodes: {shortage}{drained}"
     fitting = sum(workers_that_fit(node, needs) for node in use.free)
-    if use.num_own >= min_workers or (use.num_own + fitting >= min_workers and not is_late):
+    if use.num_own + fitting >= min_workers and not is_late:
         return None
+    if use.num_own >= min_workers:
+        return (
+            f"waiting for workers to start: {use.num_own} have their resources. Nodes may be installing the "
+            "runtime_env or loading modules; /tmp/ray/session_latest/logs on them has errors."
+        )
     wanted = f"min_workers={min_workers} workers of {_amounts(needs, needs)}"
     if use.num_own + fitting >= min_workers:
         return f"waiting for Ray: {wanted} fit, but Ray has not started them. It may reserve resources for another job."

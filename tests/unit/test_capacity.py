@@ -43,6 +43,8 @@ def test_a_run_that_waits_names_what_it_lacks_and_who_holds_it() -> None:
     assert explained([node], [{}], num_own=2) == ""
     late = explained([node], [node], is_late=True)
     assert late.startswith("waiting for Ray: min_workers=2 workers of CPU=2, GPU=1 fit")
+    late = explained([node], [{}], num_own=2, is_late=True)
+    assert late.startswith("waiting for workers to start: 2 have their resources. Nodes may be installing")
     assert explained([], []).startswith("waiting for nodes: no node has resources_per_worker CPU=2")
     drained = explained([{"CPU": 8.0, "GPU": 1.0}], [], num_draining=1)
     assert drained.startswith("waiting for nodes: 1 workers of ") and drained.endswith("(1 nodes are being drained)")
