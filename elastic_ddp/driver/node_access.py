@@ -18,8 +18,10 @@ from elastic_ddp.storage.errors import suggest_fix
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.user_code import import_failure
 
-ANSWERS_WITHIN_S = 60.0
-"""How long a node may take to start a process that checks its access."""
+ANSWERS_WITHIN_S = 120.0
+"""How long a node may take to start a process that checks its access: loading torch from a new cloud disk is slow."""
+NOTE_AFTER_S = 10.0
+"""When the driver prints that it waits for nodes."""
 INSTALLS_WITHIN_S = 600.0
 """The same if Ray may have to install packages first."""
 
@@ -58,6 +60,7 @@ def probe_nodes(
     files: Sequence[DataFile],
     *,
     timeout_s: float = ANSWERS_WITHIN_S,
+    note: Callable[[str], None] = print,
 ) -> list[NodeAccess]:
     """Returns what nodes report about their access. Nodes that leave the cluster meanwhile are left out.
 
@@ -69,6 +72,7 @@ def probe_nodes(
         session: any unique text.
         files: the files to read.
         timeout_s: how long to wait for all nodes together, in seconds.
+        note: prints a line.
 
     Raises:
         ConfigError: a node lacks this package or another module.
@@ -79,7 +83,11 @@ def probe_nodes(
         on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
         options = task.options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
         pending[options.remote(address, storage.uri, session, files)] = node_id
-    done, late = ray.wait(list(pending), num_returns=len(pending), timeout=timeout_s)
+    done, late = ray.wait(list(pending), num_returns=len(pending), timeout=min(NOTE_AFTER_S, timeout_s))
+    if late and timeout_s > NOTE_AFTER_S:
+        names = shorten([nodes[pending[reference]] for reference in late], 8)
+        note(f"waiting up to {timeout_s:g} s for {names} to check the access to data and storage")
+        done, late = ray.wait(list(pending), num_returns=len(pending), timeout=timeout_s - NOTE_AFTER_S)
     reports = []
     for reference in done:
         try:
@@ -163,7 +171,7 @@ def check_nodes(
         return
     may_install = bool(set(ray.get_runtime_context().runtime_env) - {"env_vars"})
     timeout_s = INSTALLS_WITHIN_S if may_install else ANSWERS_WITHIN_S
-    reports = probe_nodes(others, storage, session, files, timeout_s=timeout_s)
+    reports = probe_nodes(others, storage, session, files, timeout_s=timeout_s, note=note)
     if (problem := explain_access(reports)) is not None:
         raise (ConfigError if any(report.storage for report in reports) else DataError)(problem)
     if late := [report.node for report in reports if not report.has_answered]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ from elastic_ddp.data.files import DataFile, list_files
 from elastic_ddp.data.index import build_index
 from elastic_ddp.data.map_style import index_in_memory
 from elastic_ddp.driver import node_access
-from elastic_ddp.driver.node_access import NodeAccess, check_nodes, explain_access, nodes_for_workers
+from elastic_ddp.driver.node_access import NodeAccess, check_nodes, explain_access, nodes_for_workers, probe_nodes
 from elastic_ddp.errors import ConfigError, DataError
 from elastic_ddp.storage.storage import Storage
 
@@ -150,6 +151,24 @@ def test_a_run_does_not_start_with_a_node_that_lacks_storage_or_data(check: Any)
 def test_a_silent_node_is_noted_and_is_an_error_if_there_is_no_other(check: Any) -> None:
     silent = [NodeAccess(OTHER, has_answered=False)]
     (line,) = check([node(HEAD, CPU=1.0), node(OTHER, CPU=1.0)], silent)
-    assert f"Ray started no process within 60 s on {OTHER}" in line
+    assert f"Ray started no process within 120 s on {OTHER}" in line
     with pytest.raises(ConfigError, match=f"no process .* {OTHER}.* Repair the node"):
         check([node(HEAD, CPU=0.0), node(OTHER, CPU=1.0)], silent)
+
+
+def test_a_driver_that_waits_for_nodes_prints_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def wait(references: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        waits.append(timeout)
+        return ([], references) if len(waits) == 1 else (references, [])
+
+    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda address, *_: address))
+    monkeypatch.setattr(node_access.ray, "remote", lambda _: task)
+    monkeypatch.setattr(node_access.ray, "wait", wait)
+    monkeypatch.setattr(node_access.ray, "get", NodeAccess)
+    printed: list[str] = []
+    nodes = {"0" * 56: OTHER}
+    assert probe_nodes(nodes, Storage(tmp_path), "today", [], note=printed.append) == [NodeAccess(OTHER)]
+    assert printed == [f"waiting up to 120 s for {OTHER} to check the access to data and storage"]
+    assert sum(waits) == 120.0
