@@ -10,15 +10,17 @@ from elastic_ddp.errors import ConfigError
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CREDENTIAL = re.compile(
-    r"(^|_)(SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|APIKEY|CONNECTION_STRING|(API|ACCESS|SECRET|PRIVATE|ACCOUNT)_KEY)"
+    r"(^|_)(SECRET|TOKEN(?!_(IDS?|COUNT|LENGTH|LIMIT|SIZE)(_|$))|PASSWORD|PASSWD|PASSPHRASE|APIKEY|CONNECTION_STRING"
+    r"|(API|ACCESS|SECRET|PRIVATE|ACCOUNT)_KEY)"
     r"(_|$)(?!.*(FILE|PATH|DIR|URI|URL)$)",
     re.IGNORECASE,
 )
 """Names of variables whose value is a credential, and not where one is kept."""
 _IN_URI = re.compile(
-    r"://[^/?#\s@]*:[^/?#\s@]+@|https?://[^/?#\s@]+@|[?&](sig|X-Amz-Signature|X-Goog-Signature)=", re.IGNORECASE
+    r"://[^/?#\s@]*:[^/?#\s@]+@|https?://[^/?#\s@]+@|[?&]([\w-]*[_-])?(sig|signature|token|api_?key)=",
+    re.IGNORECASE,
 )
-"""A password or token before the host of a URI, or a signature after its path."""
+"""A password or token before the host of a URI, or a signature or token after its path."""
 _USE_INSTEAD = (
     "Give nodes credentials by a role of the machine, by files such as ~/.aws/credentials, or by the environment of "
     "`ray start`"

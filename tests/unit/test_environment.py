@@ -61,6 +61,7 @@ def test_a_credential_in_env_is_refused_and_the_error_does_not_show_it(name: str
     [
         ("NCCL_SOCKET_IFNAME", "=eth0"),
         ("TOKENIZERS_PARALLELISM", "false"),
+        ("PAD_TOKEN_ID", "0"),
         ("AWS_WEB_IDENTITY_TOKEN_FILE", "/var/run/token"),
         ("GOOGLE_APPLICATION_CREDENTIALS", "/etc/key.json"),
         ("HTTP_PROXY", "http://proxy:3128"),
@@ -83,9 +84,16 @@ def test_a_password_in_the_address_of_storage_or_data_is_refused_and_not_shown()
         with pytest.raises(ConfigError, match="credential") as caught:
             refused()
         assert SECRET not in str(caught.value)
-    for signed in ("https://host/a.parquet?X-Amz-Signature=1", "abfs://c@a.dfs.core.windows.net/x?sv=1&sig=2"):
-        assert has_credential(signed)
-    for plain in ("s3://bucket/a@b:c", "sftp://user@host/a", "git+ssh://git@github.com/a/b", "/data/a:b@c", "a@b"):
+    for query in ("X-Amz-Signature=1", "sv=1&sig=2", "AWSAccessKeyId=a&Signature=b", "token=c", "a=b&access_token=d"):
+        assert has_credential(f"https://host/a.parquet?{query}")
+    for plain in (
+        "https://host/a?design=1",
+        "s3://bucket/a@b:c",
+        "sftp://user@host/a",
+        "git+ssh://git@github.com/a/b",
+        "/data/a:b@c",
+        "a@b",
+    ):
         assert not has_credential(plain)
 
 
