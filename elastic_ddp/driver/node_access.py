@@ -14,6 +14,7 @@ from elastic_ddp.config.run_config import RunConfig
 from elastic_ddp.data.access import announce, check_data, check_storage
 from elastic_ddp.data.files import DataFile
 from elastic_ddp.errors import ConfigError, DataError, ElasticDDPError, format_exception, shorten
+from elastic_ddp.ray_internals.this_job import COPIES
 from elastic_ddp.storage.errors import suggest_fix
 from elastic_ddp.storage.storage import Storage
 from elastic_ddp.user_code import import_failure
@@ -169,6 +170,11 @@ def check_nodes(
     others = {node_id: address for node_id, address in suitable.items() if address != here}
     if not others:
         return
+    if copied := next((file.path for file in files if COPIES in file.path), None):
+        raise DataError(
+            f"{copied} is in a copy of the working directory, of which each node has its own. Use a bucket, or the "
+            "absolute path of a folder that all nodes share."
+        )
     may_install = bool(set(ray.get_runtime_context().runtime_env) - {"env_vars"})
     timeout_s = INSTALLS_WITHIN_S if may_install else ANSWERS_WITHIN_S
     reports = probe_nodes(others, storage, session, files, timeout_s=timeout_s, note=note)

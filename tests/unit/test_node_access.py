@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,7 +120,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     context: Any = type("Context", (), {"runtime_env": {}})
     monkeypatch.setattr(node_access.ray, "get_runtime_context", lambda: context)
 
-    def check(nodes: list[dict[str, Any]], reports: list[NodeAccess]) -> list[str]:
+    def check(nodes: list[dict[str, Any]], reports: list[NodeAccess], files: Sequence[DataFile] = ()) -> list[str]:
         probed: list[str] = []
 
         def probe(nodes: dict[str, str], *_: Any, **__: Any) -> list[NodeAccess]:
@@ -128,7 +129,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(node_access, "probe_nodes", probe)
         printed: list[str] = []
-        check_nodes(Storage(tmp_path), "today", [], printed.append, nodes=nodes, config=config)
+        check_nodes(Storage(tmp_path), "today", files, printed.append, nodes=nodes, config=config)
         assert probed == [report.node for report in reports]
         return printed
 
@@ -146,6 +147,16 @@ def test_a_run_does_not_start_with_a_node_that_lacks_storage_or_data(check: Any)
         check(nodes, [NodeAccess(OTHER, storage="no storage")])
     with pytest.raises(DataError, match="no data"):
         check(nodes, [NodeAccess(OTHER, data="no data")])
+
+
+def test_data_in_rays_copy_of_the_working_directory_is_refused_on_several_nodes(check: Any) -> None:
+    """Each node extracts the copy at another time, so its files would count as changed."""
+    copied = DataFile(
+        "/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/data/a.parquet", 1, "mtime_ns=1"
+    )
+    assert check([node(HEAD, CPU=1.0)], [], [copied]) == []
+    with pytest.raises(DataError, match=r"a\.parquet is in a copy of the working directory"):
+        check([node(HEAD, CPU=1.0), node(OTHER, CPU=1.0)], [], [copied])
 
 
 def test_a_silent_node_is_noted_and_is_an_error_if_there_is_no_other(check: Any) -> None:
