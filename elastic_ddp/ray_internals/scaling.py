@@ -5,18 +5,25 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ReservedResources, ResourceDict
-from ray.train.v2._internal.execution.scaling_policy import ScalingDecision, autoscaling_coordinator_client, elastic
+from ray.train.v2._internal.execution.scaling_policy import (
+    ResizeDecision,
+    ScalingDecision,
+    autoscaling_coordinator_client,
+    elastic,
+)
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
+from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerGroupState
 from ray.train.v2.api.config import ScalingConfig
 
 from elastic_ddp.config.capacity import workers_that_fit
+from elastic_ddp.ray_internals.cluster_use import free_resources
 
 REQUEST_INTERVAL_S, REQUEST_EXPIRY_S = 5, 15
 """How often a run renews its request for resources, and for how long Ray keeps them reserved. With Ray's defaults of
@@ -76,6 +83,10 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
     avoid: frozenset[str] = frozenset()
     num_avoided = 0
     """Workers that fit on the nodes to avoid."""
+    _free: Mapping[str, ResourceDict] | None = None
+    """What is free on each node, while the size of a group is decided after one that has not started."""
+    _has_tried = False
+    """Whether a group was to start, and none has run since."""
 
     def __init__(self, scaling_config: ScalingConfig) -> None:
         values = {field.name: getattr(scaling_config, field.name) for field in dataclasses.fields(scaling_config)}
@@ -103,7 +114,19 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
                     self._requester_id, recompute=True
                 )
                 ray.get(refresh, timeout=RESERVATION_TIMEOUT_S)
-        return super().make_decision_for_non_running_worker_group()
+        self._free = free_resources() if self._has_tried else None
+        try:
+            decision = super().make_decision_for_non_running_worker_group()
+        finally:
+            self._free = None
+        self._has_tried = self._has_tried or isinstance(decision, ResizeDecision)
+        return decision
+
+    def make_decision_for_running_worker_group(
+        self, worker_group_state: WorkerGroupState, worker_group_status: WorkerGroupPollStatus
+    ) -> ScalingDecision:
+        self._has_tried = False
+        return super().make_decision_for_running_worker_group(worker_group_state, worker_group_status)
 
     def _get_reserved_resources(self) -> ReservedResources | None:
         reserved: ReservedResources | None = super()._get_reserved_resources()
@@ -116,8 +139,17 @@ class LimitedScalingPolicy(ElasticScalingPolicy):
         return min(self.limit, super()._get_num_workers_for_resource_request()) + self.num_avoided
 
     def _count_possible_workers(self, reserved_resources: ReservedResources) -> int:
-        usable = [resources for node, resources in reserved_resources.items() if node not in self.avoid]
+        usable = [self._free_part(node, each) for node, each in reserved_resources.items() if node not in self.avoid]
         return min(self.limit, self._count_workers(usable))
+
+    def _free_part(self, node: str, reserved: ResourceDict) -> ResourceDict:
+        """Returns what is free of a node's resources: Ray reserves also what actors of other jobs hold.
+
+        A group of too many workers does not start, and Ray Train would try the same number again.
+        """
+        if self._free is None or node not in self._free:
+            return reserved
+        return {name: min(amount, self._free[node].get(name, 0.0)) for name, amount in reserved.items()}
 
     def _count_workers(self, nodes: Iterable[ResourceDict]) -> int:
         """Returns how many workers fit. Ray Train divides floats, so that 2 CPUs hold 4 workers of 0.4 CPUs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -94,6 +95,7 @@ def coordinator(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
         autoscaling_coordinator_client, "get_or_create_autoscaling_coordinator", mock.Mock(return_value=coordinator)
     )
     monkeypatch.setattr("ray.get", mock.Mock(return_value={"one": CPU}))
+    monkeypatch.setattr("elastic_ddp.ray_internals.scaling.free_resources", lambda: {"one": CPU})
     return coordinator
 
 
@@ -114,6 +116,25 @@ def test_ray_refreshes_its_view_of_the_cluster_before_a_group_starts(coordinator
     assert coordinator.get_reserved_resources.remote.mock_calls == queries
     policy.make_decision_for_non_running_worker_group()
     assert coordinator.get_reserved_resources.remote.mock_calls == queries, "it was refreshed a moment ago"
+
+
+def test_a_group_that_did_not_start_is_tried_with_the_workers_for_which_resources_are_free(
+    coordinator: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray reserves what actors of other jobs hold as well."""
+    nodes = {"one": {"CPU": 2.0, "GPU": 1.0}, "two": {"CPU": 2.0}, "new": {"CPU": 1.0}}
+    monkeypatch.setattr("ray.get", mock.Mock(return_value=nodes))
+    free = {"one": {"CPU": 1.0}, "two": {"memory": 1.0}}
+    monkeypatch.setattr("elastic_ddp.ray_internals.scaling.free_resources", lambda: free)
+    policy = a_policy()
+    sizes = [policy.make_decision_for_non_running_worker_group() for _ in range(3)]
+    assert [size.num_workers for size in sizes if isinstance(size, ResizeDecision)] == [4, 2, 2]
+    monkeypatch.setattr(policy, "_latest_monitor_time", time.monotonic())
+    policy.make_decision_for_running_worker_group(
+        worker_group_state=mock.Mock(start_time=0.0), worker_group_status=None
+    )
+    again = policy.make_decision_for_non_running_worker_group()
+    assert isinstance(again, ResizeDecision) and again.num_workers == 4, "what is free is known late after a failure"
 
 
 def a_policy(**scaling: Any) -> LimitedScalingPolicy:
