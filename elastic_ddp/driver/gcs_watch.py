@@ -6,6 +6,7 @@ itself, and the driver with it, if the GCS is not back within a minute.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -56,7 +57,9 @@ class GcsWatch:
         self._contacted_at, was_away = now, self.is_away
         try:
             self._contact(self.address)
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # this process has too many open files
+                return None
             self.is_away, self.is_lost = True, now - self._responded_at >= self.patience_s
         else:
             self.is_away, self._responded_at = False, now

@@ -43,6 +43,7 @@ from elastic_ddp.driver.node_access import check_nodes
 from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError, DataError, NonFiniteError, StorageError, TrainFunctionError
 from elastic_ddp.ray_internals import check_ray_version
+from elastic_ddp.ray_internals.nodes import draining_nodes
 from elastic_ddp.ray_internals.this_job import record_run, this_job
 from elastic_ddp.rendezvous.actor import RendezvousHandle
 from elastic_ddp.rendezvous.messages import RendezvousOptions
@@ -215,7 +216,9 @@ class ElasticTrainer:
                 job = replace(job, index=job.index.share())
             with self._collect_ray_messages():
                 files = files_to_check(job.index, self._storage)
-                check_nodes(self._storage, lease.session, files, print_note, nodes=ray.nodes(), config=self.config)
+                draining = draining_nodes()  # on which Ray starts no task and no worker
+                nodes = [node for node in ray.nodes() if node["NodeID"] not in draining]
+                check_nodes(self._storage, lease.session, files, print_note, nodes=nodes, config=self.config)
                 return self._run_session(job, resume_from, lease, started_at, snapshot_folder)
 
     def _run_session(

@@ -72,7 +72,7 @@ def test_a_machine_that_is_switched_on_joins_the_run(cluster: Cluster, calm: Sum
 
 
 def test_the_example_trains_on_all_machines(both: Cluster) -> None:
-    """The guide's command, with the folder that these machines share."""
+    """The default job, with the folder that these machines share, without a job server."""
     line = f"cd elastic_ddp && python examples/train.py --workers 1:2 --storage {SHARED}/runs --steps 60"
     printed = both.laptop(f"ray exec cluster/onprem.yaml '{line}'")
     facts = jobs.summary(both.site.shared, "gpt")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import socket
 
 import pytest
@@ -51,6 +53,16 @@ def test_a_gcs_that_does_not_return_is_lost_before_ray_ends_its_processes() -> N
     assert gcs.watch.is_lost and not gcs.watch.is_over, "there is time for a commit"
     gcs.check_until(55)
     assert gcs.watch.is_over
+
+
+def test_a_driver_with_too_many_open_files_does_not_count_as_a_lost_gcs() -> None:
+    def fail(address: str) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    now = itertools.count(step=10.0)
+    watch = GcsWatch("10.0.0.1:6379", fail, lambda: next(now))
+    assert [watch.check() for _ in range(10)] == [None] * 10
+    assert not watch.is_away and not watch.is_lost
 
 
 def test_a_longer_timeout_of_ray_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
