@@ -186,7 +186,7 @@ def test_each_node_reports_whether_it_sees_the_data_and_the_storage(calm: ed.Run
     nodes = {ray.get_runtime_context().get_node_id(): here, "0" * 56: "203.0.113.9"}  # the second has left
 
     assert probe_nodes(nodes, storage, session, files) == [NodeAccess(here)]
-    (report,) = probe_nodes(nodes, storage, "another session", [missing])
+    (report,) = probe_nodes(nodes, storage, "another-session", [missing])
     assert f"node {here} does not see storage=" in report.storage
     assert f"node {here} cannot read {missing.path}: " in report.data
     (late,) = probe_nodes(nodes, storage, session, files, timeout_s=0.0)
