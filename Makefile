@@ -30,7 +30,7 @@ chaos: $(VENV)/.installed-dev ## more faults than `make test` injects
 s3: $(VENV)/.installed-dev ## commits on a real S3 server, Ceph's from Debian's packages, which it starts and ends
 	$(VENV)/bin/python -m pytest tests/s3 -m s3 $(ARGS)
 
-hosts: $(VENV)/.installed-dev ## the guide to clusters, word for word, on machines made of namespaces
+hosts: $(VENV)/.installed-dev ## the guide to clusters over ssh, on machines made of namespaces
 	$(VENV)/bin/python -m pytest tests/chaos/test_own_machines.py -m chaos --durations=0 --durations-min=1 -rP $(ARGS)
 
 compat: ## the unit tests and a short elastic run with the oldest and the newest versions, 6 GB each in .venv-compat-*

@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from elastic_ddp.cli.output import console, plural, table
+from elastic_ddp.config.environment import check_uri_is_public
 from elastic_ddp.storage.storage import Storage
 
 if TYPE_CHECKING:
@@ -28,13 +29,15 @@ def doctor(
 ) -> None:
     """Check a cluster before a run: from versions and clocks to the speed of links and devices.
 
-    Call it on any node. It uses no CPU or GPU of Ray's, and leaves GPUs alone that a process uses. The exit status is 1
+    Call it on any node. It reserves no resources in Ray, and does not touch GPUs that are in use. The exit status is 1
     if a check fails; warnings do not change it.
     """
     from elastic_ddp.doctor.checks import judge  # imports torch
     from elastic_ddp.doctor.cluster import examine
     from elastic_ddp.driver.cluster import connect
 
+    if data is not None:
+        check_uri_is_public(data, "--data")
     folder = None if storage is None else Storage(storage)
     connect()
     err = console(stderr=True)

@@ -21,10 +21,10 @@ from elastic_ddp.user_code import import_failure
 
 ANSWERS_WITHIN_S = 120.0
 """How long a node may take to start a process that checks its access: loading torch from a new cloud disk is slow."""
-NOTE_AFTER_S = 10.0
-"""When the driver prints that it waits for nodes."""
 INSTALLS_WITHIN_S = 600.0
 """The same if Ray may have to install packages first."""
+NOTE_AFTER_S = 10.0
+"""When the driver prints that it waits for nodes."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Machines made of namespaces: each has its own network, processes, /tmp, /dev/shm and ssh server, and one CPU.
 
-For tests that follow the documentation of clusters word for word. Commands run as a user without root, on a `laptop`
+For tests that follow the documentation of clusters. Commands run as a user without root, on a `laptop`
 that reaches the other machines by ssh only. All machines share one folder. Needs root, and Debian's openssh-server and
 rsync.
 """

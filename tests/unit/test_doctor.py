@@ -23,6 +23,7 @@ from elastic_ddp.doctor.cluster import node_names, sample
 from elastic_ddp.doctor.facts import Cluster, Group, Link, Reduced, Token
 from elastic_ddp.doctor.gather import find_token, gather, list_gpus
 from elastic_ddp.doctor.measure import Network, matmul_speeds, pairs, read_speed, write_speed
+from elastic_ddp.errors import ConfigError
 from elastic_ddp.storage.storage import Storage
 from tests.ranks import run_ranks
 from tests.unit.doctor_facts import BAD, NAMES, cluster, with_node
@@ -169,6 +170,12 @@ def doctor(monkeypatch: pytest.MonkeyPatch) -> Any:
         return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200"})
 
     return run
+
+
+def test_a_password_in_the_address_of_the_data_is_refused_and_not_printed(doctor: Any) -> None:
+    done = doctor(cluster(), "--json", "--data", "sftp://user:hunter2@host/train/")
+    assert done.exit_code == 1 and isinstance(done.exception, ConfigError)
+    assert "hunter2" not in done.output + str(done.exception)
 
 
 def test_the_command_prints_a_table_and_succeeds_without_a_failure(doctor: Any) -> None:
