@@ -135,6 +135,26 @@ class StepsCompleted(TrainingEvent, event="steps"):
     """Rank 0's account of the generation so far."""
 
 
+class PhasesMeasured(TrainingEvent, event="phases"):
+    """Where the time of the steps since the last event of this kind went. Rank 0 reports it.
+
+    Lists have one value for each rank, in the order of ranks.
+    """
+
+    step: int
+    """Steps done since the start of the run, up to the last step measured."""
+    num_steps: int
+    """Number of steps measured."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase in one step, averaged over steps and ranks. Together they are the duration of a step."""
+    work_s: list[float] = field(default_factory=list)
+    """Seconds of one step that a rank did not spend on communication: those differ if a rank is slow."""
+    memory_bytes: list[int] | None = None
+    """Most GPU memory that tensors of a rank used in these steps; null on CPUs."""
+    utilization: list[float | None] | None = None
+    """Share of the time in which a rank's GPU was busy, from 0 to 1, as NVML has it; null without NVML."""
+
+
 class StepSkipped(TrainingEvent, event="step_skipped"):
     """A step left model, optimizers and schedulers unchanged. Rank 0 reports it."""
 
