@@ -9,13 +9,17 @@ from typing import Any
 from elastic_ddp.errors import ConfigError
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_CREDENTIAL = re.compile(
-    r"(^|_)(SECRET|TOKEN(?!_(IDS?|COUNT|LENGTH|LIMIT|SIZE)(_|$))|PASSWORD|PASSWD|PASSPHRASE|APIKEY|CONNECTION_STRING"
-    r"|(API|ACCESS|SECRET|PRIVATE|ACCOUNT)_KEY)"
-    r"(_|$)(?!.*(FILE|PATH|DIR|URI|URL)$)",
-    re.IGNORECASE,
-)
-"""Names of variables whose value is a credential, and not where one is kept."""
+_SECRETS = {"SECRET", "SECRETS", "CREDENTIAL", "CREDENTIALS", "PASSPHRASE", "AUTHORIZATION"}
+"""A name of a variable with one of these words has a credential."""
+_SECRET_ENDINGS = ("PASSWORD", "PASSWORDS", "PASSWD", "PWD", "TOKEN", "APIKEY", "ACCESSKEY", "SECRETKEY")
+"""As `_SECRETS`, also at the end of a word: PGPASSWORD."""
+_KEYS = {"API", "ACCESS", "ACCOUNT", "AUTH", "ENCRYPTION", "MASTER", "PRIVATE", "SIGNING", "SSH", "STORAGE"}
+"""Words that make a credential of KEY after them."""
+_OF_A_TOKENIZER = {"ID", "IDS", "COUNT", "LENGTH", "LIMIT", "SIZE"}
+"""Words that make TOKEN before them a part of a text."""
+_PLACES = ("FILE", "PATH", "DIR", "URI", "URL", "NAME", "ARN")
+"""A name with this end says where a credential is kept."""
+_SWITCHES = {"", "0", "1", "true", "false", "yes", "no", "on", "off"}
 _IN_URI = re.compile(
     r"://[^/?#\s@]*:[^/?#\s@]+@|https?://[^/?#\s@]+@|[?&]([\w-]*[_-])?(sig|signature|token|api_?key)=",
     re.IGNORECASE,
@@ -30,6 +34,24 @@ _USE_INSTEAD = (
 def has_credential(text: str) -> bool:
     """Returns whether a URI in this text has a password, a token or a signature in it."""
     return _IN_URI.search(text) is not None
+
+
+def _is_credential(name: str, value: str) -> bool:
+    """Returns whether the name of a variable says that its value is a credential, and not where one is kept."""
+    words = name.upper().split("_")
+    if words[-1].endswith(_PLACES) or words in (["PWD"], ["OLDPWD"]) or value.lower() in _SWITCHES:
+        return False
+    if words[-1] == "CREDENTIALS" and value.startswith("/"):  # the file of GOOGLE_APPLICATION_CREDENTIALS
+        return False
+    if words[-1] == "PASS" and len(words) > 1:
+        return True
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        is_secret = word in _SECRETS or word.endswith(_SECRET_ENDINGS)
+        if is_secret and not (word == "TOKEN" and following in _OF_A_TOKENIZER):
+            return True
+        if (word in _KEYS and following == "KEY") or (word == "CONNECTION" and following == "STRING"):
+            return True
+    return False
 
 
 def check_env(env: Any) -> Any:
@@ -48,7 +70,7 @@ def check_env(env: Any) -> Any:
             )
         if not isinstance(value, str) or "\0" in value:
             raise ValueError(f'env.{name}: give text in quotes without NUL characters, such as {name} = "1"')
-        if _CREDENTIAL.search(name) or has_credential(value):
+        if _is_credential(name, value) or has_credential(value):
             raise ValueError(f"env.{name} looks like a credential, and Ray writes env to its logs. {_USE_INSTEAD}")
     return dict(env)
 

@@ -19,8 +19,8 @@ from elastic_ddp.ray_internals import ANSWERS_WITHIN_S, RAY_VERSION, is_local, u
 
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _FORWARD = (
-    "Run the command on the head, or forward the dashboard's port (`ray dashboard CLUSTER.yaml`) and set "
-    f"{_ADDRESS}=http://127.0.0.1:8265."
+    "Run the command on the head, or forward the head's port 8265 to this machine, with `ssh -L`, `kubectl "
+    f"port-forward` or `ray dashboard CLUSTER.yaml`, and set {_ADDRESS}=http://127.0.0.1:8265."
 )
 
 

@@ -48,7 +48,25 @@ def test_variables_that_cannot_be_set_are_refused(env: Any, message: str) -> Non
 
 @pytest.mark.parametrize(
     "name",
-    ["AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "HF_TOKEN", "WANDB_API_KEY", "DB_PASSWORD", "openai_api_key"],
+    [
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SESSION_TOKEN",
+        "HF_TOKEN",
+        "NGROK_AUTHTOKEN",
+        "WANDB_API_KEY",
+        "openai_api_key",
+        "DB_PASSWORD",
+        "DB_PASSWD",
+        "DB_PASS",
+        "PGPASSWORD",
+        "MYSQL_PWD",
+        "SMTP_USER_CREDENTIALS",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "CLIENT_SECRETS",
+        "AZURE_STORAGE_KEY",
+        "AZURE_STORAGE_CONNECTION_STRING",
+    ],
 )
 def test_a_credential_in_env_is_refused_and_the_error_does_not_show_it(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"env\.{name} looks like a credential, .*a role of the machine") as caught:
@@ -61,7 +79,14 @@ def test_a_credential_in_env_is_refused_and_the_error_does_not_show_it(name: str
     [
         ("NCCL_SOCKET_IFNAME", "=eth0"),
         ("TOKENIZERS_PARALLELISM", "false"),
-        ("PAD_TOKEN_ID", "0"),
+        ("PAD_TOKEN_ID", "128001"),
+        ("MAX_TOKENS", "4096"),
+        ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"),
+        ("NCCL_ALGO", "Ring"),
+        ("RAY_AUTH_TOKEN_PATH", "/home/ray/token"),
+        ("PWD", "/work"),
+        ("MONKEY", "a"),
+        ("SORT_KEY", "a"),
         ("AWS_WEB_IDENTITY_TOKEN_FILE", "/var/run/token"),
         ("GOOGLE_APPLICATION_CREDENTIALS", "/etc/key.json"),
         ("HTTP_PROXY", "http://proxy:3128"),

@@ -90,7 +90,8 @@ def test_a_dashboard_that_listens_on_the_head_only_is_an_error_elsewhere(
     gcs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "is_local", lambda host: False)
-    with pytest.raises(ConfigError, match=r"of the head only.*`ray dashboard CLUSTER\.yaml`.*RAY_API_SERVER_ADDRESS"):
+    ways = r"forward the head's port 8265 .*`ssh -L`, `kubectl port-forward` or `ray dashboard CLUSTER\.yaml`"
+    with pytest.raises(ConfigError, match=rf"of the head only.*{ways}.*RAY_API_SERVER_ADDRESS"):
         connect_to_jobs()
 
 
