@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import importlib
 import importlib.util
 import io
@@ -25,16 +24,17 @@ from rich.text import Text
 
 from elastic_ddp.cli import checkpoints
 from elastic_ddp.cli.doctor import doctor
+from elastic_ddp.cli.events import events
 from elastic_ddp.cli.live_run import LiveRun, get_run
 from elastic_ddp.cli.output import console, format_time, plural, table
+from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
 from elastic_ddp.cli.run_summary import render
 from elastic_ddp.cli.submit import logs, stop_submitted, submit
 from elastic_ddp.cli.undrain import undrain
+from elastic_ddp.cli.watch import watch
 from elastic_ddp.config.run_config import RunConfig, read_toml
 from elastic_ddp.errors import ConfigError, ElasticDDPError, format_exception, printable
-from elastic_ddp.storage.lease import find_holder
-from elastic_ddp.storage.storage import Storage
-from elastic_ddp.telemetry import read_ledger, summarize
+from elastic_ddp.telemetry import summarize
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(checkpoints.app, name="checkpoints")
@@ -260,25 +260,23 @@ def stop(run: LiveRun) -> None:
 
 
 @app.command()
-def show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, <storage>/<name>.")],
-    as_json: AsJson = False,
-) -> None:
+def show(run: RecordedRun, as_json: AsJson = False) -> None:
     """Show the record of a run.
 
     It has the progress, the time, the generations and the hashes of the run. The command needs no cluster.
     """
-    storage = Storage(run)
-    summary = summarize(read_ledger(storage), storage=storage.uri)
-    if not summary["sessions"]:
-        matches = [str(path) for path in Path().glob(f"*/{glob.escape(run)}") if read_ledger(Storage(path))]
-        raise ConfigError(f"{run}: there is no run in this folder. Use {' or '.join(matches) or '<storage>/<name>'}.")
-    if summary["status"] == "unfinished" and (driver := find_holder(storage)) is not None and driver.is_alive():
+    ledger = RunLedger(run)
+    summary = summarize(ledger.read(), storage=ledger.storage.uri)
+    if summary["status"] == "unfinished" and ledger.has_live_driver():
         summary["status"] = "running"
     if as_json:
         print(json.dumps(summary, indent=1))
     else:
         console().print(render(summary))
+
+
+app.command()(events)
+app.command()(watch)
 
 
 def _load_function(reference: str, job: Path) -> Any:

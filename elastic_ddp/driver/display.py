@@ -7,12 +7,10 @@ from typing import Any
 
 from elastic_ddp.checkpoint import Commit
 from elastic_ddp.console import Tolerant
-from elastic_ddp.rendezvous.heartbeat import EXITED
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.telemetry import Progress, events
+from elastic_ddp.telemetry.description import WORKER_FAILED, describe_event
 from elastic_ddp.telemetry.event import Event
-
-WORKER_FAILED = "a worker failed"
 
 
 def print_note(text: str) -> None:
@@ -67,69 +65,3 @@ class RunDisplay(Progress):
             newest |= {name: self._newest[name] for name in ("step", "world_size")}
         numbers = {name: newest[name] for name in ("samples", "world_size")}
         self.update(newest["step"], loss=newest.get("loss"), state=self._phase, **numbers)
-
-
-def describe_event(event: Event) -> str | None:
-    """Returns the line that the driver prints for an event of the ledger, or None for most events."""
-    match event:
-        case events.GenerationStarted():
-            workers = "1 worker" if event.world_size == 1 else f"{event.world_size} workers"
-            return f"[step {event.first_step}] generation {event.generation} ({event.reason}): {workers}"
-        case events.GenerationFormed(standing_by=number) if number:
-            workers = "1 ready worker stands" if number == 1 else f"{number} ready workers stand"
-            return f"{workers} by: even_micro_batches allows {event.world_size}"
-        case events.CommitSucceeded():
-            return f"[step {event.step}] checkpoint committed in {event.seconds:.2f} s"
-        case events.CommitFailed():
-            return f"[step {event.step}] commit failed: {event.error.splitlines()[0]}"
-        case events.CommitSkipped():
-            return f"[step {event.step}] commit skipped: the previous one is still being written"
-        case events.CommitRejected():
-            return f"commit {event.key} skipped: {event.reason}"
-        case events.StepSkipped():
-            scale = "" if event.loss_scale is None else f"; the loss scale is now {event.loss_scale:g}"
-            return f"[step {event.step}] update skipped: {event.reason}{scale}"
-        case events.EvaluationFinished():
-            return f"[step {event.step}] {event.name} {event.loss:.4f}"
-        case events.HyperparametersDiffer():
-            used = (
-                "the values in the code are used from here on"
-                if event.uses_code
-                else "the saved values are used, because a commit of version 0.1.0 does not tell what the code said"
-            )
-            lines = [f"  {each['name']}: {_short(each['saved'])} -> {_short(each['now'])}" for each in event.changes]
-            return "\n".join(
-                [f"[step {event.step}] hyperparameters differ between the commit and the code; {used}:", *lines]
-            )
-        case events.WeightsLoaded():
-            differences = {"missing": event.missing, "unexpected": event.unexpected, "converted": event.converted}
-            counts = [f"{len(names)} {kind}" for kind, names in differences.items() if names]
-            source = event.uri if event.step is None else f"step {event.step} of {event.uri}"
-            return f"loaded weights from {', '.join([source, *counts])}"
-        case events.Warned():
-            return event.text
-        case events.WorkerFailed():
-            # A worker that reports this has only seen a connection break, perhaps to a worker whose function raised.
-            what = "a connection between workers broke" if event.reported_by else WORKER_FAILED
-            return f"generation {event.generation}: {what}: {event.error.splitlines()[0]}"
-        case events.WorkerLeft():
-            why = "it or its node is shutting down" if event.kind == "drain" else "the run was resized"
-            return f"a worker left: {why}"
-        case events.NewcomerFailed():
-            lines = event.error.rstrip().splitlines()
-            is_crash = event.error.startswith(EXITED)  # with its stack below; otherwise it can be a traceback
-            return f"a worker failed before it trained: {lines[0 if is_crash else -1]}"
-        case events.StartFailed():
-            return f"workers failed to start, trying again: {event.error.rstrip().splitlines()[-1]}"
-        case events.HangDetected():
-            return f"hang: no progress on any worker for {event.seconds:g} s; their stacks are in the ledger"
-        case events.RendezvousRestarted():
-            return "the rendezvous process was restarted; training continued"
-    return None
-
-
-def _short(value: Any) -> Any:
-    """Returns a hyperparameter with the first six digits of its numbers."""
-    if isinstance(value, list):
-        return f"[{', '.join(str(_short(item)) for item in value)}]"
-    return f"{value:.6g}" if isinstance(value, float) else value

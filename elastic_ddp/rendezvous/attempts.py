@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic_ddp.errors import ElasticDDPError, TrainFunctionError, WorkersFailedError
-from elastic_ddp.rendezvous.heartbeat import BEATS_PER_TIMEOUT, EXITED, IDLE_TIMEOUT_S, SILENT
+from elastic_ddp.rendezvous.heartbeat import BEATS_PER_TIMEOUT, IDLE_TIMEOUT_S, SILENT
 from elastic_ddp.rendezvous.members import FormedGeneration, Member
 from elastic_ddp.rendezvous.membership import Membership
+from elastic_ddp.telemetry.event import EXITED
 
 MAX_ATTEMPTS = 3
 """Number of failed generations in a row without progress after which the run ends."""

@@ -19,6 +19,7 @@ from contextlib import suppress
 
 from elastic_ddp.distributed.sockets import exempt
 from elastic_ddp.rendezvous.user_place import describe_crash
+from elastic_ddp.telemetry.event import EXITED
 
 BEATS_PER_TIMEOUT = 5
 IDLE_TIMEOUT_S = 60.0
@@ -31,7 +32,6 @@ REREAD_S = 0.1
 """How long to read heartbeats that arrived while the rendezvous was busy."""
 MAX_DUMP_BYTES = 1 << 16
 """How much of a crash's stacks is kept."""
-EXITED = "its process exited"
 SILENT = "no heartbeat"
 _STDERR = 2
 

@@ -3,8 +3,8 @@
 Open `events.py` first, then `ledger.py`.
 """
 
-from elastic_ddp.telemetry.ledger import Ledger, new_session, read_ledger
+from elastic_ddp.telemetry.ledger import Ledger, LedgerReader, new_session, read_ledger
 from elastic_ddp.telemetry.progress import Progress
 from elastic_ddp.telemetry.summary import summarize
 
-__all__ = ["Ledger", "Progress", "new_session", "read_ledger", "summarize"]
+__all__ = ["Ledger", "LedgerReader", "Progress", "new_session", "read_ledger", "summarize"]

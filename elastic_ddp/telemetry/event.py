@@ -15,6 +15,8 @@ RUN_ENDED, RUN_FAILED, PEER_FAILED = "the run ended", "the run failed", "a worke
 MEMBERSHIP_CHANGED, STATE_TRANSFERRED = "workers join or leave", "leaving workers transferred the state"
 STEP_REPEATS = "the loop ended with a step that repeats"
 """Reasons for which a generation ends."""
+EXITED = "its process exited"
+"""How a worker failed whose process has ended; its Python stacks may follow."""
 _FORMER_REASONS = {
     "worker lost": WORKER_FAILED,
     "a worker was lost": PEER_FAILED,

@@ -87,15 +87,41 @@ def read_ledger(storage: Storage) -> list[Event]:
 
     A line that is not valid JSON is skipped, with a warning unless it is the last of its segment, which may be torn.
     """
-    sessions: dict[str, list[Event]] = {}
-    for key in storage.list("ledger"):
-        if match := _SEGMENT.fullmatch(key):
-            sessions.setdefault(match["session"], []).extend(_parse(key, storage.read(key)))
-    for events in sessions.values():
-        # Not by time: the clock may be set back.
-        events.sort(key=lambda event: event.seq)
-    begun = sorted((events[0].time, session) for session, events in sessions.items() if events)
-    return [event for _, session in begun for event in sessions[session]]
+    return LedgerReader(storage).read()
+
+
+class LedgerReader:
+    """Reads the ledger of a run that may be live. Each call of `read` returns the events that are new since the last.
+
+    A new session that begins while an older one still has events is returned after them.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._complete: set[str] = set()
+        """Keys of segments that were read and will not change: there was a later one."""
+        self._begun: dict[str, float] = {}
+        self._num_read: dict[str, int] = {}
+        """Start of each session, and the number of its next event."""
+
+    def read(self) -> list[Event]:
+        """Returns the new events, in the order of `read_ledger`. Raises StorageError if the storage fails."""
+        segments: dict[str, list[str]] = {}
+        for key in sorted(self._storage.list("ledger")):
+            if match := _SEGMENT.fullmatch(key):
+                segments.setdefault(match["session"], []).append(key)
+        added: dict[str, list[Event]] = {}
+        for session, keys in segments.items():
+            unread = [key for key in keys if key not in self._complete]
+            known = self._num_read.get(session, 0)
+            events = [event for key in unread for event in _parse(key, self._storage.read(key)) if event.seq >= known]
+            self._complete.update(keys[:-1])
+            if events:
+                events.sort(key=lambda event: event.seq)  # not by time: the clock may be set back
+                added[session], self._num_read[session] = events, events[-1].seq + 1
+                self._begun.setdefault(session, events[0].time)
+        sessions = sorted(added, key=lambda session: (self._begun[session], session))
+        return [event for session in sessions for event in added[session]]
 
 
 def _parse(key: str, data: bytes) -> list[Event]:

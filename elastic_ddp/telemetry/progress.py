@@ -113,7 +113,7 @@ class Progress:
         else:
             facts.append(self._state)
         if self._total is not None and (steps_per_s := self._rate.steps_per_s):
-            facts.append(f"{_clock_face((self._total - self._step) / steps_per_s)} left")
+            facts.append(f"{clock_face((self._total - self._step) / steps_per_s)} left")
         return Text("  ".join(facts))
 
     def _line(self) -> Table:
@@ -156,7 +156,8 @@ class MovingRate:
         return (last[column] - first[column]) / (last[0] - first[0]) if last[0] > first[0] else None
 
 
-def _clock_face(seconds: float) -> str:
+def clock_face(seconds: float) -> str:
+    """Returns seconds such as `0:42` or `1:02:03`."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

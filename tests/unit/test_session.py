@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from elastic_ddp.driver import session as session_module
-from elastic_ddp.driver.display import WORKER_FAILED, RunDisplay, describe_event
+from elastic_ddp.driver.display import RunDisplay
 from elastic_ddp.driver.gcs_watch import GcsWatch
 from elastic_ddp.driver.session import Session
 from elastic_ddp.errors import ConfigError
@@ -24,6 +24,7 @@ from elastic_ddp.rendezvous.members import JoinRequest
 from elastic_ddp.rendezvous.messages import DriverUpdate
 from elastic_ddp.storage.lease import DriverLease
 from elastic_ddp.telemetry import Progress
+from elastic_ddp.telemetry.description import WORKER_FAILED, describe_event
 from elastic_ddp.telemetry.event import Event
 from elastic_ddp.telemetry.events import CommitSucceeded
 from elastic_ddp.telemetry.ledger import read_ledger

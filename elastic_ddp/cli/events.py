@@ -1,0 +1,90 @@
+"""`elastic-ddp events`: the ledger of a run, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from elastic_ddp.cli.output import console, format_time
+from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.telemetry.event import EVENTS, Event
+from elastic_ddp.telemetry.events import SessionEnded
+
+_POLL_S = 1.0
+_MAX_TEXT = 120
+
+
+def events(
+    run: RecordedRun,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Print events of this kind only, such as commit. May be repeated.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Print new events as well, until the session ends.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in each line.")] = False,
+) -> None:
+    """Print the events of a run's ledger.
+
+    Each line has the time, the kind and the fields of an event. Long texts are cut; --json prints them whole. The
+    command needs no cluster.
+    """
+    if unknown := [name for name in kind or () if name not in EVENTS]:
+        raise ConfigError(f"--kind {unknown[0]}: there is no event of this kind. Use one of {', '.join(EVENTS)}.")
+    ledger, out = RunLedger(run), console()
+    try:
+        for event in _follow(ledger) if follow else ledger.read():
+            if kind and event.event not in kind:
+                continue
+            if as_json:
+                print(json.dumps(_entry(event)), flush=True)
+            else:
+                out.print(_line(event), soft_wrap=True)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _follow(ledger: RunLedger) -> Iterator[Event]:
+    """Yields events until the newest session has ended, or its driver is dead."""
+    newest: Event | None = None
+    while True:
+        is_dead = ledger.has_dead_driver()  # before the last read
+        for event in ledger.read():
+            newest = event
+            yield event
+        if is_dead or isinstance(newest, SessionEnded):
+            return
+        time.sleep(_POLL_S)
+
+
+def _entry(event: Event) -> dict[str, Any]:
+    """Returns an event as it is in the ledger."""
+    return {"time": event.time, "seq": event.seq, **event.to_json(), "session": event.session}
+
+
+def _line(event: Event) -> str:
+    when = format_time(event.time if event.at is None else event.at)
+    fields = {name: value for name, value in event.to_json().items() if name not in ("event", "at")}
+    return f"{when}  {event.event:<16}  {_text(fields)}".rstrip()
+
+
+def _text(fields: Mapping[str, Any]) -> str:
+    """Returns fields as `name=value`; those that are null or empty are left out."""
+    return " ".join(f"{name}={_value(value)}" for name, value in fields.items() if value not in (None, "", [], {}))
+
+
+def _value(value: Any) -> str:
+    """Returns a value in one line of at most 120 characters."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        text = "{" + _text(value).replace(" ", ", ") + "}"
+    elif isinstance(value, list):
+        text = "[" + ", ".join(map(_value, value)) + "]"
+    else:
+        text = str(value)
+    lines = text.strip().splitlines() or [""]
+    return lines[0] if len(lines) == 1 and len(text) <= _MAX_TEXT else f"{lines[0][: _MAX_TEXT - 2]} …"

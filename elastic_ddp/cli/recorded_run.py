@@ -1,0 +1,45 @@
+"""The argument of commands that read a run's ledger, and the run that it names."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.storage.lease import find_holder
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry import LedgerReader, read_ledger
+from elastic_ddp.telemetry.event import Event
+
+RecordedRun = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, <storage>/<name>.")]
+
+
+class RunLedger:
+    """The ledger of the run in a folder. Raises ConfigError if there is no run."""
+
+    def __init__(self, run: str) -> None:
+        self.storage = Storage(run)
+        self._reader = LedgerReader(self.storage)
+        self._first = self._reader.read()
+        if not self._first:
+            matches = [str(path) for path in Path().glob(f"*/{glob.escape(run)}") if read_ledger(Storage(path))]
+            found = " or ".join(matches) or "<storage>/<name>"
+            raise ConfigError(f"{run}: there is no run in this folder. Use {found}.")
+
+    def read(self) -> list[Event]:
+        """Returns the events that are new since the last call."""
+        first, self._first = self._first, []
+        return first + self._reader.read()
+
+    def has_live_driver(self) -> bool:
+        """Whether the driver is known to be alive, which it is on its own host only."""
+        driver = find_holder(self.storage)
+        return driver is not None and bool(driver.is_alive())
+
+    def has_dead_driver(self) -> bool:
+        """Whether the driver is known to be dead, or has left the run."""
+        driver = find_holder(self.storage)
+        return driver is None or driver.is_alive() is False

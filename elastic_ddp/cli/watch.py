@@ -1,0 +1,44 @@
+"""`elastic-ddp watch`: a live view of a run on the terminal."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from elastic_ddp.cli.output import console
+from elastic_ddp.cli.recorded_run import RecordedRun, RunLedger
+from elastic_ddp.cli.watch_view import frame
+from elastic_ddp.telemetry.run_state import state_of
+
+_POLL_S = 1.0
+
+
+def watch(
+    run: RecordedRun,
+    once: Annotated[bool, typer.Option("--once", help="Print the view once.")] = False,
+) -> None:
+    """Watch a run on the terminal.
+
+    The view has the workers, the throughput and the loss over the same time, the phases of a step, the goodput, the
+    commits, the workers of each node, and the newest events. It is read from the run's ledger, so the command needs no
+    cluster. It ends with the run, or on Ctrl-C, which does not disturb the run.
+    """
+    ledger, out = RunLedger(run), console()
+    events = ledger.read()
+    if once or not out.is_terminal:
+        out.print(frame(events, time.time(), width=out.width, driver_is_dead=ledger.has_dead_driver()))
+        return
+    try:
+        with Live(console=out, auto_refresh=False, screen=False, vertical_overflow="crop") as live:
+            while True:
+                is_dead = ledger.has_dead_driver()  # before the last read
+                events += ledger.read()
+                live.update(frame(events, time.time(), width=out.width, driver_is_dead=is_dead), refresh=True)
+                if not state_of(events, driver_is_dead=is_dead).is_live:
+                    return
+                time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

@@ -1,0 +1,211 @@
+"""What `elastic-ddp watch` shows of a run: a pure function from the events of its ledger to a frame of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from elastic_ddp.cli.output import format_time, plural
+from elastic_ddp.cli.timeline import MARKS, Timeline, sparkline
+from elastic_ddp.telemetry import events, summarize
+from elastic_ddp.telemetry.description import describe_event
+from elastic_ddp.telemetry.event import Event
+from elastic_ddp.telemetry.progress import MovingRate, clock_face
+from elastic_ddp.telemetry.run_state import state_of
+
+E = TypeVar("E", bound=Event)
+
+_LABEL = 11
+_NUM_RECENT = 8
+_STYLES = {"training": "bold green", "finished": "bold green", "failed": "bold red"}
+_PHASE_STYLES = ("yellow", "green", "blue", "red", "magenta", "dim")
+_WINDOW_STEPS = 20
+"""Number of steps whose phases are shown."""
+
+
+def frame(ledger: Sequence[Event], now: float, *, width: int = 80, driver_is_dead: bool = False) -> RenderableType:
+    """Returns what to show of a run at a time.
+
+    Args:
+        ledger: events in the order of `read_ledger`, at least one.
+        now: Unix time in seconds.
+        width: columns of the terminal.
+        driver_is_dead: whether the driver is known to be dead.
+    """
+    summary = summarize(ledger)
+    state = state_of(ledger, driver_is_dead=driver_is_dead)
+    columns = max(20, min(width, 120) - _LABEL - 24)
+    timeline = Timeline(ledger, now if state.is_live else ledger[-1].time)
+    parts: list[RenderableType] = [_heading(summary, ledger, state.text, timeline.length_s), _progress(summary, ledger)]
+    parts += [Text(), _curves(summary, ledger, timeline, columns)]
+    parts += [Text(), _phases(ledger, columns), _facts(summary, ledger, now)]
+    parts += [Text(), _members(ledger), Text(), _recent(ledger)]
+    return Group(*parts)
+
+
+def _heading(summary: Mapping[str, Any], ledger: Sequence[Event], state: str, seconds: float) -> Text:
+    sessions = f"  session {summary['sessions']}" if summary["sessions"] > 1 else ""
+    style = _STYLES.get(state, "bold yellow")
+    return Text.assemble(
+        (str(summary["name"] or "run"), "bold"), "  ", (state, style), f"  {clock_face(seconds)}", sessions
+    )
+
+
+def _progress(summary: Mapping[str, Any], ledger: Sequence[Event]) -> Table:
+    done, total = summary["steps"] or 0, _total_steps(summary, ledger)
+    line = Table.grid(padding=(0, 1))
+    text = f"step {done:,}" + ("" if total is None else f" of {total:,}")
+    if total and (rate := _recent_rate(ledger).steps_per_s):
+        text += f"  {clock_face((total - done) / rate)} left"
+    bar = [ProgressBar(total=total, completed=min(done, total), width=36)] if total else []
+    line.add_row(*bar, text)
+    return line
+
+
+def _total_steps(summary: Mapping[str, Any], ledger: Sequence[Event]) -> int | None:
+    started = _last(ledger, events.SessionStarted)
+    steps = summary["total_steps"] or (started.config.get("steps") if started is not None else None)
+    return int(steps) if steps else None
+
+
+def _curves(summary: Mapping[str, Any], ledger: Sequence[Event], timeline: Timeline, columns: int) -> Table:
+    """Workers, throughput and loss, over the same time: a dip in one stands below its cause in another."""
+    rate, rates = _recent_rate(ledger).samples_per_s, timeline.samples_per_s(columns)
+    sizes, losses = timeline.world_sizes(columns), timeline.losses(columns)
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column(style="dim", min_width=_LABEL)
+    rows.add_column(justify="right", min_width=9)
+    rows.add_column(no_wrap=True)
+    rows.add_row("workers", f"{sizes[-1]:.0f}", Text(sparkline(sizes, floor=0.0), style="cyan"))
+    rows.add_row("samples/s", "-" if rate is None else f"{rate:,.0f}", Text(sparkline(rates, floor=0.0), style="green"))
+    loss = summary["loss"]["last"]
+    rows.add_row("loss", "-" if loss is None else f"{float(loss):.4g}", Text(sparkline(losses), style="magenta"))
+    marks = timeline.marks(columns)
+    if marks.plain.strip():
+        rows.add_row("", "", marks)
+    end = clock_face(timeline.length_s)
+    rows.add_row("", "", Text("0:00" + end.rjust(columns - 4), style="dim"))
+    seen = [Text.assemble((mark, style), (f" {what}", "dim")) for mark, style, what in MARKS if mark in marks.plain]
+    if seen:
+        rows.add_row("", "", Text("  ").join(seen))
+    return rows
+
+
+def _phases(ledger: Sequence[Event], columns: int) -> RenderableType:
+    measured: list[events.PhasesMeasured] = []
+    for event in reversed(ledger):
+        if isinstance(event, events.GenerationStarted) or sum(each.num_steps for each in measured) >= _WINDOW_STEPS:
+            break
+        if isinstance(event, events.PhasesMeasured):
+            measured.append(event)
+    if not measured:
+        return Text()
+    num_steps = sum(each.num_steps for each in measured)
+    names = dict.fromkeys(name for each in measured for name in each.phases)
+    means = {n: sum(each.phases.get(n, 0.0) * each.num_steps for each in measured) / num_steps for n in names}
+    step_s = math.fsum(means.values()) or 1.0
+    bar, legend = Text(), []
+    for (name, seconds), style in zip(means.items(), _PHASE_STYLES * 2, strict=False):
+        share = seconds / step_s
+        bar.append("█" * round((columns + 11) * share), style=style)
+        legend.append(Text.assemble(("■", style), f" {name} {100 * share:.0f} %"))
+    rows = _fact_table()
+    rows.add_row("step", f"{1000 * step_s:,.1f} ms")
+    rows.add_row("", bar)
+    rows.add_row("", Columns(legend, padding=(0, 2)))
+    return rows
+
+
+def _facts(summary: Mapping[str, Any], ledger: Sequence[Event], now: float) -> Table:
+    rows = _fact_table()
+    commits = [event for event in ledger if isinstance(event, events.CommitSucceeded)]
+    if commits:
+        newest = commits[-1]
+        age = clock_face(max(0.0, now - newest.time))
+        size = "" if newest.num_bytes is None else f", {newest.num_bytes / 2**20:,.1f} MiB"
+        text = f"{len(commits):,}, newest at step {newest.step:,} {age} ago ({newest.seconds:.2f} s{size})"
+        rows.add_row("commits", text)
+    if (share := summary["goodput"]["goodput"]) is not None:
+        rows.add_row("goodput", f"{100 * share:.1f} %")
+    left = {"failed": summary["workers_lost"], "drained": summary["workers_drained"]}
+    if any(left.values()):
+        rows.add_row("lost", ", ".join(f"{plural(count, 'worker')} {what}" for what, count in left.items() if count))
+    return rows
+
+
+def _members(ledger: Sequence[Event]) -> Table:
+    """The ranks on each node, and what memory of their GPUs they use."""
+    formed = _last(ledger, events.GenerationFormed)
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column(style="dim")
+    if formed is None:
+        return rows
+    phases = _last(ledger, events.PhasesMeasured)
+    is_current = phases is not None and phases.generation == formed.generation and phases.session == formed.session
+    memory = phases.memory_bytes or [] if is_current and phases is not None else []
+    busy = phases.utilization or [] if is_current and phases is not None else []
+    nodes: dict[str, list[int]] = {}
+    for member in formed.members:
+        nodes.setdefault(str(member.get("node")), []).append(int(member.get("rank", 0)))
+    for node, ranks in nodes.items():
+        facts = [f"{plural(len(ranks), 'worker')}, rank {_ranges(ranks)}"]
+        if used := [memory[rank] for rank in ranks if rank < len(memory)]:
+            facts.append(f"GPU memory {max(used) / 2**30:,.1f} GiB")
+        if shares := [share for rank in ranks if rank < len(busy) and (share := busy[rank]) is not None]:
+            facts.append(f"GPU busy {100 * sum(shares) / len(shares):.0f} %")
+        rows.add_row(node, "  ".join(facts))
+    return rows
+
+
+def _recent(ledger: Sequence[Event]) -> Group:
+    lines: list[Text] = []
+    for event in reversed(ledger):
+        if len(lines) == _NUM_RECENT:
+            break
+        if isinstance(event, events.CommitSucceeded):  # they have a line of their own
+            continue
+        if (line := describe_event(event)) is not None:
+            when = format_time(event.time if event.at is None else event.at, "%H:%M:%S")
+            lines.append(Text.assemble((when, "dim"), f"  {line.splitlines()[0]}", no_wrap=True, overflow="ellipsis"))
+    return Group(*reversed(lines))
+
+
+def _fact_table() -> Table:
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column(style="dim", min_width=_LABEL)
+    rows.add_column(overflow="fold")
+    return rows
+
+
+def _recent_rate(ledger: Sequence[Event]) -> MovingRate:
+    """The rate over the last 30 s of steps in the newest generation."""
+    rate = MovingRate()
+    for event in ledger:
+        match event:
+            case events.GenerationStarted():
+                rate.clear()
+            case events.StepsCompleted():
+                rate.add(event.time if event.at is None else event.at, event.step, event.samples or 0)
+    return rate
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Returns numbers such as `0-3, 6`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _last(ledger: Sequence[Event], kind: type[E]) -> E | None:
+    return next((event for event in reversed(ledger) if isinstance(event, kind)), None)

@@ -1,0 +1,40 @@
+"""What a run does, from the events of its ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from elastic_ddp.telemetry import events
+from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, PEER_FAILED, STATE_TRANSFERRED, Event
+
+
+class RunState(NamedTuple):
+    """A run's state in words, and whether the run continues by itself."""
+
+    text: str
+    is_live: bool
+
+
+def state_of(ledger: Sequence[Event], *, driver_is_dead: bool = False) -> RunState:
+    """Returns the state after these events. `driver_is_dead`: the driver is known to be dead."""
+    text, outcome = "starting", None
+    for event in ledger:
+        match event:
+            case events.SessionStarted():
+                text, outcome = "starting", None
+            case events.GenerationStarted() | events.EvaluationFinished():
+                text = "training"
+            case events.WorkerFailed():
+                text = PEER_FAILED
+            case events.GenerationEnded(reason=reason):
+                text = "changing workers" if reason in (MEMBERSHIP_CHANGED, STATE_TRANSFERRED) else text
+            case events.EvaluationStarted():
+                text = f"evaluating ({event.name})"
+            case events.RunFinished():
+                outcome = event.status
+    if outcome is not None:
+        return RunState(outcome, is_live=False)
+    if driver_is_dead:
+        return RunState("its driver died; the same command resumes it", is_live=False)
+    return RunState(text, is_live=True)

@@ -1,0 +1,241 @@
+"""The commands that read a ledger while it grows: `elastic-ddp events` and `elastic-ddp watch`."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from elastic_ddp.cli.timeline import sparkline
+from elastic_ddp.cli.watch_view import frame
+from elastic_ddp.errors import ConfigError
+from elastic_ddp.storage.lease import DriverLease
+from elastic_ddp.storage.storage import Storage
+from elastic_ddp.telemetry import Ledger, LedgerReader, read_ledger
+from elastic_ddp.telemetry.run_state import state_of
+from tests.unit.ledger_events import ledger_event
+from tests.unit.test_cli import invoke, ledger_of_a_run
+
+MEMBERS = [{"rank": rank, "node": f"10.0.0.{1 + rank // 2}", "pid": rank} for rank in range(4)]
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self, now: float = 1_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, clock: Clock) -> Iterator[Ledger]:
+    with closing(Ledger(Storage(tmp_path), "s1", clock)) as ledger:
+        yield ledger
+
+
+def write(ledger: Ledger, event: str, **fields: Any) -> None:
+    ledger.append(ledger_event(event, **fields))
+    ledger.flush()
+
+
+def train(ledger: Ledger, clock: Clock, *, workers: int, steps: range, seconds: float, generation: int = 1) -> None:
+    """A generation of a run that takes 16 samples in each step, and so many seconds for ten steps."""
+    formed = {"generation": generation, "world_size": workers}
+    write(ledger, "rendezvous", **formed, reason="start", members=MEMBERS[:workers])
+    write(ledger, "generation", **formed, first_step=steps.start, reason="start")
+    for step in range(steps.start, steps.stop + 1, 10):
+        facts = {"step": step, "loss": 100.0 / (1 + step), "samples": 16 * step, "world_size": workers}
+        write(ledger, "steps", generation=generation, **facts)
+        clock.now += seconds
+
+
+def shown(events: list[Any], now: float, **options: Any) -> str:
+    """A frame as text, 100 columns wide."""
+    out = Console(file=io.StringIO(), width=100, legacy_windows=False)
+    out.print(frame(events, now, **options))
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
+
+
+def test_a_reader_returns_each_event_once_and_in_order(tmp_path: Path) -> None:
+    reader, found = LedgerReader(Storage(tmp_path)), []
+    for session in ("s1", "s2"):
+        with closing(Ledger(Storage(tmp_path), session, Clock({"s1": 4.0, "s2": 5.0}[session]))) as ledger:
+            for number in range(400):  # several segments
+                ledger.append(ledger_event("warning", text=f"{session} {number} {'x' * 500}"))
+                if number % 70 == 0:
+                    ledger.flush()
+                    found += reader.read()
+    found += reader.read()
+    expected = [(session, str(number)) for session in ("s1", "s2") for number in range(400)]
+    assert [tuple(event.text.split()[:2]) for event in found] == expected
+    assert reader.read() == []
+    assert sorted(found, key=str) == sorted(read_ledger(Storage(tmp_path)), key=str)
+
+
+def test_a_reader_reads_finished_segments_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    with closing(Ledger(Storage(tmp_path), "s1")) as ledger:
+        for _ in range(400):
+            ledger.append(ledger_event("warning", text="x" * 500))
+    reader = LedgerReader(Storage(tmp_path))
+    reader.read()
+    original = Storage.read
+    monkeypatch.setattr(Storage, "read", lambda storage, key: read.append(key) or original(storage, key))
+    reader.read()
+    assert len(read) == 1 and read[0] == max(str(key) for key in Storage(tmp_path).list("ledger"))
+
+
+def test_events_prints_a_line_for_each_event_with_its_fields(tmp_path: Path) -> None:
+    ledger_of_a_run(tmp_path)
+    lines = invoke("events", str(tmp_path)).output.splitlines()
+    assert [line.split()[2] for line in lines] == [
+        "session_started", "generation", "steps", "commit", "generation_ended", "finished",
+    ]  # fmt: skip
+    assert "step=40" in lines[2] and "loss=2.5" in lines[2] and "metrics={loss=2.5}" in lines[2]
+
+
+def test_events_of_one_kind_as_json_have_all_fields_of_the_ledger(tmp_path: Path) -> None:
+    ledger_of_a_run(tmp_path)
+    lines = invoke("events", str(tmp_path), "--kind", "commit", "--kind", "finished", "--json").stdout.splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert [entry["event"] for entry in entries] == ["commit", "finished"]
+    in_ledger = [json.loads(line) for path in tmp_path.glob("ledger/*") for line in path.read_text().splitlines()]
+    by_name = {entry["event"]: entry for entry in in_ledger}
+    assert all(entries[i].items() >= by_name[entries[i]["event"]].items() for i in range(2))
+
+
+def test_events_refuses_an_unknown_kind_and_a_folder_without_a_run(tmp_path: Path) -> None:
+    ledger_of_a_run(tmp_path / "lm")
+    with pytest.raises(ConfigError, match=r"^--kind comit: .*commit_begun"):
+        invoke("events", str(tmp_path / "lm"), "--kind", "comit")
+    for command in ("events", "watch"):
+        with pytest.raises(ConfigError, match="there is no run in this folder"):
+            invoke(command, str(tmp_path / "nothing"))
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_long_texts_are_cut_to_one_line(tmp_path: Path, ledger: Ledger) -> None:
+    write(ledger, "stacks", member="m", place="p", stacks="File a.py\n" + "x" * 1000)
+    [line] = invoke("events", str(tmp_path)).output.splitlines()
+    assert "stacks=File a.py …" in line
+
+
+def test_events_follows_a_run_until_its_session_ends(
+    tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the driver known to be alive: this process holds the lease, which another one would see as alive."""
+    monkeypatch.setattr("elastic_ddp.cli.events._POLL_S", 0.01)
+    write(ledger, "session_started")
+    printed = threading.Event()
+    result: list[str] = []
+
+    def follow() -> None:
+        result.append(invoke("events", str(tmp_path), "--follow", "--json").stdout)
+        printed.set()
+
+    with DriverLease(Storage(tmp_path), "lm", "s1", print) as lease:
+        lease.acquire()
+        thread = threading.Thread(target=follow)
+        thread.start()
+        write(ledger, "commit", step=3)
+        assert not printed.wait(0.1)
+        write(ledger, "session_ended")
+        thread.join(30)
+    names = [json.loads(line)["event"] for line in result[0].splitlines()]
+    assert names == ["session_started", "commit", "session_ended"]
+
+
+def test_events_does_not_follow_a_dead_driver(tmp_path: Path, ledger: Ledger) -> None:
+    write(ledger, "session_started")
+    assert "session_started" in invoke("events", str(tmp_path), "--follow").output  # no driver holds the lease
+
+
+def test_watch_shows_what_happened_to_a_run(ledger: Ledger, clock: Clock, tmp_path: Path) -> None:
+    write(ledger, "session_started", config={"name": "lm", "steps": 200})
+    train(ledger, clock, workers=4, steps=range(50), seconds=2.0)
+    write(ledger, "commit", step=50, seconds=0.4, num_bytes=3 << 20, generation=1)
+    write(ledger, "worker_lost", generation=1, member="m", error="its process exited")
+    train(ledger, clock, workers=3, steps=range(50, 100), seconds=3.0, generation=2)
+    phases = {"data": 0.03, "forward": 0.09, "backward": 0.18}
+    memory = [2 << 30, 3 << 30, 1 << 30]
+    write(
+        ledger,
+        "phases",
+        generation=2,
+        step=100,
+        num_steps=20,
+        phases=phases,
+        memory_bytes=memory,
+        utilization=[0.5] * 3,
+    )
+    text = shown(read_ledger(Storage(tmp_path)), clock.now + 60.0)
+    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "training" in text.splitlines()[0] and "step 100 of 200" in text and "left" in text
+    assert lines["workers"].split()[1] == "3" and "▇" in lines["workers"]
+    assert lines["samples/s"].split()[1] == "53"  # 160 samples in 3 s
+    assert lines["loss"].split()[1] == "0.9901"
+    assert "300.0 ms" in text and "data 10 %" in text and "backward 60 %" in text
+    assert "newest at step 50" in lines["commits"] and "0.40 s, 3.0 MiB" in lines["commits"]
+    assert "1 worker failed" in text and "✕ failed" in text and "▲" not in text
+    assert "2 workers, rank 0-1" in lines["10.0.0.1"] and "GPU memory 3.0 GiB" in lines["10.0.0.1"]
+    assert "1 worker, rank 2" in lines["10.0.0.2"] and "GPU busy 50 %" in lines["10.0.0.2"]
+    assert "generation 1: a worker failed: its process exited" in text
+    assert all(len(line.rstrip()) <= 100 for line in text.splitlines())
+
+
+def test_watch_fits_80_columns_and_a_run_that_has_just_started(ledger: Ledger, clock: Clock, tmp_path: Path) -> None:
+    write(ledger, "session_started", config={"name": "a-run-with-a-long-name", "epochs": 3})
+    events = read_ledger(Storage(tmp_path))
+    out = Console(file=io.StringIO(), width=80)
+    out.print(frame(events, clock.now, width=80))
+    assert "starting" in out.file.getvalue() and "step 0" in out.file.getvalue()
+    assert all(len(line.rstrip()) <= 80 for line in out.file.getvalue().splitlines())
+
+
+def test_watch_prints_one_view_where_there_is_no_terminal(tmp_path: Path) -> None:
+    ledger_of_a_run(tmp_path)
+    text = invoke("watch", str(tmp_path)).output
+    assert "lm  finished" in text and "step 40" in text
+
+
+@pytest.mark.parametrize(
+    ("events", "text", "is_live"),
+    [
+        (["session_started"], "starting", True),
+        (["session_started", "generation"], "training", True),
+        (["generation", "worker_lost"], "a worker failed", True),
+        (["generation", "evaluating"], "evaluating ()", True),
+        (["generation", "evaluating", "evaluation"], "training", True),
+        (["session_started", "generation", "finished", "session_started"], "starting", True),
+    ],
+)
+def test_the_state_is_that_of_the_newest_events(events: list[str], text: str, is_live: bool) -> None:
+    assert state_of([ledger_event(event) for event in events]) == (text, is_live)
+
+
+def test_a_run_whose_driver_died_is_not_live() -> None:
+    events = [ledger_event("session_started"), ledger_event("generation")]
+    state = state_of(events, driver_is_dead=True)
+    assert not state.is_live and "driver died" in state.text
+    assert state_of([*events, ledger_event("finished", status="stopped")], driver_is_dead=True) == ("stopped", False)
+
+
+def test_a_sparkline_has_a_bar_for_each_value() -> None:
+    assert sparkline([0.0, float("nan"), 1.0]) == "▁ ▇"
+    assert sparkline([3.0, 3.0]) == "▁▁" and sparkline([float("nan")]) == ""
+    assert sparkline([4.0, 8.0], floor=0.0) == "▄▇"
