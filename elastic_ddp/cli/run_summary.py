@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ddp.cli.output import table
+from elastic_ddp.cli.output import plural, table
 from elastic_ddp.telemetry.goodput import PARTS
 
 _STYLES = {
@@ -23,10 +23,17 @@ _STYLES = {
 
 
 def render(summary: Mapping[str, Any]) -> RenderableType:
-    """Returns the facts of a run, followed by one line for each generation. The status can also be `running`."""
+    """Returns the facts of a run, a line for each generation, and one for each world size if there were several.
+
+    The status can also be `running`.
+    """
     parts: list[RenderableType] = [Text(str(summary["name"] or "run"), style="bold"), _facts(summary)]
     if summary["generations"]:
         parts += [Text(), Text("generations", style="dim"), _generations(summary)]
+    if len(summary["scaling"]) > 1:
+        base = plural(summary["scaling"][0]["world_size"], "worker")
+        heading = f"scaling, without start-up; efficiency is relative to {base}"
+        parts += [Text(), Text(heading, style="dim"), _scaling(summary)]
     return Group(*parts)
 
 
@@ -86,6 +93,15 @@ def _generations(summary: Mapping[str, Any]) -> Table:
             Text(str(generation["reason"])),
             Text(str(generation["ended_by"] or ("" if is_live else "not recorded"))),
         )
+    return rows
+
+
+def _scaling(summary: Mapping[str, Any]) -> Table:
+    rows = table("workers", "samples/s", "per worker", "efficiency", "steps")
+    for row in summary["scaling"]:
+        per_worker, efficiency = row["samples_per_s_per_worker"], row["efficiency"]
+        rate = f"{row['samples_per_s']:,.1f}"
+        rows.add_row(f"{row['world_size']:,}", rate, f"{per_worker:,.1f}", f"{efficiency:.0%}", f"{row['steps']:,}")
     return rows
 
 

@@ -24,41 +24,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from elastic_ddp.telemetry.account import PHASES
-from elastic_ddp.telemetry.event import (
-    MEMBERSHIP_CHANGED,
-    RESUMED,
-    STARTED,
-    STATE_TRANSFERRED,
-    Account,
-    Event,
-    GenerationEvent,
-)
-from elastic_ddp.telemetry.events import (
-    CommitSucceeded,
-    FirstStep,
-    GenerationAccount,
-    GenerationEnded,
-    GenerationFormed,
-    GenerationStarted,
-    RunFailed,
-    RunFinished,
-    SessionEnded,
-    SessionStarted,
-    StepsCompleted,
-    WorkerFailed,
-)
+from elastic_ddp.telemetry.event import MEMBERSHIP_CHANGED, STATE_TRANSFERRED, Event
+from elastic_ddp.telemetry.sessions import Generation, Session, read_sessions
 
 PARTS = ("useful", "redone", "detection", "rendezvous", "hand_over", "checkpoint", "waiting", "start_up", "shut_down")
 STALLS = ("detection_s", "rendezvous_s", "hand_over_s", "first_step_s")
 
 _LAG_S = 1.0
 """How long before the recorded failure a survivor's account may end."""
-_WITHOUT_STATE = (STARTED, RESUMED)
-"""Reasons of generations to which no member brings a state."""
 
 
 def goodput(events: Iterable[Event]) -> dict[str, float | None]:
@@ -84,7 +59,7 @@ def partition(events: Iterable[Event]) -> dict[str, float]:
     """Returns the seconds of each part over all sessions."""
     total = dict.fromkeys(PARTS, 0.0)
     work: list[_Work] = []
-    for session in _sessions(events):
+    for session in read_sessions(events):
         total["redone"] += _discard_after(session.first_step, work)
         total["start_up"] += session.generations[0].formed_at if session.generations else session.length_s
         for generation, accounted, rest in _intervals(session):
@@ -103,7 +78,7 @@ def stalls(events: Iterable[Event]) -> dict[tuple[str, int], dict[str, float | N
     training to the end of the first step.
     """
     rows: dict[tuple[str, int], dict[str, float | None]] = {}
-    for session in _sessions(events):
+    for session in read_sessions(events):
         detection_s, between_s = None, 0.0
         for generation, accounted, rest in _intervals(session):
             costs = [detection_s, between_s + accounted.get("rendezvous", 0.0), accounted.get("hand_over", 0.0)]
@@ -117,68 +92,6 @@ def stalls(events: Iterable[Event]) -> dict[tuple[str, int], dict[str, float | N
 
 
 @dataclass
-class _Generation:
-    """What a session's events say about one generation; times are seconds since the session began."""
-
-    number: int
-    formed_at: float
-    waited_s: float
-    first_step: int | None
-    """Steps done in the state that it started from."""
-    starts_without_state: bool
-    account: dict[str, float] = field(default_factory=dict)
-    progress: list[tuple[float, int]] = field(default_factory=list)
-    """Useful seconds and steps done, for each account with a step."""
-    failed_at: float | None = None
-    ended_by: str | None = None
-    """Why it ended, if a member reported that."""
-    has_survivor: bool = False
-    """Whether a member reported its end, or came from it to the rendezvous."""
-    first_step_s: float | None = None
-
-    @property
-    def accounted_s(self) -> float:
-        return sum(self.account.values())
-
-    def add(self, event: Event, at: float) -> None:
-        """Takes an event of this generation."""
-        match event:
-            case GenerationStarted():  # the rendezvous does not know which state the members load
-                self.first_step = event.first_step
-            case FirstStep():
-                self.first_step_s = event.seconds
-            case StepsCompleted() | CommitSucceeded():
-                self._add_account(event.account, event.step)
-            case GenerationEnded():
-                self.ended_by, self.has_survivor = event.reason, True
-                self._add_account(event.account, event.last_step)
-            case GenerationAccount():
-                self.has_survivor = True
-                self._add_account(event.account, None)
-            case WorkerFailed() if self.failed_at is None:
-                self.failed_at = at
-
-    def _add_account(self, account: Account | None, step: int | None) -> None:
-        phases: dict[str, float] = {
-            phase: _positive(account[phase]) for phase in PHASES if account and phase in account
-        }
-        if phases and sum(phases.values()) >= self.accounted_s:
-            self.account = phases
-        if phases and step is not None:
-            self.progress.append((phases.get("useful", 0.0), step))
-
-
-@dataclass
-class _Session:
-    name: str
-    length_s: float
-    finished: bool
-    first_step: int | None
-    """Steps done when it began, if known."""
-    generations: list[_Generation]
-
-
-@dataclass
 class _Work:
     """Useful seconds, and the steps done before and after them."""
 
@@ -187,54 +100,7 @@ class _Work:
     seconds: float
 
 
-def _sessions(events: Iterable[Event]) -> list[_Session]:
-    by_name: dict[str, list[Event]] = {}
-    for event in events:
-        by_name.setdefault(event.session, []).append(event)
-    return [_session(session_events) for session_events in by_name.values()]
-
-
-def _session(events: list[Event]) -> _Session:
-    started = next((event for event in events if isinstance(event, SessionStarted)), None)
-    ends = [event for event in events if isinstance(event, RunFinished | RunFailed | SessionEnded)]
-    began_at = _moment(started or events[0])
-    length_s = max(0.0, max(_moment(event) for event in ends or events) - began_at)
-    generations: dict[int, _Generation] = {}
-    formed_at = 0.0
-    for event in events:
-        if not isinstance(event, GenerationEvent):
-            continue
-        number, at = event.generation, _moment(event) - began_at
-        if isinstance(event, GenerationFormed) and number not in generations:
-            formed_at = min(max(at, formed_at), length_s)
-            generations[number] = _Generation(
-                number=number,
-                formed_at=formed_at,
-                waited_s=_positive(event.waited_s),
-                first_step=event.first_step,
-                starts_without_state=event.first_step is None or event.reason in _WITHOUT_STATE,
-            )
-        if number in generations:
-            generations[number].add(event, at)
-    return _Session(
-        name=events[0].session,
-        length_s=length_s,
-        finished=any(isinstance(event, RunFinished) and event.status == "finished" for event in ends),
-        first_step=(started.resumed_from_step or 0) if started is not None else None,
-        generations=list(generations.values()),
-    )
-
-
-def _moment(event: Event) -> float:
-    """When an event happened. A worker's clock may be ahead; it happened before the driver recorded it."""
-    return event.time if event.at is None else min(event.at, event.time)
-
-
-def _positive(seconds: Any) -> float:
-    return float(seconds) if isinstance(seconds, int | float) and 0 < seconds < math.inf else 0.0
-
-
-def _intervals(session: _Session) -> Iterator[tuple[_Generation, dict[str, float], dict[str, float]]]:
+def _intervals(session: Session) -> Iterator[tuple[Generation, dict[str, float], dict[str, float]]]:
     """Yields each generation with the parts of its account, and those of the rest of the time until the next
     generation forms or the session ends."""
     for generation, following in zip(session.generations, [*session.generations[1:], None], strict=False):
@@ -251,7 +117,7 @@ def _intervals(session: _Session) -> Iterator[tuple[_Generation, dict[str, float
 
 
 def _rest(
-    generation: _Generation, following: _Generation | None, accounted_until: float, rest_s: float
+    generation: Generation, following: Generation | None, accounted_until: float, rest_s: float
 ) -> dict[str, float]:
     """Returns the parts of the time after a generation's account, unless the run finished in it."""
     if generation.failed_at is not None and not generation.has_survivor:
@@ -266,7 +132,7 @@ def _rest(
     return {"shut_down" if is_over else "waiting": rest_s}
 
 
-def _split_work(generation: _Generation, useful_s: float) -> list[_Work]:
+def _split_work(generation: Generation, useful_s: float) -> list[_Work]:
     """Splits a generation's useful time at the accounts that say how many steps were done."""
     work, done, booked_s = [], generation.first_step or 0, 0.0
     scale = useful_s / generation.account["useful"] if generation.account.get("useful") else 0.0

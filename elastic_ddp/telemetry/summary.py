@@ -23,6 +23,7 @@ from elastic_ddp.telemetry.events import (
     WorkerLeft,
 )
 from elastic_ddp.telemetry.goodput import STALLS, goodput, stalls
+from elastic_ddp.telemetry.scaling import scaling
 
 E = TypeVar("E", bound=Event)
 
@@ -45,6 +46,7 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         skipped_steps (steps that did not change the weights, see `on_nonfinite`),
         workers_lost (workers that failed in a generation), workers_drained (workers that left because their node or
         process was to stop), generations (each with its `stalls` and the number of its session, from 1),
+        scaling (throughput at each world size, see `scaling`),
         weights_sha256, samples_sha256, loss (first and last logged value, and the steps done at the last),
         metrics (last values), evaluated_at (steps done at each metric's evaluation), storage, versions.
     """
@@ -63,6 +65,7 @@ def summarize(events: Iterable[Event], *, name: str | None = None, storage: str 
         "commits": len({commit.step for commit in commits}),
         "commit_interval_s": commits[-1].interval_s if commits else None,
         "generations": generations,
+        "scaling": scaling(events),
         **_measurements(events),
         "storage": started.config.get("storage") if storage is None and started else storage,
         "versions": dict(started.versions) if started else {},

@@ -91,6 +91,7 @@ def test_a_run_survives_the_death_of_a_node_without_repeating_a_step(
         assert after["first_step"] == before["last_step"], "no step is repeated"
     commits = [event.step for event in read_ledger(Storage(storage).at("shrinks")) if event.event == "commit"]
     assert generations[-1]["first_step"] + 1 in commits
+    assert {1, 3} <= {row["world_size"] for row in facts["scaling"] if row["samples_per_s_per_worker"] > 0}
 
 
 @pytest.mark.chaos
