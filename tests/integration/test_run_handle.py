@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -85,6 +86,9 @@ def test_a_live_run_serves_all_requests(undisturbed: Mapping[str, Any], connecte
     with controlled_run(cluster, folder, "1:3") as run:
         handle = handle_when(run, holds_with(3))
         assert len({member["node_id"] for member in handle.status()["members"]}) == 2
+        uri = str(folder / "runs" / NAME)
+        follow = [sys.executable, "-m", "elastic_ddp.cli.main", "events", uri, "--follow", "--json"]
+        follower = subprocess.Popen(follow, stdout=subprocess.PIPE, text=True)
 
         step = handle.checkpoint()
         assert step > 20
@@ -104,6 +108,8 @@ def test_a_live_run_serves_all_requests(undisturbed: Mapping[str, Any], connecte
         until(lambda: holds_with(1)(handle.status()), run)
         shown = command(cluster, "status", NAME)
         assert "training" in shown and handle.status()["members"][0]["node_id"] in shown
+        watched = command(cluster, "watch", uri)
+        assert f"{NAME}  training" in watched and "2 workers drained" in watched and "▼ left" in watched
         facts = finish(folder, run)
     assert jobs.same_bits(facts, undisturbed)
     assert no_step_is_repeated(facts)
@@ -111,6 +117,9 @@ def test_a_live_run_serves_all_requests(undisturbed: Mapping[str, Any], connecte
     kinds = [event.kind for event in events(folder, "worker_left")]
     assert kinds == ["resize", "resize", "drain", "drain"]
     assert not events(folder, "worker_lost")
+    followed, _ = follower.communicate(timeout=30)  # it ends with the run
+    ledger = read_ledger(Storage(uri))
+    assert [json.loads(line)["seq"] for line in followed.splitlines()] == [event.seq for event in ledger]
 
 
 @pytest.mark.chaos
