@@ -74,7 +74,7 @@ clean: ## remove .venv, every cache and what was built
 # The stamps say what .venv holds; they are older than pyproject.toml or constraints.txt once either has changed.
 $(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "Installing elastic_ddp into $(VENV); the first time this takes a minute or two"
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[report]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml constraints.txt

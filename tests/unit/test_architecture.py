@@ -21,6 +21,7 @@ SOURCE = Path(elastic_ddp.__file__).parent
 
 ORDER = [
     "cli",
+    "report",
     "driver",
     "doctor",
     "worker",

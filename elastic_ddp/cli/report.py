@@ -1,0 +1,53 @@
+"""`elastic-ddp report`: a page about runs, or a picture of one, from their ledgers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from elastic_ddp.cli.output import console
+from elastic_ddp.cli.recorded_run import RunLedger
+from elastic_ddp.errors import ConfigError, StorageError
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, <storage>/<name>.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The file to write: .html for a page, .svg for a picture of one run.")
+    ] = Path("report.html"),
+) -> None:
+    """Write a page about one or several runs.
+
+    The page shows the workers over time with every join, loss and drain, loss and metrics, throughput, goodput, stalls,
+    commits and the configuration. It is one file that needs no network. A file named .svg becomes a picture of workers
+    and loss. The command needs no cluster.
+    """
+    from elastic_ddp.report.history import read_history
+    from elastic_ddp.report.page import render_page
+    from elastic_ddp.report.picture import draw
+
+    if output.suffix not in (".html", ".svg"):
+        raise ConfigError(f"{output}: unknown suffix. Use .html for a page, or .svg for a picture.")
+    if output.suffix == ".svg" and len(runs) > 1:
+        raise ConfigError(f"{output}: a picture shows one run, not {len(runs)}. Use .html to compare runs.")
+    histories = []
+    for run in runs:
+        ledger = RunLedger(run)
+        history = read_history(ledger.read())
+        if history.summary["status"] == "unfinished" and ledger.has_live_driver():
+            history.summary["status"] = "running"
+        histories.append(history)
+    names = [history.label for history in histories]
+    histories = [
+        history if names.count(history.label) == 1 else replace(history, label=run)
+        for history, run in zip(histories, runs, strict=True)
+    ]
+    text = draw(histories[0]) if output.suffix == ".svg" else render_page(histories)
+    try:
+        output.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise StorageError(f"cannot write {output}: {error.strerror}. Check its folder and the free space.") from error
+    console().print(f"written to {output}")

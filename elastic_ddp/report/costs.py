@@ -1,0 +1,134 @@
+"""Charts of what the run's time was spent on: goodput, stalls, commits."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from elastic_ddp.report.figure import (
+    FAILED_COLOR,
+    RUN_COLORS,
+    Chart,
+    bars,
+    escape,
+    hover_end,
+    of_run,
+    time_panels,
+    time_unit,
+)
+from elastic_ddp.report.history import History
+from elastic_ddp.report.words import counted, duration, num_bytes
+from elastic_ddp.telemetry.goodput import PARTS
+
+STALL_COLORS = {"detection": "#d62728", "rendezvous": "#3b78c2", "hand_over": "#e08214"}
+_MAX_STALLS = 30
+
+
+def where_the_time_went(histories: Sequence[History]) -> Chart | None:
+    """The seconds of each part of the goodput."""
+    seconds = [history.summary["goodput"] for history in histories]
+    parts = [part for part in PARTS if any(round(each[part], 1) for each in seconds)]
+    if not parts or all(each["goodput"] is None for each in seconds):
+        return None
+    data = []
+    for index, each in enumerate(seconds):
+        total = each["total"] or 1.0
+        shares = [100 * each[part] / total for part in parts]
+        words = [f"{share:.1f} % · {duration(each[part])}" for share, part in zip(shares, parts, strict=True)]
+        data.append(
+            {
+                "name": escape(histories[index].label),
+                "showlegend": len(histories) > 1,
+                "type": "bar",
+                "orientation": "h",
+                "x": shares,
+                "y": [part.replace("_", "-") for part in parts],
+                "text": words,
+                "textposition": "outside",
+                "cliponaxis": False,
+                "hovertemplate": "%{y}: %{text}" + hover_end(histories),
+                "marker": {"color": RUN_COLORS[index % len(RUN_COLORS)]},
+            }
+        )
+    layout = bars(len(parts) * len(histories), "share of the time (%)")
+    layout["yaxis"] |= {"autorange": "reversed"}
+    layout["xaxis"] |= {"range": [0, 170], "tickvals": [0, 25, 50, 75, 100]}
+    caption = "useful: steps, evaluations and the training function's own code between them."
+    return Chart(title="Goodput: where the time went", caption=caption, data=data, layout=layout)
+
+
+def stalls(histories: Sequence[History]) -> Chart | None:
+    """How long each change of the workers stopped training."""
+    found = [
+        (history, row, {part: row[f"{part}_s"] or 0.0 for part in STALL_COLORS})
+        for history in histories
+        for before, row in zip(history.summary["generations"], history.summary["generations"][1:], strict=False)
+        if row["session"] == before["session"] and row["rendezvous_s"] is not None
+    ]
+    longest = sorted(found, key=lambda each: -sum(each[2].values()))[:_MAX_STALLS]
+    shown = [each for each in found if any(each is one for one in longest)]
+    if not shown:
+        return None
+    prefix = {history.label: f"{history.label}: " if len(histories) > 1 else "" for history in histories}
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": part.replace("_", "-"),
+            "marker": {"color": color},
+            "y": list(range(len(shown))),
+            "x": [costs[part] for _, _, costs in shown],
+            "text": [escape(f"{row['reason']}: {counted(row['world_size'], 'worker')} now") for _, row, _ in shown],
+            "textposition": "none",
+            "hovertemplate": f"%{{text}}<br>{part.replace('_', '-')} %{{x:.2f}} s<extra></extra>",
+        }
+        for part, color in STALL_COLORS.items()
+    ]
+    layout = bars(len(shown), "training stopped for (s)")
+    layout |= {"barmode": "stack", "showlegend": True}
+    ticks = [escape(f"{prefix[each.label]}step {row['first_step']:,}, {row['reason']}") for each, row, _ in shown]
+    layout["yaxis"] |= {"autorange": "reversed", "tickvals": list(range(len(shown))), "ticktext": ticks}
+    median = statistics.median(sum(costs.values()) for _, _, costs in found)
+    caption = f"{counted(len(found), 'change')} of the workers, median {duration(median)}."
+    caption += f" The {_MAX_STALLS} longest are shown." if len(found) > len(shown) else ""
+    return Chart(title="Stalls", caption=caption, data=data, layout=layout)
+
+
+def commits(histories: Sequence[History]) -> Chart | None:
+    """How long each commit took to become durable."""
+    size, _ = time_unit(histories)
+    data: list[dict[str, Any]] = []
+    captions = []
+    for index, history in enumerate(histories):
+        done = [save for save in history.saves if save.error is None]
+        failed = [save for save in history.saves if save.error is not None]
+        for saves, symbol in ((done, "circle"), (failed, "x")):
+            if saves:
+                color = FAILED_COLOR if saves is failed else RUN_COLORS[index % len(RUN_COLORS)]
+                notes = [escape(save.error or num_bytes(save.num_bytes or 0)) for save in saves]
+                data.append(
+                    {
+                        **of_run(histories, index),
+                        "showlegend": saves is done and len(histories) > 1,
+                        "mode": "markers",
+                        "marker": {"symbol": symbol, "size": 9, "color": color},
+                        "x": [save.at / size for save in saves],
+                        "y": [save.seconds for save in saves],
+                        "text": [f"step {save.step:,}, {note}" for save, note in zip(saves, notes, strict=True)],
+                        "hovertemplate": "%{text}<br>%{y:.2f} s" + hover_end(histories),
+                    }
+                )
+        if done:
+            waited_s, total_s = history.summary["goodput"]["checkpoint"], history.summary["goodput"]["total"] or 1.0
+            sizes = [save.num_bytes for save in done if save.num_bytes]
+            captions.append(
+                (f"{history.label}: " if len(histories) > 1 else "")
+                + counted(len(done), "commit")
+                + (f" of {num_bytes(statistics.median(sizes))}" if sizes else "")
+                + f", each durable in {duration(statistics.median(save.seconds for save in done))} (median). "
+                + f"Training waited {duration(waited_s)} for them, {waited_s / total_s:.1%} of the time."
+            )
+    layout = time_panels(["seconds until durable"], histories)
+    layout["yaxis"] |= {"rangemode": "tozero"}
+    return Chart(title="Commits", caption=" ".join(captions), data=data, layout=layout) if data else None

@@ -1,0 +1,141 @@
+"""What the charts of a report have in common: colors, axes, and lines of one run.
+
+A chart is Plotly's JSON for a figure, made without Plotly. All text of a ledger goes through `escape`, since Plotly
+reads tags in labels.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ddp.errors import printable
+from elastic_ddp.report.history import History, Point
+
+RUN_COLORS = ("#3b78c2", "#e08214", "#2a9d6e", "#a05cc4", "#c2476b", "#7a8a2b", "#1f9bb5", "#9c6b4a")
+FAILED_COLOR = "#d62728"
+_MAX_POINTS = 2000
+"""Points of a line; more are thinned out."""
+_ROW_PX, _GAP_PX, _FRAME_PX = 140, 30, 100
+"""Height of a panel, of the space above it, and of what is around all of them: legend, axis."""
+_UNITS = ((3 * 86_400, 86_400, "d"), (3 * 3_600, 3_600, "h"), (300, 60, "min"), (0, 1, "s"))
+"""From how many seconds on, the seconds in a unit, and its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One figure of the page: `data` and `layout` are Plotly's, `title` and `caption` plain text around it."""
+
+    title: str
+    caption: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+def of_run(histories: Sequence[History], index: int) -> dict[str, Any]:
+    """What the lines of one run have in common."""
+    label = escape(histories[index].label)
+    color = RUN_COLORS[index % len(RUN_COLORS)]
+    common = {"name": label, "legendgroup": label, "line": {"color": color, "width": 1.5}}
+    return {**common, "showlegend": len(histories) > 1}
+
+
+def over_time(
+    points: list[Point | None],
+    size: float,
+    value: Callable[[Point], float | None],
+    name: str,
+    histories: Sequence[History],
+) -> dict[str, Any]:
+    return {
+        "x": [None if point is None else point.at / size for point in points],
+        "y": [None if point is None else value(point) for point in points],
+        "text": ["" if point is None else f"step {point.step:,}" for point in points],
+        "hovertemplate": f"{name} %{{y:.5g}} at %{{text}}{hover_end(histories)}",
+    }
+
+
+def loss_of(point: Point) -> float | None:
+    return point.loss
+
+
+def thin(points: list[Point], value: Callable[[Point], float | None]) -> list[Point]:
+    """Returns the points of the smallest and of the largest value in each of equally many neighbors."""
+    width = -(-2 * len(points) // _MAX_POINTS)
+    if width <= 2:
+        return points
+    kept = []
+    for begin in range(0, len(points), width):
+        part = sorted(points[begin : begin + width], key=lambda point: value(point) or 0.0)
+        kept += sorted(
+            {id(point): point for point in (part[0], part[-1])}.values(), key=lambda point: (point.session, point.step)
+        )
+    return kept
+
+
+def broken(points: Iterable[Point]) -> list[Point | None]:
+    """Returns the points, with None where a session follows another."""
+    result: list[Point | None] = []
+    session: int | None = None
+    for point in points:
+        if session not in (None, point.session):
+            result.append(None)
+        session = point.session
+        result.append(point)
+    return result
+
+
+def time_unit(histories: Sequence[History]) -> tuple[float, str]:
+    longest_s = max((history.seconds for history in histories), default=0.0)
+    return next((size, unit) for at_least, size, unit in _UNITS if longest_s >= at_least)
+
+
+def panels(titles: Sequence[str], x_title: str) -> dict[str, Any]:
+    """A layout of panels below each other, which share the x axis. Each has its title, with its unit, above it."""
+    count = len(titles)
+    plot_px = count * _ROW_PX + (count - 1) * _GAP_PX
+    layout: dict[str, Any] = {
+        "height": plot_px + _FRAME_PX,
+        "xaxis": {"title": {"text": x_title}, "anchor": y_axis(count - 1), "rangemode": "tozero", "zeroline": False},
+        "legend": {"y": 1 + _GAP_PX / plot_px},
+        "annotations": [],
+    }
+    for row, title in enumerate(titles):
+        top = 1 - row * (_ROW_PX + _GAP_PX) / plot_px
+        layout[y_axis(row).replace("y", "yaxis")] = {"domain": [max(0.0, top - _ROW_PX / plot_px), top]}
+        place = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": top, "yanchor": "bottom"}
+        layout["annotations"].append({**place, "text": escape(title), "showarrow": False})
+    return layout
+
+
+def time_panels(titles: Sequence[str], histories: Sequence[History]) -> dict[str, Any]:
+    """A layout of panels over the time of the longest run: the same axis in all charts."""
+    size, unit = time_unit(histories)
+    layout = panels(titles, f"time in the run ({unit})")
+    layout["xaxis"]["range"] = [0, 1.02 * max(history.seconds for history in histories) / size]
+    return layout
+
+
+def bars(count: int, x_title: str) -> dict[str, Any]:
+    """A layout of horizontal bars."""
+    return {
+        "height": 90 + 28 * count,
+        "xaxis": {"title": {"text": x_title}, "rangemode": "tozero"},
+        "yaxis": {"automargin": True, "showgrid": False},
+        "bargap": 0.25,
+    }
+
+
+def y_axis(row: int) -> str:
+    return "y" if row == 0 else f"y{row + 1}"
+
+
+def hover_end(histories: Sequence[History]) -> str:
+    """The end of a hover text: the run's name if there are several."""
+    return "<extra>%{fullData.name}</extra>" if len(histories) > 1 else "<extra></extra>"
+
+
+def escape(text: str) -> str:
+    return html.escape(printable(text), quote=False)

@@ -1,0 +1,194 @@
+"""The page of a report: one HTML file with Plotly's JavaScript in it, which makes no request."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from elastic_ddp.errors import ConfigError, printable
+from elastic_ddp.report.charts import charts
+from elastic_ddp.report.figure import RUN_COLORS, Chart
+from elastic_ddp.report.history import History
+from elastic_ddp.report.words import duration, headline
+
+_MAX_MARKS = 200
+
+
+def render_page(histories: Sequence[History]) -> str:
+    """Returns the HTML of a report on one or several runs.
+
+    Raises:
+        ConfigError: Plotly is not installed.
+    """
+    figures = charts(histories)
+    scripts = [_plotly(), f"const CHARTS = {_script_json([_figure(chart) for chart in figures])};", _asset("page.js")]
+    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    # The browser runs these scripts only, and loads nothing: text of a ledger cannot do either.
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {hashes}"
+    title = " and ".join(history.label for history in histories[:3])
+    body = [
+        _header(histories),
+        *(_section(number, chart) for number, chart in enumerate(figures)),
+        _scaling(histories),
+        _events(histories),
+        _configuration(histories),
+    ]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_text(policy)}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{_text(title)}</title><style>{_asset('page.css')}</style></head><body><main>",
+            *body,
+            "</main>",
+            *(f"<script>{script}</script>" for script in scripts),
+            "</body></html>",
+        ]
+    )
+
+
+def _plotly() -> str:
+    """Plotly's JavaScript."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ConfigError(
+            "A report needs Plotly, which is not installed. Install it with: pip install 'elastic_ddp[report]'. "
+            "A picture (.svg) does not need it."
+        ) from error
+    return str(get_plotlyjs()).replace("</script", "<\\/script")
+
+
+def _asset(name: str) -> str:
+    return files("elastic_ddp.report").joinpath(name).read_text()
+
+
+def _figure(chart: Chart) -> dict[str, Any]:
+    return {"data": chart.data, "layout": chart.layout}
+
+
+def _script_json(value: Any) -> str:
+    """JSON that can stand in a script: no tag and no comment can begin in it."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _header(histories: Sequence[History]) -> str:
+    lines = []
+    for index, history in enumerate(histories):
+        dot = f'<span class="dot" style="background:{RUN_COLORS[index % len(RUN_COLORS)]}"></span>'
+        level = "h1" if len(histories) == 1 else "h2"
+        lines.append(f"<{level}>{dot if len(histories) > 1 else ''}{_text(history.label)}</{level}>")
+        lines.append(f'<p class="headline">{_text(headline(history.summary))}</p>')
+        if (error := history.summary["error"]) is not None:
+            lines.append(f"<pre>{_text(error)}</pre>")
+    heading = "" if len(histories) == 1 else f"<h1>{len(histories)} runs</h1>"
+    return f"<header>{heading}{''.join(lines)}</header>"
+
+
+def _section(number: int, chart: Chart) -> str:
+    caption = f"<p>{_text(chart.caption)}</p>" if chart.caption else ""
+    height = chart.layout["height"]
+    return (
+        f"<section><h2>{_text(chart.title)}</h2>{caption}"
+        f'<div class="chart" id="chart-{number}" style="height:{height}px"></div></section>'
+    )
+
+
+def _scaling(histories: Sequence[History]) -> str:
+    parts = []
+    for history in histories:
+        rows = history.summary["scaling"]
+        if len(rows) < 2:
+            continue
+        cells = [
+            [
+                row["world_size"],
+                f"{row['samples_per_s']:,.1f}",
+                f"{row['samples_per_s_per_worker']:,.1f}",
+                f"{row['efficiency']:.0%}",
+            ]
+            for row in rows
+        ]
+        table = _table(["workers", "samples/s", "per worker", "efficiency"], cells, kind="numbers")
+        parts.append(_titled(history, histories, table))
+    if not parts:
+        return ""
+    text = "Without start-up and repeated steps. Efficiency: samples/s per worker, relative to the fewest workers."
+    return f"<section><h2>Scaling</h2><p>{text}</p>{''.join(parts)}</section>"
+
+
+def _events(histories: Sequence[History]) -> str:
+    parts = []
+    for history in histories:
+        rows = [
+            [duration(mark.at), "" if mark.step is None else f"{mark.step:,}", mark.text]
+            for mark in history.marks[:_MAX_MARKS]
+        ]
+        if rows:
+            more = len(history.marks) - len(rows)
+            table = _table(["time", "step", "event"], rows, kind="events") + (
+                f"<p>and {more:,} more</p>" if more else ""
+            )
+            parts.append(_titled(history, histories, table))
+    return f"<section><h2>Events</h2>{''.join(parts)}</section>" if parts else ""
+
+
+def _configuration(histories: Sequence[History]) -> str:
+    """The settings and versions of one run; of several, those that differ, and the others below."""
+    settings = [
+        {
+            **_flat(history.config),
+            **{f"version of {name}": value for name, value in history.summary["versions"].items()},
+        }
+        for history in histories
+    ]
+    names = list(dict.fromkeys(name for each in settings for name in each if name != "name"))
+    differing = [name for name in names if len({str(each.get(name)) for each in settings}) > 1]
+    headings = ["setting", *(history.label for history in histories)]
+
+    def table(chosen: Iterable[str], columns: int) -> str:
+        rows = [[name, *(each.get(name, "") for each in settings[:columns])] for name in chosen]
+        return _table(headings[: columns + 1] if columns > 1 else ["setting", "value"], rows, kind="settings")
+
+    same = [name for name in names if name not in differing]
+    parts = ["<section><h2>Configuration and versions</h2>"]
+    if len(histories) > 1:
+        parts.append(table(differing, len(settings)) if differing else "<p>All settings and versions are equal.</p>")
+    summary = "equal in all runs" if len(histories) > 1 else "all settings and versions"
+    parts.append(f"<details><summary>{summary}</summary>{table(same, 1)}</details></section>")
+    return "".join(parts)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the settings with the names that TOML has for those of tables: `checkpoint.every_steps`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else html.escape(printable(str(value)))
+
+
+def _titled(history: History, histories: Sequence[History], table: str) -> str:
+    return (f"<h3>{_text(history.label)}</h3>" if len(histories) > 1 else "") + table
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]], *, kind: str) -> str:
+    def line(cells: Sequence[Any], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    lines = "".join(line(row, "td") for row in rows)
+    return f'<table class="{kind}"><thead>{line(headings, "th")}</thead><tbody>{lines}</tbody></table>'

@@ -1,0 +1,125 @@
+"""The chart that says what happened to a run: its workers, its loss and its throughput over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from elastic_ddp.report.figure import (
+    RUN_COLORS,
+    Chart,
+    broken,
+    escape,
+    hover_end,
+    loss_of,
+    of_run,
+    over_time,
+    thin,
+    time_panels,
+    time_unit,
+)
+from elastic_ddp.report.history import History, Kind, throughput
+from elastic_ddp.report.words import duration
+
+MARKS: dict[Kind, tuple[str, str, str]] = {
+    "joined": ("worker joined", "triangle-up", "#2a9d6e"),
+    "lost": ("worker lost", "x", "#d62728"),
+    "drained": ("worker drained", "triangle-down", "#e08214"),
+    "left": ("worker left (resize)", "triangle-down-open", "#7a7a7a"),
+    "resumed": ("resumed", "star-diamond", "#a05cc4"),
+    "hang": ("hang", "hexagram", "#d62728"),
+    "failed": ("run failed", "octagon", "#d62728"),
+}
+"""Name, symbol and color of each kind of mark."""
+
+
+def timeline(histories: Sequence[History]) -> Chart | None:
+    """World size with what changed it, training loss and throughput, over one time axis."""
+    size, unit = time_unit(histories)
+    data: list[dict[str, Any]] = []
+    for index, history in enumerate(histories):
+        line = {**of_run(histories, index), "mode": "lines"}
+        at, sizes = [at / size for at, _ in history.sizes], [count for _, count in history.sizes]
+        shape = {"color": RUN_COLORS[index % len(RUN_COLORS)], "width": 2, "shape": "hv"}
+        area = {"fill": "tozeroy", "fillcolor": "rgba(59,120,194,0.2)"} if len(histories) == 1 else {}
+        hover = "%{y} workers at %{x:.2f} " + unit
+        data.append({**line, **area, "x": at, "y": sizes, "line": shape, "hovertemplate": hover + hover_end(histories)})
+        losses = broken(thin([point for point in history.points if point.loss is not None], loss_of))
+        data.append({**line, "showlegend": False, "yaxis": "y2", **over_time(losses, size, loss_of, "loss", histories)})
+        rates = throughput(history.points)
+        data.append(
+            {
+                **line,
+                "showlegend": False,
+                "yaxis": "y3",
+                "line": {**line["line"], "shape": "vh"},
+                "x": [at / size for at, _ in rates],
+                "y": [rate for _, rate in rates],
+                "hovertemplate": "%{y:,.0f} samples/s" + hover_end(histories),
+            }
+        )
+        data += _marks(history, index, size, len(histories))
+    layout = time_panels(["workers", "training loss", "samples/s"], histories)
+    highest = max((count for history in histories for _, count in history.sizes), default=0)
+    layout["yaxis"] |= {"range": [-0.12 * max(highest, 1), 1.25 * max(highest, 1)], "dtick": max(1, highest // 4)}
+    layout["yaxis3"] |= {"rangemode": "tozero"}
+    layout["shapes"] = _lines(histories[0], size) if len(histories) == 1 else []
+    symbols = "Symbols: × worker lost, ▲ joined, ▼ drained, ✦ resumed, | commit. " if len(histories) > 1 else ""
+    paused = any(history.summary["sessions"] > 1 for history in histories)
+    caption = symbols + ("The time between the sessions of a run is left out." if paused else "")
+    return Chart(title="What happened", caption=caption, data=data, layout=layout)
+
+
+def _marks(history: History, index: int, size: float, num_runs: int) -> list[dict[str, Any]]:
+    """The changes of a run and its commits, as symbols on its world size."""
+    color = RUN_COLORS[index % len(RUN_COLORS)]
+    traces = []
+    for kind, (name, symbol, own) in MARKS.items():
+        if marks := [mark for mark in history.marks if mark.kind == kind]:
+            traces.append(
+                {
+                    "mode": "markers",
+                    "name": name,
+                    "legendgroup": kind,
+                    "showlegend": num_runs == 1,
+                    "x": [mark.at / size for mark in marks],
+                    "y": [mark.world_size for mark in marks],
+                    "text": [escape(f"{mark.text} (step {mark.step or 0:,})") for mark in marks],
+                    "hovertemplate": f"%{{text}}<extra>{escape(history.label) if num_runs > 1 else ''}</extra>",
+                    "marker": {"symbol": symbol, "size": 11, "color": own if num_runs == 1 else color},
+                    "cliponaxis": False,
+                }
+            )
+    if saves := [save for save in history.saves if save.error is None]:
+        traces.append(
+            {
+                "mode": "markers",
+                "name": "commit",
+                "legendgroup": "commit",
+                "showlegend": num_runs == 1,
+                "x": [save.at / size for save in saves],
+                "y": [0] * len(saves),
+                "text": [f"step {save.step:,} committed in {duration(save.seconds)}" for save in saves],
+                "hovertemplate": "%{text}<extra></extra>",
+                "marker": {"symbol": "line-ns-open", "size": 10, "color": "#7a8a2b" if num_runs == 1 else color},
+            }
+        )
+    return traces
+
+
+def _lines(history: History, size: float) -> list[dict[str, Any]]:
+    """Lines through all panels where workers were lost or drained, and where the run resumed."""
+    return [
+        {
+            "type": "line",
+            "layer": "below",
+            "yref": "paper",
+            "y0": 0,
+            "y1": 1,
+            "x0": mark.at / size,
+            "x1": mark.at / size,
+            "line": {"color": MARKS[mark.kind][2], "width": 1, "dash": "dot"},
+        }
+        for mark in history.marks[:200]
+        if mark.kind not in ("joined", "left")
+    ]

@@ -1,0 +1,276 @@
+"""The report of runs: what it says about them, and that it shows text of a ledger as text."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from elastic_ddp.errors import ConfigError, StorageError
+from elastic_ddp.report.charts import charts
+from elastic_ddp.report.figure import thin
+from elastic_ddp.report.history import History, Point, read_history, throughput
+from elastic_ddp.report.page import render_page
+from elastic_ddp.report.picture import draw
+from elastic_ddp.report.words import duration, headline, num_bytes
+from elastic_ddp.telemetry import Ledger
+from elastic_ddp.telemetry.event import Event
+from tests.unit.report_runs import Recorder, calm, eventful
+from tests.unit.test_cli import invoke
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[0m"
+
+
+@pytest.fixture
+def plotly() -> None:
+    pytest.importorskip("plotly", reason="Plotly is not installed; the extra `report` has it")
+
+
+def of(histories: Sequence[History], title: str) -> Any:
+    return next((chart for chart in charts(histories) if chart.title == title), None)
+
+
+def test_the_headline_says_what_happened() -> None:
+    assert headline(read_history(eventful()).summary) == (
+        "Finished 480 steps in 2 min 8 s on 2 to 3 workers; 2 workers lost, 1 drained; resumed once; goodput 87.1%."
+    )
+    undisturbed = "Finished 480 steps in 2 min 32 s on 2 workers; no worker lost or drained; goodput 95.2%."
+    assert headline(read_history(calm()).summary) == undisturbed
+    stopped = read_history([event for event in eventful() if event.session == "s1"]).summary
+    assert headline(stopped).startswith("Stopped after 345 of 480 steps in 1 min 33 s")
+    assert headline(stopped | {"status": "running", "total_steps": None}).startswith("Running, with 345 steps")
+    nothing = "Unfinished: the driver is gone after 0 steps in 0 s; no worker lost or drained."
+    assert headline(read_history([]).summary) == nothing
+
+
+def test_marks_are_what_changed_the_run_in_order() -> None:
+    marks = read_history(eventful()).marks
+    assert [(mark.kind, mark.step, mark.text) for mark in marks] == [
+        ("lost", 120, "1 worker lost: its process ended: exit signal SIGKILL"),
+        ("joined", 160, "1 worker joined: 3 train now"),
+        ("lost", 240, "1 worker lost: its process ended: exit signal SIGKILL"),
+        ("joined", 290, "1 worker joined: 3 train now"),
+        ("drained", 328, "1 worker drained: its node or process was to stop"),
+        ("resumed", 345, "resumed from step 345, 1 h after the session before"),
+    ]
+
+
+def test_workers_that_fail_together_are_one_mark() -> None:
+    run = Recorder("lm")
+    run.start()
+    run.form("abc", "start")
+    run.train(10)
+    run.lose("a")
+    run.lose("b")
+    run.record("worker_lost", generation=1, member=None, error="a connection broke", reported_by="c")
+    run.record("hang", generation=1, seconds=600.0, places={}, culprits=[])
+    run.record("failed", error="boom\nand more")
+    texts = [mark.text for mark in read_history(run.events).marks]
+    assert texts[0].startswith("2 workers lost: ")
+    assert texts[1:] == ["hang: no worker made progress for 10 min", "the run failed: boom"]
+
+
+def test_the_time_between_sessions_is_left_out() -> None:
+    history = read_history(eventful())
+    assert history.seconds == pytest.approx(128, abs=1)
+    assert max(point.at for point in history.points) < history.seconds
+    assert [size for _, size in history.sizes] == [0, 3, 2, 3, 2, 3, 2, 0, 0, 3, 0]
+
+
+def test_workers_that_wait_for_others_do_not_train() -> None:
+    run = Recorder("lm")
+    run.start()
+    run.form("ab", "start")
+    run.train(10)
+    run.lose("a")
+    run._at += 30.0
+    run.record("rendezvous", generation=2, world_size=2, reason="worker failed", first_step=10, waited_s=25.0)
+    run.record("finished", status="stopped")
+    sizes = read_history(run.events).sizes
+    assert [size for _, size in sizes] == [0, 2, 0, 2, 0]
+    assert sizes[3][0] - sizes[2][0] == pytest.approx(25.0)
+
+
+def test_throughput_has_stalls_and_stops_between_sessions() -> None:
+    points = [Point(session=0, at=float(at), step=at, samples=10 * at) for at in range(5)]
+    points.append(Point(session=0, at=14.0, step=5, samples=50))
+    points += [Point(session=1, at=20.0, step=3, samples=30), Point(session=1, at=22.0, step=5, samples=50)]
+    assert throughput(points) == [(1, 10), (2, 10), (3, 10), (4, 10), (14, 1), (20, None), (22, 10)]
+    assert throughput(points, buckets=5) == [(14, 50 / 14), (20, None)]
+    assert throughput([]) == []
+
+
+def test_a_thinned_line_keeps_its_peaks() -> None:
+    points = [Point(session=0, at=step, step=step, loss=1.0 + step % 2) for step in range(50_000)]
+    points[30_001] = replace(points[30_001], loss=99.0)
+    kept = thin(points, lambda point: point.loss)
+    assert len(kept) <= 2000 and max(point.loss or 0 for point in kept) == 99.0
+    assert [point.step for point in kept] == sorted(point.step for point in kept)
+
+
+def test_charts_show_what_the_ledger_has() -> None:
+    titles = ["What happened", "Loss and metrics", "Phases of a step", "Goodput: where the time went"]
+    titles += ["Stalls", "Commits", "GPUs"]
+    assert [chart.title for chart in charts([read_history(eventful())])] == titles
+    old = [event for event in eventful(gpus=False) if event.event != "phases"]
+    assert {chart.title for chart in charts([read_history(old)])} == {*titles} - {"Phases of a step", "GPUs"}
+    assert [chart.title for chart in charts([read_history([])])] == ["What happened"]
+
+
+def test_the_timeline_marks_each_join_loss_drain_and_commit() -> None:
+    timeline = of([read_history(eventful())], "What happened")
+    symbols = {trace["name"]: len(trace["x"]) for trace in timeline.data if trace["mode"] == "markers"}
+    assert symbols == {"worker joined": 2, "worker lost": 2, "worker drained": 1, "resumed": 1, "commit": 12}
+    assert len(timeline.layout["shapes"]) == 4, "lines through all panels"
+
+
+def test_phases_stack_up_to_a_step_and_name_the_slowest_rank() -> None:
+    phases = of([read_history(eventful())], "Phases of a step")
+    stacked = [trace for trace in phases.data if "stackgroup" in trace]
+    assert [trace["name"] for trace in stacked] == [
+        "data",
+        "forward",
+        "backward",
+        "communication",
+        "optimizer",
+        "other",
+    ]
+    assert sum(trace["y"][0] for trace in stacked) == pytest.approx(200.0), "ms per step on three workers"
+    (slowest,) = (trace for trace in phases.data if "stackgroup" not in trace)
+    assert slowest["y"][0] == pytest.approx(1.3) and slowest["text"][0] == "rank 2 at step 20"
+
+
+def test_goodput_stalls_and_commits_have_their_cost() -> None:
+    history = read_history(eventful())
+    (parts,) = of([history], "Goodput: where the time went").data
+    assert parts["y"][0] == "useful" and parts["text"][0] == "87.1 % · 1 min 52 s"
+    stalls = of([history], "Stalls")
+    assert stalls.layout["yaxis"]["ticktext"][0] == "step 120, worker failed"
+    assert {trace["name"]: trace["x"][0] for trace in stalls.data}["detection"] == pytest.approx(0.2)
+    assert of([history], "Commits").caption.startswith("12 commits of 3 MiB, each durable in 0.13 s (median).")
+
+
+def test_values_that_are_not_numbers_leave_a_gap() -> None:
+    events = [replace(event, loss="NaN") if event.event == "steps" else event for event in calm()]  # type: ignore[call-arg]
+    page = json.dumps([chart.data for chart in charts([read_history(events)])], allow_nan=False)
+    assert "NaN" not in page
+
+
+def test_several_runs_have_a_color_each_and_their_differences_are_listed(plotly: None) -> None:
+    histories = [read_history(eventful()), read_history(calm(loss=5.0, max_workers=2))]
+    timeline = of(histories, "What happened")
+    colors = {trace["name"]: trace["line"]["color"] for trace in timeline.data if trace["mode"] == "lines"}
+    assert set(colors) == {"lm", "calm"} and len(set(colors.values())) == 2
+    page = render_page(histories)
+    before, _, same = page.partition("<details>")
+    assert "<td>max_workers</td><td></td><td>2</td>" in before
+    assert "checkpoint.every_steps" in same and "checkpoint.every_steps" not in before
+
+
+def evil_run() -> list[Event]:
+    run = Recorder(EVIL, note=EVIL)
+    run.start()
+    run.form("ab", EVIL)
+    run.train(60)
+    run.lose("a", EVIL)
+    run.form("b", EVIL)
+    run.train(80)
+    run.record("evaluation", step=80, name=EVIL, loss=1.0)
+    run.record("phases", generation=2, step=80, num_steps=1, phases={EVIL: 0.1}, work_s=[0.1])
+    run.record("commit_failed", generation=2, step=80, seconds=1.0, error=EVIL)
+    run.record("failed", error=EVIL)
+    run.record("finished", status="failed", error=EVIL)
+    return run.events
+
+
+def test_no_text_of_a_ledger_becomes_html(plotly: None) -> None:
+    one, other = read_history(evil_run()), read_history(evil_run())
+    for histories in ([one], [one, replace(other, label=f"{EVIL} again")]):
+        page = render_page(histories)
+        assert not re.search(r"<script>alert|<img src=x|\x1b", page)
+        assert "&lt;script&gt;alert(1)" in page
+        for chart in charts(histories):
+            assert not re.search(r"<script|<img|\x1b", json.dumps([chart.data, chart.layout]))
+        assert page.count("<script>") == 3
+
+
+def test_the_page_may_run_its_own_scripts_only_and_load_nothing(plotly: None) -> None:
+    page = render_page([read_history(eventful())])
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert "default-src" in policy and policy.count("sha256-") == page.count("<script>") == 3
+    assert "unsafe-inline" not in policy.partition("script-src")[2]
+    assert not re.search(r'(src|href)="', page.partition("<script>")[0])
+
+
+def test_the_charts_are_valid_for_plotly(plotly: None) -> None:
+    from plotly.graph_objects import Figure
+
+    for histories in ([read_history(eventful())], [read_history(eventful()), read_history(calm())]):
+        for chart in charts(histories):
+            Figure(data=chart.data, layout=chart.layout)  # raises for a property that does not exist
+
+
+def test_the_picture_shows_workers_loss_and_what_happened() -> None:
+    picture = draw(read_history(eventful()))
+    root = ElementTree.fromstring(picture)
+    words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"workers", "training loss", "time in the run (s)"} <= set(words)
+    assert [word for word in words if word in ("worker lost", "worker drained", "resumed")] == [
+        "worker lost", "worker lost", "worker drained", "resumed",
+    ]  # fmt: skip
+    for events in ([], evil_run(), calm()):
+        ElementTree.fromstring(draw(read_history(events)))
+
+
+def write_run(folder: Path, events: list[Event]) -> str:
+    from elastic_ddp.storage.storage import Storage
+
+    for session in dict.fromkeys(event.session for event in events):
+        ledger = Ledger(Storage(folder), session, lambda: 1.0)
+        for event in events:
+            if event.session == session:
+                ledger._clock = lambda event=event: event.time  # type: ignore[misc]
+                ledger.append(event)
+        ledger.close()
+    return str(folder)
+
+
+def test_the_command_writes_a_page_or_a_picture(plotly: None, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, eventful()) for name in ("a", "b")]
+    page, picture = tmp_path / "report.html", tmp_path / "run.svg"
+    assert f"written to {page}" in invoke("report", *runs, "-o", str(page)).output
+    assert "2 workers lost, 1 drained; resumed once" in page.read_text()
+    assert "<h2><span class" in page.read_text() and runs[1] in page.read_text(), "named by their folders"
+    invoke("report", runs[0], "-o", str(picture))
+    assert picture.read_text().startswith("<svg")
+
+
+def test_the_command_refuses_what_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "a", calm())
+    with pytest.raises(ConfigError, match=r"report\.pdf: unknown suffix\. Use \.html"):
+        invoke("report", run, "-o", "report.pdf")
+    with pytest.raises(ConfigError, match=r"a picture shows one run, not 2"):
+        invoke("report", run, run, "-o", "run.svg")
+    with pytest.raises(ConfigError, match="there is no run in this folder"):
+        invoke("report", str(tmp_path / "nothing"))
+    with pytest.raises(StorageError, match=r"cannot write .*/no/run\.svg: No such file"):
+        invoke("report", run, "-o", str(tmp_path / "no" / "run.svg"))
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'elastic_ddp[report]'")):
+        invoke("report", run, "-o", str(tmp_path / "report.html"))
+
+
+def test_durations_and_sizes_are_rounded_for_people() -> None:
+    assert [duration(seconds) for seconds in (0.0, 0.314, 9.5, 38.4, 60, 151, 3600, 11_530, 187_300)] == [
+        "0 s", "0.31 s", "9.5 s", "38 s", "1 min", "2 min 31 s", "1 h", "3 h 12 min", "2 d 4 h",
+    ]  # fmt: skip
+    assert [num_bytes(count) for count in (0, 900, 3 << 20, 1.5 * 2**30, 300 << 30, 1 << 60)] == [
+        "0 B", "900 B", "3 MiB", "1.5 GiB", "300 GiB", "1,048,576 TiB",
+    ]  # fmt: skip
